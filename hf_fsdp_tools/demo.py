@@ -1,0 +1,224 @@
+"""A small Llama-architecture checkpoint and its text, made on the spot: the road can be walked without a download.
+
+    make_demo_model(folder)       ->  config, seeded random weights in several safetensors files, trained tokenizer
+    write_demo_dataset(folder)    ->  train.jsonl and eval.jsonl with one passage per line in the column "text"
+
+The text is the language reference that every CPython carries for `help("while")` (`pydoc_data.topics`, about 460 kB): real
+English prose with code in it. The default size is chosen so that a fine-tune shows its effect within two minutes on two
+CPU cores; `ARCHITECTURE` holds it with what was measured.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_fsdp_tools.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["demo_split", "demo_text", "make_demo_model", "write_demo_dataset"]
+
+PASSAGE_CHARACTERS = 600
+"""A passage ends at the first blank line after this many characters: about 200 tokens of the demo tokenizer."""
+
+EVAL_EVERY = 10
+"""Every tenth passage is held out for evaluation, so both splits cover all topics."""
+
+SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>")
+"""Ids 0 to 5 of the demo tokenizer, in this order."""
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+"""One turn per role token; the `generation` marks let trainers compute the loss on the assistant's words alone."""
+
+
+def demo_text() -> list[str]:
+    """The demo corpus: about 700 passages of CPython's language reference, in a fixed order, no paragraph twice.
+
+    The words depend on the Python version, nothing else does.
+
+    Raises:
+        ConfigError: this Python was packaged without `pydoc_data`.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ConfigError(
+            "the demo text is CPython's module pydoc_data.topics, which this Python lacks (some minimal system packages leave it "
+            "out); use a full CPython, for example from python.org, conda or uv"
+        ) from error
+    seen: set[str] = set()
+    passages: list[str] = []
+    for name in sorted(topics):
+        paragraphs = dict.fromkeys(part.strip("\n") for part in topics[name].split("\n\n"))
+        fresh = [part for part in paragraphs if part.strip() and part not in seen]
+        seen.update(fresh)
+        passages += _cut("\n\n".join(fresh))
+    return passages
+
+
+def _cut(text: str) -> list[str]:
+    """Passages of one topic: cut at the first blank line after PASSAGE_CHARACTERS, at any line after twice as many."""
+    passages: list[str] = []
+    lines: list[str] = []
+    length = 0
+    for line in text.split("\n"):
+        lines.append(line)
+        length += len(line) + 1
+        if length >= (2 * PASSAGE_CHARACTERS if line.strip() else PASSAGE_CHARACTERS):
+            passages.append("\n".join(lines).strip("\n"))
+            lines, length = [], 0
+    return [passage for passage in [*passages, "\n".join(lines).strip("\n")] if passage]
+
+
+def demo_split() -> tuple[list[str], list[str]]:
+    """The demo corpus as (train, eval) passages: every tenth passage is held out."""
+    passages = demo_text()
+    train = [passage for number, passage in enumerate(passages) if number % EVAL_EVERY]
+    return train, passages[::EVAL_EVERY]
+
+
+def write_demo_dataset(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Write the demo corpus as `train.jsonl` and `eval.jsonl` (UTF-8, one `{"text": passage}` per line); gives both paths.
+
+    Call it on one rank. Existing files of these names are replaced, each in one step, so that a reader never sees half a file.
+    """
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    paths = (root / "train.jsonl", root / "eval.jsonl")
+    for path, passages in zip(paths, demo_split(), strict=True):
+        lines = "".join(json.dumps({"text": passage}, ensure_ascii=False) + "\n" for passage in passages)
+        partial = path.with_suffix(".partial")
+        partial.write_text(lines, encoding="utf-8")
+        partial.replace(path)
+    return paths
+
+
+def make_demo_model(
+    folder: str | os.PathLike[str],
+    *,
+    hidden_size: int = 256,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    num_key_value_heads: int = 2,
+    vocab_size: int = 2048,
+    max_length: int = 1024,
+    seed: int = 0,
+    max_shard_size: str = "4MB",
+) -> Path:
+    """A ready checkpoint folder of a small Llama with random weights, as `AutoModelForCausalLM.from_pretrained` expects it.
+
+    It holds `config.json`, `generation_config.json`, float32 weights in safetensors files of at most `max_shard_size` with
+    their index, and a byte-level BPE tokenizer with a chat template, trained on the train split of the demo text. The same
+    arguments under the same Python and library versions give the same bytes. Call it on one rank: it uses the CPU, takes a few
+    seconds and communicates nothing. The folder appears in one step, complete or not at all. `max_length` is the number of positions.
+
+    Raises:
+        ConfigError: the folder already holds something, or the sizes do not make a Llama (all problems at once).
+    """
+    target = Path(folder)
+    _check_shape(hidden_size, num_layers, num_heads, num_key_value_heads, vocab_size, max_length)
+    _check_free(target)
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = _train_tokenizer(demo_split()[0], vocab_size=vocab_size, max_length=max_length)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=-(-hidden_size * 8 // 3 // 32) * 32,  # Llama's 8/3 ratio, rounded to a multiple of 32
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_key_value_heads,
+        max_position_embeddings=max_length,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        model.save_pretrained(partial, max_shard_size=max_shard_size)
+        tokenizer.save_pretrained(partial)
+        partial.chmod(0o755)  # mkdtemp makes it private to this user, which a checkpoint is not
+        partial.replace(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _check_shape(
+    hidden_size: int, num_layers: int, num_heads: int, num_key_value_heads: int, vocab_size: int, max_length: int
+) -> None:
+    sizes = {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads, "max_length": max_length}
+    sizes["num_key_value_heads"] = num_key_value_heads
+    problems = [f"{name} is {value}; it must be at least 1" for name, value in sizes.items() if value < 1]
+    if not problems:
+        if hidden_size % (2 * num_heads):
+            problems.append(
+                f"hidden_size {hidden_size} with num_heads {num_heads} gives no even head size; "
+                f"use a multiple of {2 * num_heads}"
+            )
+        if num_heads % num_key_value_heads:
+            problems.append(f"num_key_value_heads {num_key_value_heads} does not divide num_heads {num_heads}")
+    smallest = 256 + len(SPECIAL_TOKENS)
+    if vocab_size < smallest:
+        problems.append(f"vocab_size is {vocab_size}; all bytes and special tokens need at least {smallest}")
+    if problems:
+        raise ConfigError("the demo model cannot have this shape: " + "; ".join(problems))
+
+
+def _check_free(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists() or folder.is_symlink():
+        raise ConfigError(
+            f"{folder} already holds something, and a demo model never overwrites; name a new folder or delete this one"
+        )
+
+
+def _train_tokenizer(texts: list[str], *, vocab_size: int, max_length: int) -> "PreTrainedTokenizerFast":
+    """A byte-level BPE tokenizer of exactly `vocab_size` entries that puts the begin token in front of each text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    pad, bos, eos = SPECIAL_TOKENS[:3]
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    if core.get_vocab_size() != vocab_size:
+        raise ConfigError(
+            f"the demo text yields a vocabulary of only {core.get_vocab_size()}, and vocab_size is {vocab_size}; ask for less"
+        )
+    core.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, core.token_to_id(bos))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        additional_special_tokens=list(SPECIAL_TOKENS[3:]),
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=max_length,
+    )
