@@ -1,0 +1,114 @@
+"""Shard any Hugging Face model with PyTorch FSDP.
+
+    from hf_fsdp_tools import from_pretrained
+
+    model = from_pretrained("Qwen/Qwen3-8B")   # under torchrun or accelerate launch: each rank reads only its own bytes
+
+The names below are the whole public interface; `ARCHITECTURE.md` draws how they fit together. Importing this package imports
+nothing else: each name loads its module at first use, so accelerate, transformers and torch come when they are needed.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_fsdp_tools.blocks import BlockStack, ModelBlocks, detect_blocks
+    from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, SaveReport, load_weights, save_pretrained
+    from hf_fsdp_tools.config import FSDPConfig
+    from hf_fsdp_tools.demo import make_demo_model
+    from hf_fsdp_tools.errors import (
+        BlockDetectionError,
+        CheckpointError,
+        ConfigError,
+        EstimateError,
+        FSDPToolsError,
+        MeshError,
+        WrapPlanError,
+    )
+    from hf_fsdp_tools.integrations import FSDPTrainerMixin, HybridFSDPPlugin, make_accelerator
+    from hf_fsdp_tools.mesh import ParallelDims
+    from hf_fsdp_tools.meta import build_meta_model
+    from hf_fsdp_tools.prepare import from_pretrained
+    from hf_fsdp_tools.shard import Sharding, shard_model, sharding_of
+    from hf_fsdp_tools.wrap import HybridPolicy, WrapPlan, WrapUnit, check_wrap_plan, make_wrap_plan
+
+_MODULE_OF = {
+    "BlockDetectionError": "errors",
+    "BlockStack": "blocks",
+    "CheckpointError": "errors",
+    "CheckpointIndex": "checkpoint",
+    "ConfigError": "errors",
+    "EstimateError": "errors",
+    "FSDPConfig": "config",
+    "FSDPToolsError": "errors",
+    "FSDPTrainerMixin": "integrations",
+    "HybridFSDPPlugin": "integrations",
+    "HybridPolicy": "wrap",
+    "LoadReport": "checkpoint",
+    "MeshError": "errors",
+    "ModelBlocks": "blocks",
+    "ParallelDims": "mesh",
+    "SaveReport": "checkpoint",
+    "Sharding": "shard",
+    "WrapPlan": "wrap",
+    "WrapPlanError": "errors",
+    "WrapUnit": "wrap",
+    "build_meta_model": "meta",
+    "check_wrap_plan": "wrap",
+    "detect_blocks": "blocks",
+    "from_pretrained": "prepare",
+    "load_weights": "checkpoint",
+    "make_accelerator": "integrations",
+    "make_demo_model": "demo",
+    "make_wrap_plan": "wrap",
+    "save_pretrained": "checkpoint",
+    "shard_model": "shard",
+    "sharding_of": "shard",
+}
+
+__all__ = [
+    "BlockDetectionError",
+    "BlockStack",
+    "CheckpointError",
+    "CheckpointIndex",
+    "ConfigError",
+    "EstimateError",
+    "FSDPConfig",
+    "FSDPToolsError",
+    "FSDPTrainerMixin",
+    "HybridFSDPPlugin",
+    "HybridPolicy",
+    "LoadReport",
+    "MeshError",
+    "ModelBlocks",
+    "ParallelDims",
+    "SaveReport",
+    "Sharding",
+    "WrapPlan",
+    "WrapPlanError",
+    "WrapUnit",
+    "build_meta_model",
+    "check_wrap_plan",
+    "detect_blocks",
+    "from_pretrained",
+    "load_weights",
+    "make_accelerator",
+    "make_demo_model",
+    "make_wrap_plan",
+    "save_pretrained",
+    "shard_model",
+    "sharding_of",
+]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Load the module that owns a public name when the name is first used (PEP 562)."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has: {', '.join(__all__)}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,104 @@
+"""How many processes share what: parallel degrees as a value, and the device mesh made from them when it is needed."""
+
+import os
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hf_fsdp_tools.errors import MeshError
+
+__all__ = ["ParallelDims", "ensure_process_group", "local_device"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelDims:
+    """The degrees of data parallelism, counted in processes. `dp_replicate_size * dp_shard_size` is the world size.
+
+        ParallelDims().build_mesh()                        # FSDP over all processes
+        ParallelDims(dp_replicate_size=2).build_mesh()     # HSDP: two replicas, each sharded over half of the processes
+    """
+
+    dp_replicate_size: int = 1
+    """How many copies of the model there are; above 1 this is HSDP."""
+
+    dp_shard_size: int | None = None
+    """Over how many processes each copy is sharded; None means all that `dp_replicate_size` leaves."""
+
+    def __post_init__(self) -> None:
+        for name, size in (("dp_replicate_size", self.dp_replicate_size), ("dp_shard_size", self.dp_shard_size)):
+            if size is not None and size < 1:
+                raise MeshError(f"{name} is {size}; it must be 1 or more.")
+
+    def resolve(self, world_size: int) -> "ParallelDims":
+        """The same degrees with `dp_shard_size` filled in for `world_size` processes.
+
+        Raises:
+            MeshError: the degrees do not multiply to the world size.
+        """
+        dp_shard_size = self.dp_shard_size or world_size // self.dp_replicate_size
+        if self.dp_replicate_size * dp_shard_size != world_size:
+            raise MeshError(
+                f"dp_replicate_size {self.dp_replicate_size} x dp_shard_size {self.dp_shard_size or 'auto'} does not make "
+                f"the {world_size} processes of this job. Choose degrees whose product is {world_size}."
+            )
+        return replace(self, dp_shard_size=dp_shard_size)
+
+    def build_mesh(self, device_type: str | None = None) -> DeviceMesh:
+        """Make the device mesh, with axes `("dp_shard",)`, or `("dp_replicate", "dp_shard")` for HSDP.
+
+        Every rank must call. Starts the process group if none is running (from the variables that `torchrun` and
+        `accelerate launch` set, or for this process alone where there are none) and creates the axes' subgroups.
+
+        Args:
+            device_type: `"cuda"`, `"cpu"`, …; None means this machine's accelerator, or the CPU if it has none.
+
+        Raises:
+            MeshError: the degrees do not fit the world size, or the process group cannot start.
+        """
+        device_type = device_type or local_device().type
+        ensure_process_group(device_type)
+        dims = self.resolve(dist.get_world_size())
+        assert dims.dp_shard_size is not None
+        if dims.dp_replicate_size == 1:
+            return init_device_mesh(device_type, (dims.dp_shard_size,), mesh_dim_names=("dp_shard",))
+        shape = (dims.dp_replicate_size, dims.dp_shard_size)
+        return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def local_device() -> torch.device:
+    """The device of this process: its own accelerator by LOCAL_RANK, or the CPU where the machine has none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def ensure_process_group(device_type: str) -> None:
+    """Start the default process group unless one runs: gloo for the CPU, the device's own backend (and gloo) otherwise.
+
+    Every rank must call. A process that nobody launched becomes a world of 1, so the same script runs without a launcher.
+
+    Raises:
+        MeshError: this process has no device of its own, or some of the launcher's variables are absent.
+    """
+    if dist.is_initialized():
+        return
+    device = torch.device("cpu") if device_type == "cpu" else local_device()
+    if device.type != "cpu":
+        count = torch.accelerator.device_count()
+        if device.index >= count:
+            raise MeshError(
+                f"LOCAL_RANK is {device.index}, but this machine has {count} {device.type} device(s): every process needs "
+                f"its own. Launch at most {count} process(es) on this machine."
+            )
+        torch.accelerator.set_device_index(device.index)
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if absent:
+        raise MeshError(f"Not set: {', '.join(absent)}. Start the script with `accelerate launch` or `torchrun`.")
+    dist.init_process_group(backend)

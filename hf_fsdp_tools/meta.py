@@ -1,0 +1,304 @@
+"""A model with shapes and no storage; later the storage of one rank's share, and the values that live in no file."""
+
+import copy
+import re
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+
+__all__ = ["allocate", "build_meta_model", "initialize_missing", "load_config"]
+
+
+def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kwargs: Any) -> PreTrainedConfig:
+    """The configuration of a hub name, a local folder, or a `config.json`; a copy of one that is given.
+
+    Args:
+        name_or_config: what to open.
+        hub_kwargs: passed to `AutoConfig.from_pretrained` (`revision`, `token`, `trust_remote_code`, `local_files_only`, …).
+
+    Raises:
+        CheckpointError: there is no such folder, no `config.json` in it, or the hub does not give it.
+        ConfigError: the configuration is not JSON, or its `model_type` is unknown to the installed transformers.
+    """
+    if isinstance(name_or_config, PreTrainedConfig):
+        return copy.deepcopy(name_or_config)
+    name = fspath(name_or_config)
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        raise CheckpointError(
+            f"No config.json in {name!r} (found: {found}). Give a folder that `save_pretrained` wrote, "
+            "a hub name, or the path of a config.json."
+        )
+    if not path.exists() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
+        raise CheckpointError(f"No such folder: {name!r}. Give an existing local folder, a config.json, or a hub name.")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, **hub_kwargs)
+    except ValueError as error:
+        raise ConfigError(f"The configuration of {name!r} cannot be used: {_first_line(error)}") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"No model {name!r}: it is no local folder, and the hub did not give its config.json "
+            f"({_first_line(error)}) Check the name, or download the model first and give the folder."
+        ) from error
+    return config
+
+
+def build_meta_model(
+    name_or_config: str | PathLike[str] | PreTrainedConfig,
+    *,
+    auto_class: Any = AutoModelForCausalLM,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    **model_kwargs: Any,
+) -> PreTrainedModel:
+    """Build a model whose parameters and buffers have shapes and dtypes but no storage, whatever its size.
+
+    It is built as `from_pretrained` builds it before it reads a file: same class, same dtypes (also the modules that
+    transformers keeps in fp32), weights tied where the config ties them, in evaluation mode.
+
+    Args:
+        name_or_config: a hub name, a local folder, the path of a `config.json`, or a `PreTrainedConfig` (copied).
+        auto_class: the `AutoModelFor…` class, or a model class itself.
+        dtype: of the floating-point parameters; None means the dtype that the config names, or float32 if it names none.
+        trust_remote_code: run model code that comes with the checkpoint.
+        model_kwargs: passed to `from_config` (`attn_implementation`, …).
+
+    No rank communicates; every rank may call.
+
+    Raises:
+        CheckpointError: the configuration cannot be found.
+        ConfigError: the architecture is unknown, or `auto_class` has no model for it.
+    """
+    config = load_config(name_or_config, trust_remote_code=trust_remote_code)
+    dtype = dtype or _config_dtype(config) or torch.float32
+    try:
+        # linspace stays real: code that calls .item() while a model is built would fail on meta tensors.
+        with torch.device("meta"), init.meta_device_safe_creation_ops():
+            if isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel):
+                model = auto_class._from_config(config, dtype=dtype, **model_kwargs)
+            else:
+                model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs)
+    except ValueError as error:
+        raise ConfigError(
+            f"{getattr(auto_class, '__name__', auto_class)} has no model for {type(config).__name__}: {_first_line(error)} "
+            "Choose another auto_class (AutoModel always has the base model)."
+        ) from error
+    _keep_in_fp32(model, dtype)
+    model.eval()
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Give every tensor of a meta model uninitialised storage on `device`, in place: of a DTensor only this rank's shard.
+
+    Tied parameters stay one parameter and FSDP2 is told of the new ones. Tensors that have storage stay as they are.
+
+    Args:
+        model: plain, or sharded by `fully_shard` while on meta.
+        device: where the storage goes. Parameters of a CPU-offloaded FSDP2 model belong on the CPU.
+        dtype: what floating-point parameters become; None keeps each one's own. Buffers always keep their own.
+
+    No rank communicates.
+    """
+    replaced: dict[torch.Tensor, torch.Tensor] = {}
+    with torch.no_grad():
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    if parameter not in replaced:
+                        replaced[parameter] = _allocated_parameter(parameter, device, dtype)
+                    module._parameters[name] = replaced[parameter]  # type: ignore[assignment]  # holds a Parameter
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    if buffer not in replaced:
+                        replaced[buffer] = torch.empty_like(buffer, device=device)
+                    module._buffers[name] = replaced[buffer]
+    # FSDP2 keeps its own reference to each shard and renews it in `_apply`; a function that changes nothing is enough.
+    model._apply(lambda tensor: tensor)
+
+
+def initialize_missing(model: nn.Module, *, missing_keys: Collection[str], seed: int = 0) -> None:
+    """Fill what no checkpoint holds: missing parameters and persistent buffers, and every non-persistent buffer.
+
+    The model's own `_init_weights` (or `reset_parameters` of a plain module) makes the values. Each module's are drawn
+    from a generator seeded by `seed` and the module's name, whole and on the CPU, and then cut to the shard, so they do
+    not depend on the number of ranks, on their order, or on what else is missing. One module's missing tensors are whole
+    on the host at a time.
+
+    Args:
+        model: allocated; sharded or not.
+        missing_keys: names as in `state_dict()`; all other parameters and buffers are left as they are.
+        seed: of the whole model.
+
+    No rank communicates.
+
+    Raises:
+        CheckpointError: a missing tensor or non-persistent buffer that the model's own code does not initialise.
+    """
+    missing = set(missing_keys)
+    _mark_initialized(model, except_for=missing)
+    untouched: list[str] = []
+    for path in _module_paths(model):
+        name, module = path[-1][0], path[-1][1]
+        wanted = {key: tensor for key, tensor in _own_tensors(module) if _is_wanted(module, name, key, missing)}
+        if wanted:
+            untouched += _initialize_module(path, wanted, seed ^ zlib.crc32(name.encode()))
+    if untouched:
+        raise CheckpointError(
+            f"In no checkpoint file, and not initialised by the model's own code: {', '.join(untouched)}. "
+            "Initialise them in the model's `_init_weights`, or register the buffers as persistent and save them."
+        )
+
+
+# ---- building ----
+
+
+def _config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
+    for part in (config, config.get_text_config()):
+        dtype = getattr(part, "dtype", None)
+        dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+            return dtype
+    return None
+
+
+def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """transformers loads some modules in fp32 whatever dtype is asked for; the meta model says so already."""
+    patterns = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
+    if not patterns:
+        return
+    kept = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))  # searched anywhere, as transformers does
+    for name, module in model.named_modules():
+        for key, tensor in _own_tensors(module):
+            if kept.search(f"{name}.{key}" if name else key) and tensor.is_floating_point():
+                if key in module._parameters:
+                    tensor.data = tensor.data.to(torch.float32)
+                elif key not in module._non_persistent_buffers_set:
+                    module._buffers[key] = tensor.to(torch.float32)
+
+
+def _first_line(error: BaseException) -> str:
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return line if line.endswith((".", "!", "?")) else f"{line}."
+
+
+# ---- storage ----
+
+
+def _allocated_parameter(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:
+    dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    data = parameter.data
+    if isinstance(data, DTensor):
+        local = torch.empty(data.to_local().shape, dtype=dtype, device=device)
+        data = DTensor.from_local(
+            local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
+        )
+    else:
+        data = torch.empty_like(data, dtype=dtype, device=device)
+    allocated = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    allocated.__dict__.update(parameter.__dict__)  # attributes that model code hangs on its parameters
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # set while on meta, by shard_model
+        allocated.register_post_accumulate_grad_hook(hook)
+    return allocated
+
+
+# ---- values that live in no file ----
+
+ModulePath = tuple[tuple[str, nn.Module], ...]
+"""A module and its ancestors, root first, each with its fqn."""
+
+
+def _module_paths(model: nn.Module) -> Iterator[ModulePath]:
+    """Every module once, children before parents, as transformers initialises them."""
+    seen: set[nn.Module] = set()
+
+    def walk(path: ModulePath) -> Iterator[ModulePath]:
+        name, module = path[-1]
+        seen.add(module)
+        for child_name, child in module.named_children():
+            if child not in seen:
+                yield from walk((*path, (f"{name}.{child_name}" if name else child_name, child)))
+        yield path
+
+    return walk((("", model),))
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    own = [*module._parameters.items(), *module._buffers.items()]
+    return [(key, tensor) for key, tensor in own if tensor is not None]
+
+
+def _is_wanted(module: nn.Module, name: str, key: str, missing: set[str]) -> bool:
+    return key in module._non_persistent_buffers_set or (f"{name}.{key}" if name else key) in missing
+
+
+def _mark_initialized(model: nn.Module, *, except_for: set[str]) -> None:
+    """transformers' initialisers leave a tensor with this mark alone."""
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        tensor._is_hf_initialized = key not in except_for  # type: ignore[attr-defined]  # transformers' own mark
+
+
+def _initialize_module(path: ModulePath, wanted: dict[str, torch.Tensor], seed: int) -> list[str]:
+    """Initialise the `wanted` tensors of the last module of `path`; return the names of those that nobody wrote."""
+    name, module = path[-1]
+    whole = {key: _whole_on_cpu(tensor) for key, tensor in wanted.items()}
+    versions = {key: tensor._version for key, tensor in whole.items()}
+    stores = {key: module._parameters if key in module._parameters else module._buffers for key in wanted}
+    for key, tensor in whole.items():
+        stores[key][key] = tensor
+    try:
+        with torch.random.fork_rng(devices=()), torch.no_grad(), init.guard_torch_init_functions():
+            torch.manual_seed(seed)
+            for initialize in _initializers(path):
+                initialize()
+        made = {key: stores[key][key] for key in wanted}  # a module may have set a new tensor in its place
+    finally:
+        for key, tensor in wanted.items():
+            stores[key][key] = tensor
+    untouched = [key for key in wanted if made[key] is whole[key] and made[key]._version == versions[key]]
+    for key, tensor in wanted.items():
+        if key not in untouched:
+            _copy_into(tensor, made[key])
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
+    return [f"{name}.{key}" if name else key for key in untouched]
+
+
+def _initializers(path: ModulePath) -> Iterator[Callable[[], object]]:
+    """What initialises the last module of a path: its own initialiser, then those of its ancestors that reach into it."""
+    for depth in range(len(path), 0, -1):
+        module = path[depth - 1][1]
+        owners = [ancestor for _, ancestor in path[:depth] if isinstance(ancestor, PreTrainedModel)]
+        if not owners:
+            if depth == len(path) and hasattr(module, "reset_parameters"):
+                yield module.reset_parameters
+        elif depth == len(path) or not owners[-1].is_custom_code():
+            # Code outside transformers may write tensors without looking at the mark, so it sees no other module.
+            yield lambda owner=owners[-1], module=module: owner._init_weights(module)
+
+
+def _whole_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(whole, requires_grad=False) if isinstance(tensor, nn.Parameter) else whole
+
+
+def _copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
+    with torch.no_grad():
+        if isinstance(target, DTensor):
+            from torch.distributed.tensor import distribute_tensor
+
+            shard = distribute_tensor(whole.data, target.device_mesh, target.placements, src_data_rank=None)
+            target.to_local().copy_(shard.to_local())
+        else:
+            target.copy_(whole)

@@ -1,0 +1,142 @@
+"""The way in: from a model name to a sharded, loaded, ready model. Every step is a public function of its own."""
+
+from os import PathLike
+from typing import Any, Literal, overload
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, load_weights
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.meta import build_meta_model
+from hf_fsdp_tools.shard import shard_model
+from hf_fsdp_tools.wrap import HybridPolicy, make_wrap_plan
+
+__all__ = ["from_pretrained"]
+
+
+@overload
+def from_pretrained(
+    name_or_path: str | PathLike[str], *, output_loading_info: Literal[True], **kwargs: Any
+) -> tuple[PreTrainedModel, LoadReport]: ...
+
+
+@overload
+def from_pretrained(
+    name_or_path: str | PathLike[str], *, output_loading_info: Literal[False] = False, **kwargs: Any
+) -> PreTrainedModel: ...
+
+
+def from_pretrained(
+    name_or_path: str | PathLike[str],
+    *,
+    auto_class: Any = AutoModelForCausalLM,
+    policy: HybridPolicy | None = None,
+    mesh: DeviceMesh | None = None,
+    accelerator: Any = None,
+    dtype: torch.dtype | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    activation_checkpointing: bool | None = None,
+    output_loading_info: bool = False,
+    trust_remote_code: bool = False,
+    hub_kwargs: dict[str, Any] | None = None,
+    load_kwargs: dict[str, Any] | None = None,
+    **model_kwargs: Any,
+) -> PreTrainedModel | tuple[PreTrainedModel, LoadReport]:
+    """Load a Hugging Face checkpoint straight into FSDP2 shards: no rank ever holds more than its own share.
+
+    The model is built on meta, planned, sharded, and filled with this rank's byte ranges of the files. It equals the
+    model of `AutoModel….from_pretrained` bit for bit, and is in evaluation mode as that one is.
+
+        accelerator = make_accelerator(mixed_precision="bf16")
+        model = from_pretrained("Qwen/Qwen3-8B", accelerator=accelerator)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+    Args:
+        name_or_path: a hub name, or a folder with `config.json` and safetensors.
+        auto_class: the `AutoModelFor…` class, or a model class.
+        policy: what becomes a unit; None means `HybridPolicy()`.
+        mesh: one axis for FSDP, two for HSDP; None means the accelerator's, or FSDP over all processes.
+        accelerator: takes mesh, precision, offload and activation checkpointing from its FSDP plugin, where they are
+            not given here.
+        dtype: of the weights that each rank keeps (the master weights). None means float32 where computation is in a
+            lower precision (`mp_policy.param_dtype`, or the accelerator's mixed precision), else the checkpoint's dtype.
+        mp_policy: dtypes of computation and reduction.
+        offload_policy: `CPUOffloadPolicy()` keeps the shards on the CPU between uses.
+        activation_checkpointing: recompute each block's activations in the backward pass; None means the plugin's choice.
+        output_loading_info: return `(model, LoadReport)`.
+        trust_remote_code: run model code that comes with the checkpoint.
+        hub_kwargs: where and how to fetch (`revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`).
+        load_kwargs: passed to `load_weights` (`ignore_mismatched_sizes`, `seed`, `staging_bytes`, …).
+        model_kwargs: passed to the model (`attn_implementation`, …).
+
+    Every rank must call, under `torchrun`, `accelerate launch`, or alone. Only the plan's digest and the outcome of
+    loading travel between ranks; each node fetches a hub checkpoint once.
+
+    Raises:
+        CheckpointError: the checkpoint is absent, damaged, or does not fit the model; on all ranks alike.
+        ConfigError, WrapPlanError, MeshError: as the steps say.
+    """
+    hub_kwargs = hub_kwargs or {}
+    # 1 what the checkpoint holds: headers only
+    index = CheckpointIndex.open(name_or_path, **hub_kwargs)
+    # 2 what the accelerator decides, where the caller did not
+    mesh, mp_policy, offload_policy, activation_checkpointing = _from_accelerator(
+        accelerator, mesh, mp_policy, offload_policy, activation_checkpointing
+    )
+    # 3 the model without storage
+    dtype = dtype or (torch.float32 if mp_policy is not None and mp_policy.param_dtype is not None else None)
+    model = build_meta_model(
+        name_or_path, auto_class=auto_class, dtype=dtype or index.dtype, trust_remote_code=trust_remote_code, **model_kwargs
+    )
+    _set_generation_config(model, name_or_path, hub_kwargs)
+    # 4 what is gathered together
+    plan = make_wrap_plan(model, policy=policy or HybridPolicy())
+    # 5 shards without storage
+    shard_model(
+        model,
+        plan,
+        mesh=mesh,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        activation_checkpointing=bool(activation_checkpointing),
+    )
+    # 6 this rank's bytes
+    report = load_weights(model, index, **(load_kwargs or {}))
+    return (model, report) if output_loading_info else model
+
+
+def _from_accelerator(
+    accelerator: Any,
+    mesh: DeviceMesh | None,
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | None,
+    activation_checkpointing: bool | None,
+) -> tuple[DeviceMesh | None, MixedPrecisionPolicy | None, OffloadPolicy | None, bool | None]:
+    """Fill what is None from the accelerator's FSDP plugin. Attributes only: this room does not import accelerate."""
+    if accelerator is None:
+        return mesh, mp_policy, offload_policy, activation_checkpointing
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or plugin.fsdp_version != 2:
+        raise ConfigError(
+            f"The accelerator does not run FSDP2 (distributed type {accelerator.distributed_type}). "
+            "Make it with make_accelerator(), or give Accelerator a HybridFSDPPlugin()."
+        )
+    if mesh is None and accelerator.parallelism_config is not None:
+        mesh = accelerator.torch_device_mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+    if activation_checkpointing is None:
+        activation_checkpointing = plugin.activation_checkpointing
+    return mesh, mp_policy or plugin.mixed_precision_policy, offload_policy or plugin.cpu_offload, activation_checkpointing
+
+
+def _set_generation_config(model: PreTrainedModel, name_or_path: str | PathLike[str], hub_kwargs: dict[str, Any]) -> None:
+    """As `from_pretrained` does: the checkpoint's own generation settings, where it has any."""
+    if not model.can_generate():
+        return
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(name_or_path, **hub_kwargs)
+    except OSError:
+        return  # the checkpoint has no generation_config.json: the model made one from its config

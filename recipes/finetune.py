@@ -1,0 +1,225 @@
+"""Fine-tune any causal language model under FSDP2, from its checkpoint to a normal Hugging Face checkpoint.
+
+Quick start, nothing to download (a small Llama made on the spot, trained on CPython's own documentation):
+
+    hf-fsdp config --output here.yaml
+    accelerate launch --config_file here.yaml recipes/finetune.py
+
+A real one; every option of TRL's SFTConfig works (`--help` lists them):
+
+    accelerate launch --config_file accelerate_configs/fsdp2_gpu_8_bf16.yaml recipes/finetune.py \
+        --model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/Capybara --learning_rate 1e-5 --max_length 4096
+
+`--dataset_name` is a hub name, a folder, or a .jsonl/.json/.csv/.parquet/.txt file with a column `text`, `messages`, or
+`prompt` and `completion`. Quick start on 2 CPU cores: evaluation loss falls from about 7.7 to below 4.5 in two minutes.
+"""
+
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import transformers
+from accelerate import Accelerator
+from datasets import Dataset, DatasetDict, load_dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProgressCallback, set_seed
+from trl import ScriptArguments, SFTConfig, SFTTrainer, TrlParser
+
+from hf_fsdp_tools import (
+    CheckpointError,
+    ConfigError,
+    FSDPToolsError,
+    FSDPTrainerMixin,
+    from_pretrained,
+    make_accelerator,
+    make_demo_model,
+)
+from hf_fsdp_tools.demo import write_demo_dataset
+from hf_fsdp_tools.shard import describe_sharding
+
+QUICK_START = {
+    "num_train_epochs": 4.0,
+    "per_device_train_batch_size": 8,
+    "learning_rate": 2e-3,
+    "max_length": 192,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 10,
+}
+"""Settings for the demo model where the command line gives none: measured to fit into 3 minutes on 2 CPU cores."""
+
+FORMATS = ({"text"}, {"messages"}, {"prompt", "completion"})
+
+
+@dataclass
+class ModelArguments:
+    """What is fine-tuned."""
+
+    model_name_or_path: str | None = field(default=None, metadata={"help": "Hub name or folder; none: the quick start."})
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the hub."})
+    attn_implementation: str | None = field(default=None, metadata={"help": "sdpa, flash_attention_2, eager, …"})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run model code that comes with the checkpoint."})
+
+
+class Trainer(FSDPTrainerMixin, SFTTrainer):
+    """TRL's SFTTrainer on our shards."""
+
+
+class Progress(ProgressCallback):
+    """The Trainer's progress bar with loss and tokens/s behind it, instead of a line for each log."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        self.last = (time.perf_counter(), 0)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.training_bar is None or "loss" not in (logs or {}):
+            return
+        now, tokens = time.perf_counter(), int(logs.get("num_tokens", 0))
+        speed = (tokens - self.last[1]) / (now - self.last[0])
+        self.last = (now, tokens)
+        self.training_bar.set_postfix_str(f"loss {float(logs['loss']):.3f}, {speed:,.0f} tokens/s")
+
+
+def main() -> None:
+    script, training, model_args = parse_arguments()
+    accelerator = make_accelerator(mixed_precision=training.mixed_precision, cpu=training.use_cpu)
+    say = accelerator.print
+
+    # 1. What is trained on what
+    if model_args.model_name_or_path is None:
+        say("Quick start: a small Llama and its text, made on the spot (give --model_name_or_path for a real one)")
+        model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, Path(training.output_dir, "demo"))
+    train, evaluation = load_splits(script, training)
+    tokenizer = load_tokenizer(model_args)
+
+    # 2. The model, straight into shards
+    model, report = from_pretrained(
+        model_args.model_name_or_path,
+        accelerator=accelerator,
+        trust_remote_code=model_args.trust_remote_code,
+        hub_kwargs={"revision": model_args.model_revision},
+        output_loading_info=True,
+        **({"attn_implementation": model_args.attn_implementation} if model_args.attn_implementation else {}),
+    )
+    say(f"\n{describe_sharding(model)}\n\n{report}\n")
+
+    # 3. Train, with the evaluation loss before and after
+    trainer = Trainer(
+        model=model, args=training, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer
+    )
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(Progress)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    after = trainer.evaluate()["eval_loss"]
+
+    # 4. A normal Hugging Face checkpoint, and a look at it
+    trainer.save_model()
+    sample = generate(trainer.model, tokenizer, prompt_of(evaluation, tokenizer), seed=training.seed)
+    say(f"\nevaluation loss  {before:.3f} before, {after:.3f} after")
+    say(f"checkpoint       {training.output_dir} (open it with AutoModelForCausalLM.from_pretrained)")
+    say(f"sample           {sample!r}")
+    accelerator.end_training()
+
+
+def parse_arguments() -> tuple[ScriptArguments, SFTConfig, ModelArguments]:
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelArguments))
+    # The launch config decides precision and device; the final checkpoint is written in any case.
+    parser.set_defaults(
+        output_dir="outputs/finetune", bf16=False, save_strategy="no", logging_steps=5, report_to="none",
+        gradient_checkpointing=False, disable_tqdm=False, use_cpu=no_gpu(),
+    )  # fmt: skip
+    if not any(argument.startswith("--model_name_or_path") for argument in sys.argv):
+        parser.set_defaults(**QUICK_START)
+    script, training, model_args = parser.parse_args_and_config()
+    if model_args.model_name_or_path is not None and script.dataset_name is None:
+        raise ConfigError("--model_name_or_path needs --dataset_name: a hub name, a folder, or a .jsonl file.")
+    return script, training, model_args
+
+
+def no_gpu() -> bool:
+    import torch
+
+    return not torch.accelerator.is_available()
+
+
+def make_demo(accelerator: Accelerator, folder: Path) -> tuple[str, str]:
+    """Rank 0 of each node writes the demo model and its text, the others wait for it."""
+    if accelerator.is_local_main_process:
+        make_demo_model(folder / "model")
+        write_demo_dataset(folder / "data")
+    accelerator.wait_for_everyone()
+    return str(folder / "model"), str(folder / "data")
+
+
+def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase:
+    name = model_args.model_name_or_path
+    try:
+        return AutoTokenizer.from_pretrained(
+            name, revision=model_args.model_revision, trust_remote_code=model_args.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"No model or no tokenizer at {name!r}: {str(error).splitlines()[0]}") from error
+
+
+def load_splits(script: ScriptArguments, training: SFTConfig) -> tuple[Dataset, Dataset]:
+    """The training and evaluation split; a twentieth is held out where the dataset has only one."""
+    path = Path(script.dataset_name)
+    kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+    try:
+        if path.is_file():
+            splits = load_dataset(kinds.get(path.suffix, "text"), data_files=str(path))
+        else:
+            splits = load_dataset(script.dataset_name, name=script.dataset_config)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"Cannot load the dataset {script.dataset_name!r}: {str(error).splitlines()[0]}") from error
+    if script.dataset_train_split not in splits:
+        raise ConfigError(
+            f"{script.dataset_name!r} has no split {script.dataset_train_split!r}, only {', '.join(splits)}. "
+            "Name one with --dataset_train_split."
+        )
+    train = splits[script.dataset_train_split]
+    check_columns(train, script, training)
+    evaluation = splits.get(script.dataset_test_split)
+    if evaluation is None:
+        halves: DatasetDict = train.train_test_split(test_size=0.05, seed=training.seed)
+        train, evaluation = halves["train"], halves["test"]
+    return train, evaluation
+
+
+def check_columns(dataset: Dataset, script: ScriptArguments, training: SFTConfig) -> None:
+    columns = set(dataset.column_names)
+    if training.dataset_text_field in columns or any(wanted <= columns for wanted in FORMATS):
+        return
+    raise ConfigError(
+        f"{script.dataset_name!r} has the columns {', '.join(sorted(columns))}; none can be trained on. Needed: `text`, "
+        "`messages`, or `prompt` and `completion`. Rename one, or name a text column with --dataset_text_field."
+    )
+
+
+def prompt_of(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The beginning of the first evaluation example, as the model saw such text in training."""
+    example = dataset[0]
+    if "messages" in example:
+        return tokenizer.apply_chat_template(example["messages"][:1], tokenize=False, add_generation_prompt=True)
+    if isinstance(example.get("prompt"), list):
+        return tokenizer.apply_chat_template(example["prompt"], tokenize=False, add_generation_prompt=True)
+    text = example.get("prompt") or next(value for value in example.values() if isinstance(value, str))
+    return " ".join(text.split()[:12])
+
+
+def generate(model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, *, seed: int) -> str:
+    """Continue a prompt with the sharded model: every rank calls, and draws the same tokens."""
+    model.eval()
+    set_seed(seed)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(next(model.parameters()).device)
+    tokens = model.generate(**inputs, max_new_tokens=48, do_sample=True, temperature=0.7, use_cache=True)
+    return tokenizer.decode(tokens[0], skip_special_tokens=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except FSDPToolsError as error:
+        print(f"finetune: error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

@@ -1,0 +1,140 @@
+"""A meta model is what `from_pretrained` would build, and what lives in no file comes from the model's own code."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, LlamaConfig
+
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.meta import allocate, build_meta_model, initialize_missing
+from tests._checkpoints import make_checkpoint
+
+TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 31}
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "gpt2", "mixtral", "deepseek_v3"])
+def test_same_tensors_as_from_pretrained(kind, tmp_path):
+    make_checkpoint(kind, tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    meta = build_meta_model(tmp_path, dtype=torch.bfloat16)
+    described = lambda model: [(k, v.shape, v.dtype) for k, v in [*model.named_parameters(), *model.named_buffers()]]  # noqa: E731
+    assert described(meta) == described(plain)
+    assert type(meta) is type(plain)
+    assert not meta.training
+    assert all(tensor.is_meta for tensor in [*meta.parameters(), *meta.buffers()])
+
+
+def test_the_ties_of_the_config_are_made():
+    tied = build_meta_model(LlamaConfig(**TINY, tie_word_embeddings=True))
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+
+
+def test_dtype_is_the_configs_unless_given():
+    config = LlamaConfig(**TINY, dtype="bfloat16")
+    assert {p.dtype for p in build_meta_model(config).parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in build_meta_model(config, dtype=torch.float16).parameters()} == {torch.float16}
+    assert {p.dtype for p in build_meta_model(LlamaConfig(**TINY)).parameters()} == {torch.float32}
+
+
+def test_modules_that_transformers_keeps_in_fp32_are_fp32():
+    model = build_meta_model(transformers.T5Config(d_model=16, d_ff=24, num_layers=2, num_heads=2, vocab_size=31),
+                             auto_class=transformers.AutoModelForSeq2SeqLM, dtype=torch.float16)  # fmt: skip
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    assert {d for n, d in dtypes.items() if n.endswith("wo.weight")} == {torch.float32}
+    assert {d for n, d in dtypes.items() if not n.endswith("wo.weight")} == {torch.float16}
+
+
+def test_a_model_class_serves_as_auto_class():
+    model = build_meta_model(LlamaConfig(**TINY), auto_class=transformers.LlamaForSequenceClassification)
+    assert type(model) is transformers.LlamaForSequenceClassification
+
+
+def test_errors_name_the_cure(tmp_path):
+    with pytest.raises(CheckpointError, match=r"No such folder.*/nowhere.*Give an existing"):
+        build_meta_model(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"No config\.json in .*found: nothing"):
+        build_meta_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
+    with pytest.raises(ConfigError, match="unheard_of"):
+        build_meta_model(tmp_path)
+    with pytest.raises(ConfigError, match="Choose another auto_class"):
+        build_meta_model(BertConfig(), auto_class=transformers.AutoModelForSpeechSeq2Seq)
+
+
+def test_allocate_keeps_ties_dtypes_and_attributes():
+    model = build_meta_model(LlamaConfig(**TINY, tie_word_embeddings=True), dtype=torch.bfloat16)
+    model.model.norm.weight.note = "kept"
+    model.model.norm.weight.requires_grad_(False)
+    allocate(model, device=torch.device("cpu"), dtype=torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.model.norm.weight.note == "kept" and not model.model.norm.weight.requires_grad
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+
+
+@pytest.mark.parametrize(
+    ("config", "auto_class"),
+    [
+        (LlamaConfig(**TINY), AutoModelForSequenceClassification),
+        (BertConfig(**TINY, max_position_embeddings=20), AutoModel),
+        (transformers.Gemma3TextConfig(**TINY, head_dim=8, num_key_value_heads=1), AutoModelForCausalLM),
+    ],
+    ids=["llama", "bert", "gemma3"],
+)
+def test_non_persistent_buffers_equal_a_model_built_the_plain_way(config, auto_class):
+    plain = auto_class.from_config(config)
+    model = build_meta_model(config, auto_class=auto_class)
+    allocate(model, device=torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    initialize_missing(model, missing_keys=())
+    expected = dict(plain.named_buffers())
+    assert expected
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, expected[name]), name
+    assert all((p == 7).all() for p in model.parameters()), "nothing but the missing may change"
+
+
+def test_a_new_head_is_initialised_the_same_whatever_else_is_missing():
+    config = LlamaConfig(**TINY, num_labels=3, initializer_range=0.5)
+
+    def head(missing, seed=0):
+        model = build_meta_model(config, auto_class=AutoModelForSequenceClassification)
+        allocate(model, device=torch.device("cpu"))
+        initialize_missing(model, missing_keys=missing, seed=seed)
+        return model.score.weight.detach()
+
+    alone = head({"score.weight"})
+    assert torch.equal(alone, head({"score.weight", "model.layers.0.mlp.up_proj.weight"}))
+    assert not torch.equal(alone, head({"score.weight"}, seed=1))
+    assert 0.3 < alone.std() < 0.7, "drawn as the model's own code draws it"
+    state = torch.get_rng_state()
+    head({"score.weight"})
+    assert torch.equal(state, torch.get_rng_state()), "the user's random state is left alone"
+
+
+def test_a_buffer_that_nothing_fills_is_an_error():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    with torch.device("meta"):
+        model = Odd()
+    allocate(model, device=torch.device("cpu"))
+    with pytest.raises(CheckpointError, match=r"table.*persistent"):
+        initialize_missing(model, missing_keys=())
+
+
+def test_a_plain_module_is_initialised_by_reset_parameters():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    allocate(model, device=torch.device("cpu"))
+    initialize_missing(model, missing_keys=("0.weight", "0.bias", "1.weight", "1.bias"))
+    assert model[0].weight.std() > 0.1
+    assert torch.equal(model[1].weight, torch.ones(4))
