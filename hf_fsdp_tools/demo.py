@@ -3,9 +3,9 @@
     make_demo_model(folder)       ->  config, seeded random weights in several safetensors files, trained tokenizer
     write_demo_dataset(folder)    ->  train.jsonl and eval.jsonl with one passage per line in the column "text"
 
-The text is the language reference that every CPython carries for `help("while")` (`pydoc_data.topics`, about 460 kB): real
-English prose with code in it. The default size is chosen so that a fine-tune shows its effect within two minutes on two
-CPU cores; `ARCHITECTURE` holds it with what was measured.
+The text is the language reference that every CPython carries for `help("while")` (`pydoc_data.topics`, 460 kB): real
+English prose with code in it. The default sizes let two CPU cores show the effect of a fine-tune in two minutes.
+Measured with one thread, float32, AdamW at 2e-3, 8 x 128 tokens a step: evaluation loss 7.7, and 4.5 after 470 steps.
 """
 
 import json
@@ -52,8 +52,8 @@ def demo_text() -> list[str]:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise ConfigError(
-            "the demo text is CPython's module pydoc_data.topics, which this Python lacks (some minimal system packages leave it "
-            "out); use a full CPython, for example from python.org, conda or uv"
+            "the demo text is CPython's module pydoc_data.topics, which this Python lacks (some minimal system "
+            "packages leave it out); use a full CPython, for example from python.org, conda or uv"
         ) from error
     seen: set[str] = set()
     passages: list[str] = []
@@ -87,9 +87,9 @@ def demo_split() -> tuple[list[str], list[str]]:
 
 
 def write_demo_dataset(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Write the demo corpus as `train.jsonl` and `eval.jsonl` (UTF-8, one `{"text": passage}` per line); gives both paths.
+    """Write the demo corpus as `train.jsonl` and `eval.jsonl` (one `{"text": passage}` a line); gives both paths.
 
-    Call it on one rank. Existing files of these names are replaced, each in one step, so that a reader never sees half a file.
+    Call it on one rank. Existing files of these names are replaced, each in one step: a reader never sees half a file.
     """
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
@@ -114,12 +114,14 @@ def make_demo_model(
     seed: int = 0,
     max_shard_size: str = "4MB",
 ) -> Path:
-    """A ready checkpoint folder of a small Llama with random weights, as `AutoModelForCausalLM.from_pretrained` expects it.
+    """A checkpoint folder of a small Llama with random weights, ready for `AutoModelForCausalLM.from_pretrained`.
 
-    It holds `config.json`, `generation_config.json`, float32 weights in safetensors files of at most `max_shard_size` with
-    their index, and a byte-level BPE tokenizer with a chat template, trained on the train split of the demo text. The same
-    arguments under the same Python and library versions give the same bytes. Call it on one rank: it uses the CPU, takes a few
-    seconds and communicates nothing. The folder appears in one step, complete or not at all. `max_length` is the number of positions.
+    It holds `config.json`, `generation_config.json`, float32 weights in safetensors files of at most `max_shard_size`,
+    their index, and a byte-level BPE tokenizer with a chat template, trained on the train split of the demo text.
+    `max_length` is the number of positions. The same arguments under the same Python and libraries give the same bytes.
+
+    Call it on one rank: it uses the CPU, takes a few seconds and communicates nothing. The folder appears in one step,
+    complete or not at all.
 
     Raises:
         ConfigError: the folder already holds something, or the sizes do not make a Llama (all problems at once).
@@ -208,7 +210,7 @@ def _train_tokenizer(texts: list[str], *, vocab_size: int, max_length: int) -> "
     core.train_from_iterator(texts, trainer)
     if core.get_vocab_size() != vocab_size:
         raise ConfigError(
-            f"the demo text yields a vocabulary of only {core.get_vocab_size()}, and vocab_size is {vocab_size}; ask for less"
+            f"the demo text yields a vocabulary of {core.get_vocab_size()} and vocab_size is {vocab_size}; ask for less"
         )
     core.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, core.token_to_id(bos))]
