@@ -31,6 +31,9 @@ EVAL_EVERY = 10
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>")
 """Ids 0 to 5 of the demo tokenizer, in this order."""
 
+RECORD = "demo_model.json"
+"""File beside the weights with the arguments they were made from; it tells a demo model from a user's own."""
+
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
@@ -121,14 +124,24 @@ def make_demo_model(
     `max_length` is the number of positions. The same arguments under the same Python and libraries give the same bytes.
 
     Call it on one rank: it uses the CPU, takes a few seconds and communicates nothing. The folder appears in one step,
-    complete or not at all.
+    complete or not at all. A folder that was made with the same arguments is left as it is; nothing is overwritten.
 
     Raises:
-        ConfigError: the folder already holds something, or the sizes do not make a Llama (all problems at once).
+        ConfigError: the folder holds something else, or the sizes do not make a Llama (all problems at once).
     """
     target = Path(folder)
-    _check_shape(hidden_size, num_layers, num_heads, num_key_value_heads, vocab_size, max_length)
-    _check_free(target)
+    sizes = {
+        "hidden_size": hidden_size,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_key_value_heads": num_key_value_heads,
+        "vocab_size": vocab_size,
+        "max_length": max_length,
+    }
+    _check_sizes(**sizes)
+    record = {"made_by": "hf_fsdp_tools.make_demo_model", **sizes, "seed": seed, "max_shard_size": max_shard_size}
+    if _is_made(target, record):
+        return target
 
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -155,6 +168,7 @@ def make_demo_model(
     try:
         model.save_pretrained(partial, max_shard_size=max_shard_size)
         tokenizer.save_pretrained(partial)
+        (partial / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         partial.chmod(0o755)  # mkdtemp makes it private to this user, which a checkpoint is not
         partial.replace(target)
     finally:
@@ -162,12 +176,12 @@ def make_demo_model(
     return target
 
 
-def _check_shape(
-    hidden_size: int, num_layers: int, num_heads: int, num_key_value_heads: int, vocab_size: int, max_length: int
+def _check_sizes(
+    *, hidden_size: int, num_layers: int, num_heads: int, num_key_value_heads: int, vocab_size: int, max_length: int
 ) -> None:
-    sizes = {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads, "max_length": max_length}
-    sizes["num_key_value_heads"] = num_key_value_heads
-    problems = [f"{name} is {value}; it must be at least 1" for name, value in sizes.items() if value < 1]
+    counts = {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads, "max_length": max_length}
+    counts["num_key_value_heads"] = num_key_value_heads
+    problems = [f"{name} is {value}; it must be at least 1" for name, value in counts.items() if value < 1]
     if not problems:
         if hidden_size % (2 * num_heads):
             problems.append(
@@ -183,13 +197,20 @@ def _check_shape(
         raise ConfigError("the demo model cannot have this shape: " + "; ".join(problems))
 
 
-def _check_free(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.iterdir()):
-        return
-    if folder.exists() or folder.is_symlink():
-        raise ConfigError(
-            f"{folder} already holds something, and a demo model never overwrites; name a new folder or delete this one"
-        )
+def _is_made(folder: Path, record: dict[str, object]) -> bool:
+    """Whether the folder holds the demo model of these arguments; False where there is nothing yet."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    try:
+        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if found == record:
+        return True
+    what = "something that is no demo model" if found is None else "a demo model made with other arguments"
+    raise ConfigError(
+        f"{folder} already holds {what}, and nothing is overwritten; name a new folder or delete this one"
+    )
 
 
 def _train_tokenizer(texts: list[str], *, vocab_size: int, max_length: int) -> "PreTrainedTokenizerFast":
