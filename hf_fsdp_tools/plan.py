@@ -1,0 +1,172 @@
+"""A wrap plan as data: what is sharded together, in which order, and why."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hf_fsdp_tools.errors import WrapPlanError
+
+__all__ = ["WrapPlan", "WrapUnit"]
+
+_FORMAT = 1  # raised when a field changes its meaning, so that an old file is refused instead of misread
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapUnit:
+    """Modules whose parameters FSDP gathers in one collective and frees together."""
+
+    modules: tuple[str, ...]
+    """Fqns of the modules, in the order of first use; `("",)` is the root. More than one: `fully_shard([a, b])`."""
+    reshard_after_forward: bool | int | None
+    """As in `fully_shard`: free after forward, keep (False), reshard to a smaller world (int), or let FSDP decide (None)."""
+    num_params: int
+    """Parameters of this unit: those below its modules that are in no unit inside it, tied ones once."""
+    num_bytes: int
+    """Their bytes at the dtype of the model that was planned, gathered (all ranks' shards together)."""
+    reason: str
+    """Why this is a unit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapPlan:
+    """What is sharded together in one model; the same on every rank, comparable by `digest`."""
+
+    units: tuple[WrapUnit, ...]
+    """Units, children before parents, the root last with `modules == ("",)`."""
+    replicated: tuple[str, ...]
+    """Parameters that FSDP must ignore and every rank holds whole (0-d ones, and those a policy keeps). FSDP does not reduce
+    their gradients either: whoever shards the model has to."""
+    model_class: str
+    """Class of the model planned for."""
+    num_params: int
+    """Parameters of the model, tied ones once, replicated ones included."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know: a size-based plan, hints that were overruled."""
+
+    @property
+    def largest_unit(self) -> WrapUnit:
+        """The unit that gathers most: the working set that every rank holds beside its shard."""
+        return max(self.units, key=lambda unit: unit.num_params)
+
+    @property
+    def digest(self) -> str:
+        """sha256 (hex) of what FSDP is told; equal on all ranks or they would wait for each other for ever."""
+        told = [self.model_class, self.num_params, self.replicated]
+        told += [[unit.modules, unit.reshard_after_forward, unit.num_params] for unit in self.units]
+        return hashlib.sha256(json.dumps(told, separators=(",", ":")).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """This plan as JSON text; `from_json` reads it back to an equal plan."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "WrapPlan":
+        """Read a plan that `to_json` wrote.
+
+        Raises:
+            WrapPlanError: The text is no JSON, of another format, or has missing or unknown fields.
+        """
+        cure = "Write the plan again with WrapPlan.to_json()."
+        try:
+            data: dict[str, Any] = json.loads(text)
+            written = data.pop("format", None)
+            if written != _FORMAT:
+                raise WrapPlanError(f"Wrap plan of format {written!r}; this version reads {_FORMAT}. {cure}")
+            units = tuple(WrapUnit(**{**unit, "modules": tuple(unit["modules"])}) for unit in data.pop("units"))
+            lists = {name: tuple(data.pop(name)) for name in ("replicated", "notes")}
+            return cls(units=units, **lists, **data)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, WrapPlanError):
+                raise
+            raise WrapPlanError(f"Not a wrap plan: {error}. {cure}") from error
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("unit", "count", "parameters", "size", "reshard", "why")]
+        for units in _equal_units(self.units):
+            one = units[0]
+            rows.append(
+                (
+                    _modules(units),
+                    f"{len(units)} ×",
+                    _count(one.num_params),
+                    _bytes(one.num_bytes),
+                    {True: "yes", False: "no", None: "auto"}.get(
+                        one.reshard_after_forward, str(one.reshard_after_forward)
+                    ),
+                    one.reason,
+                )
+            )
+        total = sum(unit.num_bytes for unit in self.units)
+        lines = [
+            f"{self.model_class}: {_count(self.num_params)} parameters in {len(self.units)} units",
+            *_aligned(rows),
+        ]
+        largest = self.largest_unit
+        lines.append(
+            f"total {_bytes(total)} before sharding; largest gathered unit {_bytes(largest.num_bytes)} ({_short(largest)})"
+        )
+        lines += [f"replicated on every rank: {', '.join(self.replicated)}"] * bool(self.replicated)
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def _equal_units(units: Iterable[WrapUnit]) -> list[list[WrapUnit]]:
+    """Units that differ in the numbers of their names only, grouped, in the order of the first."""
+    groups: dict[object, list[WrapUnit]] = {}
+    for unit in units:
+        shape = tuple(re.sub(r"\d+", "#", name) for name in unit.modules)
+        key = (shape, unit.reshard_after_forward, unit.num_params, unit.num_bytes, unit.reason)
+        groups.setdefault(key, []).append(unit)
+    return list(groups.values())
+
+
+def _modules(units: list[WrapUnit]) -> str:
+    names = [_merged(column) for column in zip(*(unit.modules for unit in units), strict=True)]
+    return " + ".join(names[:3]) + (f" + {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _merged(names: Iterable[str]) -> str:
+    """`layers.0, layers.1, layers.2` as `layers.{0..2}`; "(root)" for the root."""
+    split = [re.split(r"(\d+)", name) for name in names]
+    text = "".join(parts[0] if len(set(parts)) == 1 else _numbers(parts) for parts in zip(*split, strict=True))
+    return text or "(root)"
+
+
+def _numbers(parts: Iterable[str]) -> str:
+    numbers = sorted({int(part) for part in parts})
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{{{numbers[0]}..{numbers[-1]}}}"
+    shown = ",".join(map(str, numbers[:4]))
+    return f"{{{shown}{',…' if len(numbers) > 4 else ''}}}"
+
+
+def _short(unit: WrapUnit) -> str:
+    return (unit.modules[0] or "the root") + (f" and {len(unit.modules) - 1} more" if len(unit.modules) > 1 else "")
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    right = {1, 2, 3}
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _count(params: int) -> str:
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if params >= size:
+            return f"{params / size:,.1f} {letter}"
+    return str(params)
+
+
+def _bytes(num_bytes: int) -> str:
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes} B"
