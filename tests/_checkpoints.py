@@ -1,7 +1,7 @@
 """Tiny real checkpoints of many architectures, written by transformers' own ``save_pretrained``.
 
-Sizes are awkward on purpose: hidden 48, vocabulary 131, odd intermediate sizes and 4 experts, so that 2 and 3 ranks get uneven
-and also empty shards. Each is split into several files, with an index.
+Sizes are awkward on purpose: hidden 48, vocabulary 131, odd intermediate sizes and 4 experts, so that 2 and 3 ranks get
+uneven and also empty shards. Each is split into several files, with an index.
 """
 
 from collections.abc import Callable

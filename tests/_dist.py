@@ -24,8 +24,8 @@ _CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformer
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
     """Each rank's return value of ``fn(*args)``, in rank order.
 
-    ``fn`` must be a module-level function, its arguments and result picklable. In it the default process group (gloo) is up,
-    RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set, and torch runs one thread.
+    ``fn`` must be a module-level function, its arguments and result picklable. In it the default process group (gloo)
+    is up, RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set, and torch runs one thread.
 
     Raises:
         AssertionError: A rank raised, died or was still running at ``timeout_s``; holds every failing rank's traceback.

@@ -1,0 +1,242 @@
+"""Stored layout to model layout and back, by transformers' own conversions run on tensors without data.
+
+This is the only file that touches transformers' conversion interface (checked with 5.17 and 5.23). The conversions are
+never
+copied: their operations run on ``PieceTensor``s, which turns each into an index map.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from hf_fsdp_tools.errors import CheckpointError
+
+from .index import StoredTensor
+from .pieces import PieceTensor
+
+__all__ = [
+    "ConversionGroup",
+    "LoadMap",
+    "adjust_keys",
+    "convert_group",
+    "map_loading",
+    "map_saving",
+    "persistent_tensors",
+    "revert_group",
+    "set_conversions",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionGroup:
+    """Stored tensors that one conversion takes together, in the order that it takes them."""
+
+    target: str
+    """The model key that transformers files the group under."""
+
+    members: tuple[tuple[str, str], ...]
+    """(stored key, pattern it matched) in collection order."""
+
+    transform: Any
+    """transformers' transform; None where the tensor is only renamed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadMap:
+    """Where each tensor of the model comes from."""
+
+    tensors: Mapping[str, PieceTensor]
+    """Model key to the stored elements it is made of; inputs are named by stored key."""
+
+    groups: Mapping[str, ConversionGroup]
+    """Model key to the group that makes it, to convert for real where a ``PieceTensor`` is opaque."""
+
+    unexpected_keys: frozenset[str]
+    """Keys of the checkpoint, after renaming, that the model has no place for."""
+
+    used_conversions: tuple[Any, ...]
+    """transformers' transforms that matched a key; saving reverts these."""
+
+
+def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by state-dict key; tied ones appear under each name as the same object."""
+    return {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
+
+
+@contextmanager
+def _original_classes(model: nn.Module) -> Iterator[None]:
+    """The model under its own class names: FSDP2 renames classes, and transformers looks conversions up by name and
+    module.
+    """
+    renamed = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for module, cls in renamed:
+            module.__class__ = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+        yield
+    finally:
+        for module, cls in renamed:
+            module.__class__ = cls
+
+
+def map_loading(model: nn.Module, stored: Mapping[str, StoredTensor]) -> LoadMap:
+    """Trace every stored tensor through transformers' renamings and conversions to the model's keys.
+
+    Nothing is read. No rank communicates: every rank gets the same map.
+
+    Raises:
+        CheckpointError: A conversion fails on what the checkpoint holds.
+    """
+    state = persistent_tensors(model)
+    with _original_classes(model):
+        transforms = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
+        groups, unexpected = _group(model, stored, state, transforms)
+        tensors: dict[str, PieceTensor] = {}
+        makers: dict[str, ConversionGroup] = {}
+        for group in groups:
+            for key, tensor in _trace(model, group, stored, state[group.target].dtype).items():
+                if key not in state:
+                    unexpected.add(key)
+                    continue
+                tensors[key], makers[key] = tensor, group
+    return LoadMap(
+        tensors=tensors,
+        groups=makers,
+        unexpected_keys=frozenset(unexpected),
+        used_conversions=tuple(t for t in transforms if t.was_used()),
+    )
+
+
+def _group(
+    model: nn.Module, stored: Collection[str], state: Mapping[str, torch.Tensor], transforms: Sequence[Any]
+) -> tuple[list[ConversionGroup], set[str]]:
+    """Collect stored keys by the conversion they go into, as ``convert_and_load_state_dict_in_model`` does."""
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix = getattr(model, "base_model_prefix", None)
+    members: dict[str, list[tuple[str, str]]] = {}
+    transform_of: dict[str, Any] = {}
+    unexpected: set[str] = set()
+    for key in sorted(stored, key=dot_natural_key):
+        renamed, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if renamed not in state and key in state:  # should not have been renamed, save for the prefix
+            renamed, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=state)
+        if renamed in state:
+            transform_of.setdefault(renamed, None if pattern is None else converter_of[pattern])
+            members.setdefault(renamed, []).append((key, pattern or key))
+        elif pattern is not None:
+            targets = converter_of[pattern].target_patterns
+            unexpected.update(renamed.replace(targets[0], target) for target in targets)
+        else:
+            unexpected.add(renamed)
+    groups = [
+        ConversionGroup(target=target, members=tuple(found), transform=transform_of[target])
+        for target, found in members.items()
+    ]
+    return groups, unexpected
+
+
+def _trace(
+    model: nn.Module, group: ConversionGroup, stored: Mapping[str, StoredTensor], dtype: torch.dtype
+) -> dict[str, PieceTensor]:
+    """The group's conversion on tensors without data; results that cannot be followed are opaque."""
+    inputs = {key: PieceTensor.named(key, stored[key].shape, dtype) for key, _ in group.members}
+    try:
+        return _convert(model, group, inputs)
+    except Exception as symbolic:  # whatever a conversion does to a tensor that has no values
+        try:
+            zeros = {key: torch.zeros(stored[key].shape, dtype=dtype) for key, _ in group.members}
+            results = _convert(model, group, zeros)
+        except Exception:
+            raise CheckpointError(
+                f"The conversion to {group.target!r} ({group.transform}) fails on what the checkpoint holds, "
+                + ", ".join(f"{k!r} {list(stored[k].shape)}" for k, _ in group.members[:8])
+                + f": {symbolic}. The checkpoint does not fit this model or this version of transformers."
+            ) from symbolic
+        return {k: PieceTensor(t.shape, t.dtype, None, frozenset(inputs)) for k, t in results.items()}
+
+
+def _convert(model: nn.Module, group: ConversionGroup, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Run a group's transform. Of several stored tensors that are only renamed to one key the first wins, as in
+    transformers.
+    """
+    if group.transform is None:
+        return {group.target: tensors[group.members[0][0]]}
+    transform = deepcopy(group.transform)
+    for key, pattern in group.members:
+        transform.add_tensor(group.target, key, pattern, tensors[key])
+    with torch.no_grad():
+        results = transform.convert(group.target, model=model, config=model.config)
+    return {key: value[0] if isinstance(value, list) else value for key, value in results.items()}
+
+
+def convert_group(
+    model: nn.Module, group: ConversionGroup, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Convert real, whole tensors (stored key to tensor) of one group; model key to result."""
+    with _original_classes(model):
+        return _convert(model, group, tensors)
+
+
+def adjust_keys(model: nn.Module, missing: set[str], unexpected: set[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Missing and unexpected keys without those that the model's class says to keep quiet about."""
+    if not isinstance(model, PreTrainedModel):
+        return frozenset(missing), frozenset(unexpected)
+    info: Any = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
+    model._adjust_missing_and_unexpected_keys(info)
+    return frozenset(info.missing_keys), frozenset(info.unexpected_keys)
+
+
+def set_conversions(model: nn.Module, load_map: LoadMap) -> None:
+    """Note on the model which conversions loading used, as ``from_pretrained`` does, so that saving reverts the same
+    ones.
+    """
+    if isinstance(model, PreTrainedModel):
+        model._weight_conversions = list(load_map.used_conversions)
+
+
+def map_saving(model: nn.Module) -> dict[str, PieceTensor]:
+    """Hub key to the model elements that are saved under it; inputs are named by the model's own keys.
+
+    Keys that the class does not save and all but one name of tied tensors are left out, as transformers does. No rank
+    communicates: every rank gets the same map in the same order.
+    """
+    state = persistent_tensors(model)
+    for key in getattr(model, "_keys_to_ignore_on_save", None) or ():
+        state.pop(key, None)
+    if isinstance(model, PreTrainedModel):
+        bare = {k: torch.empty(t.shape, dtype=t.dtype, device="meta") for k, t in state.items()}
+        state = {k: state[k] for k in remove_tied_weights_from_state_dict(bare, model)}
+    symbols = {k: PieceTensor.named(k, t.shape, t.dtype) for k, t in state.items()}
+    return _revert(model, symbols)
+
+
+def revert_group(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Hub key to tensor, from real, whole tensors of some model keys that are converted together."""
+    return _revert(model, dict(tensors))
+
+
+def _revert(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """transformers' way back to the hub's layout, tensors with or without data."""
+    if not isinstance(model, PreTrainedModel):
+        return state
+    with _original_classes(model), torch.no_grad():
+        reverted: dict[str, Any] = revert_weight_conversion(model, state)
+    return reverted

@@ -1,0 +1,183 @@
+"""What loading and saving did, as values that can be printed and stored."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["LoadReport", "MemoryWatch", "SaveReport"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What one rank read, and what the whole model lacked. ``str()`` is a short table."""
+
+    checkpoint: str
+    """What was opened."""
+
+    rank: int
+    """The rank that this report is about."""
+
+    dtypes: tuple[str, ...]
+    """Dtypes of the model's floating-point parameters, most elements first."""
+
+    missing_keys: tuple[str, ...]
+    """Keys of the model that the checkpoint lacks, save those that the model's class says to keep quiet about."""
+
+    unexpected_keys: tuple[str, ...]
+    """Keys of the checkpoint that the model has no place for, with the same exception."""
+
+    mismatched_keys: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    """(key, shape in the checkpoint, shape in the model) where they differ; only with ``ignore_mismatched_sizes``."""
+
+    initialized_keys: tuple[str, ...]
+    """Keys that the model initialised itself: missing and mismatched ones."""
+
+    bytes_read: int
+    """Bytes of tensor data that this rank read."""
+
+    share_bytes: int
+    """Bytes that this rank's part of the loaded tensors has in the stored dtypes: the least that must be read."""
+
+    replicated_bytes: int
+    """The part of ``share_bytes`` that every rank reads because every rank holds it."""
+
+    converted_bytes: int
+    """The part of ``bytes_read`` that was read whole, because its conversion is more than a movement of data."""
+
+    header_bytes: int
+    """Bytes of headers and index files, read besides ``bytes_read``."""
+
+    read_calls: int
+    """System calls that read data."""
+
+    staging_bytes: int
+    """Staging buffers that were made."""
+
+    peak_host_bytes: int
+    """How far the process's resident memory rose above the shards during loading (measured; see ``MemoryWatch``)."""
+
+    seconds: dict[str, float]
+    """Time per stage on this rank: plan, read, initialize."""
+
+    bytes_read_per_rank: tuple[int, ...]
+    """``bytes_read`` of every rank."""
+
+    @property
+    def read_ratio(self) -> float:
+        """Bytes read over the least possible; 1.0 is perfect."""
+        return self.bytes_read / self.share_bytes if self.share_bytes else 1.0
+
+    def to_json(self) -> str:
+        """All fields as one JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        read = self.seconds.get("read", 0.0)
+        speed = f", {self.bytes_read / read / 1e9:.2f} GB/s" if read > 0 and self.bytes_read > 1e6 else ""
+        ranks = ", ".join(_size(n) for n in self.bytes_read_per_rank[:8])
+        more = f", … {len(self.bytes_read_per_rank)} ranks" if len(self.bytes_read_per_rank) > 8 else ""
+        rows = [
+            ("checkpoint", self.checkpoint),
+            ("weights", f"{', '.join(self.dtypes)}"),
+            ("read per rank", f"{ranks}{more}"),
+            (
+                f"rank {self.rank}",
+                f"{_size(self.bytes_read)} in {read:.2f} s{speed}; {self.read_ratio:.3f} of its share",
+            ),
+            ("host memory", f"{_size(self.peak_host_bytes)} above the shards, staging {_size(self.staging_bytes)}"),
+            ("missing", _keys(self.missing_keys)),
+            ("unexpected", _keys(self.unexpected_keys)),
+        ]
+        if self.converted_bytes:
+            rows.append(("read whole", f"{_size(self.converted_bytes)}, for conversions that do more than move data"))
+        if self.mismatched_keys:
+            rows.append(("other shape", _keys(tuple(key for key, _, _ in self.mismatched_keys))))
+        return _table(rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveReport:
+    """What was written where. ``str()`` is a short table."""
+
+    folder: str
+    """Where the checkpoint is."""
+
+    files: tuple[str, ...]
+    """Weight files, in order."""
+
+    total_bytes: int
+    """Tensor data of all files."""
+
+    bytes_written: int
+    """Tensor data that this rank wrote."""
+
+    gathered_bytes: int
+    """The part of ``total_bytes`` that one rank gathered whole before writing, because it cannot be written in place.
+    """
+
+    write_calls: int
+    """System calls of this rank that wrote data."""
+
+    seconds: float
+    """Time from call to return on this rank."""
+
+    def to_json(self) -> str:
+        """All fields as one JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        return _table(
+            [
+                ("saved to", self.folder),
+                ("files", f"{len(self.files)}, {_size(self.total_bytes)}"),
+                ("this rank", f"{_size(self.bytes_written)} in {self.seconds:.2f} s"),
+            ]
+        )
+
+
+class MemoryWatch:
+    """How far this process's resident memory rises from the moment this is made.
+
+    Linux keeps only one high-water mark per process. Where that mark rises meanwhile, the peak is exact; where an
+    earlier peak was higher, the resident size at the end stands in for it. Resident memory includes what the allocator
+    has not given back yet. Zero where there is no /proc.
+    """
+
+    def __init__(self) -> None:
+        self._start = _resident()
+
+    def above(self, wanted_bytes: int) -> int:
+        """Bytes that the peak lies above the resident size at the start plus ``wanted_bytes``; never negative."""
+        now, peak = _resident()
+        reached = peak if peak > self._start[1] else now
+        return max(0, reached - self._start[0] - wanted_bytes)
+
+
+def _resident() -> tuple[int, int]:
+    """Resident bytes of this process now, and at most so far."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0, 0
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith(("VmRSS:", "VmHWM:"))}
+    return kib.get("VmRSS", 0) * 1024, kib.get("VmHWM", 0) * 1024
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+def _keys(keys: tuple[str, ...]) -> str:
+    if not keys:
+        return "none"
+    more = f", … ({len(keys)})" if len(keys) > 6 else ""
+    return ", ".join(keys[:6]) + more
+
+
+def _table(rows: list[tuple[str, Any]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,384 @@
+"""A sharded model back into an ordinary Hugging Face checkpoint: every rank writes its own bytes to the same files."""
+
+import errno
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+
+from hf_fsdp_tools.errors import CheckpointError
+
+from .agreement import agreed, all_ranks, rank_and_size
+from .conversion import map_saving, persistent_tensors, revert_group
+from .index import DTYPES, WEIGHTS, WEIGHTS_INDEX
+from .pieces import PieceTensor
+from .reader import TransferStats, write_transfers
+from .report import SaveReport
+from .shares import is_first_replica, local_boxes_of, local_tensor, memory_view
+from .slices import View, row_major_strides, slice_view
+from .transfer import Transfer
+
+__all__ = ["save_pretrained"]
+
+_MIN_RUN_BYTES = 2048  # shorter runs in the file are not worth a system call each (assumed): such a tensor is gathered
+_SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | PathLike[str],
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    staging_bytes: int = 64 * 2**20,
+) -> SaveReport:
+    """Write a model, sharded or not, as the checkpoint that plain ``save_pretrained`` would write: same keys, dtypes,
+    shapes.
+
+    The layout is the hub's again (experts one by one, tied weights once), by transformers' own reverse conversions. No
+    rank gathers the model: all compute the same layout, rank 0 makes the files at full length, every rank writes its
+    own ranges, and rank 0 gives the files their names once all are complete; the index comes last. A tensor whose way
+    back is more than a movement of data, or would be written in runs of a few bytes, is gathered first, one at a time,
+    and counted.
+
+    Args:
+        model: Its config, and generation config if it generates, are written too; ``config.dtype`` and
+            ``config.architectures`` are set as transformers does.
+        folder: Made if it is not there; must be on a file system that all ranks see. Weight files of an earlier save
+            are removed.
+        tokenizer: Saved beside the model.
+        dtype: What floating-point tensors become in the files; None keeps the model's.
+        max_shard_size: Largest weight file, in bytes or as "5GB".
+        staging_bytes: Bound of host memory used for casting and scattering.
+
+    Every rank of the default process group must call. The ranks exchange errors and, for what is gathered, tensors.
+
+    Raises:
+        CheckpointError: The folder is a file, cannot be written or is not seen by all ranks, or the disk is full; the
+            same on every rank. Files of an earlier save are then still there, unless renaming itself fails.
+    """
+    start = time.perf_counter()
+    rank, _ = rank_and_size()
+    folder = Path(folder)
+    with agreed("planning the checkpoint"):
+        layout = _plan_layout(model, dtype, max_shard_size, folder, mark=all_ranks(secrets.token_hex(4))[0])
+    try:
+        with agreed(f"preparing {str(folder)!r}"):
+            if rank == 0:
+                _create_files(layout)
+        with agreed(f"opening {str(folder)!r}"):
+            _check_visible(layout)
+        with agreed(f"writing to {str(folder)!r}"):
+            stats, gathered = _write(model, layout, staging_bytes)
+        with agreed(f"finishing {str(folder)!r}"):
+            if rank == 0:
+                _publish(model, layout)
+                _save_configs(model, folder, dtype, tokenizer)
+    finally:
+        if rank == 0:
+            _discard(layout)
+    return SaveReport(
+        folder=str(folder),
+        files=tuple(layout.files),
+        total_bytes=layout.num_bytes,
+        bytes_written=stats.num_bytes,
+        gathered_bytes=gathered,
+        write_calls=stats.calls,
+        seconds=round(time.perf_counter() - start, 4),
+    )
+
+
+# ---- what goes where ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where one saved tensor lies."""
+
+    tensor: PieceTensor
+    """The model elements that it is made of."""
+
+    dtype: torch.dtype
+    """As stored."""
+
+    file: str
+    """Name of its file."""
+
+    offset: int
+    """Position of its first byte in the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """The whole checkpoint, the same on every rank."""
+
+    folder: Path
+    """Where it goes."""
+
+    mark: str
+    """Part of the temporary file names, chosen by rank 0, so that a file left behind is not taken for one of this save.
+    """
+
+    places: Mapping[str, _Place]
+    """Hub key to place."""
+
+    headers: Mapping[str, bytes]
+    """File name to everything before its data."""
+
+    files: Mapping[str, int]
+    """File name to its full length in bytes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Tensor data of all files."""
+        return sum(self.files.values()) - sum(len(header) for header in self.headers.values())
+
+    def temporary(self, file: str) -> Path:
+        """What the file is called until it is complete."""
+        return self.folder / f".{file}.{self.mark}.incomplete"
+
+
+def _plan_layout(
+    model: nn.Module, dtype: torch.dtype | None, max_shard_size: int | str, folder: Path, *, mark: str
+) -> _Layout:
+    """Keys, dtypes and shapes as transformers would save them, split into files as the hub library splits."""
+    tensors = map_saving(model)
+    dtypes = {k: dtype if dtype and t.is_floating_point() else t.dtype for k, t in tensors.items()}
+    blanks = {k: torch.empty(t.shape, dtype=dtypes[k], device="meta") for k, t in tensors.items()}
+    split = split_torch_state_dict_into_shards(
+        blanks, filename_pattern=WEIGHTS.replace(".", "{suffix}."), max_shard_size=max_shard_size
+    )
+    places: dict[str, _Place] = {}
+    headers: dict[str, bytes] = {}
+    files: dict[str, int] = {}
+    for file, keys in split.filename_to_tensors.items():
+        # Wide dtypes first, as safetensors itself does, so that every tensor is aligned.
+        order = sorted(keys, key=lambda k: (-dtypes[k].itemsize, k))
+        sizes = [blanks[k].numel() * dtypes[k].itemsize for k in order]
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        position = 0
+        for key, size in zip(order, sizes, strict=True):
+            entries[key] = {
+                "dtype": _DTYPE_NAMES[dtypes[key]],
+                "shape": list(blanks[key].shape),
+                "data_offsets": [position, position + size],
+            }
+            position += size
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        headers[file] = len(text).to_bytes(8, "little") + text
+        files[file] = len(headers[file]) + position
+        for key in order:
+            offset = len(headers[file]) + entries[key]["data_offsets"][0]
+            places[key] = _Place(tensor=tensors[key], dtype=dtypes[key], file=file, offset=offset)
+    return _Layout(folder=folder, mark=mark, places=places, headers=headers, files=files)
+
+
+# ---- files ----
+
+
+def _create_files(layout: _Layout) -> None:
+    """Make the folder, and every file under its temporary name with its header and its full length."""
+    try:
+        if layout.folder.exists() and not layout.folder.is_dir():
+            raise CheckpointError(f"{str(layout.folder)!r} is a file; give the name of a folder to save to.")
+        layout.folder.mkdir(parents=True, exist_ok=True)
+        for file, size in layout.files.items():
+            with open(layout.temporary(file), "wb") as stream:
+                stream.write(layout.headers[file])
+                stream.flush()
+                _reserve(stream.fileno(), size)
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot save to {str(layout.folder)!r}: {error}. {layout.num_bytes} bytes are to be written there; "
+            "check space "
+            "and permissions, or give another folder."
+        ) from error
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Give a file its length; where the file system can, also its blocks, so that a full disk shows before any work."""
+    if hasattr(os, "posix_fallocate") and size:
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+    os.ftruncate(descriptor, size)
+
+
+def _check_visible(layout: _Layout) -> None:
+    """Every rank must see the files that rank 0 made."""
+    for file, size in layout.files.items():
+        path = layout.temporary(file)
+        found = path.stat().st_size if path.exists() else None
+        if found != size:
+            raise CheckpointError(
+                f"{str(layout.folder)!r} is not the same folder on this rank as on rank 0: {path.name} is "
+                f"{'absent' if found is None else f'{found} bytes long'}, expected {size} bytes. Save to a file "
+                "system that all "
+                "ranks share."
+            )
+
+
+def _publish(model: nn.Module, layout: _Layout) -> None:
+    """Give complete files their names, then the index; files of an earlier save that are not part of this one go last."""
+    kept = set(layout.files)
+    try:
+        for file in layout.files:
+            os.replace(layout.temporary(file), layout.folder / file)
+        if len(layout.files) > 1:
+            index = {
+                "metadata": {"total_parameters": _num_parameters(model), "total_size": layout.num_bytes},
+                "weight_map": {key: place.file for key, place in layout.places.items()},
+            }
+            temporary = layout.temporary(WEIGHTS_INDEX)
+            temporary.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            os.replace(temporary, layout.folder / WEIGHTS_INDEX)
+            kept.add(WEIGHTS_INDEX)
+        for path in layout.folder.iterdir():
+            # model.safetensors and the index too: one that stays would be opened instead of the new files.
+            weights = path.name in (WEIGHTS, WEIGHTS_INDEX) or _SHARD_NAME.fullmatch(path.name)
+            if weights and path.name not in kept:
+                path.unlink()
+    except OSError as error:
+        raise CheckpointError(f"Cannot finish {str(layout.folder)!r}: {error}. Check space and permissions.") from error
+
+
+def _num_parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _discard(layout: _Layout) -> None:
+    """Remove what is left under temporary names; nothing after a complete save."""
+    for file in (*layout.files, WEIGHTS_INDEX):
+        with suppress(OSError):  # the error that led here is the one to show
+            layout.temporary(file).unlink(missing_ok=True)
+
+
+def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, tokenizer: Any) -> None:
+    """Everything beside the weights, as transformers writes it."""
+    try:
+        if isinstance(model, PreTrainedModel):
+            model.config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+            model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+            if model.is_remote_code():
+                custom_object_save(model, folder, config=model.config)
+            model.config.save_pretrained(folder)
+            if model.can_generate():
+                model.generation_config.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"The weights are in {str(folder)!r}, but config or tokenizer cannot be saved beside them: {error}."
+        ) from error
+
+
+# ---- bytes ----
+
+
+def _write(model: nn.Module, layout: _Layout, staging_bytes: int) -> tuple[TransferStats, int]:
+    """Write this rank's part in place; gather what cannot be. (cost, bytes gathered)"""
+    state = persistent_tensors(model)
+    transfers: dict[str, list[Transfer]] = {}
+    to_gather = []
+    for key, place in layout.places.items():
+        if place.tensor.pieces is None:
+            to_gather.append(key)
+        else:
+            transfers[key] = list(_transfers(key, place, state, layout))
+    scattered = {key for key, parts in transfers.items() if _is_scattered(parts)}
+    scattered = set[str]().union(*all_ranks(scattered))  # a collective follows, so all ranks must agree
+    to_gather += sorted(scattered)
+    stats = write_transfers(
+        (t for key, parts in transfers.items() if key not in scattered for t in parts), staging_bytes=staging_bytes
+    )
+    for key in to_gather:
+        stats += _write_gathered(model, key, layout, state, staging_bytes)
+    sizes = {key: place.tensor.numel() * place.dtype.itemsize for key, place in layout.places.items()}
+    written = sum(all_ranks(stats.num_bytes))
+    assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
+    return stats, sum(sizes[key] for key in to_gather)
+
+
+def _transfers(key: str, place: _Place, state: Mapping[str, torch.Tensor], layout: _Layout) -> Iterator[Transfer]:
+    """What this rank writes of one saved tensor: its boxes of every model tensor that the saved one is made of."""
+    strides = row_major_strides(place.tensor.shape)
+    for piece in place.tensor.pieces or ():
+        source = state[piece.source]
+        if not is_first_replica(source):
+            continue
+        local = local_tensor(source)
+        for box, local_start in local_boxes_of(source):
+            held = memory_view(local, local_start, box.length)
+            for part, view in slice_view(piece.view, source.shape, box):
+                start = [a + b for a, b in zip(piece.box.start, part.start, strict=True)]
+                first = sum(i * s for i, s in zip(start, strides, strict=True))
+                held = held.contiguous()  # a copy only where a rank holds several ranges of one dimension
+                yield Transfer(
+                    key=key,
+                    file=layout.temporary(place.file),
+                    offset=place.offset,
+                    dtype=place.dtype,
+                    stored=View(offset=first, length=part.length, strides=strides),
+                    memory=held.as_strided(view.length, view.strides, held.storage_offset() + view.offset),
+                )
+
+
+def _is_scattered(transfers: list[Transfer]) -> bool:
+    """Whether writing these in place would take a system call for every few bytes."""
+    num_bytes = sum(t.memory.numel() for t in transfers) * transfers[0].dtype.itemsize if transfers else 0
+    runs = 0
+    for t in transfers:
+        run = 1
+        for n, stride in sorted(zip(t.stored.length, t.stored.strides, strict=True), key=lambda d: d[1]):
+            if stride == run:
+                run *= n
+        runs += t.memory.numel() // run
+    return runs > 64 and num_bytes < runs * _MIN_RUN_BYTES
+
+
+def _write_gathered(
+    model: nn.Module, key: str, layout: _Layout, state: Mapping[str, torch.Tensor], staging_bytes: int
+) -> TransferStats:
+    """Gather the model tensors that one saved tensor comes from, revert the conversion for real, and write it on rank
+    0.
+    """
+    place = layout.places[key]
+    with torch.no_grad():
+        whole = {name: _whole(state[name]) for name in sorted(place.tensor.sources)}
+        if rank_and_size()[0] != 0:
+            return TransferStats()
+        result = revert_group(model, whole)[key]
+    transfer = Transfer(
+        key=key,
+        file=layout.temporary(place.file),
+        offset=place.offset,
+        dtype=place.dtype,
+        stored=View(offset=0, length=tuple(result.shape), strides=row_major_strides(result.shape)),
+        memory=result,
+    )
+    return write_transfers([transfer], staging_bytes=staging_bytes)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor on every rank; all ranks must call."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

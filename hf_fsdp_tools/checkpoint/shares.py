@@ -1,0 +1,51 @@
+"""What this rank holds of a tensor: its boxes, its memory, and views of that memory. The only place that asks a live
+mesh.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .slices import Box, local_boxes
+
+__all__ = ["is_sharded", "local_boxes_of", "local_tensor", "memory_view"]
+
+
+def local_boxes_of(tensor: torch.Tensor) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+    """The boxes of the global tensor that this rank holds, each with its start in the local tensor; none for an empty
+    shard.
+    """
+    if not isinstance(tensor, DTensor):
+        return local_boxes(tensor.shape, (), (), ())
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # a rank outside the mesh holds nothing
+        return ()
+    return local_boxes(tensor.shape, tensor.placements, tensor.device_mesh.shape, coordinate)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether ranks hold different parts of it."""
+    return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
+
+
+def is_first_replica(tensor: torch.Tensor) -> bool:
+    """Whether this rank writes its part: coordinate 0 on every mesh axis that replicates; rank 0 if plain."""
+    if not isinstance(tensor, DTensor):
+        return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    replicas = zip(tensor.placements, coordinate or (), strict=False)
+    return coordinate is not None and all(index == 0 for p, index in replicas if p.is_replicate())
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory that this rank holds of a tensor, without autograd."""
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local.detach()
+
+
+def memory_view(local: torch.Tensor, start: Sequence[int], length: Sequence[int]) -> torch.Tensor:
+    """The box of a local tensor that begins at ``start``; shares its memory."""
+    offset = local.storage_offset() + sum(i * s for i, s in zip(start, local.stride(), strict=True))
+    return local.as_strided(tuple(length), local.stride(), offset)

@@ -1,0 +1,244 @@
+"""Which part of a tensor a rank holds, and where those elements lie: pure arithmetic, no live mesh, no tensors.
+
+Words used in this folder
+    box     a rectangular region of a tensor: start and length per dimension, in elements
+    view    a strided region of a flat tensor: offset, and (length, stride) per dimension, in elements
+    piece   a box of one tensor that equals a view of another one, index by index
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+__all__ = ["Box", "Piece", "View", "local_boxes", "row_major_strides", "slice_piece", "slice_view"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A rectangular region of a tensor, in elements."""
+
+    start: tuple[int, ...]
+    """First index per dimension."""
+
+    length: tuple[int, ...]
+    """Number of indices per dimension; a zero makes the box empty."""
+
+    @property
+    def numel(self) -> int:
+        """How many elements the box holds; 1 for a 0-d tensor."""
+        return math.prod(self.length)
+
+    def intersect(self, other: "Box") -> "Box":
+        """The region in both boxes of the same tensor; empty where they do not meet."""
+        start = tuple(map(max, self.start, other.start))
+        stop = (
+            min(a + n, b + m) for a, n, b, m in zip(self.start, self.length, other.start, other.length, strict=True)
+        )
+        return Box(start=start, length=tuple(max(0, e - s) for s, e in zip(start, stop, strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """A strided region of a flat tensor, in elements."""
+
+    offset: int
+    """Flat index of the first element."""
+
+    length: tuple[int, ...]
+    """Number of indices per dimension."""
+
+    strides: tuple[int, ...]
+    """Step in the flat tensor per dimension."""
+
+    def crop(self, start: Sequence[int], length: Sequence[int]) -> "View":
+        """The part of the view that begins at index ``start`` and has ``length`` indices per dimension."""
+        offset = self.offset + sum(i * s for i, s in zip(start, self.strides, strict=True))
+        return View(offset=offset, length=tuple(length), strides=self.strides)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A box of one tensor that equals, index by index, a view of the tensor named ``source``."""
+
+    box: Box
+    """Where the piece lies in the tensor that is put together from pieces."""
+
+    source: str
+    """Name of the tensor that the elements come from."""
+
+    view: View
+    """Where they lie in it; same lengths as the box."""
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides in elements of a contiguous tensor of this shape."""
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def local_boxes(
+    shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+    """The boxes of a global tensor that one rank holds, each with its start in the rank's local tensor.
+
+    One box for ``Shard`` and ``Replicate``; several where FSDP over tensor parallelism (``_StridedShard``) leaves a
+    rank with disjoint ranges; none for an empty shard. Shards follow ``torch.chunk``: ceil(n / ranks) each, the last
+    ones short or empty.
+
+    Args:
+        shape: Global shape.
+        placements: One DTensor placement per mesh axis.
+        mesh_shape: Number of ranks per mesh axis.
+        coordinate: The rank's index per mesh axis.
+    """
+    ranges: list[list[tuple[int, int]]] = [[(0, n)] for n in shape]  # per dim: (start, length), in local order
+    for placement, ranks, index in zip(placements, mesh_shape, coordinate, strict=True):
+        if placement.is_replicate():
+            continue
+        if not hasattr(placement, "dim"):
+            raise AssertionError(f"{placement} is not a way to hold weights; expected Shard or Replicate")
+        dim = placement.dim % len(shape)
+        factor = getattr(placement, "split_factor", 1)
+        parts = [_chunk(ranges[dim], factor, i) for i in range(factor)]
+        ranges[dim] = [r for part in parts for r in _chunk(part, ranks, index)]
+    located = [list(_locate(dim)) for dim in ranges]
+    boxes = []
+    for combination in product(*located):
+        box = Box(start=tuple(r[0] for r in combination), length=tuple(r[1] for r in combination))
+        if box.numel:
+            boxes.append((box, tuple(r[2] for r in combination)))
+    return tuple(boxes)
+
+
+def _chunk(ranges: list[tuple[int, int]], count: int, index: int) -> list[tuple[int, int]]:
+    """The part that ``torch.chunk(count)[index]`` takes of the indices in ``ranges`` laid end to end."""
+    total = sum(length for _, length in ranges)
+    size = -(-total // count)
+    first, last = min(total, index * size), min(total, (index + 1) * size)
+    kept, position = [], 0
+    for start, length in ranges:
+        low, high = max(first, position), min(last, position + length)
+        if low < high:
+            kept.append((start + low - position, high - low))
+        position += length
+    return _joined(kept)
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same indices with neighbouring ranges made one."""
+    joined: list[tuple[int, int]] = []
+    for start, length in ranges:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        else:
+            joined.append((start, length))
+    return joined
+
+
+def _locate(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """(global start, length, local start) of each range; one empty range where there is none."""
+    local = 0
+    for start, length in _joined(ranges) or [(0, 0)]:
+        yield start, length, local
+        local += length
+
+
+def slice_piece(piece: Piece, box: Box) -> Piece | None:
+    """What of ``piece`` falls into ``box`` of the same tensor; None where they do not meet."""
+    common = piece.box.intersect(box)
+    if not common.numel:
+        return None
+    start = tuple(c - p for c, p in zip(common.start, piece.box.start, strict=True))
+    return Piece(box=common, source=piece.source, view=piece.view.crop(start, common.length))
+
+
+def slice_view(view: View, shape: Sequence[int], box: Box) -> Iterator[tuple[Box, View]]:
+    """What of a view of a row-major tensor falls into a box of that tensor.
+
+    Yields (box, view) pairs: which indices of ``view`` they are, and where those lie in the box stored row-major on
+    its own.
+
+    Args:
+        view: Any non-overlapping strided region, also one that runs across dimensions of ``shape``.
+        shape: The tensor's shape.
+        box: The part of it at hand, a rank's shard for example.
+    """
+    if not box.numel or not math.prod(view.length):
+        return
+    # Seen as (outer, cut, inner) with the only cut dimension in the middle, the box is a run of `width` elements, once
+    # per `row`: dimension 0 alone needs no rows, so that whatever a view does there stays one range.
+    cut = [d for d in range(len(shape)) if box.length[d] != shape[d]]
+    if len(cut) > 1:
+        yield from _slice_twice(view, shape, box, cut[-1])
+        return
+    dim = cut[0] if cut else 0
+    inner = math.prod(shape[dim + 1 :])
+    row = math.prod(shape[dim:])
+    low = box.start[dim] * inner if cut else 0
+    width = box.length[dim] * inner if cut else row
+    whole = Box(start=(0,) * len(view.length), length=view.length)
+    order = sorted(range(len(view.length)), key=lambda d: -view.strides[d])
+    for part in _restrict(view, whole, order, row if dim else math.prod(shape), low, low + width):
+        first = view.crop(part.start, part.length).offset
+        outer, rest = divmod(first, row)
+        strides = tuple(s // row * width if s >= row and dim else s for s in view.strides)
+        yield part, View(offset=outer * width + rest - low, length=part.length, strides=strides)
+
+
+def _restrict(view: View, part: Box, order: list[int], row: int, low: int, high: int) -> Iterator[Box]:
+    """Boxes of view indices, within ``part``, whose elements have low <= flat index % row < high and stay in step.
+
+    ``order`` lists the dimensions not yet cut, largest stride first.
+    """
+    first = view.crop(part.start, part.length).offset
+    small = [d for d in range(len(view.length)) if view.strides[d] % row or row == 1]
+    begin = first % row
+    end = begin + sum((part.length[d] - 1) * view.strides[d] for d in small)
+    if end < row:  # no step wraps into the next row: every index of the small dimensions counts from `begin`
+        if low <= begin and end < high:
+            yield part
+            return
+        if end < low or begin >= high:
+            return
+    dim = next(d for d in order if d in small and part.length[d] > 1)
+    for start, length in _groups(view, part, dim, small, row, low, high):
+        box = Box(
+            start=tuple(start if d == dim else s for d, s in enumerate(part.start)),
+            length=tuple(length if d == dim else n for d, n in enumerate(part.length)),
+        )
+        yield from _restrict(view, box, order, row, low, high)
+
+
+def _groups(
+    view: View, part: Box, dim: int, small: list[int], row: int, low: int, high: int
+) -> Iterator[tuple[int, int]]:
+    """Ranges (start, length) of ``dim`` that lie wholly inside, or single indices that must be looked into."""
+    begin = view.crop(part.start, part.length).offset % row
+    step, count, origin = view.strides[dim], part.length[dim], part.start[dim]
+    extent = sum((part.length[d] - 1) * view.strides[d] for d in small if d != dim)
+    if begin + (count - 1) * step + extent >= row:  # wraps: index by index
+        yield from ((origin + i, 1) for i in range(count))
+        return
+    inside_from = max(0, -(-(low - begin) // step))
+    inside_to = min(count, (high - 1 - extent - begin) // step + 1)
+    touch_from = max(0, -(-(low - extent - begin) // step))
+    touch_to = min(count, (high - 1 - begin) // step + 1)
+    if inside_from >= inside_to:
+        yield from ((origin + i, 1) for i in range(touch_from, touch_to))
+        return
+    yield from ((origin + i, 1) for i in range(touch_from, inside_from))
+    yield origin + inside_from, inside_to - inside_from
+    yield from ((origin + i, 1) for i in range(inside_to, touch_to))
+
+
+def _slice_twice(view: View, shape: Sequence[int], box: Box, last: int) -> Iterator[tuple[Box, View]]:
+    """Cut the last of several cut dimensions first; what remains is the same question about a smaller tensor."""
+    first_cut = Box(
+        start=tuple(s if d == last else 0 for d, s in enumerate(box.start)),
+        length=tuple(n if d == last else m for d, (n, m) in enumerate(zip(box.length, shape, strict=True))),
+    )
+    rest = Box(start=tuple(0 if d == last else s for d, s in enumerate(box.start)), length=box.length)
+    for outer, cut in slice_view(view, shape, first_cut):
+        for inner, final in slice_view(cut, first_cut.length, rest):
+            yield Box(start=tuple(map(sum, zip(outer.start, inner.start, strict=True))), length=inner.length), final
