@@ -23,6 +23,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.checkpoint import save_pretrained
 from hf_fsdp_tools.errors import ConfigError
@@ -165,6 +166,7 @@ class _Accelerator(Accelerator):  # type: ignore[misc]  # accelerate is not type
         for model in (obj for obj in objects if isinstance(obj, nn.Module)):
             self._take_model(model, optimizers)
         schedulers = torch.optim.lr_scheduler.LRScheduler
+        _check_optimizers(optimizers, self._models)
         first = [obj if isinstance(obj, schedulers) else self._prepare_object(obj) for obj in objects]
         prepared = [self._prepare_object(obj) if isinstance(obj, schedulers) else obj for obj in first]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -183,6 +185,7 @@ class _Accelerator(Accelerator):  # type: ignore[misc]  # accelerate is not type
             return
         if not any(isinstance(module, FSDPModule) for module in model.modules()):
             _shard_in_place(model, self, optimizers)
+        _check_managed(model)
         _check_precision(model, self.mixed_precision)
         self._models.append(model)
         model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's own mark
@@ -263,7 +266,7 @@ def _policy_of(plugin: FullyShardedDataParallelPlugin) -> HybridPolicy:
             "takes classes, class names, patterns, sizes and predicates."
         )
     if plugin.reshard_after_forward is False:
-        settings["reshard_after_forward"] = False
+        settings["reshard_after_forward"] = {"*": False}
     return HybridPolicy(**settings)
 
 
@@ -304,6 +307,39 @@ def _shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Iter
             )
         for group in optimizer.param_groups:
             group["params"] = [sharded[names[p]] if p in names else p for p in group["params"]]
+
+
+def _check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module]) -> None:
+    """An optimizer of other tensors than the models' parameters would step without any effect."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    for optimizer in optimizers:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strange = sum(id(parameter) not in known for parameter in held)
+        if strange:
+            raise ConfigError(
+                f"{strange} of the {len(held)} parameters of {type(optimizer).__name__} belong to no prepared model: it was made "
+                "before the model was sharded, or between a forward and its backward pass. Make it from "
+                "model.parameters() right before prepare(model, optimizer)."
+            )
+
+
+def _check_managed(model: nn.Module) -> None:
+    """A trainable parameter outside FSDP's care would be trained by each rank for itself, without a word."""
+    sharding = sharding_of(model)
+    if sharding is None:
+        return  # sharded by someone else, who answers for it
+    averaged = {id(p) for p in model.parameters() if p._post_accumulate_grad_hooks}
+    alone = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and not isinstance(p, DTensor) and id(p) not in averaged
+    ]
+    if alone:
+        raise ConfigError(
+            f"{len(alone)} trainable parameter(s) are not sharded and their gradients would not be averaged: "
+            f"{', '.join(alone[:4])}{', …' if len(alone) > 4 else ''}. They were added after sharding. Add adapters or heads to "
+            "the plain model, and let prepare() shard the whole."
+        )
 
 
 def _check_precision(model: nn.Module, mixed_precision: str) -> None:

@@ -16,7 +16,7 @@ from transformers import initialization as init
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 
-__all__ = ["allocate", "build_meta_model", "initialize_missing", "load_config"]
+__all__ = ["allocate", "build_meta_model", "config_dtype", "initialize_missing", "load_config"]
 
 
 def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kwargs: Any) -> PreTrainedConfig:
@@ -54,6 +54,16 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
     return config
 
 
+def config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
+    """The floating-point dtype that a configuration names for its weights, the text model's if only that has one."""
+    for part in (config, config.get_text_config()):
+        dtype = getattr(part, "dtype", None)
+        dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+            return dtype
+    return None
+
+
 def build_meta_model(
     name_or_config: str | PathLike[str] | PreTrainedConfig,
     *,
@@ -81,7 +91,7 @@ def build_meta_model(
         ConfigError: the architecture is unknown, or `auto_class` has no model for it.
     """
     config = load_config(name_or_config, trust_remote_code=trust_remote_code)
-    dtype = dtype or _config_dtype(config) or torch.float32
+    dtype = dtype or config_dtype(config) or torch.float32
     try:
         # linspace stays real: code that calls .item() while a model is built would fail on meta tensors.
         with torch.device("meta"), init.meta_device_safe_creation_ops():
@@ -163,15 +173,6 @@ def initialize_missing(model: nn.Module, *, missing_keys: Collection[str], seed:
 
 
 # ---- building ----
-
-
-def _config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
-    for part in (config, config.get_text_config()):
-        dtype = getattr(part, "dtype", None)
-        dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-            return dtype
-    return None
 
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, load_weights
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.meta import build_meta_model
+from hf_fsdp_tools.meta import build_meta_model, config_dtype, load_config
 from hf_fsdp_tools.shard import shard_model
 from hf_fsdp_tools.wrap import HybridPolicy, make_wrap_plan
 
@@ -88,9 +88,12 @@ def from_pretrained(
         accelerator, mesh, mp_policy, offload_policy, activation_checkpointing
     )
     # 3 the model without storage
-    dtype = dtype or (torch.float32 if mp_policy is not None and mp_policy.param_dtype is not None else None)
+    config = load_config(name_or_path, trust_remote_code=trust_remote_code, **hub_kwargs)
+    if dtype is None:
+        lower = mp_policy is not None and mp_policy.param_dtype is not None
+        dtype = torch.float32 if lower else config_dtype(config) or _stored_dtype(index)
     model = build_meta_model(
-        name_or_path, auto_class=auto_class, dtype=dtype or index.dtype, trust_remote_code=trust_remote_code, **model_kwargs
+        config, auto_class=auto_class, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
     )
     _set_generation_config(model, name_or_path, hub_kwargs)
     # 4 what is gathered together
@@ -107,6 +110,11 @@ def from_pretrained(
     # 6 this rank's bytes
     report = load_weights(model, index, **(load_kwargs or {}))
     return (model, report) if output_loading_info else model
+
+
+def _stored_dtype(index: CheckpointIndex) -> torch.dtype:
+    """The first floating-point dtype in the files, as `from_pretrained` takes it where the config names none."""
+    return next((t.dtype for t in index.tensors.values() if t.dtype.is_floating_point), torch.float32)
 
 
 def _from_accelerator(

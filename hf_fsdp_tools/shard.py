@@ -154,14 +154,16 @@ def _agree_on_plan(plan: WrapPlan, mesh: DeviceMesh) -> None:
 
 
 def _checkpoint_activations(model: nn.Module) -> None:
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None or not getattr(model, "supports_gradient_checkpointing", True):
+    if not getattr(model, "supports_gradient_checkpointing", False):
         raise ConfigError(
-            f"{type(model).__name__} cannot checkpoint activations (it has no gradient_checkpointing_enable). "
+            f"{type(model).__name__} cannot checkpoint activations (supports_gradient_checkpointing is not set). "
             "Turn activation_checkpointing off, or wrap its blocks with torch's checkpoint_wrapper before sharding."
         )
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if hasattr(getattr(model, "config", None), "use_cache"):
+    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.20
+        model.activation_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # transformers' own
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # transformers' own
+    if hasattr(model.config, "use_cache"):
         model.config.use_cache = False  # type: ignore[union-attr]  # a cache would keep what is to be recomputed
 
 
@@ -182,8 +184,21 @@ def _apply_plan(model: nn.Module, sharding: Sharding) -> None:
     for parameter in replicated:
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda p: _average_gradient(p, sharding.mesh))
+    model.register_forward_hook(_reshard_after_evaluation)
     made = _count_units(model.modules())
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"
+
+
+def _reshard_after_evaluation(model: nn.Module, args: object, output: object) -> None:
+    """After a forward pass without gradients, shard what FSDP2 keeps gathered for a backward pass (the tail, the root).
+
+    None comes, and until then `model.parameters()` would be the gathered tensors: an optimizer made after an evaluation
+    would train copies that FSDP2 throws away.
+    """
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _average_gradient(parameter: torch.Tensor, mesh: DeviceMesh) -> None:

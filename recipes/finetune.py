@@ -57,7 +57,6 @@ class ModelArguments:
     model_name_or_path: str | None = field(default=None, metadata={"help": "Hub name or folder; none: the quick start."})
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the hub."})
     attn_implementation: str | None = field(default=None, metadata={"help": "sdpa, flash_attention_2, eager, …"})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run model code that comes with the checkpoint."})
 
 
 class Trainer(FSDPTrainerMixin, SFTTrainer):
@@ -90,13 +89,13 @@ def main() -> None:
         say("Quick start: a small Llama and its text, made on the spot (give --model_name_or_path for a real one)")
         model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, Path(training.output_dir, "demo"))
     train, evaluation = load_splits(script, training)
-    tokenizer = load_tokenizer(model_args)
+    tokenizer = load_tokenizer(model_args, training)
 
     # 2. The model, straight into shards
     model, report = from_pretrained(
         model_args.model_name_or_path,
         accelerator=accelerator,
-        trust_remote_code=model_args.trust_remote_code,
+        trust_remote_code=training.trust_remote_code,
         hub_kwargs={"revision": model_args.model_revision},
         output_loading_info=True,
         **({"attn_implementation": model_args.attn_implementation} if model_args.attn_implementation else {}),
@@ -152,11 +151,11 @@ def make_demo(accelerator: Accelerator, folder: Path) -> tuple[str, str]:
     return str(folder / "model"), str(folder / "data")
 
 
-def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase:
+def load_tokenizer(model_args: ModelArguments, training: SFTConfig) -> PreTrainedTokenizerBase:
     name = model_args.model_name_or_path
     try:
         return AutoTokenizer.from_pretrained(
-            name, revision=model_args.model_revision, trust_remote_code=model_args.trust_remote_code
+            name, revision=model_args.model_revision, trust_remote_code=training.trust_remote_code
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(f"No model or no tokenizer at {name!r}: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,158 @@
+"""A sharded model computes what the plain one does, and refuses what would hang or be wrong."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from transformers import CLIPConfig, CLIPModel
+
+from hf_fsdp_tools.errors import ConfigError, MeshError, WrapPlanError
+from hf_fsdp_tools.mesh import ParallelDims
+from hf_fsdp_tools.shard import describe_sharding, shard_model, sharding_of
+from hf_fsdp_tools.wrap import HybridPolicy, make_wrap_plan
+from tests._checkpoints import make_model
+from tests._dist import run_ranks
+
+KINDS = ("llama", "tied", "gpt2", "mixtral", "qwen2_moe")
+
+
+def _batches(ranks: int) -> torch.Tensor:
+    """One batch of token ids per rank, the same on every rank."""
+    return torch.randint(3, 131, (ranks, 2, 9), generator=torch.Generator().manual_seed(1))
+
+
+def _model(kind: str) -> nn.Module:
+    model = make_model(kind)
+    model.config._experts_implementation = "eager"  # the grouped matrix product refuses these awkward sizes
+    return model
+
+
+def _plain_gradients(kind: str, ranks: int) -> dict[str, torch.Tensor]:
+    model = _model(kind)
+    for batch in _batches(ranks):
+        (model(input_ids=batch, labels=batch).loss / ranks).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _gradients_equal_the_plain_ones(kinds, checkpointing, replicate):
+    mesh = ParallelDims(dp_replicate_size=replicate).build_mesh("cpu")
+    worst = {}
+    for kind in kinds:
+        model = _model(kind)
+        plan = make_wrap_plan(model)
+        same = shard_model(model, plan, mesh=mesh, activation_checkpointing=checkpointing)
+        assert same is model
+        assert sum(isinstance(m, FSDPModule) for m in model.modules()) == sum(len(u.modules) for u in plan.units)
+        model.train(checkpointing)  # transformers checkpoints in training mode only; these models have no dropout
+        batch = _batches(dist.get_world_size())[dist.get_rank()]
+        model(input_ids=batch, labels=batch).loss.backward()
+        expected = _plain_gradients(kind, dist.get_world_size())
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(_whole(parameter.grad), expected[name], rtol=1e-4, atol=1e-6, msg=f"{kind} {name}")
+        worst[kind] = len(expected)
+    return worst
+
+
+@pytest.mark.parametrize(("ranks", "checkpointing"), [(2, False), (3, True)])
+def test_gradients_equal_the_plain_ones(ranks, checkpointing):
+    kinds = KINDS if not checkpointing else tuple(kind for kind in KINDS if kind != "gpt2")  # gpt2 has dropout
+    for counts in run_ranks(_gradients_equal_the_plain_ones, ranks, kinds, checkpointing, 1):
+        assert all(count > 5 for count in counts.values())
+
+
+def test_hsdp_gradients_equal_the_plain_ones():
+    run_ranks(_gradients_equal_the_plain_ones, 4, ("llama",), False, 2)
+
+
+def _clip(seed: int) -> CLIPModel:
+    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = CLIPConfig(
+        text_config=tower | {"vocab_size": 31, "max_position_embeddings": 12, "eos_token_id": 2},
+        vision_config=tower | {"image_size": 8, "patch_size": 4},
+        projection_dim=8,
+    )
+    torch.manual_seed(seed)
+    return CLIPModel(config).eval()
+
+
+def _scalar_parameters_are_averaged():
+    def loss(model, rank):
+        generator = torch.Generator().manual_seed(rank)
+        ids = torch.randint(3, 31, (2, 6), generator=generator)
+        pixels = torch.randn(2, 3, 8, 8, generator=generator)
+        return model(input_ids=ids, pixel_values=pixels, return_loss=True).loss
+
+    plain = _clip(0)
+    for _ in range(2):  # two micro-batches: averaging must not be undone by accumulation
+        for rank in range(2):
+            (loss(plain, rank) / 2).backward()
+    model = _clip(0)
+    plan = make_wrap_plan(model)
+    assert plan.replicated == ("logit_scale",)
+    shard_model(model, plan, mesh=ParallelDims().build_mesh("cpu"))
+    for _ in range(2):
+        loss(model, dist.get_rank()).backward()
+    torch.testing.assert_close(model.logit_scale.grad, plain.logit_scale.grad)
+    return float(model.logit_scale.grad)
+
+
+def test_scalar_parameters_stay_whole_and_their_gradients_are_averaged():
+    first, second = run_ranks(_scalar_parameters_are_averaged, 2)
+    assert first == second != 0
+
+
+def _ranks_with_different_plans_stop():
+    model = make_model("llama")
+    policy = HybridPolicy() if dist.get_rank() == 0 else HybridPolicy(group_tail=False)
+    with pytest.raises(WrapPlanError, match="differs between ranks.*rank 1.*same policy") as caught:
+        shard_model(model, make_wrap_plan(model, policy=policy), mesh=ParallelDims().build_mesh("cpu"))
+    assert not isinstance(model, FSDPModule), "stopped before anything was sharded"
+    return str(caught.value)
+
+
+def test_ranks_with_different_plans_stop_with_the_same_message():
+    first, second = run_ranks(_ranks_with_different_plans_stop, 2)
+    assert first == second
+
+
+def _alone():
+    model = make_model("llama")
+    plan = make_wrap_plan(model)
+    shard_model(model, plan, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    assert sharding_of(nn.Sequential(model)).plan is plan, "found below a wrapper too"
+    batch = _batches(1)[0]
+    model(input_ids=batch, labels=batch).loss.backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    with torch.no_grad():
+        model(input_ids=batch)
+    assert all(isinstance(p, DTensor) for p in model.parameters()), "sharded again after an evaluation"
+    with pytest.raises(ConfigError, match="sharded already"):
+        shard_model(model, plan)
+    other = make_model("gpt2")
+    with pytest.raises(WrapPlanError, match=r"does not fit GPT2LMHeadModel.*model\.layers"):
+        shard_model(other, plan)
+    assert sharding_of(other) is None
+    with pytest.raises(MeshError, match="dp_replicate_size 2 .* 1 processes"):
+        ParallelDims(dp_replicate_size=2).build_mesh("cpu")
+    return describe_sharding(model)
+
+
+def test_a_world_of_one_works_and_is_described():
+    (text,) = run_ranks(_alone, 1)
+    assert re.search(r"weights +float32, [\d.]+ MB on this rank", text)
+    assert re.search(r"computation +bfloat16", text) and re.search(r"reduction +float32", text)
+    assert "LlamaDecoderLayer" in text
+
+
+def test_degrees_that_make_no_sense_are_refused():
+    with pytest.raises(MeshError, match="dp_shard_size is 0; it must be 1 or more"):
+        ParallelDims(dp_shard_size=0)
+    assert ParallelDims(dp_replicate_size=2).resolve(8).dp_shard_size == 4
