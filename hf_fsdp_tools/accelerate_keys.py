@@ -166,6 +166,7 @@ def _translate(fields: dict[str, Any], problems: list[str]) -> None:
         )
     foreign = [name for name in _FSDP1_ONLY if name in fields]
     if fields["fsdp_version"] == 2 and foreign:
+        fields.pop("sharding_strategy", None)
         problems.append(
             f"fsdp_version is 2, and only FSDP1 has {', '.join('fsdp_' + name for name in foreign)}; remove "
             f"{'them' if len(foreign) > 1 else 'it'} (fsdp_reshard_after_forward replaces the sharding strategy)"

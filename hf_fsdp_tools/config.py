@@ -158,31 +158,29 @@ class FSDPConfig:
         }
 
 
-def suggest_config(*, gpu_count: int, bf16: bool) -> tuple[FSDPConfig, tuple[str, ...]]:
-    """The config for one machine with `gpu_count` GPUs (`bf16`: do they compute in it), and the reasons in words."""
+def suggest_config(*, gpu_count: int, bf16: bool) -> tuple[FSDPConfig, dict[str, str]]:
+    """The config for one machine with `gpu_count` GPUs (`bf16`: do they compute in it), and the reasons by field."""
     if gpu_count < 1:
-        return FSDPConfig(num_processes=CPU_PROCESSES, use_cpu=True), (
-            "no CUDA GPU is visible: CPU with the gloo backend",
-            f"{CPU_PROCESSES} processes: the fewest that really shard",
-            "no mixed precision: float32 on CPU, so that runs can be compared",
-        )
-    precision: MixedPrecision = "bf16" if bf16 else "no"
-    return FSDPConfig(num_processes=gpu_count, mixed_precision=precision), (
-        f"{gpu_count} CUDA GPU{'s are' if gpu_count > 1 else ' is'} visible: one process each",
-        "bf16: the GPUs compute in it; trained weights stay float32"
+        return FSDPConfig(num_processes=CPU_PROCESSES, use_cpu=True), {
+            "num_processes": "the fewest that really shard",
+            "mixed_precision": "float32 on CPU, so that runs can be compared",
+        }
+    return FSDPConfig(num_processes=gpu_count, mixed_precision="bf16" if bf16 else "no"), {
+        "num_processes": "one for each GPU",
+        "mixed_precision": "the GPUs compute in bf16; trained weights stay float32"
         if bf16
-        else "no mixed precision: no bf16 on these GPUs",
-    )
+        else "no bf16 on these GPUs",
+    }
 
 
-def detect_config() -> tuple[FSDPConfig, tuple[str, ...]]:
-    """The config for the machine this runs on, and the reasons in words. Asks torch.cuda and communicates nothing."""
+def detect_config() -> tuple[FSDPConfig, dict[str, str]]:
+    """The config for this machine, and the reasons by field. Asks torch.cuda; starts and communicates nothing."""
     import torch
 
     gpu_count = torch.cuda.device_count()
-    return suggest_config(
-        gpu_count=gpu_count, bf16=gpu_count > 0 and torch.cuda.is_bf16_supported(including_emulation=False)
-    )
+    bf16 = gpu_count > 0 and torch.cuda.is_bf16_supported(including_emulation=False)
+    config, reasons = suggest_config(gpu_count=gpu_count, bf16=bf16)
+    return config, {"use_cpu": f"this machine has {gpu_count or 'no'} CUDA GPU{'s' * (gpu_count > 1)}", **reasons}
 
 
 def _listed(fact: str, problems: list[str]) -> str:

@@ -1,0 +1,289 @@
+"""`hf-fsdp`: what is printed can be read by people and programs, and a mistake is one message with its cure."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+from hf_fsdp_tools.cli import main
+from hf_fsdp_tools.config import FSDPConfig
+from hf_fsdp_tools.plan import WrapPlan
+from tests._checkpoints import make_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def loud_again():
+    """The CLI silences transformers for its own process; other tests want to hear it."""
+    verbosity = transformers.logging.get_verbosity()
+    yield
+    transformers.logging.set_verbosity(verbosity)
+    transformers.logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    make_checkpoint("llama", folder)
+    return folder
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.fixture
+def on_four_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+
+
+def run(capsys, *words):
+    """Exit code, stdout and stderr of one command."""
+    code = main([str(word) for word in words])
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("words", [("--help",), ("plan", "--help"), ("config", "--help"), ("demo-model", "--help")])
+def test_help_imports_nothing_heavy(words):
+    code = (
+        "import sys\nfrom hf_fsdp_tools.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
+        "print(sorted({'torch', 'transformers', 'accelerate', 'huggingface_hub', 'yaml'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "usage: hf-fsdp" in done.stdout
+    assert done.stderr == ""
+
+
+def test_wrong_usage_exits_with_2(capsys):
+    for words in ([], ["nosuch"], ["plan"], ["config", "--cpu", "--gpu"], ["config", "--mixed-precision", "fp8"]):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 2
+        assert "usage: hf-fsdp" in capsys.readouterr().err
+
+
+def test_blocks(capsys, llama):
+    code, out, err = run(capsys, "blocks", llama)
+    assert (code, err) == (0, "")
+    assert "LlamaForCausalLM" in out and "model.layers" in out and "LlamaDecoderLayer" in out
+    code, out, err = run(capsys, "blocks", llama, "--json")
+    assert (code, err) == (0, "")
+    stack = json.loads(out)["stacks"][0]
+    assert stack["fqn"] == "model.layers" and stack["class_names"] == ["LlamaDecoderLayer"]
+
+
+def test_plan_prints_the_table_and_the_working_set(capsys, llama):
+    code, out, err = run(capsys, "plan", llama)
+    assert (code, err) == (0, "")
+    assert "(root)" in out and "LlamaDecoderLayer" in out
+    assert "largest gathered unit" in out
+
+
+def test_plan_as_json_is_a_plan(capsys, llama, tmp_path):
+    code, out, err = run(capsys, "plan", llama, "--json", "--output", tmp_path / "deep" / "plan.json")
+    assert (code, err) == (0, "")
+    plan = WrapPlan.from_json(out)
+    assert plan.units[-1].modules == ("",)
+    assert WrapPlan.from_json((tmp_path / "deep" / "plan.json").read_text()) == plan
+
+
+def test_plan_options_reach_the_plan(capsys, llama):
+    def plan(*words):
+        code, out, err = run(capsys, "plan", llama, "--json", *words)
+        assert (code, err) == (0, "")
+        return WrapPlan.from_json(out)
+
+    size = {name: sum(unit.num_bytes for unit in plan("--dtype", name).units) for name in ("float32", "torch.bfloat16")}
+    assert size["float32"] == 2 * size["torch.bfloat16"]
+    assert plan("--auto-class", "AutoModel").model_class == "LlamaModel"
+    assert plan("--auto-class", "LlamaForSequenceClassification").model_class == "LlamaForSequenceClassification"
+    fewer, more = plan("--min-unit-params", "1e9"), plan("--min-unit-params", "1")
+    assert len(fewer.units) < len(more.units)
+    by_type = plan("--block-types", "LlamaMLP, LlamaAttention")
+    assert any(unit.modules[0].endswith("mlp") for unit in by_type.units)
+
+
+def test_a_config_json_is_enough(capsys, llama, tmp_path):
+    (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
+    by_file = run(capsys, "plan", tmp_path / "config.json")
+    assert by_file == run(capsys, "plan", llama)
+    assert by_file[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        (["{tmp}/absent"], "Give an existing local folder"),
+        (["{tmp}/empty"], "Give a folder that `save_pretrained` wrote"),
+        (["{tmp}/unknown"], "nosuchtype"),
+        (["{llama}", "--auto-class", "AutoModelForCausalML"], "did you mean AutoModelForCausalLM"),
+        (["{llama}", "--auto-class", "Qqqq"], "use AutoModel"),
+        (["{llama}", "--auto-class", "AutoModelForSpeechSeq2Seq"], "Choose another auto_class"),
+        (["{llama}", "--dtype", "int8"], "use bfloat16, float16 or float32"),
+        (["{llama}", "--dtype", "nn"], "use bfloat16, float16 or float32"),
+        (["{llama}", "--block-types", "LlamaDecoderLayr"], "LlamaDecoderLayer"),
+        (["{llama}", "--output", "{tmp}/unknown/config.json/plan.json"], "name another file with --output"),
+    ],
+)
+def test_mistakes_are_one_message(capsys, llama, tmp_path, words, cure):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "unknown").mkdir()
+    (tmp_path / "unknown" / "config.json").write_text('{"model_type": "nosuchtype"}')
+    code, out, err = run(capsys, "plan", *(word.format(tmp=tmp_path, llama=llama) for word in words))
+    assert (code, out) == (1, "")
+    assert err.startswith("hf-fsdp: error: ") and cure in err
+    assert "Traceback" not in err
+
+
+def test_a_hub_name_without_a_network(llama):
+    """The hub cannot be reached in offline mode either, and that needs no waiting."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from hf_fsdp_tools.cli import main; raise SystemExit(main())",
+            "plan",
+            "nobody/nothing",
+        ],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("hf-fsdp: error: ") and len(done.stderr.splitlines()) == 1
+    assert "nobody/nothing" in done.stderr and "give the folder" in done.stderr
+
+
+def test_traceback_on_request(tmp_path):
+    with pytest.raises(ValueError, match="No such folder"):
+        main(["--traceback", "plan", str(tmp_path / "absent")])
+
+
+def test_config_describes_this_machine(capsys, on_cpu):
+    code, out, err = run(capsys, "config")
+    assert code == 0
+    assert FSDPConfig.from_accelerate_yaml(out) == FSDPConfig(num_processes=2, use_cpu=True)
+    assert "this machine has no CUDA GPU" in err
+    assert "accelerate launch --config_file FILE" in err
+
+
+def test_config_describes_a_machine_with_gpus(capsys, on_four_gpus):
+    code, out, err = run(capsys, "config")
+    assert code == 0
+    assert FSDPConfig.from_accelerate_yaml(out) == FSDPConfig(num_processes=4, mixed_precision="bf16")
+    assert "this machine has 4 CUDA GPUs" in err and "one for each GPU" in err
+
+
+def test_config_writes_a_file(capsys, on_cpu, tmp_path):
+    path = tmp_path / "new" / "here.yaml"
+    code, out, err = run(capsys, "config", "--output", path)
+    assert (code, err) == (0, "")
+    assert f"accelerate launch --config_file {path}" in out
+    assert path.read_text().startswith(f"# Generated by: hf-fsdp config --output {path}\n")
+    assert run(capsys, "config", "--output", path, "--num-processes", "3")[0] == 0
+    assert FSDPConfig.from_accelerate_yaml(path).num_processes == 3
+
+
+def test_config_leaves_other_files_alone(capsys, on_cpu, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("distributed_type: NO\n")
+    code, _, err = run(capsys, "config", "--output", path)
+    assert code == 1 and "name another file with --output, or delete this one" in err
+    assert path.read_text() == "distributed_type: NO\n"
+
+
+def test_config_as_json(capsys, on_cpu):
+    code, out, err = run(capsys, "config", "--json", "--cpu", "--num-processes", "3")
+    assert (code, err) == (0, "")
+    value = json.loads(out)
+    assert value["config"]["num_processes"] == 3 and value["reasons"]["num_processes"] == "asked for"
+    config = FSDPConfig.from_accelerate_yaml(value["yaml"])
+    assert config == FSDPConfig(num_processes=3, use_cpu=True)
+    assert value["launch"].startswith("accelerate launch") and value["output"] is None
+
+
+def test_config_options_reach_the_config(capsys, on_cpu):
+    def config(*words):
+        code, out, _ = run(capsys, "config", *words)
+        assert code == 0
+        return FSDPConfig.from_accelerate_yaml(out)
+
+    words = (
+        "--gpu --num-processes 16 --num-machines 2 --machine-rank 1 --main-process-ip a --main-process-port 5 --hsdp 2 "
+        "--mixed-precision fp16 --offload --activation-checkpointing --no-reshard-after-forward "
+        "--state-dict-type FULL_STATE_DICT"
+    )
+    assert config(*words.split()) == FSDPConfig(
+        num_processes=16,
+        num_machines=2,
+        machine_rank=1,
+        main_process_ip="a",
+        main_process_port=5,
+        dp_replicate_size=2,
+        mixed_precision="fp16",
+        offload_params=True,
+        activation_checkpointing=True,
+        reshard_after_forward=False,
+        state_dict_type="FULL_STATE_DICT",
+    )
+    assert config("--gpu", "--num-processes", "2", "--gpu-ids", "0,1").gpu_ids == "0,1"
+    assert config("--gpu", "--num-processes", "2").mixed_precision == "bf16"
+    fsdp1 = config("--gpu", "--num-processes", "2", "--fsdp-version", "1")
+    assert (fsdp1.fsdp_version, fsdp1.auto_wrap_policy) == (1, "TRANSFORMER_BASED_WRAP")
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        (["--gpu"], "say with --num-processes"),
+        (["--cpu", "--offload"], "drop offload_params"),
+        (["--hsdp", "3"], "does not divide num_processes 2"),
+        (["--gpu", "--num-processes", "4", "--num-machines", "2"], "main_process_ip and main_process_port"),
+    ],
+)
+def test_config_contradictions(capsys, on_cpu, words, cure):
+    code, out, err = run(capsys, "config", *words)
+    assert (code, out) == (1, "")
+    assert err.startswith("hf-fsdp: error: ") and cure in err
+
+
+def test_config_for_more_gpus_than_there_are(capsys, on_four_gpus):
+    code, _, err = run(capsys, "config", "--num-processes", "8")
+    assert code == 1 and "add --gpu if the file is for another machine" in err
+    assert run(capsys, "config", "--num-processes", "8", "--gpu")[0] == 0
+    assert run(capsys, "config", "--num-processes", "2")[0] == 0
+
+
+def test_launch_command_says_what_the_file_cannot(capsys, on_cpu, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert "--num_cpu_threads_per_process 4 your_script.py" in run(capsys, "config")[2]
+    words = "config --gpu --num-processes 4 --num-machines 2 --machine-rank 1 --main-process-ip a --main-process-port 5"
+    assert "--machine_rank 1 your_script.py" in run(capsys, *words.split())[2]
+
+
+SIZES = ["--hidden-size=16", "--num-layers=1", "--num-heads=2", "--num-key-value-heads=1", "--vocab-size=300"]
+
+
+def test_demo_model(capsys, tmp_path):
+    folder = tmp_path / "demo model"
+    sizes = [*SIZES, "--max-length=64"]
+    code, out, err = run(capsys, "demo-model", folder, *sizes, "--dataset", tmp_path / "data")
+    assert (code, err) == (0, "")
+    assert "weight file" in out and f"hf-fsdp plan '{folder}'" in out
+    assert (tmp_path / "data" / "train.jsonl").is_file()
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["hidden_size"], config["vocab_size"], config["max_position_embeddings"]) == (16, 300, 64)
+    code, out, err = run(capsys, "demo-model", folder, *sizes, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["weights"] == ["model.safetensors"]
+    code, out, err = run(capsys, "demo-model", folder, *sizes, "--seed", "1")
+    assert (code, out) == (1, "") and "name a new folder or delete this one" in err
+    assert run(capsys, "plan", folder)[0] == 0
