@@ -108,7 +108,10 @@ class WrapPlan:
         lines.append(
             f"total {_bytes(total)} before sharding; largest gathered unit {_bytes(largest.num_bytes)} ({_short(largest)})"
         )
-        lines += [f"replicated on every rank: {', '.join(self.replicated)}"] * bool(self.replicated)
+        alike: dict[str, list[str]] = {}
+        for name in self.replicated:
+            alike.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+        lines += [f"replicated on every rank: {_merged(names)}" for names in alike.values()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 

@@ -58,6 +58,7 @@ def make_wrap_plan(model: nn.Module, *, policy: HybridPolicy = _DEFAULT_POLICY) 
     draft.add_experts()
     draft.add_ends(blocks)
     draft.add_by_size()
+    draft.add_own_roots()
     draft.join_ties()
     draft.join_tail(blocks)
     draft.part_dtypes()
@@ -142,7 +143,7 @@ class _Draft:
     def add_experts(self) -> None:
         """Inside blocks, make experts a unit where they alone are a large working set: fused, or the list as a whole."""
         for block in (block for stack in self.stacks for block in stack if id(block.module) in self.by_module):
-            if block.extent < self.policy.expert_unit_params:
+            if block.extent < self.policy.expert_unit_params or self._mixes_dtypes(block):
                 continue
             fused = [
                 n for n in block.walk() if sum(w.numel for w in n.own if w.ndim > 2) >= self.policy.expert_unit_params
@@ -178,6 +179,13 @@ class _Draft:
                 rest[id(node)] = 0
             elif rest[id(node)] > self.ceiling and id(node) not in self.in_block:
                 self._cut(node, rest)
+
+    def add_own_roots(self) -> None:
+        """Where the root never runs (a holder of several models), give each model below a unit: it is a root when it runs."""
+        if not has_forward(self.tree.root.module):
+            for node in _runnable(self.tree.root):
+                if self.unit_of(node) is self.root:
+                    self._add([node], None, "runs by itself: the model's own forward never does")
 
     def join_ties(self) -> None:
         """Bring every tied set into one unit that gathers at its first use and is kept: the head needs it again."""
@@ -266,6 +274,16 @@ class _Draft:
             else ("no stack of blocks holds 10 % of the model: units are chosen by size",),
         )
 
+    def _notes(self, blocks: ModelBlocks) -> Iterator[str]:
+        if not blocks.major_stacks:
+            yield "no stack of blocks holds 10 % of the model: units are chosen by size"
+        if self.replicated:
+            kept = self.replicated.values()
+            yield (
+                f"{len(kept)} parameters ({sum(w.nbytes for w in kept):,} bytes) stay whole on every rank: FSDP cannot shard "
+                "0-d ones, nor two dtypes on one module, and leaves out what the policy names"
+            )
+
     # ---- what the verbs are made of ----------------------------------------------------------------------------------
 
     def unit_of(self, node: ModuleNode) -> _Unit:
@@ -274,6 +292,11 @@ class _Draft:
             if unit := self.by_module.get(id(above.module)):
                 return unit
         return self.root
+
+    def _mixes_dtypes(self, block: ModuleNode) -> bool:
+        """Whether the block gets a unit for its rarer dtype anyway: a third unit per block would not pay."""
+        weights = (w for node in block.walk() for w in node.own if w.requires_grad and id(w) not in self.replicated)
+        return len({weight.dtype for weight in weights}) > 1
 
     def _fixed_nodes(self) -> set[int]:
         """Nodes that must not be units: weights read without a forward call, and modules that only some ranks run."""
@@ -324,9 +347,11 @@ class _Draft:
             return
         parts = sorted(self._parts(node, rest), key=lambda part: rest[id(part)])
         while rest[id(node)] > self.ceiling and parts and rest[id(parts[-1])] >= self.floor:
-            part = parts.pop()
-            self._add([self._widened(part)], True, "largest part of what exceeds the size ceiling")
-            rest[id(node)] -= rest[id(part)]
+            part = self._widened(parts.pop())
+            if id(part.module) not in self.by_module:
+                self._add([part], True, "largest part of what exceeds the size ceiling")
+                rest[id(node)] -= rest[id(part)]
+                rest.update((id(below), 0) for below in part.walk())
         if rest[id(node)] > self.ceiling and not is_root:
             self._add([node], True, "above the size ceiling")
             rest[id(node)] = 0
@@ -409,9 +434,8 @@ class _Draft:
             self._add(
                 apart, True if unit.reshard is None else unit.reshard, f"{dtype} parameters of a unit of another dtype"
             )
-        for weight in weights:
-            if any(id(owner) not in moved for owner in weight.owners):
-                self.replicated[id(weight)] = weight
+        left = [weight for weight in weights if any(id(owner) not in moved for owner in weight.owners)]
+        self.replicated.update((id(weight), weight) for weight in left)
 
     def _units(self) -> list[_Unit]:
         return list({id(unit): unit for unit in self.by_module.values() if unit.nodes}.values())

@@ -1,0 +1,376 @@
+"""A wrap plan for every architecture that transformers registers, checked by rules written apart from the planner.
+
+    python benchmarks/census.py                         # every type: main, base, sequence and token classification class
+    python benchmarks/census.py --only llama t5 swin    # some types; --classes main: the main class only
+    python benchmarks/census.py --output benchmarks/results/census.csv
+
+Each model is built on the meta device in bf16 from its default configuration (repaired where the default cannot be built),
+in a process of its own with a time limit. A plan passes when `fully_shard` over 8 ranks (fake process group) and the root's
+lazy initialisation raise nothing; no unit is a container; every tied set is in one unit; no block of a list that holds 10 %
+of the model is left in the root; no unit exceeds 1.05 × 2 × the largest block or the largest set of parameters on one module;
+and there are about two units per block at most. Beside it stand the units that Accelerate (FSDP2, by class) and transformers
+(its own `fsdp_plan`) would make, put to the same test.
+"""
+
+import argparse
+import csv
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_fsdp_tools.meta import build_meta_model
+from hf_fsdp_tools.wrap import WrapPlan, make_wrap_plan
+
+WORLD = 8
+TIMEOUT_S = 300.0
+Unit = tuple[tuple[str, ...], bool | None]  # module fqns, reshard_after_forward
+
+# The head that a model type is mainly used with: the first mapping that knows the type. Seq2seq comes first for
+# encoder-decoders, whose ForCausalLM is only the decoder half.
+MAIN_MAPPINGS = (
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT", "MODEL_FOR_MULTIMODAL_LM", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ", "MODEL_FOR_PRETRAINING", "MODEL_FOR_MASKED_LM", "MODEL_FOR_CTC",
+    "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION",
+    "MODEL_FOR_IMAGE_CLASSIFICATION", "MODEL_FOR_OBJECT_DETECTION", "MODEL_FOR_UNIVERSAL_SEGMENTATION",
+    "MODEL_FOR_DEPTH_ESTIMATION", "MODEL_FOR_TEXT_TO_WAVEFORM", "MODEL_FOR_TEXT_TO_SPECTROGRAM", "MODEL",
+)  # fmt: skip
+OTHER_MAPPINGS = {
+    "base": "MODEL",
+    "sequence": "MODEL_FOR_SEQUENCE_CLASSIFICATION",
+    "token": "MODEL_FOR_TOKEN_CLASSIFICATION",
+}
+
+
+# ---- building --------------------------------------------------------------------------------------------------------
+
+
+def class_names(mapping: str, model_type: str) -> list[str]:
+    found = getattr(modeling_auto, f"{mapping}_MAPPING_NAMES").get(model_type, ())
+    return [found] if isinstance(found, str) else list(found)
+
+
+def all_mappings() -> list[str]:
+    return [name.removesuffix("_MAPPING_NAMES") for name in dir(modeling_auto) if name.endswith("_MAPPING_NAMES")]
+
+
+def classes_of(model_type: str, config: Any) -> dict[str, str]:
+    """The model classes of a type by role: main, base, sequence, token; a class is listed once."""
+    order = list(MAIN_MAPPINGS)
+    if getattr(config, "is_encoder_decoder", False):
+        order = ["MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_SPEECH_SEQ_2_SEQ", *order]
+    order += [name for name in all_mappings() if name.startswith("MODEL") and name not in order]
+    found = {"main": next((name for mapping in order for name in class_names(mapping, model_type)), "")}
+    for role, mapping in OTHER_MAPPINGS.items():
+        found[role] = next(iter(class_names(mapping, model_type)), "")
+    unique = {name: role for role, name in reversed(found.items()) if name}
+    return {role: name for name, role in reversed(unique.items())}
+
+
+def build_config(model_type: str) -> Any:
+    """The default configuration of a type, or a documented one where the default cannot be built."""
+    config_class = CONFIG_MAPPING[model_type]
+    t = transformers
+    bert, vit = t.BertConfig, t.ViTConfig
+    repaired: dict[str, Callable[[], Any]] = {
+        "encoder-decoder": lambda: config_class.from_encoder_decoder_configs(bert(), bert()),
+        "vision-encoder-decoder": lambda: config_class.from_encoder_decoder_configs(vit(), t.GPT2Config()),
+        "speech-encoder-decoder": lambda: config_class.from_encoder_decoder_configs(t.Wav2Vec2Config(), bert()),
+        "vision-text-dual-encoder": lambda: config_class.from_vision_text_configs(vit(), bert()),
+        "rag": lambda: config_class.from_question_encoder_generator_configs(t.DPRConfig(), t.BartConfig()),
+        "musicgen": lambda: config_class.from_sub_models_config(
+            t.T5Config(), t.EncodecConfig(), t.MusicgenDecoderConfig()
+        ),
+        "musicgen_melody": lambda: config_class.from_sub_models_config(
+            t.T5Config(), t.EncodecConfig(), t.MusicgenMelodyDecoderConfig()
+        ),
+    }
+    return repaired.get(model_type, config_class)()
+
+
+def build(model_type: str, class_name: str) -> nn.Module:
+    config = build_config(model_type)
+    return build_meta_model(config, auto_class=getattr(transformers, class_name), dtype=torch.bfloat16)
+
+
+# ---- the test, apart from the planner --------------------------------------------------------------------------------
+
+
+def numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def is_container(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward
+
+
+def repeating_lists(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+    """Innermost lists of composite members of recurring classes that hold at least 10 % of the model."""
+    lists: dict[str, list[tuple[str, nn.Module]]] = {}
+    for fqn, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or "expert" in fqn:
+            continue
+        members = [(f"{fqn}.{name}".lstrip("."), child) for name, child in module.named_children() if numel(child)]
+        members = [item for item in members if sum(p.ndim > 1 for p in item[1].parameters()) > 1]
+        classes = Counter(type(child).__name__ for _, child in members)
+        if classes and (max(classes.values()) > 1 or (len(module) == 1 and isinstance(module, nn.ModuleList))):
+            lists[fqn] = members
+
+    def is_outer(members: list[tuple[str, nn.Module]]) -> bool:
+        whole = sum(numel(member) for _, member in members)
+        names = tuple(f"{name}." for name, _ in members)
+        inner = {fqn: sum(numel(m) for _, m in found) for fqn, found in lists.items() if fqn.startswith(names)}
+        outermost = [n for fqn, n in inner.items() if not any(fqn.startswith(f"{other}.") for other in inner)]
+        return sum(outermost) >= 0.5 * whole
+
+    total = numel(model)
+    innermost = [members for members in lists.values() if not is_outer(members)]
+    return [members for members in innermost if sum(numel(member) for _, member in members) >= 0.1 * total]
+
+
+def verdict(model: nn.Module, units: list[Unit], replicated: Iterable[str] = ()) -> list[str]:
+    """What is wrong with these units on this model; empty for a correct plan. Shards the model as it goes."""
+    faults = [f"container {fqn}" for names, _ in units for fqn in names if fqn and is_container(model.get_submodule(fqn))]
+    unit_of = {id(model.get_submodule(fqn)): index for index, (names, _) in enumerate(units) for fqn in names}
+    ignored = {id(model.get_parameter(name)) for name in replicated}
+    holds: dict[int, dict[int, int]] = {}
+    homes: dict[int, set[int]] = {}
+    root = len(units) - 1
+
+    def visit(module: nn.Module, unit: int) -> None:
+        unit = unit_of.get(id(module), unit)
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in ignored:
+                homes.setdefault(id(parameter), set()).add(unit)
+                holds.setdefault(unit, {})[id(parameter)] = parameter.numel()
+        for child in module.children():
+            visit(child, unit)
+
+    visit(model, root)
+    names_of = {id(p): n for n, p in model.named_parameters()}
+    faults += [f"tied set in {len(units_)} units: {names_of[p]}" for p, units_ in homes.items() if len(units_) > 1]
+    lists = repeating_lists(model)
+    leaves = [sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()]
+    bound = 2.1 * max([*leaves, *(numel(block) for members in lists for _, block in members)])
+    sizes = {unit: sum(held.values()) for unit, held in holds.items()}
+    faults += [f"unit {units[u][0][0]!r} holds {size} > {bound:.0f}" for u, size in sizes.items() if size > bound]
+    in_root = holds.get(root, {})
+    for members in lists:
+        left = [fqn for fqn, block in members if any(id(p) in in_root for p in block.parameters() if p.ndim > 1)]
+        if left:
+            faults.append(f"{len(left)} blocks left in the root, {left[0]} first")
+    return faults + sharding_error(model, units, ignored)
+
+
+def sharding_error(model: nn.Module, units: list[Unit], ignored: set[int]) -> list[str]:
+    """What `fully_shard` and the root's lazy initialisation say on 8 ranks."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    FSDPParamGroup._validate_no_meta_params = lambda self: None  # type: ignore[method-assign]  # nothing is materialised
+    mesh = init_device_mesh("cpu", (WORLD,))
+    kept = {parameter for parameter in model.parameters() if id(parameter) in ignored}
+    try:
+        for names, reshard in units:
+            modules = [model.get_submodule(name) for name in names]
+            fully_shard(
+                modules if len(modules) > 1 else modules[0],
+                mesh=mesh,
+                reshard_after_forward=reshard,
+                ignored_params=kept,
+            )
+        fully_shard.state(model)._lazy_init()
+    except Exception as error:
+        return [f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"]
+    return []
+
+
+# ---- what the neighbours would do ------------------------------------------------------------------------------------
+
+
+def accelerate_units(model: Any) -> list[Unit]:
+    """Accelerate 1.15's FSDP2 with TRANSFORMER_BASED_WRAP and the model's own `_no_split_modules`."""
+    from accelerate.utils.dataclasses import get_module_class_from_name
+    from accelerate.utils.fsdp_utils import _find_final_norm, get_module_children_bottom_up
+
+    classes = []
+    for name in model._no_split_modules or ():
+        found = get_module_class_from_name(model, name)
+        if found is None:
+            raise ValueError(f"Could not find the transformer layer class {name} in the model.")
+        classes.append(found)
+    fqns = {id(module): fqn for fqn, module in model.named_modules()}
+    chosen = [m for m in get_module_children_bottom_up(model)[:-1] if isinstance(m, tuple(classes))]
+    units: list[Unit] = [((fqns[id(m)],), True) for m in dict.fromkeys(chosen)]
+    taken = {id(m) for m in chosen}
+    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = embed is not None and head is not None and getattr(embed, "weight", 0) is getattr(head, "weight", 1)
+    if embed is not None and not tied and id(embed) not in taken:
+        units.append(((fqns[id(embed)],), True))
+        taken.add(id(embed))
+    tail = (_find_final_norm(model), *((embed,) if tied else ()), head)
+    names = tuple(fqns[id(m)] for m in tail if m is not None and id(m) not in taken)
+    return [*units, *([(names, False)] if names else []), (("",), None)]
+
+
+def transformers_units(model: Any) -> list[Unit]:
+    """transformers' own `fsdp_plan`, resolved as `from_pretrained(distributed_config=...)` resolves it."""
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.fsdp import is_norm_and_head_pair
+
+    plan = model._resolve_parallel_plans(DistributedConfig(fsdp_size=WORLD))[2]
+    kept = [(name, model.get_submodule(name)) for name, style in plan.items() if style == "keep_full_weight"]
+    units: list[Unit] = [((name,), True) for name, style in plan.items() if style != "keep_full_weight"]
+    if is_norm_and_head_pair(kept, model):
+        units.append((tuple(name for name, _ in kept), False))
+    else:
+        units += [((name,), False) for name, _ in kept]
+    return [*units, (("",), None)]
+
+
+# ---- one row ---------------------------------------------------------------------------------------------------------
+
+
+def examine(model_type: str, role: str, class_name: str, *, compare: bool) -> dict[str, Any]:
+    """One row of the table."""
+    row: dict[str, Any] = {"type": model_type, "role": role, "class": class_name}
+    try:
+        model = build(model_type, class_name)
+    except Exception as error:
+        return {**row, "verdict": "not built", "why": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
+    start = time.perf_counter()
+    try:
+        plan = make_wrap_plan(model)
+    except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        if os.environ.get("CENSUS_TRACE"):
+            traceback.print_exc()
+        return {**row, "parameters": numel(model), "verdict": "failed", "why": why}
+    row |= {"parameters": plan.num_params, **describe(model, plan), "seconds": f"{time.perf_counter() - start:.2f}"}
+    faults = verdict(model, [(unit.modules, unit.reshard_after_forward) for unit in plan.units], plan.replicated)
+    faults += lean(row)
+    row |= {"verdict": "failed" if faults else "ok", "why": "; ".join(faults[:3])}
+    for name, make in (("accelerate", accelerate_units), ("transformers", transformers_units)) if compare else ():
+        try:
+            model = build(model_type, class_name)
+            found = verdict(model, make(model))
+        except Exception as error:
+            found = [f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"]
+        row[name] = found[0][:120] if found else "ok"
+    return row
+
+
+def describe(model: nn.Module, plan: WrapPlan) -> dict[str, Any]:
+    from hf_fsdp_tools.blocks import detect_blocks
+
+    blocks = detect_blocks(model)
+    stacks = [f"{s.fqn} {s.count}x {'|'.join(s.class_names)}" + ("" if s.is_major else " (minor)") for s in blocks.stacks]
+    return {
+        "stacks": "; ".join(stacks),
+        "blocks": sum(stack.count for stack in blocks.stacks),
+        "units": len(plan.units),
+        "largest_unit": plan.largest_unit.modules[0] or "(root)",
+        "largest_params": plan.largest_unit.num_params,
+        "replicated": len(plan.replicated),
+    }
+
+
+def lean(row: dict[str, Any]) -> list[str]:
+    """About two units per block at most; six for what stands around them."""
+    allowed = 2 * row["blocks"] + 6
+    return [f"{row['units']} units for {row['blocks']} blocks"] if row["units"] > allowed else []
+
+
+def _examine_in_child(queue: Any, *task: Any) -> None:
+    sys.stderr = open(os.devnull, "w") if not os.environ.get("CENSUS_TRACE") else sys.stderr
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=WORLD)
+    queue.put(examine(*task[:3], compare=task[3]))
+
+
+def run_one(task: tuple[str, str, str, bool]) -> dict[str, Any]:
+    """Examine in a forked process: a crash or a hang costs one row."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    class _Queue:
+        put = staticmethod(sender.send)
+
+    process = context.Process(target=_examine_in_child, args=(_Queue, *task))
+    process.start()
+    row = {"type": task[0], "role": task[1], "class": task[2], "verdict": "failed", "why": "timed out or crashed"}
+    if receiver.poll(TIMEOUT_S):
+        try:
+            row = receiver.recv()
+        except EOFError:
+            pass
+    process.join(5)
+    if process.is_alive():
+        process.kill()
+    return row
+
+
+def tasks(only: list[str], roles: list[str], *, compare: bool) -> list[tuple[str, str, str, bool]]:
+    found = []
+    for model_type in only or sorted(CONFIG_MAPPING.keys()):
+        try:
+            config = build_config(model_type)
+        except Exception:
+            config = None
+        for role, name in classes_of(model_type, config).items():
+            if role in roles:
+                found.append((model_type, role, name, compare and role == "main"))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="model types; default: all")
+    parser.add_argument("--classes", nargs="*", default=["main", *OTHER_MAPPINGS], help="main, base, sequence, token")
+    parser.add_argument("--compare", action="store_true", help="also judge Accelerate and transformers (main class)")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--output", type=Path, help="write the table here (csv)")
+    arguments = parser.parse_args()
+    if not dist.is_available():
+        sys.exit("torch.distributed is not available in this build of PyTorch.")
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        rows = list(pool.map(run_one, tasks(arguments.only, arguments.classes, compare=arguments.compare)))
+    if arguments.output:
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        with arguments.output.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    for row in rows:
+        if row["verdict"] == "failed" or arguments.only:
+            print(*(f"{key}={value}" for key, value in row.items() if value != ""))
+    for role in arguments.classes:
+        count = Counter(row["verdict"] for row in rows if row["role"] == role)
+        print(f"{role}: {count['ok']} of {count['ok'] + count['failed']} correct, {count['not built']} not built")
+    for name in ("accelerate", "transformers") if arguments.compare else ():
+        print(f"{name}: {sum(row.get(name) == 'ok' for row in rows)} correct")
+    return int(any(row["verdict"] == "failed" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
