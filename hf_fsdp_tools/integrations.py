@@ -50,20 +50,21 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         ConfigError: FSDP version 1 is asked for.
     """
 
-    policy: HybridPolicy | None = field(default=None, metadata={"help": "What becomes a unit; None: from the other fields"})
+    policy: HybridPolicy | None = field(default=None, metadata={"help": "What becomes a unit."})
+    """What becomes a unit; None: what the other fields and variables ask for, else `HybridPolicy()`."""
 
     def __post_init__(self) -> None:
-        self.fsdp_version = int(self.fsdp_version or os.environ.get("FSDP_VERSION", "2"))
+        self.fsdp_version = int(self.fsdp_version or os.environ.get("FSDP_VERSION", "2"))  # type: ignore[has-type]  # accelerate's field
         if self.fsdp_version != 2:
             raise ConfigError(
                 f"fsdp_version is {self.fsdp_version}; HybridFSDPPlugin runs FSDP2 only (FSDP1 is deprecated in PyTorch). "
                 "Set fsdp_version to 2, or convert a config file with `accelerate to-fsdp2`."
             )
-        if self.reshard_after_forward is None:
+        if self.reshard_after_forward is None:  # type: ignore[has-type]  # accelerate's field
             self.reshard_after_forward = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true")
         self.cpu_ram_efficient_loading = False
         super().__post_init__()
-        if isinstance(self.cpu_offload, CPUOffloadPolicy) and local_device().type == "cpu":
+        if isinstance(self.cpu_offload, CPUOffloadPolicy) and local_device().type == "cpu":  # type: ignore[has-type]  # accelerate's field
             self.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
         self.policy = self.policy or _policy_of(self)
         self.auto_wrap_policy = None  # ours decides; Accelerate would look for class names that sharding changes
@@ -73,7 +74,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Compute in `mixed_precision`, reduce gradients in fp32, cast no output."""
-        if self.mixed_precision_policy is not None and not override:
+        if self.mixed_precision_policy is not None and not override:  # type: ignore[has-type]  # accelerate's field
             return
         dtype = _LOW_PRECISION.get(mixed_precision) if isinstance(mixed_precision, str) else mixed_precision
         self.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
@@ -161,7 +162,9 @@ class _Accelerator(Accelerator):  # type: ignore[misc]  # accelerate is not type
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
         """As `Accelerator.prepare`; models may come without an optimizer, and several at once."""
         if device_placement is not None:
-            raise ConfigError("device_placement cannot be chosen under FSDP: shards live where the mesh is. Leave it out.")
+            raise ConfigError(
+                "device_placement cannot be chosen under FSDP: shards live where the mesh is. Leave it out."
+            )
         optimizers = [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]
         for model in (obj for obj in objects if isinstance(obj, nn.Module)):
             self._take_model(model, optimizers)

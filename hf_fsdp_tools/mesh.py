@@ -16,8 +16,8 @@ __all__ = ["ParallelDims", "ensure_process_group", "local_device"]
 class ParallelDims:
     """The degrees of data parallelism, counted in processes. `dp_replicate_size * dp_shard_size` is the world size.
 
-        ParallelDims().build_mesh()                        # FSDP over all processes
-        ParallelDims(dp_replicate_size=2).build_mesh()     # HSDP: two replicas, each sharded over half of the processes
+    ParallelDims().build_mesh()                        # FSDP over all processes
+    ParallelDims(dp_replicate_size=2).build_mesh()     # HSDP: two replicas, each sharded over half of the processes
     """
 
     dp_replicate_size: int = 1
@@ -94,9 +94,11 @@ def ensure_process_group(device_type: str) -> None:
                 f"its own. Launch at most {count} process(es) on this machine."
             )
         torch.accelerator.set_device_index(device.index)
-    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    own = dist.get_default_backend_for_device(device)
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's own list of exports
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
         return
     absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if absent:

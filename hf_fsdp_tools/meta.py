@@ -4,6 +4,7 @@ import copy
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,11 @@ def build_meta_model(
     """
     config = load_config(name_or_config, trust_remote_code=trust_remote_code)
     dtype = dtype or config_dtype(config) or torch.float32
+    is_model_class = isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel)
     try:
         # linspace stays real: code that calls .item() while a model is built would fail on meta tensors.
         with torch.device("meta"), init.meta_device_safe_creation_ops():
-            if isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel):
+            if is_model_class:
                 model = auto_class._from_config(config, dtype=dtype, **model_kwargs)
             else:
                 model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs)
@@ -136,7 +138,7 @@ def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | Non
                         replaced[buffer] = torch.empty_like(buffer, device=device)
                     module._buffers[name] = replaced[buffer]
     # FSDP2 keeps its own reference to each shard and renews it in `_apply`; a function that changes nothing is enough.
-    model._apply(lambda tensor: tensor)
+    model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch's own
 
 
 def initialize_missing(model: nn.Module, *, missing_keys: Collection[str], seed: int = 0) -> None:
@@ -211,7 +213,7 @@ def _allocated_parameter(parameter: nn.Parameter, device: torch.device, dtype: t
     allocated = nn.Parameter(data, requires_grad=parameter.requires_grad)
     allocated.__dict__.update(parameter.__dict__)  # attributes that model code hangs on its parameters
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # set while on meta, by shard_model
-        allocated.register_post_accumulate_grad_hook(hook)
+        allocated.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
     return allocated
 
 
@@ -256,7 +258,9 @@ def _initialize_module(path: ModulePath, wanted: dict[str, torch.Tensor], seed: 
     name, module = path[-1]
     whole = {key: _whole_on_cpu(tensor) for key, tensor in wanted.items()}
     versions = {key: tensor._version for key, tensor in whole.items()}
-    stores = {key: module._parameters if key in module._parameters else module._buffers for key in wanted}
+    stores: dict[str, dict[str, Any]] = {
+        key: module._parameters if key in module._parameters else module._buffers for key in wanted
+    }
     for key, tensor in whole.items():
         stores[key][key] = tensor
     try:
@@ -282,11 +286,11 @@ def _initializers(path: ModulePath) -> Iterator[Callable[[], object]]:
         module = path[depth - 1][1]
         owners = [ancestor for _, ancestor in path[:depth] if isinstance(ancestor, PreTrainedModel)]
         if not owners:
-            if depth == len(path) and hasattr(module, "reset_parameters"):
-                yield module.reset_parameters
+            if depth == len(path) and callable(reset := getattr(module, "reset_parameters", None)):
+                yield reset
         elif depth == len(path) or not owners[-1].is_custom_code():
             # Code outside transformers may write tensors without looking at the mark, so it sees no other module.
-            yield lambda owner=owners[-1], module=module: owner._init_weights(module)
+            yield partial(owners[-1]._init_weights, module)
 
 
 def _whole_on_cpu(tensor: torch.Tensor) -> torch.Tensor:

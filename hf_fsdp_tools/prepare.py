@@ -137,10 +137,17 @@ def _from_accelerator(
         mesh = accelerator.torch_device_mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
     if activation_checkpointing is None:
         activation_checkpointing = plugin.activation_checkpointing
-    return mesh, mp_policy or plugin.mixed_precision_policy, offload_policy or plugin.cpu_offload, activation_checkpointing
+    return (
+        mesh,
+        mp_policy or plugin.mixed_precision_policy,
+        offload_policy or plugin.cpu_offload,
+        activation_checkpointing,
+    )
 
 
-def _set_generation_config(model: PreTrainedModel, name_or_path: str | PathLike[str], hub_kwargs: dict[str, Any]) -> None:
+def _set_generation_config(
+    model: PreTrainedModel, name_or_path: str | PathLike[str], hub_kwargs: dict[str, Any]
+) -> None:
     """As `from_pretrained` does: the checkpoint's own generation settings, where it has any."""
     if not model.can_generate():
         return

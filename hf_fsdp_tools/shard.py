@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -164,7 +165,7 @@ def _checkpoint_activations(model: nn.Module) -> None:
     else:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # transformers' own
     if hasattr(model.config, "use_cache"):
-        model.config.use_cache = False  # type: ignore[union-attr]  # a cache would keep what is to be recomputed
+        model.config.use_cache = False  # a cache would keep what is to be recomputed
 
 
 def _apply_plan(model: nn.Module, sharding: Sharding) -> None:
@@ -174,7 +175,7 @@ def _apply_plan(model: nn.Module, sharding: Sharding) -> None:
     for unit in sharding.plan.units:
         members = [modules[fqn] for fqn in unit.modules]
         fully_shard(
-            members[0] if len(members) == 1 else members,  # type: ignore[arg-type]  # two overloads, one call
+            members[0] if len(members) == 1 else members,
             mesh=sharding.mesh,
             reshard_after_forward=unit.reshard_after_forward,
             mp_policy=sharding.mp_policy,
@@ -183,7 +184,8 @@ def _apply_plan(model: nn.Module, sharding: Sharding) -> None:
         )
     for parameter in replicated:
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda p: _average_gradient(p, sharding.mesh))
+            hook = partial(_average_gradient, mesh=sharding.mesh)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
     model.register_forward_hook(_reshard_after_evaluation)
     made = _count_units(model.modules())
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"
@@ -201,7 +203,7 @@ def _reshard_after_evaluation(model: nn.Module, args: object, output: object) ->
                 module.reshard()
 
 
-def _average_gradient(parameter: torch.Tensor, mesh: DeviceMesh) -> None:
+def _average_gradient(parameter: torch.Tensor, *, mesh: DeviceMesh) -> None:
     """FSDP2 does not reduce what it does not shard. Averaging after every micro-batch is right under accumulation too:
     what was averaged before is equal on all ranks, and averaging equals leaves them as they are."""
     assert parameter.grad is not None

@@ -19,6 +19,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import datasets
+import torch
 import transformers
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict, load_dataset
@@ -54,7 +56,9 @@ FORMATS = ({"text"}, {"messages"}, {"prompt", "completion"})
 class ModelArguments:
     """What is fine-tuned."""
 
-    model_name_or_path: str | None = field(default=None, metadata={"help": "Hub name or folder; none: the quick start."})
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Hub name or folder; none: the quick start."}
+    )
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the hub."})
     attn_implementation: str | None = field(default=None, metadata={"help": "sdpa, flash_attention_2, eager, …"})
 
@@ -87,6 +91,7 @@ def main() -> None:
     # 1. What is trained on what
     if model_args.model_name_or_path is None:
         say("Quick start: a small Llama and its text, made on the spot (give --model_name_or_path for a real one)")
+        datasets.disable_progress_bars()  # seven bars for seven short moments
         model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, Path(training.output_dir, "demo"))
     train, evaluation = load_splits(script, training)
     tokenizer = load_tokenizer(model_args, training)
@@ -123,10 +128,13 @@ def main() -> None:
 
 def parse_arguments() -> tuple[ScriptArguments, SFTConfig, ModelArguments]:
     parser = TrlParser((ScriptArguments, SFTConfig, ModelArguments))
-    # The launch config decides precision and device; the final checkpoint is written in any case.
+    # The launch config decides precision, device and activation checkpointing; the last checkpoint is written in any case.
+    checkpointing = next(
+        name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(SFTConfig, name)
+    )
     parser.set_defaults(
-        output_dir="outputs/finetune", bf16=False, save_strategy="no", logging_steps=5, report_to="none",
-        gradient_checkpointing=False, disable_tqdm=False, use_cpu=no_gpu(),
+        output_dir="outputs/finetune", bf16=False, use_cpu=not torch.accelerator.is_available(), save_strategy="no",
+        logging_steps=5, report_to="none", **{checkpointing: False},
     )  # fmt: skip
     if not any(argument.startswith("--model_name_or_path") for argument in sys.argv):
         parser.set_defaults(**QUICK_START)
@@ -134,12 +142,6 @@ def parse_arguments() -> tuple[ScriptArguments, SFTConfig, ModelArguments]:
     if model_args.model_name_or_path is not None and script.dataset_name is None:
         raise ConfigError("--model_name_or_path needs --dataset_name: a hub name, a folder, or a .jsonl file.")
     return script, training, model_args
-
-
-def no_gpu() -> bool:
-    import torch
-
-    return not torch.accelerator.is_available()
 
 
 def make_demo(accelerator: Accelerator, folder: Path) -> tuple[str, str]:

@@ -76,7 +76,9 @@ def test_only_integrations_imports_accelerate_and_the_trainer():
 
 
 def test_the_environment_is_read_in_two_places():
-    readers = {name for name, path in modules().items() if "os.environ" in path.read_text() or "getenv" in path.read_text()}
+    readers = {
+        name for name, path in modules().items() if "os.environ" in path.read_text() or "getenv" in path.read_text()
+    }
     assert readers <= {"mesh", "integrations"}
 
 

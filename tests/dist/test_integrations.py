@@ -125,9 +125,9 @@ def _prepare(folder):
         accelerator.prepare(model, stray)
     used = AutoModelForCausalLM.from_pretrained(folder)
     adagrad = torch.optim.Adagrad(used.parameters())
-    with pytest.raises(ConfigError, match="Make the optimizer after the model is sharded"):
+    with pytest.raises(ConfigError, match=r"Make the optimizer after the model is sharded"):
         accelerator.prepare(used, adagrad)
-    with pytest.raises(ConfigError, match="device_placement"):
+    with pytest.raises(ConfigError, match=r"device_placement"):
         accelerator.prepare(model, device_placement=[True])
     model = from_pretrained(folder, accelerator=accelerator)
     model.add_module("adapter", torch.nn.Linear(2, 2))
@@ -167,7 +167,8 @@ def test_mixed_precision_has_fp32_masters_and_reduces_in_fp32(tmp_path):
 def _settings_from_launch():
     import os
 
-    os.environ |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaMLP, LlamaAttention"}
+    classes = {"FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaMLP, LlamaAttention"}
+    os.environ |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"} | classes
     assert HybridFSDPPlugin().policy.block_types == ("LlamaMLP", "LlamaAttention")
     os.environ |= {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "2000"}
     assert HybridFSDPPlugin().policy.min_unit_params == 2000
@@ -175,10 +176,10 @@ def _settings_from_launch():
     assert HybridFSDPPlugin().policy.reshard_after_forward == {"*": False}
     assert isinstance(HybridFSDPPlugin(cpu_offload=True).cpu_offload, CPUOffloadPolicy)
     os.environ["FSDP_VERSION"] = "1"
-    with pytest.raises(ConfigError, match="fsdp_version is 1.*to-fsdp2"):
+    with pytest.raises(ConfigError, match=r"fsdp_version is 1.*to-fsdp2"):
         HybridFSDPPlugin()
     del os.environ["FSDP_VERSION"]
-    with pytest.raises(ConfigError, match="auto_wrap_policy is .*HybridPolicy"):
+    with pytest.raises(ConfigError, match=r"auto_wrap_policy is .*HybridPolicy"):
         HybridFSDPPlugin(auto_wrap_policy=lambda module: True)
     Accelerator(cpu=True)
     with pytest.raises(ConfigError, match=r"exists already.*before anything else"):
@@ -230,9 +231,7 @@ def _train(source, folder, settings):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_trainer_on_shards_equals_the_plain_trainer(checkpoints, tmp_path, accumulate):
     settings = {"gradient_accumulation_steps": accumulate}
-    results = run_ranks(
-        _train, 2, checkpoints["tied"], tmp_path / "out", settings | {"per_device_train_batch_size": 2}
-    )
+    results = run_ranks(_train, 2, checkpoints["tied"], tmp_path / "out", settings | {"per_device_train_batch_size": 2})
     args = _arguments(tmp_path / "plain", per_device_train_batch_size=4, **settings)
     rows = _rows(80)
     model = AutoModelForCausalLM.from_pretrained(checkpoints["tied"])

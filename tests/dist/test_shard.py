@@ -56,7 +56,9 @@ def _gradients_equal_the_plain_ones(kinds, checkpointing, replicate):
         model(input_ids=batch, labels=batch).loss.backward()
         expected = _plain_gradients(kind, dist.get_world_size())
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(_whole(parameter.grad), expected[name], rtol=1e-4, atol=1e-6, msg=f"{kind} {name}")
+            torch.testing.assert_close(
+                _whole(parameter.grad), expected[name], rtol=1e-4, atol=1e-6, msg=f"{kind} {name}"
+            )
         worst[kind] = len(expected)
     return worst
 
@@ -112,7 +114,7 @@ def test_scalar_parameters_stay_whole_and_their_gradients_are_averaged():
 def _ranks_with_different_plans_stop():
     model = make_model("llama")
     policy = HybridPolicy() if dist.get_rank() == 0 else HybridPolicy(group_tail=False)
-    with pytest.raises(WrapPlanError, match="differs between ranks.*rank 1.*same policy") as caught:
+    with pytest.raises(WrapPlanError, match=r"differs between ranks.*rank 1.*same policy") as caught:
         shard_model(model, make_wrap_plan(model, policy=policy), mesh=ParallelDims().build_mesh("cpu"))
     assert not isinstance(model, FSDPModule), "stopped before anything was sharded"
     return str(caught.value)
@@ -134,13 +136,13 @@ def _alone():
     with torch.no_grad():
         model(input_ids=batch)
     assert all(isinstance(p, DTensor) for p in model.parameters()), "sharded again after an evaluation"
-    with pytest.raises(ConfigError, match="sharded already"):
+    with pytest.raises(ConfigError, match=r"sharded already"):
         shard_model(model, plan)
     other = make_model("gpt2")
     with pytest.raises(WrapPlanError, match=r"does not fit GPT2LMHeadModel.*model\.layers"):
         shard_model(other, plan)
     assert sharding_of(other) is None
-    with pytest.raises(MeshError, match="dp_replicate_size 2 .* 1 processes"):
+    with pytest.raises(MeshError, match=r"dp_replicate_size 2 .* 1 processes"):
         ParallelDims(dp_replicate_size=2).build_mesh("cpu")
     return describe_sharding(model)
 
@@ -153,6 +155,6 @@ def test_a_world_of_one_works_and_is_described():
 
 
 def test_degrees_that_make_no_sense_are_refused():
-    with pytest.raises(MeshError, match="dp_shard_size is 0; it must be 1 or more"):
+    with pytest.raises(MeshError, match=r"dp_shard_size is 0; it must be 1 or more"):
         ParallelDims(dp_shard_size=0)
     assert ParallelDims(dp_replicate_size=2).resolve(8).dp_shard_size == 4
