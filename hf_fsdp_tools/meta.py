@@ -83,16 +83,19 @@ def build_meta_model(
         auto_class: the `AutoModelFor…` class, or a model class itself.
         dtype: of the floating-point parameters; None means the dtype that the config names, or float32 if it names none.
         trust_remote_code: run model code that comes with the checkpoint.
-        model_kwargs: passed to `from_config` (`attn_implementation`, …).
+        model_kwargs: as in `from_pretrained`: what the config has is set there (`num_labels`, …), the rest goes to the model
+            (`attn_implementation`, …).
 
     No rank communicates; every rank may call.
 
     Raises:
         CheckpointError: the configuration cannot be found.
-        ConfigError: the architecture is unknown, or `auto_class` has no model for it.
+        ConfigError: the architecture is unknown, `auto_class` has no model for it, or a keyword fits nothing.
     """
     config = load_config(name_or_config, trust_remote_code=trust_remote_code)
     dtype = dtype or config_dtype(config) or torch.float32
+    for name in [name for name in model_kwargs if hasattr(config, name) and not name.endswith("_implementation")]:
+        setattr(config, name, model_kwargs.pop(name))
     is_model_class = isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel)
     try:
         # linspace stays real: code that calls .item() while a model is built would fail on meta tensors.
@@ -101,6 +104,12 @@ def build_meta_model(
                 model = auto_class._from_config(config, dtype=dtype, **model_kwargs)
             else:
                 model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs)
+    except TypeError as error:
+        if not model_kwargs:
+            raise
+        raise ConfigError(
+            f"{', '.join(model_kwargs)} fit neither the config nor the model: {_first_line(error)}"
+        ) from error
     except ValueError as error:
         raise ConfigError(
             f"{getattr(auto_class, '__name__', auto_class)} has no model for {type(config).__name__}: {_first_line(error)} "

@@ -62,6 +62,8 @@ def test_errors_name_the_cure(tmp_path):
         build_meta_model(tmp_path)
     with pytest.raises(ConfigError, match="Choose another auto_class"):
         build_meta_model(BertConfig(), auto_class=transformers.AutoModelForSpeechSeq2Seq)
+    with pytest.raises(ConfigError, match=r"flash fit neither the config nor the model"):
+        build_meta_model(LlamaConfig(**TINY), flash=True)
 
 
 def test_allocate_keeps_ties_dtypes_and_attributes():

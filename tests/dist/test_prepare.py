@@ -1,0 +1,165 @@
+"""`from_pretrained`: the whole road on 1, 2 and 3 ranks equals the plain one, and bad input stops all ranks alike."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+
+from hf_fsdp_tools import FSDPToolsError, HybridPolicy, from_pretrained, load_weights, save_pretrained, sharding_of
+from hf_fsdp_tools.mesh import ParallelDims
+from tests._checkpoints import make_checkpoint
+from tests._dist import run_ranks
+
+KINDS = ("llama", "tied", "gpt2", "mixtral", "qwen2_moe", "deepseek_v3")
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _equals_plain(folders, dtype):
+    tied = 0
+    for folder in folders:
+        model, report = from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        assert not model.training and model.generation_config.to_dict() == plain.generation_config.to_dict()
+        expected = dict(plain.named_parameters()) | dict(plain.named_buffers())
+        found = dict(model.named_parameters()) | dict(model.named_buffers())
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            assert tensor.dtype == expected[name].dtype, name
+            assert torch.equal(_whole(tensor), expected[name]), name
+        tied += model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        assert not report.missing_keys and not report.unexpected_keys
+        assert report.read_ratio <= 1.01
+    return tied
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, None), (2, None), (3, torch.bfloat16)])
+def test_every_parameter_and_buffer_equals_plain_from_pretrained(tmp_path, ranks, dtype):
+    folders = [make_checkpoint(kind, tmp_path / kind) for kind in KINDS]
+    for tied in run_ranks(_equals_plain, ranks, folders, dtype):
+        assert tied == 2, "tied and gpt2 share one tensor, the others do not"
+
+
+def _new_head(folder):
+    model, report = from_pretrained(
+        folder, auto_class=AutoModelForSequenceClassification, num_labels=5, output_loading_info=True
+    )
+    assert report.missing_keys == ("score.weight",) and report.unexpected_keys == ("lm_head.weight",)
+    return model.score.weight.full_tensor().detach()
+
+
+def test_a_new_head_is_the_same_whatever_the_number_of_ranks(tmp_path):
+    folder = make_checkpoint("llama", tmp_path)
+    heads = [head for ranks in (1, 2, 3) for head in run_ranks(_new_head, ranks, folder)]
+    assert heads[0].shape == (5, 48) and heads[0].std() > 0
+    assert all(torch.equal(head, heads[0]) for head in heads)
+
+
+def _settings(folder):
+    GenerationConfig(max_new_tokens=7, bos_token_id=1, eos_token_id=2).save_pretrained(folder)
+    dist.barrier()
+    mesh = ParallelDims(dp_replicate_size=2).build_mesh("cpu")
+    model = from_pretrained(
+        folder,
+        mesh=mesh,
+        policy=HybridPolicy(group_tail=False),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        activation_checkpointing=True,
+        attn_implementation="eager",
+    )
+    sharding = sharding_of(model)
+    assert sharding.mesh is mesh and sharding.activation_checkpointing
+    assert not any("model.norm" in unit.modules for unit in sharding.plan.units)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}, "computing lower than that needs master weights"
+    assert model.config._attn_implementation == "eager" and model.generation_config.max_new_tokens == 7
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([[3, 4, 5]])).logits.float()
+
+
+def test_settings_reach_the_step_they_are_for(tmp_path):
+    folder = make_checkpoint("llama", tmp_path, dtype=torch.bfloat16)
+    plain = AutoModelForCausalLM.from_pretrained(folder)(input_ids=torch.tensor([[3, 4, 5]])).logits.float()
+    for logits in run_ranks(_settings, 4, folder):
+        torch.testing.assert_close(logits, plain, rtol=0.05, atol=0.05)
+
+
+def _round_trip(source, target):
+    model = from_pretrained(source)
+    save_pretrained(model, target)
+    again = from_pretrained(target)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.to_local(), again.get_parameter(name).to_local()), name
+    load_weights(model, source)  # into the storage that is there
+
+
+def test_saved_and_loaded_again_is_the_same(tmp_path):
+    run_ranks(_round_trip, 2, make_checkpoint("mixtral", tmp_path / "a"), tmp_path / "b")
+
+
+# ---- bad input ----
+
+
+def _no_weights(folder: Path) -> str:
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    return "safetensors"
+
+
+def _truncated(folder: Path) -> str:
+    file = sorted(folder.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-10])
+    return file.name
+
+
+def _other_shapes(folder: Path) -> str:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 70}))
+    return r"mlp\.up_proj\.weight"
+
+
+def _a_whole_file_is_gone(folder: Path) -> str:
+    file = sorted(folder.glob("*.safetensors"))[0]
+    file.unlink()
+    return file.name
+
+
+def _no_config(folder: Path) -> str:
+    (folder / "config.json").unlink()
+    return r"config\.json"
+
+
+def _integers(folder: Path) -> str:
+    file = next(f for f in sorted(folder.glob("*.safetensors")) if "lm_head.weight" in load_file(f))
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :7].contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    return r"lm_head\.weight"
+
+
+def _refused(folders):
+    messages = []
+    for folder in folders:
+        with pytest.raises(FSDPToolsError) as caught:
+            from_pretrained(folder)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_bad_checkpoints_stop_all_ranks_with_the_same_clear_error(tmp_path):
+    faults = [_no_weights, _truncated, _other_shapes, _a_whole_file_is_gone, _no_config, _integers]
+    folders = [make_checkpoint("llama", tmp_path / fault.__name__) for fault in faults]
+    expected = [fault(folder) for fault, folder in zip(faults, folders, strict=True)]
+    first, second = run_ranks(_refused, 2, [*folders, tmp_path / "nowhere"])
+    assert first == second
+    for message, pattern in zip(first, [*expected, "No such folder"], strict=False):
+        assert re.search(pattern, message), message
+        assert message.rstrip().endswith((".", ")")) and len(message) < 1500
