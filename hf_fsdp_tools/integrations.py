@@ -18,7 +18,7 @@ from typing import Any
 import accelerate
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator, DistributedType, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from torch import nn
@@ -221,6 +221,8 @@ def _start_state(plugin: HybridFSDPPlugin, *, mixed_precision: str | None, cpu: 
     PartialState(cpu=cpu)
     if PartialState().distributed_type == DistributedType.NO:
         ensure_process_group("cpu" if cpu else local_device().type)
+    if parallelism_config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        parallelism_config = ParallelismConfig()  # fills itself from the variables beside that one
     state = AcceleratorState(
         mixed_precision=mixed_precision,
         cpu=cpu,
@@ -235,6 +237,17 @@ def _start_state(plugin: HybridFSDPPlugin, *, mixed_precision: str | None, cpu: 
             shared.distributed_type = DistributedType.FSDP
         state.fsdp_plugin = plugin
     _check_state(plugin)
+    _check_axes(state.parallelism_config)
+
+
+def _check_axes(config: Any) -> None:
+    """Tensor, context and sequence parallelism change the model or its batches before it is sharded; we do neither yet."""
+    asked = [name for name in ("tp_size", "cp_size", "sp_size") if config is not None and getattr(config, name, 1) > 1]
+    if asked:
+        raise ConfigError(
+            f"{', '.join(f'{name}={getattr(config, name)}' for name in asked)}: only dp_replicate_size and dp_shard_size can be "
+            "above 1 here. Leave the others out of the parallelism config."
+        )
 
 
 def _launched() -> bool:

