@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -60,6 +61,38 @@ OTHER_MAPPINGS = {
     "token": "MODEL_FOR_TOKEN_CLASSIFICATION",
 }
 
+# Arguments for configurations whose defaults cannot be built, as the documentation or a released checkpoint has them.
+REPAIRS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), {"prediction_length": 24}),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "ministral"), {"head_dim": 128}),
+    **dict.fromkeys(("dots3_note", "llama4"), {"pad_token_id": 0}),
+    "aya_vision": {"vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_attention_heads": 16}},
+    "chameleon": {"vocabulary_map": {"<image>": 8711}},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 11, "num_hidden_layers": 12}},
+    "diffusion_gemma": {"text_config": {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}},
+    "emu3": {"pad_token_id": 0, "vocabulary_map": {"<|extra_200|>": 1, "<image>": 2}},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
+    "hunyuan_vl": {"text_config": {"head_dim": 128}},
+    "nemotron": {"num_key_value_heads": 8},
+    "reformer": {"is_decoder": True},
+    "vitmatte": {"fusion_hidden_sizes": [256, 128, 64, 32]},
+    "wav2vec2-bert": {"vocab_size": 32},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2},
+}
+ROPE_BY_TYPE = {name: {"rope_type": "default", "rope_theta": 1e4} for name in ("full_attention", "sliding_attention")}
+REPAIRED_ATTRIBUTES: dict[str, dict[str, Any]] = {
+    "moonshine_streaming": {"num_key_value_heads": 8},
+    "cohere_compass": {"text_config.rope_parameters": ROPE_BY_TYPE},
+    "cohere_compass_text": {"rope_parameters": ROPE_BY_TYPE},
+    "qwen4_exp": {"text_config.indexer_budget": 2048, "text_config.indexer_compress_ratio": 16},
+    "qwen4_exp_text": {"indexer_budget": 2048, "indexer_compress_ratio": 16},
+    "t5gemma2_encoder": {"text_config.dropout_rate": 0.0},
+    "dbrx": {"attn_config.rope_theta": 1e4},
+}
+
 
 # ---- building --------------------------------------------------------------------------------------------------------
 
@@ -73,43 +106,57 @@ def all_mappings() -> list[str]:
     return [name.removesuffix("_MAPPING_NAMES") for name in dir(modeling_auto) if name.endswith("_MAPPING_NAMES")]
 
 
-def classes_of(model_type: str, config: Any) -> dict[str, str]:
-    """The model classes of a type by role: main, base, sequence, token; a class is listed once."""
+def classes_of(model_type: str, config: Any) -> dict[str, list[str]]:
+    """The model classes of a type by role; for the main role every candidate, the best first; no class in two roles."""
     order = list(MAIN_MAPPINGS)
     if getattr(config, "is_encoder_decoder", False):
         order = ["MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_SPEECH_SEQ_2_SEQ", *order]
     order += [name for name in all_mappings() if name.startswith("MODEL") and name not in order]
-    found = {"main": next((name for mapping in order for name in class_names(mapping, model_type)), "")}
+    main = list(dict.fromkeys(name for mapping in order for name in class_names(mapping, model_type)))
+    found = {"main": main} if main else {}
     for role, mapping in OTHER_MAPPINGS.items():
-        found[role] = next(iter(class_names(mapping, model_type)), "")
-    unique = {name: role for role, name in reversed(found.items()) if name}
-    return {role: name for name, role in reversed(unique.items())}
+        names = class_names(mapping, model_type)[:1]
+        if names and names != main[:1]:
+            found[role] = names
+    return found
 
 
 def build_config(model_type: str) -> Any:
     """The default configuration of a type, or a documented one where the default cannot be built."""
     config_class = CONFIG_MAPPING[model_type]
     t = transformers
-    bert, vit = t.BertConfig, t.ViTConfig
-    repaired: dict[str, Callable[[], Any]] = {
-        "encoder-decoder": lambda: config_class.from_encoder_decoder_configs(bert(), bert()),
-        "vision-encoder-decoder": lambda: config_class.from_encoder_decoder_configs(vit(), t.GPT2Config()),
-        "speech-encoder-decoder": lambda: config_class.from_encoder_decoder_configs(t.Wav2Vec2Config(), bert()),
-        "vision-text-dual-encoder": lambda: config_class.from_vision_text_configs(vit(), bert()),
+    composed: dict[str, Callable[[], Any]] = {
+        "encoder-decoder": lambda: config_class.from_encoder_decoder_configs(t.BertConfig(), t.BertConfig()),
+        "vision-encoder-decoder": lambda: config_class.from_encoder_decoder_configs(t.ViTConfig(), t.GPT2Config()),
+        "speech-encoder-decoder": lambda: config_class.from_encoder_decoder_configs(t.Wav2Vec2Config(), t.BertConfig()),
+        "vision-text-dual-encoder": lambda: config_class.from_vision_text_configs(t.ViTConfig(), t.BertConfig()),
         "rag": lambda: config_class.from_question_encoder_generator_configs(t.DPRConfig(), t.BartConfig()),
-        "musicgen": lambda: config_class.from_sub_models_config(
-            t.T5Config(), t.EncodecConfig(), t.MusicgenDecoderConfig()
+        "musicgen": lambda: config_class(
+            text_encoder=t.T5Config(), audio_encoder=t.EncodecConfig(), decoder=t.MusicgenDecoderConfig()
         ),
-        "musicgen_melody": lambda: config_class.from_sub_models_config(
-            t.T5Config(), t.EncodecConfig(), t.MusicgenMelodyDecoderConfig()
+        "musicgen_melody": lambda: config_class(
+            text_encoder=t.T5Config(), audio_encoder=t.EncodecConfig(), decoder=t.MusicgenMelodyDecoderConfig()
         ),
     }
-    return repaired.get(model_type, config_class)()
+    if model_type in composed:
+        return composed[model_type]()
+    config = config_class(**REPAIRS.get(model_type, {}))
+    for name, value in REPAIRED_ATTRIBUTES.get(model_type, {}).items():
+        part, _, attribute = name.rpartition(".")
+        setattr(getattr(config, part) if part else config, attribute, value)
+    return config
 
 
-def build(model_type: str, class_name: str) -> nn.Module:
-    config = build_config(model_type)
-    return build_meta_model(config, auto_class=getattr(transformers, class_name), dtype=torch.bfloat16)
+def build(model_type: str, candidates: list[str]) -> nn.Module:
+    """The first class of `candidates` that can be built on meta."""
+    for name in candidates:
+        try:
+            return build_meta_model(
+                build_config(model_type), auto_class=getattr(transformers, name), dtype=torch.bfloat16
+            )
+        except Exception as error:
+            first = error if name == candidates[0] else first
+    raise first
 
 
 # ---- the test, apart from the planner --------------------------------------------------------------------------------
@@ -185,7 +232,6 @@ def sharding_error(model: nn.Module, units: list[Unit], ignored: set[int]) -> li
     """What `fully_shard` and the root's lazy initialisation say on 8 ranks."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    FSDPParamGroup._validate_no_meta_params = lambda self: None  # type: ignore[method-assign]  # nothing is materialised
     mesh = init_device_mesh("cpu", (WORLD,))
     kept = {parameter for parameter in model.parameters() if id(parameter) in ignored}
     try:
@@ -197,7 +243,8 @@ def sharding_error(model: nn.Module, units: list[Unit], ignored: set[int]) -> li
                 reshard_after_forward=reshard,
                 ignored_params=kept,
             )
-        fully_shard.state(model)._lazy_init()
+        with mock.patch.object(FSDPParamGroup, "_validate_no_meta_params"):  # nothing is materialised
+            fully_shard.state(model)._lazy_init()
     except Exception as error:
         return [f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"]
     return []
@@ -249,11 +296,12 @@ def transformers_units(model: Any) -> list[Unit]:
 # ---- one row ---------------------------------------------------------------------------------------------------------
 
 
-def examine(model_type: str, role: str, class_name: str, *, compare: bool) -> dict[str, Any]:
+def examine(model_type: str, role: str, candidates: list[str], *, compare: bool) -> dict[str, Any]:
     """One row of the table."""
-    row: dict[str, Any] = {"type": model_type, "role": role, "class": class_name}
+    row: dict[str, Any] = {"type": model_type, "role": role, "class": candidates[0]}
     try:
-        model = build(model_type, class_name)
+        model = build(model_type, candidates)
+        row["class"] = type(model).__name__
     except Exception as error:
         return {**row, "verdict": "not built", "why": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
     start = time.perf_counter()
@@ -270,7 +318,7 @@ def examine(model_type: str, role: str, class_name: str, *, compare: bool) -> di
     row |= {"verdict": "failed" if faults else "ok", "why": "; ".join(faults[:3])}
     for name, make in (("accelerate", accelerate_units), ("transformers", transformers_units)) if compare else ():
         try:
-            model = build(model_type, class_name)
+            model = build(model_type, candidates)
             found = verdict(model, make(model))
         except Exception as error:
             found = [f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"]
@@ -306,7 +354,7 @@ def _examine_in_child(queue: Any, *task: Any) -> None:
     queue.put(examine(*task[:3], compare=task[3]))
 
 
-def run_one(task: tuple[str, str, str, bool]) -> dict[str, Any]:
+def run_one(task: tuple[str, str, list[str], bool]) -> dict[str, Any]:
     """Examine in a forked process: a crash or a hang costs one row."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -316,7 +364,7 @@ def run_one(task: tuple[str, str, str, bool]) -> dict[str, Any]:
 
     process = context.Process(target=_examine_in_child, args=(_Queue, *task))
     process.start()
-    row = {"type": task[0], "role": task[1], "class": task[2], "verdict": "failed", "why": "timed out or crashed"}
+    row = {"type": task[0], "role": task[1], "class": task[2][0], "verdict": "failed", "why": "timed out or crashed"}
     if receiver.poll(TIMEOUT_S):
         try:
             row = receiver.recv()
@@ -328,16 +376,16 @@ def run_one(task: tuple[str, str, str, bool]) -> dict[str, Any]:
     return row
 
 
-def tasks(only: list[str], roles: list[str], *, compare: bool) -> list[tuple[str, str, str, bool]]:
+def tasks(only: list[str], roles: list[str], *, compare: bool) -> list[tuple[str, str, list[str], bool]]:
     found = []
     for model_type in only or sorted(CONFIG_MAPPING.keys()):
         try:
             config = build_config(model_type)
         except Exception:
             config = None
-        for role, name in classes_of(model_type, config).items():
+        for role, names in classes_of(model_type, config).items():
             if role in roles:
-                found.append((model_type, role, name, compare and role == "main"))
+                found.append((model_type, role, names, compare and role == "main"))
     return found
 
 

@@ -211,7 +211,8 @@ def _stacks_below(root: ModuleNode, *, nested: bool) -> list[list[ModuleNode]]:
         members = _members(node, nested=nested)
         if members:
             stacks.append(_open_stages(members))
-        seen.update(id(member.module) for member in members)
+        for member in members:  # lists of lists: those between were opened with this one
+            seen.update(id(above.module) for above in (member, *member.ancestors()))
         for child in node.children:
             visit(child)
 

@@ -399,7 +399,7 @@ class _Draft:
     def _tie_carrier(self, owner: ModuleNode) -> ModuleNode | None:
         """The module through which an owner of a tied weight joins the others; None where only the root could."""
         here = next((n for n in (owner, *owner.ancestors()) if id(n.module) in self.by_module), self.tree.root)
-        if here is not self.tree.root and id(here) not in self.blocks:
+        if here is not self.tree.root and _tied_share(here) >= _THIN_WRAPPER_SHARE:
             return here
         carrier = owner
         for above in owner.ancestors():  # the largest part of a block that is nearly all tied

@@ -1,0 +1,209 @@
+"""Blocks are read from structure: every shape a list of layers can take, with and without hints, wrapped and plain."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from hf_fsdp_tools.blocks import detect_blocks
+from hf_fsdp_tools.errors import BlockDetectionError
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.attn = nn.Linear(width, width)
+        self.mlp = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+
+
+class OtherBlock(Block):
+    pass
+
+
+class Model(nn.Module):
+    """Embedding, `layers`, norm, head: what remote code looks like, with no base class and no hints."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)
+        self.layers = layers
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def blocks_of(model: nn.Module) -> tuple[str, ...]:
+    return tuple(name for stack in detect_blocks(model).major_stacks for name in stack.blocks)
+
+
+def numbered(prefix: str, count: int) -> tuple[str, ...]:
+    return tuple(f"{prefix}{index}" for index in range(count))
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        nn.ModuleList(Block() for _ in range(4)),
+        nn.Sequential(*(Block() for _ in range(4))),
+        nn.ModuleDict({str(index): Block() for index in range(4)}),
+        nn.ModuleList([Block(), OtherBlock(), Block(), OtherBlock()]),
+        nn.ModuleList(Block(width) for width in (8, 16, 32, 64)),
+    ],
+    ids=["list", "sequential", "dict", "alternating classes", "unequal blocks"],
+)
+def test_a_stack_is_found_in_any_container(layers: nn.Module) -> None:
+    assert blocks_of(Model(layers)) == numbered("layers.", 4)
+
+
+def test_attributes_with_numbers_are_a_stack() -> None:
+    model = Model(nn.Identity())
+    for index in range(4):
+        setattr(model, f"layer{index}", Block())
+    assert blocks_of(model) == numbered("layer", 4)
+
+
+def test_a_dict_with_other_names_is_a_stack() -> None:
+    assert blocks_of(Model(nn.ModuleDict({"first": Block(), "second": Block()}))) == ("layers.first", "layers.second")
+
+
+def test_lists_of_lists_and_stages_are_opened() -> None:
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+            self.downsample = nn.Linear(8, 8)
+
+    of_lists = Model(nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2)))
+    assert blocks_of(of_lists) == ("layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1")
+    of_stages = Model(nn.ModuleList(Stage() for _ in range(2)))
+    assert blocks_of(of_stages) == tuple(f"layers.{stage}.blocks.{block}" for stage in (0, 1) for block in (0, 1))
+    assert detect_blocks(of_stages).stacks[0].fqn == "layers.*.blocks"
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named experts", "known by their router"])
+def test_single_experts_are_not_blocks(named: bool) -> None:
+    class Moe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.Linear(8, 8)
+            self.gate = nn.Linear(8, 6, bias=False)
+            setattr(self, "experts" if named else "parts", nn.ModuleList(Block() for _ in range(6)))
+
+    assert blocks_of(Model(nn.ModuleList(Moe() for _ in range(3)))) == numbered("layers.", 3)
+
+
+def test_what_repeats_inside_a_block_is_part_of_the_block() -> None:
+    class WithHeads(Block):
+        def __init__(self) -> None:
+            super().__init__(16)
+            self.heads = nn.ModuleList(nn.Linear(16, 4) for _ in range(4))
+
+    class T5Like(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.ModuleList([Block(), OtherBlock()])  # attention and feed-forward: each class once
+
+    assert blocks_of(Model(nn.ModuleList(WithHeads() for _ in range(3)))) == numbered("layers.", 3)
+    assert blocks_of(Model(nn.ModuleList(T5Like() for _ in range(3)))) == numbered("layers.", 3)
+
+
+def test_a_shared_layer_is_one_block() -> None:
+    shared = Block()
+    assert blocks_of(Model(nn.ModuleList([shared] * 6))) == ("layers.0",)
+    assert blocks_of(Model(nn.ModuleList([Block(64)]))) == ("layers.0",)
+
+
+def test_two_towers_of_one_class_are_two_stacks() -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.text = Model(nn.ModuleList(Block() for _ in range(3)))
+            self.image = Model(nn.ModuleList(Block() for _ in range(2)))
+
+    assert [(stack.fqn, stack.count) for stack in detect_blocks(Towers()).stacks] == [
+        ("text.layers", 3),
+        ("image.layers", 2),
+    ]
+
+
+def test_a_small_stack_is_minor() -> None:
+    model = Model(nn.ModuleList(Block(64) for _ in range(8)))
+    model.tower = nn.ModuleList(Block(4) for _ in range(3))
+    stacks = detect_blocks(model).stacks
+    assert [(stack.fqn, stack.is_major) for stack in stacks] == [("layers", True), ("tower", False)]
+
+
+def test_where_nothing_repeats_there_is_no_stack_and_a_note() -> None:
+    found = detect_blocks(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.LayerNorm(8)))
+    assert found.stacks == () and "nothing repeats" in found.evidence[0]
+
+
+def test_torch_encoder_and_a_leaf_are_read() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3, enable_nested_tensor=False)
+    assert blocks_of(encoder) == numbered("layers.", 3)
+    assert blocks_of(nn.Linear(3, 3)) == ()
+
+
+def test_parts_around_the_blocks_are_named() -> None:
+    model = Model(nn.ModuleList(Block() for _ in range(4)))
+    model.head.weight = model.embed.weight
+    model.scale = nn.Parameter(torch.ones(()))
+    found = detect_blocks(model)
+    assert [part.fqn for part in found.embeddings] == ["embed"]
+    assert found.final_norm is not None and found.final_norm.fqn == "norm"
+    assert found.head is not None and found.head.fqn == "head" and "tied" in found.head.evidence[0]
+    assert [tie.names for tie in found.ties] == [("embed.weight", "head.weight")]
+    assert found.scalars == ("scale",)
+    assert found.num_params == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_tie_that_loading_will_make_counts_before_it_is_made() -> None:
+    model = Model(nn.ModuleList(Block() for _ in range(4)))
+    model.all_tied_weights_keys = {"head.weight": "embed.weight"}  # type: ignore[assignment]
+    found = detect_blocks(model)
+    assert [tie.names for tie in found.ties] == [("embed.weight", "head.weight")]
+    assert "declares" in found.ties[0].evidence
+    assert found.num_params == sum(parameter.numel() for parameter in model.parameters()) - model.head.weight.numel()
+
+
+def test_hints_are_witnesses_only() -> None:
+    model = Model(nn.ModuleList(Block() for _ in range(4)))
+    model._no_split_modules = ["Gone", "Linear"]  # type: ignore[assignment]
+    found = detect_blocks(model)
+    assert blocks_of(model) == numbered("layers.", 4)
+    assert any("does not have: Gone" in note for note in found.evidence)
+    assert any("do not repeat as blocks: Linear" in note for note in found.evidence)
+
+
+def test_wrapped_models_keep_their_own_names() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = Model(nn.ModuleList(Block() for _ in range(4)))
+    assert blocks_of(torch.compile(model)) == numbered("_orig_mod.layers.", 4)
+    for index in range(4):
+        model.layers[index] = checkpoint_wrapper(model.layers[index])  # type: ignore[index, operator]
+    assert blocks_of(model) == numbered("layers.", 4)
+    assert detect_blocks(model).stacks[0].class_names == ("Block",)
+
+
+def test_the_answer_is_text_and_json() -> None:
+    found = detect_blocks(Model(nn.ModuleList(Block() for _ in range(4))))
+    assert "4 × Block" in str(found)
+    assert json.loads(found.to_json())["stacks"][0]["blocks"] == ["layers.0", "layers.1", "layers.2", "layers.3"]
+
+
+def test_a_model_that_registers_its_parent_is_read() -> None:
+    model = Model(nn.ModuleList(Block() for _ in range(4)))
+    model.norm.owner = model
+    assert blocks_of(model) == numbered("layers.", 4)
+
+
+def test_a_model_without_parameters_says_what_to_pass() -> None:
+    with pytest.raises(BlockDetectionError, match="no parameters.*Pass the model"):
+        detect_blocks(nn.Sequential(nn.ReLU()))
+    with pytest.raises(BlockDetectionError, match=r"0\.weight.*Run one forward pass"):
+        detect_blocks(nn.Sequential(nn.LazyLinear(3)))
