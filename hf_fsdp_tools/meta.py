@@ -48,6 +48,8 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
     except ValueError as error:
         raise ConfigError(f"The configuration of {name!r} cannot be used: {_first_line(error)}") from error
     except OSError as error:
+        if path.exists():
+            raise CheckpointError(f"The configuration in {name!r} cannot be read: {_first_line(error)}") from error
         raise CheckpointError(
             f"No model {name!r}: it is no local folder, and the hub did not give its config.json "
             f"({_first_line(error)}) Check the name, or download the model first and give the folder."

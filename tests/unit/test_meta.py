@@ -57,6 +57,9 @@ def test_errors_name_the_cure(tmp_path):
         build_meta_model(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"No config\.json in .*found: nothing"):
         build_meta_model(tmp_path)
+    (tmp_path / "config.json").write_text("{ no json")
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*config\.json"):
+        build_meta_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
     with pytest.raises(ConfigError, match="unheard_of"):
         build_meta_model(tmp_path)
