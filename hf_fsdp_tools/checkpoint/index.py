@@ -183,10 +183,8 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
         with open(file, "rb") as stream:
             prefix = stream.read(8)
             length = int.from_bytes(prefix, "little")
-            if len(prefix) == 8 and 8 + length <= size and length <= MAX_HEADER_BYTES:
-                text = stream.read(length)
-            else:
-                text = b""
+            sane = len(prefix) == 8 and 8 + length <= size and length <= MAX_HEADER_BYTES
+            text = stream.read(length) if sane else b""
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}. Check the path and its permissions.") from error
     if len(prefix) < 8:
@@ -373,7 +371,7 @@ def _download(
                 name,
                 revision=revision,
                 token=token,
-                cache_dir=cache_dir,
+                cache_dir=None if cache_dir is None else fspath(cache_dir),
                 local_files_only=local_files_only,
                 allow_patterns=[prefix + pattern for pattern in patterns],
             )

@@ -209,7 +209,10 @@ def _fit(
     names: dict[int, list[str]] = {}
     for key, tensor in state.items():
         names.setdefault(id(tensor), []).append(key)
-    loaded, doubles, to_initialize, missing = {}, [], set(), set()
+    loaded: dict[str, PieceTensor] = {}
+    doubles: list[tuple[PieceTensor, PieceTensor, str, str]] = []
+    to_initialize: set[str] = set()
+    missing: set[str] = set()
     for tied in names.values():
         there = [key for key in tied if key in found and key not in wrong]
         if there:

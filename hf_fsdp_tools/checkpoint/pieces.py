@@ -34,7 +34,7 @@ class PieceTensor(torch.Tensor):
         cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece] | None, sources: frozenset[str]
     ) -> "PieceTensor":
         """Make one from its parts; ``named`` is the usual way in."""
-        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device="cpu")
+        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
         self.pieces = None if pieces is None or len(pieces) > _MAX_PIECES else tuple(pieces)
         self.sources = sources
         return self
@@ -46,13 +46,13 @@ class PieceTensor(torch.Tensor):
         view = View(offset=0, length=tuple(shape), strides=row_major_strides(shape))
         return cls(shape, dtype, [Piece(box=box, source=name, view=view)], frozenset([name]))
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's names differ
         """Shape, dtype and number of pieces."""
         count = "opaque" if self.pieces is None else f"{len(self.pieces)} pieces"
         return f"PieceTensor({tuple(self.shape)}, {self.dtype}, {count} of {len(self.sources)} inputs)"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch annotates an instance method
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Follow an operation that moves data; any other gives opaque results with the shapes it would have."""
@@ -130,6 +130,8 @@ def _slice(
 
 
 def _narrow(t: PieceTensor, dim: int, start: int, length: int) -> PieceTensor | None:
+    if not 0 <= start <= start + length <= t.shape[dim]:
+        return None
     return _slice(t, dim, start, start + length)
 
 
@@ -137,12 +139,16 @@ def _split(t: PieceTensor, size: int, dim: int = 0) -> list[PieceTensor | None]:
     return [_slice(t, dim, i, i + size) for i in range(0, t.shape[dim], size)]
 
 
-def _split_with_sizes(t: PieceTensor, sizes: Sequence[int], dim: int = 0) -> list[PieceTensor | None]:
+def _split_with_sizes(t: PieceTensor, sizes: Sequence[int], dim: int = 0) -> list[PieceTensor | None] | None:
+    if sum(sizes) != t.shape[dim]:
+        return None
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [_slice(t, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
 def _select(t: PieceTensor, dim: int, index: int) -> PieceTensor | None:
+    if not -t.shape[dim] <= index < t.shape[dim]:
+        return None
     index %= t.shape[dim]
     kept = _slice(t, dim, index, index + 1)
     return None if kept is None else _drop_dims(kept, [dim % t.dim()])
@@ -199,6 +205,8 @@ def _cat(tensors: Sequence[PieceTensor], dim: int = 0) -> PieceTensor | None:
     if not tensors or any(not isinstance(t, PieceTensor) or t.dtype != tensors[0].dtype for t in tensors):
         return None
     dim %= tensors[0].dim()
+    if len({(*t.shape[:dim], *t.shape[dim + 1 :], t.dim()) for t in tensors}) > 1:
+        return None  # torch itself says what is wrong with the shapes
     pieces, offset = [], 0
     for t in tensors:
         for p in t.pieces or ():
@@ -217,6 +225,8 @@ def _reshape(t: PieceTensor, shape: Sequence[int]) -> PieceTensor | None:
     """The same elements in row-major order under another shape."""
     known = math.prod(n for n in shape if n != -1)
     shape = [t.numel() // known if n == -1 and known else n for n in shape]
+    if math.prod(shape) != t.numel():
+        return None
     pieces = [new for p in t.pieces or () for new in _reshape_piece(p, t.shape, shape)]
     return _remade(t, shape, pieces)
 

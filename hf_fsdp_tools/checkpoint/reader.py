@@ -24,6 +24,10 @@ MAX_GAP_BYTES = 8 * 1024
 THREADS = 4
 """Transfers in flight per rank (measured: 2 to 8 make no difference on a local disk; slow storage needs some)."""
 
+_BUFFER_BYTES = 8 * 2**20
+"""Largest staging buffer of one thread (measured, bfloat16 to float32: 8 MiB is fastest, 64 MiB takes twice the time).
+"""
+
 _UNIT_BYTES = 16 * 2**20  # what a thread takes at a time, so that many small batches do not each pay for a hand-over
 
 
@@ -70,7 +74,9 @@ def read_transfers(
     Raises:
         CheckpointError: A file cannot be read, or is shorter than its header said.
     """
-    batches = cut_batches(transfers, staging_bytes=staging_bytes // threads, max_gap_bytes=MAX_GAP_BYTES)
+    batches = cut_batches(
+        transfers, staging_bytes=min(staging_bytes // threads, _BUFFER_BYTES), max_gap_bytes=MAX_GAP_BYTES
+    )
     return _run(list(batches), os.O_RDONLY, threads, _read_batch, on_bytes)
 
 
@@ -89,7 +95,7 @@ def write_transfers(
     Raises:
         CheckpointError: A file cannot be written; a full disk for example.
     """
-    batches = cut_batches(transfers, staging_bytes=staging_bytes // threads, max_gap_bytes=0)
+    batches = cut_batches(transfers, staging_bytes=min(staging_bytes // threads, _BUFFER_BYTES), max_gap_bytes=0)
     return _run(list(batches), os.O_WRONLY, threads, _write_batch, on_bytes)
 
 
@@ -197,8 +203,8 @@ def _write_batch(descriptor: int, batch: Batch, staging: _Staging) -> int:
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, to read into or write from."""
-    flat = tensor.detach().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
 
 
 def _staged(chunk: Chunk, buffer: torch.Tensor, batch_start: int) -> torch.Tensor:

@@ -239,7 +239,7 @@ def _check_visible(layout: _Layout) -> None:
 
 
 def _publish(model: nn.Module, layout: _Layout) -> None:
-    """Give complete files their names, then the index; files of an earlier save that are not part of this one go last."""
+    """Give complete files their names, then the index; what an earlier save left and this one does not have goes last."""
     kept = set(layout.files)
     try:
         for file in layout.files:

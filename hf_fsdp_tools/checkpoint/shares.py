@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from .slices import Box, local_boxes
 
-__all__ = ["is_sharded", "local_boxes_of", "local_tensor", "memory_view"]
+__all__ = ["is_first_replica", "is_sharded", "local_boxes_of", "local_tensor", "memory_view"]
 
 
 def local_boxes_of(tensor: torch.Tensor) -> tuple[tuple[Box, tuple[int, ...]], ...]:

@@ -1,0 +1,270 @@
+"""Conversions on tensors without data give what transformers gives on real ones, for each operation and whole architectures."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import core_model_loading as ops
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+
+from hf_fsdp_tools.checkpoint import CheckpointIndex, load_weights, save_pretrained
+from hf_fsdp_tools.checkpoint.conversion import map_loading, map_saving
+from hf_fsdp_tools.checkpoint.pieces import PieceTensor
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.meta import build_meta_model
+from tests._checkpoints import make_checkpoint, make_model, randomize, tiny_config
+
+# fmt: off
+CONVERTED = [  # stored in another layout than the model has
+    "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "phimoe",
+    "jamba", "minimax", "minimax_m2", "nemotron_h", "olmoe", "glm4_moe", "glm4v_moe",
+    "flex_olmo", "ernie4_5_moe", "exaone_moe", "longcat_flash", "afmoe", "hy_v3", "kimi_k25",
+    "qwen3_vl_moe", "olmo_hybrid", "nomic_bert", "gte", "dinov2", "sapiens2",
+]
+RENAMED = [  # stored as the model has it, some keys renamed
+    "llama", "gpt2", "gpt_oss", "llama4_text", "qwen2_vl", "gemma3", "llava",
+    "clip", "whisper", "bart", "t5", "vit", "opt", "bloom",
+    "falcon", "mllama",
+]
+# fmt: on
+
+
+def filled(symbol: PieceTensor, sources: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The real tensor that a symbolic one stands for; fails if its pieces overlap or leave something out."""
+    assert symbol.pieces is not None, symbol
+    result = torch.zeros(symbol.shape, dtype=symbol.dtype)
+    count = torch.zeros(symbol.shape, dtype=torch.int64)
+    for piece in symbol.pieces:
+        box = tuple(slice(s, s + n) for s, n in zip(piece.box.start, piece.box.length, strict=True))
+        source = sources[piece.source].contiguous()
+        result[box] = source.as_strided(piece.view.length, piece.view.strides, piece.view.offset)
+        count[box] += 1
+    assert (count == 1).all()
+    return result
+
+
+@st.composite
+def movements(draw: Callable[..., Any]) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """A random chain of movements of three equal tensors."""
+    names = draw(st.lists(st.sampled_from(["permute", "split", "flatten", "reverse", "narrow", "halve"]), max_size=5))
+    join = draw(st.sampled_from([torch.cat, torch.stack]))
+    seeds = draw(st.lists(st.integers(0, 1000), min_size=len(names) + 1, max_size=len(names) + 1))
+
+    def run(tensors: list[torch.Tensor]) -> torch.Tensor:
+        t = join(tensors, dim=seeds[-1] % tensors[0].dim())
+        for name, seed in zip(names, seeds, strict=False):
+            dim = seed % t.dim()
+            size = t.shape[dim]
+            if name == "permute":
+                t = t.transpose(dim, -1)
+            elif name == "split":
+                factor = next(k for k in (3, 2, 1) if size % k == 0)
+                t = t.unflatten(dim, (factor, size // factor))
+            elif name == "flatten":
+                t = t.flatten(dim).contiguous()
+            elif name == "reverse":
+                t = torch.stack(t.unbind(dim)[::-1], dim)
+            elif name == "narrow":
+                t = t.narrow(dim, 0, (size + 1) // 2)
+            else:
+                t = torch.cat([part.reshape(-1) for part in t.chunk(2, dim)])
+        return t
+
+    return run
+
+
+@settings(max_examples=200, deadline=None)
+@given(movement=movements(), shape=st.lists(st.integers(1, 6), min_size=1, max_size=3))
+def test_any_chain_of_movements_is_followed(movement: Callable[..., torch.Tensor], shape: list[int]) -> None:
+    size = math.prod(shape)
+    real = {str(i): torch.arange(i * size, (i + 1) * size).reshape(shape) for i in range(3)}
+    symbols = [PieceTensor.named(k, shape, torch.int64) for k in real]
+    expected, found = movement(list(real.values())), movement(list(symbols))
+    assert isinstance(found, PieceTensor)
+    assert torch.equal(filled(found, real), expected)
+
+
+def test_an_operation_that_computes_is_opaque_with_the_right_shape_and_inputs() -> None:
+    a, b = (PieceTensor.named(k, (4, 6), torch.float32) for k in "ab")
+    result = torch.cat([a * 2, b])[:3].to(torch.bfloat16)
+    assert isinstance(result, PieceTensor)
+    assert result.pieces is None and result.shape == (3, 6) and result.dtype == torch.bfloat16
+    assert result.sources == {"a", "b"}
+    assert a.to(torch.float32).pieces == a.pieces  # nothing to compute
+
+
+OPERATIONS: dict[str, tuple[Any, dict[str, list[tuple[int, ...]]], list[str]]] = {
+    "Chunk": (ops.Chunk(dim=0), {"qkv": [(12, 5)]}, ["q", "k", "v"]),
+    "Chunk columns": (ops.Chunk(dim=1), {"gate_up": [(4, 10)]}, ["gate", "up"]),
+    "Concatenate": (ops.Concatenate(dim=1), {"gate": [(4, 5)], "up": [(4, 3)]}, ["gate_up"]),
+    "Interleave": (ops.Interleave(dim=0), {"w": [(8, 3)]}, ["w"]),
+    "Interleave inverse": (ops.Interleave(dim=1, inverse=True), {"w": [(3, 8)]}, ["w"]),
+    "MergeModulelist": (ops.MergeModulelist(dim=0), {"experts.*.w": [(3, 5)] * 4}, ["experts.w"]),
+    "SplitModulelist": (ops.SplitModulelist(dim=0), {"experts.w": [(4, 3, 5)]}, ["experts.*.w"]),
+    "Transpose": (ops.Transpose(1, 2), {"w": [(4, 3, 5)]}, ["w"]),
+    "Conv3dToLinear": (ops.Conv3dToLinear(3, (2, 2, 2)), {"w": [(5, 3, 2, 2, 2)]}, ["w"]),
+    "LinearToConv3d": (ops.LinearToConv3d(3, (2, 2, 2)), {"w": [(5, 24)]}, ["w"]),
+    "PermuteForRope": (ops.PermuteForRope(), {"w": [(16, 3)]}, ["w"]),
+    "ErnieFuse": (ops.ErnieFuseAndSplitTextVisionExperts(), {"g": [(3, 5)] * 4, "u": [(3, 5)] * 4}, ["text", "vision"]),
+    "ErnieSplit": (ops.ErnieSplitAndDecoupleTextVisionExperts(), {"t": [(2, 6, 5)], "v": [(2, 6, 5)]}, ["g.*", "u.*"]),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_each_operation_of_transformers_is_followed(name: str) -> None:
+    operation, sources, targets = OPERATIONS[name]
+    config: Any = SimpleNamespace(num_attention_heads=4)
+    real: dict[str, list[torch.Tensor]] = {k: [torch.randn(s) for s in v] for k, v in sources.items()}
+    named = {f"{k}/{i}": t for k, v in real.items() for i, t in enumerate(v)}
+    symbols = {
+        k: [PieceTensor.named(f"{k}/{i}", s, torch.float32) for i, s in enumerate(v)] for k, v in sources.items()
+    }
+    if "permute_layer_names" in vars(operation) and operation.permute_layer_names is None:
+        operation.permute_layer_names = ["w"]  # required before transformers 5.20
+    arguments = {"source_patterns": list(sources), "target_patterns": targets, "config": config}
+    expected = operation.convert({k: list(v) for k, v in real.items()}, **arguments)
+    found = operation.convert(symbols, **arguments)
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        whole = tensor[0] if isinstance(tensor, list) else tensor
+        symbol = found[key][0] if isinstance(found[key], list) else found[key]
+        assert torch.equal(filled(symbol, named), whole), key
+
+
+def model_class(config: Any) -> type[transformers.PreTrainedModel]:
+    """The class that a user would load: with a head where transformers has one."""
+    for auto_class in (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForImageTextToText,
+        transformers.AutoModel,
+    ):
+        if type(config) in auto_class._model_mapping:
+            found = auto_class._model_mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise AssertionError(f"no auto class for {type(config).__name__}")
+
+
+@pytest.mark.parametrize("model_type", CONVERTED + RENAMED)
+def test_an_architecture_loads_and_saves_as_transformers_does(model_type: str, tmp_path: Path) -> None:
+    """One process, no shards: the same values and reports, every byte read in place, and the same files written."""
+    config = tiny_config(model_type)
+    cls = model_class(config)
+    randomize(cls(config)).save_pretrained(tmp_path / "stored", max_shard_size="200KB")
+    reference, info = cls.from_pretrained(tmp_path / "stored", output_loading_info=True)
+    model = build_meta_model(tmp_path / "stored", auto_class=cls)
+    report = load_weights(model, tmp_path / "stored")
+
+    expected, found = reference.state_dict(), model.state_dict()
+    assert list(found) == list(expected)
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
+    for (key, tensor), (_, ours) in zip(reference.named_buffers(), model.named_buffers(), strict=True):
+        assert torch.equal(ours, tensor), key
+    assert set(report.missing_keys) == set(info["missing_keys"])
+    assert set(report.unexpected_keys) == set(info["unexpected_keys"])
+    assert report.converted_bytes == 0 and report.read_ratio == 1.0
+
+    reference.save_pretrained(tmp_path / "theirs")
+    save_pretrained(model, tmp_path / "ours", max_shard_size="200KB")
+    theirs, ours_ = stored_tensors(tmp_path / "theirs"), stored_tensors(tmp_path / "ours")
+    assert theirs.keys() == ours_.keys()
+    assert all(torch.equal(ours_[k], t) and ours_[k].dtype == t.dtype for k, t in theirs.items())
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
+
+
+class Doubled(ops.ConversionOps):
+    """A conversion that computes: what is stored is half of what the model has."""
+
+    factor = 2.0
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: Any, **_: Any
+    ) -> dict[str, Any]:
+        return {target_patterns[0]: next(iter(input_dict.values()))[0] * self.factor}
+
+    @property
+    def reverse_op(self) -> ops.ConversionOps:
+        reverse = Doubled()
+        reverse.factor = 1 / self.factor
+        return reverse
+
+
+class PickedByValue(Doubled):
+    """A conversion that looks at values, which a tensor without data does not have."""
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: Any, **_: Any
+    ) -> dict[str, Any]:
+        tensor = next(iter(input_dict.values()))[0]
+        return {target_patterns[0]: tensor if tensor.sum().item() > 1e9 else tensor * self.factor}
+
+
+@pytest.fixture
+def computing_conversion(request: pytest.FixtureRequest) -> Any:
+    """Llama's down projections stored by a conversion that computes, for the length of a test."""
+    converter = ops.WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", operations=[request.param()])
+    register_checkpoint_conversion_mapping("llama", [converter], overwrite=True)
+    yield
+    register_checkpoint_conversion_mapping("llama", [], overwrite=True)
+
+
+@pytest.mark.parametrize("computing_conversion", [Doubled, PickedByValue], indirect=True)
+def test_a_conversion_that_computes_is_run_on_whole_tensors_and_counted(
+    computing_conversion: None, tmp_path: Path
+) -> None:
+    folder = make_checkpoint("llama", tmp_path / "stored")
+    cls = type(make_model("llama"))
+    reference = cls.from_pretrained(folder)
+    model = build_meta_model(folder, auto_class=cls)
+    report = load_weights(model, folder)
+    key = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(model.state_dict()[key], reference.state_dict()[key])
+    assert report.converted_bytes == sum(
+        t.num_bytes for k, t in CheckpointIndex.open(folder).tensors.items() if "down_proj" in k
+    )
+    assert "read whole" in str(report)
+
+
+@pytest.mark.parametrize("computing_conversion", [Doubled], indirect=True)
+def test_a_conversion_that_computes_is_reverted_on_gathered_tensors_and_counted(
+    computing_conversion: None, tmp_path: Path
+) -> None:
+    folder = make_checkpoint("llama", tmp_path / "stored")
+    model = build_meta_model(folder, auto_class=type(make_model("llama")))
+    load_weights(model, folder)
+    report = save_pretrained(model, tmp_path / "saved")
+    assert report.gathered_bytes == sum(
+        t.num_bytes for k, t in CheckpointIndex.open(folder).tensors.items() if "down_proj" in k
+    )
+    stored, saved = stored_tensors(folder), stored_tensors(tmp_path / "saved")
+    assert all(torch.equal(saved[k], t) for k, t in stored.items())
+
+
+def test_a_checkpoint_that_a_conversion_cannot_take_is_one_error(tmp_path: Path) -> None:
+    """Experts of different shapes cannot be stacked."""
+    folder = make_checkpoint("mixtral", tmp_path)
+    tensors = dict(CheckpointIndex.open(folder).tensors)
+    key = next(k for k in tensors if "experts.1.w1" in k)
+    tensors[key] = type(tensors[key])(**{**vars(tensors[key]), "shape": (3, 3)})
+    with pytest.raises(CheckpointError, match=r"gate_up_proj.*fails.*does not fit this model"):
+        map_loading(make_model("mixtral"), tensors)
+
+
+def test_maps_need_no_storage(tmp_path: Path) -> None:
+    """Both directions are worked out on a meta model."""
+    folder = make_checkpoint("mixtral", tmp_path)
+    model = build_meta_model(folder)
+    index = CheckpointIndex.open(folder)
+    assert map_loading(model, index.tensors).tensors.keys() == model.state_dict().keys()
+    assert map_saving(model).keys() == index.tensors.keys()

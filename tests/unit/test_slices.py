@@ -1,0 +1,120 @@
+"""The slice arithmetic against torch itself: chunks, strided views and their intersections with shards."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from hf_fsdp_tools.checkpoint.slices import Box, Piece, View, local_boxes, slice_piece, slice_view
+
+shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3)
+
+
+def put_together(shape: list[int], placements: list[Placement], mesh_shape: list[int]) -> torch.Tensor:
+    """How often the ranks hold each element, all replicas counted."""
+    count = torch.zeros(shape, dtype=torch.int64)
+    for coordinate in (
+        torch.cartesian_prod(*(torch.arange(n) for n in mesh_shape)).reshape(-1, len(mesh_shape)).tolist()
+    ):
+        for box, _ in local_boxes(shape, placements, mesh_shape, coordinate):
+            count[tuple(slice(s, s + n) for s, n in zip(box.start, box.length, strict=True))] += 1
+    return count
+
+
+@given(data=st.data(), shape=shapes, mesh_shape=st.lists(st.integers(1, 5), min_size=1, max_size=3))
+def test_the_ranks_together_hold_each_element_once_per_replica(
+    data: st.DataObject, shape: list[int], mesh_shape: list[int]
+) -> None:
+    choice = st.one_of(st.just(Replicate()), st.integers(0, len(shape) - 1).map(Shard))
+    placements = [data.draw(choice) for _ in mesh_shape]
+    replicas = math.prod(n for n, p in zip(mesh_shape, placements, strict=True) if p.is_replicate())
+    assert (put_together(shape, placements, mesh_shape) == replicas).all()
+
+
+@given(shape=shapes, ranks=st.integers(1, 6), data=st.data())
+def test_a_shard_is_what_torch_chunk_gives(shape: list[int], ranks: int, data: st.DataObject) -> None:
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    tensor = torch.arange(math.prod(shape)).reshape(shape)
+    chunks = list(torch.chunk(tensor, ranks, dim))
+    for rank in range(ranks):
+        boxes = local_boxes(shape, [Shard(dim)], [ranks], [rank])
+        if rank >= len(chunks) or not chunks[rank].numel():
+            assert boxes == ()
+            continue
+        ((box, start),) = boxes
+        assert set(start) == {0}
+        held = tensor[tuple(slice(s, s + n) for s, n in zip(box.start, box.length, strict=True))]
+        assert torch.equal(held, chunks[rank])
+
+
+@given(rows=st.integers(1, 24), outer=st.integers(1, 4), inner=st.integers(1, 4), last=st.booleans())
+def test_fsdp_over_tensor_parallel_holds_what_dtensor_splits(rows: int, outer: int, inner: int, last: bool) -> None:
+    """``_StridedShard`` leaves a rank with several ranges; its own way to split a tensor is the reference."""
+    placements: list[Placement] = [_StridedShard(0, split_factor=inner), *([Shard(0)] if last else [])]
+    mesh_shape = [outer, inner][: len(placements)]
+    tensor = torch.arange(rows)
+    for i in range(outer):
+        for j in range(inner if last else 1):
+            expected = placements[0]._split_tensor(tensor, outer, with_padding=False, contiguous=True)[0][i]
+            if last:
+                parts = placements[1]._split_tensor(expected, inner, with_padding=False, contiguous=True)[0]
+                expected = parts[j] if j < len(parts) else expected[:0]
+            boxes = local_boxes([rows], placements, mesh_shape, [i, j][: len(placements)])
+            found = torch.full_like(expected, -1)
+            for box, (start,) in boxes:
+                found[start : start + box.length[0]] = tensor[box.start[0] : box.start[0] + box.length[0]]
+            assert torch.equal(found, expected)
+
+
+@st.composite
+def strided_views(draw: Callable[..., int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row-major tensor of distinct numbers and some view of it."""
+    shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    base = torch.arange(math.prod(shape)).reshape(shape)
+    view = base
+    for _ in range(draw(st.integers(0, 3))):
+        step = draw(st.sampled_from(["permute", "slice", "split", "flatten"]))
+        dim = draw(st.integers(0, view.dim() - 1))
+        size = view.shape[dim]
+        if step == "permute":
+            view = view.permute(draw(st.permutations(range(view.dim()))))
+        elif step == "slice":
+            start = draw(st.integers(0, size - 1))
+            stop = draw(st.integers(start + 1, size))
+            view = view[(slice(None),) * dim + (slice(start, stop, draw(st.sampled_from([1, 2]))),)]
+        elif step == "split":
+            part = draw(st.sampled_from([k for k in range(1, size + 1) if size % k == 0]))
+            view = view.unflatten(dim, (part, size // part))
+        elif view.is_contiguous():
+            view = view.view(-1)
+    return base, view
+
+
+@settings(max_examples=300)
+@given(tensors=strided_views(), data=st.data())
+def test_the_part_of_a_view_in_a_box_is_found_exactly(
+    tensors: tuple[torch.Tensor, torch.Tensor], data: st.DataObject
+) -> None:
+    base, tensor = tensors
+    start = tuple(data.draw(st.integers(0, n - 1)) for n in base.shape)
+    length = tuple(data.draw(st.integers(0, n - s)) for s, n in zip(start, base.shape, strict=True))
+    inside = base[tuple(slice(s, s + n) for s, n in zip(start, length, strict=True))].clone()
+    view = View(offset=tensor.storage_offset(), length=tuple(tensor.shape), strides=tensor.stride())
+    found: list[int] = []
+    for part, local in slice_view(view, base.shape, Box(start=start, length=length)):
+        wanted = tensor[tuple(slice(s, s + n) for s, n in zip(part.start, part.length, strict=True))]
+        assert torch.equal(inside.as_strided(local.length, local.strides, local.offset), wanted)
+        found += wanted.flatten().tolist()
+    assert sorted(found) == sorted(set(inside.flatten().tolist()) & set(tensor.flatten().tolist()))
+
+
+def test_a_row_shard_of_a_stacked_tensor_takes_one_run_of_each_source() -> None:
+    """Experts stacked along dimension 0 and sharded there: whole experts, in one range each."""
+    view = View(offset=0, length=(1, 4, 6), strides=(24, 6, 1))
+    piece = Piece(box=Box(start=(2, 0, 0), length=(1, 4, 6)), source="expert 2", view=view)
+    assert slice_piece(piece, Box(start=(0, 0, 0), length=(2, 4, 6))) is None
+    assert slice_piece(piece, Box(start=(2, 0, 0), length=(2, 4, 6))) == piece
