@@ -1,0 +1,280 @@
+"""The index of a checkpoint: what it says about good ones, and one clear error for every bad one."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from hf_fsdp_tools.checkpoint import CheckpointIndex
+from hf_fsdp_tools.checkpoint.index import DTYPES, parse_header
+from hf_fsdp_tools.errors import CheckpointError
+from tests._checkpoints import make_checkpoint
+
+TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.tensor(7)}
+
+
+def write(path: Path, header: Any, data: bytes = b"") -> Path:
+    """A safetensors file with this header (bytes as they are, anything else as JSON)."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(dtype: Any = "F32", shape: Any = (2,), begin: Any = 0, end: Any = 8) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": [begin, end]}
+
+
+# ---- good ones ----
+
+
+def test_every_entry_says_where_the_bytes_are(tmp_path: Path) -> None:
+    index = CheckpointIndex.open(make_checkpoint("mixtral", tmp_path))
+    assert len({t.file for t in index.tensors.values()}) > 3
+    for key, stored in index.tensors.items():
+        with safe_open(stored.file, "pt") as file:
+            tensor = file.get_tensor(key)
+        assert (stored.dtype, stored.shape) == (tensor.dtype, tuple(tensor.shape))
+        raw = stored.file.read_bytes()[stored.offset : stored.offset + stored.num_bytes]
+        assert raw == tensor.numpy().tobytes()
+    assert index.num_bytes == sum(t.num_bytes for t in index.tensors.values())
+    headers = sum(8 + int.from_bytes(f.read_bytes()[:8], "little") for f in {t.file for t in index.tensors.values()})
+    assert index.header_bytes == headers + (tmp_path / "model.safetensors.index.json").stat().st_size
+    assert index.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "weights.safetensors"])
+def test_a_single_file_opens_by_folder_and_by_name(tmp_path: Path, name: str) -> None:
+    save_file(TENSORS, tmp_path / name)
+    assert CheckpointIndex.open(tmp_path).tensors == CheckpointIndex.open(tmp_path / name).tensors
+    assert set(CheckpointIndex.open(tmp_path).tensors) == set(TENSORS)
+
+
+def test_subfolder(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    save_file(TENSORS, tmp_path / "inner" / "model.safetensors")
+    assert set(CheckpointIndex.open(tmp_path, subfolder="inner").tensors) == set(TENSORS)
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES.values() if d != torch.float8_e8m0fnu])
+def test_every_dtype_is_named_as_safetensors_names_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file({"x": torch.zeros(3, dtype=dtype)}, tmp_path / "model.safetensors")
+    assert CheckpointIndex.open(tmp_path).tensors["x"].dtype == dtype
+
+
+def test_empty_tensors_and_empty_files_are_fine(tmp_path: Path) -> None:
+    save_file({"e": torch.zeros(0, 3), "x": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert CheckpointIndex.open(tmp_path).tensors["e"].num_bytes == 0
+    assert parse_header(write(tmp_path / "none.safetensors", {})) == ([], 10)
+
+
+def test_a_hub_name_fetches_only_the_files_that_the_index_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The download itself is huggingface_hub's; here it copies nothing and notes what it is asked for."""
+    make_checkpoint("llama", tmp_path)
+    asked: list[list[str]] = []
+
+    def snapshot_download(repo_id: str, *, allow_patterns: list[str], revision: str | None, **_: Any) -> str:
+        assert (repo_id, revision) == ("org/model", "v1")
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    index = CheckpointIndex.open("org/model", revision="v1")
+    assert asked[0] == ["model.safetensors", "model.safetensors.index.json"]
+    assert asked[1] == ["model.safetensors.index.json", *sorted({t.file.name for t in index.tensors.values()})]
+
+
+# ---- bad ones ----
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"No such folder.*Give a folder"):
+        CheckpointIndex.open(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"No weights in .*found nothing.*Give the folder"):
+        CheckpointIndex.open(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"No weights in .*found config\.json"):
+        CheckpointIndex.open(tmp_path)
+    with pytest.raises(CheckpointError, match="No such folder"):
+        CheckpointIndex.open(tmp_path, subfolder="inner")
+
+
+def test_a_hub_name_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"No checkpoint 'org/absent' at revision 'x'.*Check the name, the revision"
+    ):
+        CheckpointIndex.open("org/absent", revision="x", local_files_only=True, cache_dir=tmp_path)
+    with pytest.raises(CheckpointError, match="No checkpoint 'not a name!'"):
+        CheckpointIndex.open("not a name!", local_files_only=True, cache_dir=tmp_path)
+
+
+def test_pickled_weights_only(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"only pickled weights \(pytorch_model\.bin\).*save_pretrained"):
+        CheckpointIndex.open(tmp_path)
+
+
+def test_a_truncated_file_names_both_sizes(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    size = (tmp_path / "model.safetensors").stat().st_size
+    os.truncate(tmp_path / "model.safetensors", size - 5)
+    with pytest.raises(
+        CheckpointError, match=rf"is truncated: it is {size - 5} bytes long, its header describes {size}"
+    ):
+        CheckpointIndex.open(tmp_path)
+
+
+BAD_HEADERS: dict[str, tuple[Any, bytes, str]] = {
+    "not utf-8": (b'{"\xff\xfe":1}', b"", "not UTF-8"),
+    "not json": (b"{nope", b"", "not valid JSON"),
+    "a list": ([], b"", "JSON list, expected an object"),
+    "deep nesting": (b"[" * 100_000, b"", "not valid JSON"),
+    "key twice": (b'{"a":1,"a":2}', b"", "key 'a' occurs twice"),
+    "no dtype": (
+        {"a": {"shape": [2], "data_offsets": [0, 8]}},
+        bytes(8),
+        "'a': expected dtype, shape and data_offsets",
+    ),
+    "entry is a number": ({"a": 3}, b"", "'a': expected dtype, shape and data_offsets"),
+    "unknown dtype": ({"a": entry(dtype="F7")}, bytes(8), "dtype 'F7' is not supported; supported: BOOL"),
+    "dtype is a list": ({"a": entry(dtype=["F32"])}, bytes(8), "is not supported"),
+    "negative size": ({"a": entry(shape=[-2])}, bytes(8), "not a list of non-negative integers"),
+    "size is true": ({"a": entry(shape=[True])}, bytes(8), "not a list of non-negative integers"),
+    "huge size": ({"a": entry(shape=[2**70])}, bytes(8), "not a list of non-negative integers"),
+    "offsets reversed": ({"a": entry(begin=8, end=0)}, bytes(8), r"is not \[begin, end\]"),
+    "wrong length": ({"a": entry(shape=(3,))}, bytes(8), "needs 12 bytes, data_offsets give 8"),
+    "out of range": ({"a": entry()}, b"", "is truncated"),
+    "overlap": ({"a": entry(), "b": entry(begin=4, end=12)}, bytes(12), "'b' begins at byte .*, overlaps 'a'"),
+    "hole": ({"a": entry(), "b": entry(begin=12, end=20)}, bytes(20), "leaves a hole after 'a'"),
+    "bytes to spare": ({"a": entry()}, bytes(9), "has bytes that belong to no tensor"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_HEADERS)
+def test_a_hostile_header_is_one_error(tmp_path: Path, name: str) -> None:
+    header, data, message = BAD_HEADERS[name]
+    file = write(tmp_path / "model.safetensors", header, data)
+    with pytest.raises(CheckpointError, match=f"{message}(.|\n)*download or save it again") as caught:
+        CheckpointIndex.open(tmp_path)
+    assert str(file) in str(caught.value) and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is 0 bytes long"),
+        (b"1234567", "is 7 bytes long"),
+        ((2**63).to_bytes(8, "little"), "the format allows 100000000"),
+        ((1000).to_bytes(8, "little") + b"{}", "header length is 1000 bytes, but the file has 2 bytes"),
+    ],
+)
+def test_a_header_that_does_not_fit_the_file(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointIndex.open(tmp_path)
+
+
+def test_a_key_in_two_files(tmp_path: Path) -> None:
+    for name in ("x.safetensors", "y.safetensors"):
+        save_file({"a": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"'a' is in two files, x\.safetensors and y\.safetensors"):
+        CheckpointIndex.open(tmp_path)
+
+
+INDEX = "model.safetensors.index.json"
+BAD_INDICES: dict[str, tuple[Callable[[dict[str, str]], Any], str]] = {
+    "absent file": (
+        lambda m: {"weight_map": m | {"a": "gone.safetensors"}},
+        "'gone.safetensors' for 1 tensors, .*not there",
+    ),
+    "absent key": (lambda m: {"weight_map": m | {"ghost": "x.safetensors"}}, "names 'ghost' in 'x.safetensors'"),
+    "key elsewhere": (lambda m: {"weight_map": m | {"a": "y.safetensors"}}, "names 'a' in 'y.safetensors'"),
+    "leaves the folder": (lambda m: {"weight_map": m | {"a": "../x.safetensors"}}, "inside the folder"),
+    "absolute": (lambda m: {"weight_map": m | {"a": "/etc/x.safetensors"}}, "inside the folder"),
+    "not a weight file": (lambda m: {"weight_map": m | {"a": "x.bin"}}, "expected a safetensors file"),
+    "no map": (lambda m: {"metadata": {}}, "expected a 'weight_map'"),
+    "map of numbers": (lambda m: {"weight_map": {"a": 1}}, "expected a 'weight_map'"),
+    "not an object": (lambda m: [1], "JSON list, expected an object"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INDICES)
+def test_a_bad_index_file_is_one_error(tmp_path: Path, name: str) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+    save_file({"b": torch.ones(2)}, tmp_path / "y.safetensors")
+    make, message = BAD_INDICES[name]
+    (tmp_path / INDEX).write_text(json.dumps(make({"a": "x.safetensors", "b": "y.safetensors"})))
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointIndex.open(tmp_path)
+
+
+def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    for file in sorted(tmp_path.glob("*.safetensors"))[:2]:
+        os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=r"2 problems(.|\n)*00001(.|\n)*truncated(.|\n)*00002(.|\n)*truncated"):
+        CheckpointIndex.open(tmp_path)
+
+
+def test_a_symlink_loop_and_a_folder_in_place_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").symlink_to(tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        CheckpointIndex.open(tmp_path)
+    (tmp_path / "x.safetensors").unlink()
+    (tmp_path / "x.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        CheckpointIndex.open(tmp_path)
+
+
+# ---- fuzzing ----
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.sampled_from(list(DTYPES)),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=8,
+)
+entries = st.fixed_dictionaries(
+    {"dtype": st.sampled_from(["F32", "BF16", "U8"]) | json_values, "shape": json_values, "data_offsets": json_values}
+)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    header=st.dictionaries(st.text(max_size=4), entries | json_values, max_size=4).map(lambda h: json.dumps(h).encode())
+    | st.binary(max_size=60),
+    data=st.binary(max_size=20),
+)
+def test_no_header_does_anything_but_parse_or_raise(tmp_path: Path, header: bytes, data: bytes) -> None:
+    file = write(tmp_path / "fuzz.safetensors", header, data)
+    try:
+        tensors, start = parse_header(file)
+    except CheckpointError as error:
+        assert str(file) in str(error)
+        return
+    assert start == 8 + len(header)
+    assert sum(t.num_bytes for t in tensors) == len(data)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.integers(0, 400), value=st.integers(0, 255))
+def test_one_changed_byte_of_a_good_file_never_crashes(tmp_path: Path, position: int, value: int) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(TENSORS, file)
+    content = bytearray(file.read_bytes())
+    content[position % len(content)] = value
+    file.write_bytes(content)
+    try:
+        tensors, start = parse_header(file)
+    except CheckpointError:
+        return
+    assert all(start <= t.offset <= t.offset + t.num_bytes <= len(content) for t in tensors)

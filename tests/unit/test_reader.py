@@ -1,0 +1,169 @@
+"""Transfers between files and memory: exact bytes both ways, few calls, and clear errors."""
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hf_fsdp_tools.checkpoint import reader
+from hf_fsdp_tools.checkpoint.reader import MAX_GAP_BYTES, read_transfers, write_transfers
+from hf_fsdp_tools.checkpoint.report import MemoryWatch
+from hf_fsdp_tools.checkpoint.slices import View, row_major_strides
+from hf_fsdp_tools.checkpoint.transfer import Transfer
+from hf_fsdp_tools.errors import CheckpointError
+
+MIB = 2**20
+
+
+def whole(file: Path, tensor: torch.Tensor, memory: torch.Tensor, offset: int = 0) -> Transfer:
+    view = View(offset=0, length=tuple(tensor.shape), strides=row_major_strides(tensor.shape))
+    return Transfer(key="x", file=file, offset=offset, dtype=tensor.dtype, stored=view, memory=memory)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@st.composite
+def cases(draw: Callable[..., Any]) -> list[tuple[torch.Tensor, torch.Tensor, torch.dtype, bool]]:
+    """(stored tensor, some strided view of it, dtype in memory, whether memory has gaps) of a few tensors."""
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        shape = draw(st.lists(st.integers(1, 9), max_size=3))
+        dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8]))
+        tensor = (torch.arange(math.prod(shape)).reshape(shape) % 251).to(dtype)
+        view = tensor
+        for _ in range(draw(st.integers(0, 3)) if shape else 0):
+            dim = draw(st.integers(0, view.dim() - 1))
+            start = draw(st.integers(0, view.shape[dim] - 1))
+            step = draw(st.sampled_from([1, 1, 2]))
+            view = view[(slice(None),) * dim + (slice(start, None, step),)]
+            view = view.permute(draw(st.permutations(range(view.dim()))))
+        wider = draw(st.sampled_from([torch.float32, torch.bfloat16])) if dtype.is_floating_point else dtype
+        found.append((tensor, view, draw(st.sampled_from([dtype, wider])), draw(st.booleans())))
+    return found
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tensors=cases(), odd=st.integers(0, 7), staging=st.sampled_from([1024, MIB]))
+def test_any_view_travels_both_ways(tmp_path: Path, tensors: list[Any], odd: int, staging: int) -> None:
+    """Unaligned data, casts, strides on both sides, buffers smaller than a tensor; writing touches nothing else."""
+    file, copy = tmp_path / "stored.bin", tmp_path / "copy.bin"
+    content = b"x" * odd
+    transfers, expected = [], []
+    for tensor, view, dtype, gaps in tensors:
+        memory = torch.zeros([2 * n for n in view.shape] if gaps else view.shape, dtype=dtype)
+        memory = memory[tuple(slice(0, n) for n in view.shape)]
+        stored = View(offset=view.storage_offset(), length=tuple(view.shape), strides=view.stride())
+        arguments = {"key": "x", "file": file, "offset": len(content), "dtype": tensor.dtype, "stored": stored}
+        transfers.append(Transfer(**arguments, memory=memory))
+        expected.append(view.to(dtype))
+        content += raw(tensor)
+    file.write_bytes(content)
+    read_transfers(transfers, staging_bytes=staging)
+    for transfer, values in zip(transfers, expected, strict=True):
+        assert torch.equal(transfer.memory, values)
+
+    copy.write_bytes(b"\xaa" * len(content))
+    write_transfers([Transfer(**{**vars(t), "file": copy}) for t in transfers], staging_bytes=staging)
+    reference = torch.full((len(content),), 0xAA, dtype=torch.uint8)
+    for transfer, values in zip(transfers, expected, strict=True):
+        size = max(t.numel() for t, *_ in tensors) * 8  # aligned scratch, then only this tensor's own bytes
+        tensor = next(t for (t, v, *_), e in zip(tensors, expected, strict=True) if e is values)
+        span = slice(transfer.offset, transfer.offset + tensor.numel() * tensor.element_size())
+        scratch = torch.zeros(size, dtype=torch.uint8)[: span.stop - span.start]
+        scratch.copy_(reference[span])
+        typed = scratch.view(tensor.dtype)
+        typed.as_strided(transfer.stored.length, transfer.stored.strides, transfer.stored.offset).copy_(values)
+        reference[span] = scratch
+    assert copy.read_bytes() == reference.numpy().tobytes()
+
+
+def test_the_same_bytes_are_read_straight_into_memory_and_neighbours_in_one_call(tmp_path: Path) -> None:
+    tensors = [torch.randn(100, 30) for _ in range(50)]
+    file = tmp_path / "stored.bin"
+    file.write_bytes(b"".join(raw(t) for t in tensors))
+    memory = [torch.zeros(100, 30) for _ in tensors]
+    transfers = [whole(file, t, m, i * 12000) for i, (t, m) in enumerate(zip(tensors, memory, strict=True))]
+    stats = read_transfers(reversed(transfers), staging_bytes=MIB)
+    assert all(torch.equal(t, m) for t, m in zip(tensors, memory, strict=True))
+    assert (stats.num_bytes, stats.calls, stats.staging_bytes) == (600_000, 1, 0)
+
+
+@pytest.mark.parametrize(("columns", "calls", "num_bytes"), [(4096, 256, 2 * 256 * 4096), (8192 - 64, 1, None)])
+def test_columns_of_a_matrix_are_read_without_waste_or_a_call_per_row(
+    tmp_path: Path, columns: int, calls: int, num_bytes: int | None
+) -> None:
+    """Large gaps are skipped, small ones read through."""
+    tensor = torch.randn(256, 8192).to(torch.bfloat16)
+    file = tmp_path / "stored.bin"
+    file.write_bytes(raw(tensor))
+    memory = torch.zeros(256, columns, dtype=torch.bfloat16)
+    view = View(offset=0, length=(256, columns), strides=(8192, 1))
+    transfer = Transfer(key="x", file=file, offset=0, dtype=tensor.dtype, stored=view, memory=memory)
+    stats = read_transfers([transfer], staging_bytes=64 * MIB)
+    assert torch.equal(memory, tensor[:, :columns])
+    assert stats.calls <= calls
+    assert stats.num_bytes <= (num_bytes or memory.nbytes + 256 * MAX_GAP_BYTES)
+
+
+def test_staging_stays_within_its_bound(tmp_path: Path) -> None:
+    tensor = torch.randn(1024, 1024)
+    file = tmp_path / "stored.bin"
+    file.write_bytes(raw(tensor))
+    memory = torch.zeros(1024, 1024, dtype=torch.float64)
+    stats = read_transfers([whole(file, tensor, memory)], staging_bytes=MIB)
+    assert torch.equal(memory, tensor.double())
+    assert 0 < stats.staging_bytes <= MIB and stats.num_bytes == tensor.nbytes
+
+
+def test_a_file_that_shrank_meanwhile(tmp_path: Path) -> None:
+    file = tmp_path / "stored.bin"
+    file.write_bytes(bytes(100))
+    with pytest.raises(CheckpointError, match=r"stored\.bin: ends at byte 100, expected 400.*shrank.*Download or save"):
+        read_transfers([whole(file, torch.zeros(100), torch.zeros(100))], staging_bytes=MIB)
+
+
+def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may return less than asked: here a third at a time, across two buffers."""
+    tensor = torch.randn(100)
+    file = tmp_path / "stored.bin"
+    file.write_bytes(raw(tensor))
+    real = os.preadv
+
+    def third(descriptor: int, buffers: list[memoryview], position: int) -> int:
+        return real(descriptor, [buffers[0][: max(1, len(buffers[0]) // 3)]], position)
+
+    monkeypatch.setattr(reader.os, "preadv", third)
+    first, second = torch.zeros(60), torch.zeros(40)
+    parts = [whole(file, first, first), whole(file, second, second, 240)]
+    stats = read_transfers(parts, staging_bytes=MIB)
+    assert torch.equal(torch.cat([first, second]), tensor)
+    assert stats.calls > 6
+
+
+def test_io_errors_name_the_file_and_a_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match=r"absent\.bin: cannot be read.*Check the disk"):
+        read_transfers([whole(tmp_path / "absent.bin", torch.zeros(4), torch.zeros(4))], staging_bytes=MIB)
+    file = tmp_path / "full.bin"
+    file.write_bytes(bytes(16))
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(reader.os, "pwritev", full)
+    with pytest.raises(CheckpointError, match=r"full\.bin: cannot be written: .*No space left.*Check space"):
+        write_transfers([whole(file, torch.zeros(4), torch.zeros(4))], staging_bytes=MIB)
+
+
+def test_memory_watch_sees_what_is_allocated() -> None:
+    watch = MemoryWatch()
+    block = torch.ones(64 * MIB // 4)
+    assert 60 * MIB <= watch.above(0) <= 90 * MIB
+    assert watch.above(block.nbytes) <= 26 * MIB
