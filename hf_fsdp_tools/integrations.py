@@ -10,6 +10,7 @@ its state is told that FSDP runs on CPUs too (`_start_state`), `prepare` passes 
 """
 
 import os
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,17 +55,22 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     """What becomes a unit; None: what the other fields and variables ask for, else `HybridPolicy()`."""
 
     def __post_init__(self) -> None:
-        self.fsdp_version = int(self.fsdp_version or os.environ.get("FSDP_VERSION", "2"))  # type: ignore[has-type]  # accelerate's field
+        self.fsdp_version = int(self.fsdp_version or os.environ.get("FSDP_VERSION", "2"))
         if self.fsdp_version != 2:
             raise ConfigError(
                 f"fsdp_version is {self.fsdp_version}; HybridFSDPPlugin runs FSDP2 only (FSDP1 is deprecated in PyTorch). "
                 "Set fsdp_version to 2, or convert a config file with `accelerate to-fsdp2`."
             )
-        if self.reshard_after_forward is None:  # type: ignore[has-type]  # accelerate's field
+        if self.reshard_after_forward is None:
             self.reshard_after_forward = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true")
+        if self.cpu_ram_efficient_loading or _is_set("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+            warnings.warn(
+                "cpu_ram_efficient_loading is off: from_pretrained reads each rank's shards and needs no full copy on rank 0.",
+                stacklevel=3,
+            )
         self.cpu_ram_efficient_loading = False
         super().__post_init__()
-        if isinstance(self.cpu_offload, CPUOffloadPolicy) and local_device().type == "cpu":  # type: ignore[has-type]  # accelerate's field
+        if isinstance(self.cpu_offload, CPUOffloadPolicy) and local_device().type == "cpu":
             self.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
         self.policy = self.policy or _policy_of(self)
         self.auto_wrap_policy = None  # ours decides; Accelerate would look for class names that sharding changes
@@ -74,7 +80,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Compute in `mixed_precision`, reduce gradients in fp32, cast no output."""
-        if self.mixed_precision_policy is not None and not override:  # type: ignore[has-type]  # accelerate's field
+        if self.mixed_precision_policy is not None and not override:
             return
         dtype = _LOW_PRECISION.get(mixed_precision) if isinstance(mixed_precision, str) else mixed_precision
         self.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
@@ -132,7 +138,7 @@ class FSDPTrainerMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """Called by `Trainer.__init__`. Starts FSDP before the Trainer makes its own Accelerator, which then finds it."""
         args = self.args  # type: ignore[attr-defined]  # the Trainer's
-        plugin = HybridFSDPPlugin(**_accepted(args.fsdp_plugin_args or {}))
+        plugin = HybridFSDPPlugin(**(args.fsdp_plugin_args or {}))
         _start_state(
             plugin,
             mixed_precision=args.mixed_precision,
@@ -140,7 +146,7 @@ class FSDPTrainerMixin:
             parallelism_config=args.parallelism_config,
         )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]  # the Trainer's
-        self.accelerator = _adopt(self.accelerator)  # type: ignore[has-type]  # the Trainer's
+        self.accelerator = _adopt(self.accelerator)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write model, tokenizer and training arguments as a normal Hugging Face folder. Every rank must call."""
@@ -221,7 +227,7 @@ def _start_state(plugin: HybridFSDPPlugin, *, mixed_precision: str | None, cpu: 
     PartialState(cpu=cpu)
     if PartialState().distributed_type == DistributedType.NO:
         ensure_process_group("cpu" if cpu else local_device().type)
-    if parallelism_config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+    if parallelism_config is None and _is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
         parallelism_config = ParallelismConfig()  # fills itself from the variables beside that one
     state = AcceleratorState(
         mixed_precision=mixed_precision,
@@ -248,6 +254,10 @@ def _check_axes(config: Any) -> None:
             f"{', '.join(f'{name}={getattr(config, name)}' for name in asked)}: only dp_replicate_size and dp_shard_size can be "
             "above 1 here. Leave the others out of the parallelism config."
         )
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() in ("true", "1", "yes")
 
 
 def _launched() -> bool:
@@ -284,11 +294,6 @@ def _policy_of(plugin: FullyShardedDataParallelPlugin) -> HybridPolicy:
     if plugin.reshard_after_forward is False:
         settings["reshard_after_forward"] = {"*": False}
     return HybridPolicy(**settings)
-
-
-def _accepted(plugin_args: dict[str, Any]) -> dict[str, Any]:
-    """The Trainer always passes RAM-efficient loading; ours needs no such switch."""
-    return {name: value for name, value in plugin_args.items() if name != "cpu_ram_efficient_loading"}
 
 
 def _shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -175,6 +175,8 @@ def _settings_from_launch():
     os.environ |= {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "false"}
     assert HybridFSDPPlugin().policy.reshard_after_forward == {"*": False}
     assert isinstance(HybridFSDPPlugin(cpu_offload=True).cpu_offload, CPUOffloadPolicy)
+    with pytest.warns(UserWarning, match="cpu_ram_efficient_loading is off: from_pretrained reads each rank's shards"):
+        assert HybridFSDPPlugin(cpu_ram_efficient_loading=True).cpu_ram_efficient_loading is False
     os.environ["FSDP_VERSION"] = "1"
     with pytest.raises(ConfigError, match=r"fsdp_version is 1.*to-fsdp2"):
         HybridFSDPPlugin()
