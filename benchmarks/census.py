@@ -66,7 +66,9 @@ REPAIRS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), {"prediction_length": 24}),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "ministral"), {"head_dim": 128}),
     **dict.fromkeys(("dots3_note", "llama4"), {"pad_token_id": 0}),
-    "aya_vision": {"vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_attention_heads": 16}},
+    "aya_vision": {
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_attention_heads": 16}
+    },
     "chameleon": {"vocabulary_map": {"<image>": 8711}},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 11, "num_hidden_layers": 12}},
@@ -196,7 +198,9 @@ def repeating_lists(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
 
 def verdict(model: nn.Module, units: list[Unit], replicated: Iterable[str] = ()) -> list[str]:
     """What is wrong with these units on this model; empty for a correct plan. Shards the model as it goes."""
-    faults = [f"container {fqn}" for names, _ in units for fqn in names if fqn and is_container(model.get_submodule(fqn))]
+    faults = [
+        f"container {fqn}" for names, _ in units for fqn in names if fqn and is_container(model.get_submodule(fqn))
+    ]
     unit_of = {id(model.get_submodule(fqn)): index for index, (names, _) in enumerate(units) for fqn in names}
     ignored = {id(model.get_parameter(name)) for name in replicated}
     holds: dict[int, dict[int, int]] = {}
@@ -330,7 +334,9 @@ def describe(model: nn.Module, plan: WrapPlan) -> dict[str, Any]:
     from hf_fsdp_tools.blocks import detect_blocks
 
     blocks = detect_blocks(model)
-    stacks = [f"{s.fqn} {s.count}x {'|'.join(s.class_names)}" + ("" if s.is_major else " (minor)") for s in blocks.stacks]
+    stacks = [
+        f"{s.fqn} {s.count}x {'|'.join(s.class_names)}" + ("" if s.is_major else " (minor)") for s in blocks.stacks
+    ]
     return {
         "stacks": "; ".join(stacks),
         "blocks": sum(stack.count for stack in blocks.stacks),

@@ -93,6 +93,7 @@ class _Draft:
         given = policy.min_unit_params
         self.ceiling = min(self.bound, (max(blocks) if blocks else self.bound // 2) if given is None else given)
         self.floor = min(1e5, self.ceiling / 100) if policy.floor_params is None else policy.floor_params
+        self.ceiling = max(self.ceiling, self.floor)
         self.root = _Unit([tree.root], None, "what no other unit holds")
         self.by_module: dict[int, _Unit] = {id(tree.root.module): self.root}
         self.replicated: dict[int, Weight] = {id(w): w for w in tree.weights if w.ndim == 0}
@@ -145,9 +146,7 @@ class _Draft:
         for block in (block for stack in self.stacks for block in stack if id(block.module) in self.by_module):
             if block.extent < self.policy.expert_unit_params or self._mixes_dtypes(block):
                 continue
-            fused = [
-                n for n in block.walk() if sum(w.numel for w in n.own if w.ndim > 2) >= self.policy.expert_unit_params
-            ]
+            fused = [node for node in block.walk() if any(weight.ndim > 2 for weight in node.own)]
             for node in [*fused, *lists_of_experts(block)]:
                 if node.extent < self.policy.expert_unit_params:
                     continue
@@ -269,9 +268,7 @@ class _Draft:
             replicated=tuple(weight.names[0] for weight in self.replicated.values()),
             model_class=blocks.model_class,
             num_params=self.tree.num_params,
-            notes=()
-            if blocks.major_stacks
-            else ("no stack of blocks holds 10 % of the model: units are chosen by size",),
+            notes=tuple(self._notes(blocks)),
         )
 
     def _notes(self, blocks: ModelBlocks) -> Iterator[str]:

@@ -1,0 +1,429 @@
+"""Wrap plans: the rules of a correct plan over a sample of the census, policies, and messages that name the cure."""
+
+import dataclasses
+import importlib.util
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as t
+from torch import nn
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
+
+from hf_fsdp_tools.errors import BlockDetectionError, WrapPlanError
+from hf_fsdp_tools.meta import build_meta_model
+from hf_fsdp_tools.wrap import HybridPolicy, WrapPlan, WrapUnit, check_wrap_plan, make_wrap_plan
+from tests.unit.test_blocks import Block, Model
+
+# One architecture or more for each trap that the survey of the registry found.
+SAMPLE = """
+    llama qwen3 gpt2 mixtral deepseek_v3 olmo_hybrid jamba mamba falcon_mamba zamba zamba2 inkling_text gpt_oss
+    bert albert mobilebert deberta-v2 longformer t5 bart pegasus led switch_transformers encoder-decoder
+    clip siglip llava gemma3 gemma4 mllama blip-2 florence2 chameleon vision-text-dual-encoder
+    swin resnet convnext mobilevit regnet levit pvt funnel mobilenet_v1 rt_detr grounding-dino vit
+    wav2vec2 whisper encodec bark perceiver
+""".split()
+
+
+@pytest.fixture(scope="module")
+def census() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "census.py"
+    spec = importlib.util.spec_from_file_location("census", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def fake_group() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_census_sample(census: ModuleType, fake_group: None, model_type: str) -> None:
+    candidates = census.classes_of(model_type, census.build_config(model_type))["main"]
+    row = census.examine(model_type, "main", candidates, compare=False)
+    assert row["verdict"] == "ok", row["why"]
+
+
+def faults(census: ModuleType, model: nn.Module, **policy: Any) -> list[str]:
+    plan = make_wrap_plan(model, policy=HybridPolicy(**policy))
+    assert check_wrap_plan(model, plan) == ()
+    return census.verdict(model, [(unit.modules, unit.reshard_after_forward) for unit in plan.units], plan.replicated)
+
+
+def unit_names(model: nn.Module, **policy: Any) -> list[tuple[str, ...]]:
+    return [unit.modules for unit in make_wrap_plan(model, policy=HybridPolicy(**policy)).units]
+
+
+LAYERS = [(f"layers.{index}",) for index in range(6)]
+
+
+# ---- the shape of a plan ---------------------------------------------------------------------------------------------
+
+
+def test_dense_model_gathers_embedding_blocks_and_tail() -> None:
+    model = build_meta_model(t.LlamaConfig(num_hidden_layers=4))
+    plan = make_wrap_plan(model)
+    assert [unit.modules for unit in plan.units] == [
+        ("model.embed_tokens",),
+        *[(f"model.layers.{index}",) for index in range(4)],
+        ("model.norm", "lm_head"),
+        ("",),
+    ]
+    assert [unit.reshard_after_forward for unit in plan.units] == [True, *[True] * 4, False, None]
+    assert sum(unit.num_params for unit in plan.units) == plan.num_params == model.num_parameters()
+    assert plan.largest_unit.modules == ("model.layers.0",)
+
+
+def test_tied_embeddings_are_one_unit_that_the_embedding_opens() -> None:
+    model = build_meta_model(t.Qwen3Config(num_hidden_layers=2, tie_word_embeddings=True))
+    tied = make_wrap_plan(model).units[0]
+    assert tied.modules == ("model.embed_tokens", "model.norm", "lm_head")
+    assert tied.reshard_after_forward is False
+    assert tied.num_params == model.config.vocab_size * 4096 + 4096
+
+
+def test_layers_tied_to_each_other_are_one_unit() -> None:
+    model = build_meta_model(t.ZambaConfig(num_hidden_layers=8, layers_block_type=["mamba", "hybrid"] * 4))
+    shared = next(unit for unit in make_wrap_plan(model).units if "shared" in unit.modules[0])
+    assert shared.modules == tuple(f"model.layers.{index}.shared_transf" for index in (1, 3, 5, 7))
+
+
+def test_fused_experts_are_a_unit_inside_their_block_when_large() -> None:
+    model = build_meta_model(t.MixtralConfig(num_hidden_layers=2))
+    experts = [("model.layers.0.mlp.experts",), ("model.layers.0",)]
+    assert unit_names(model)[1:3] == experts
+    assert ("model.layers.0.mlp.experts",) not in unit_names(model, expert_unit_params=math.inf)
+
+
+def test_a_list_of_experts_is_gathered_as_a_whole_never_one_by_one(census: ModuleType, fake_group: None) -> None:
+    class Moe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(8, 6, bias=False)
+            self.experts = nn.ModuleList(running(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    class MoeBlock(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.Linear(8, 8)
+            self.moe = Moe()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    model = Model(nn.ModuleList(MoeBlock() for _ in range(3)))
+    assert unit_names(model, expert_unit_params=0)[1:3] == [("layers.0.moe",), ("layers.0",)]
+    assert faults(census, model, expert_unit_params=0) == []
+    model = Model(nn.ModuleList(MoeBlock() for _ in range(3)))
+    with pytest.raises(WrapPlanError, match=r"Rule 4.*single expert of 'layers\.0\.moe\.experts'"):
+        make_wrap_plan(model, policy=HybridPolicy(units=(lambda fqn, module: "experts." in fqn and fqn.endswith("0"),)))
+
+
+def test_scalars_are_replicated_and_said() -> None:
+    model = build_meta_model(t.CLIPConfig(), auto_class=t.CLIPModel)
+    plan = make_wrap_plan(model)
+    assert plan.replicated == ("logit_scale",)
+    assert "1 parameters (4 bytes) stay whole" in plan.notes[0] and "logit_scale" in str(plan)
+
+
+def test_trainable_parameters_of_two_dtypes_are_parted(census: ModuleType, fake_group: None) -> None:
+    model = Model(nn.ModuleList(running(width=32))).to(torch.bfloat16)
+    for layer in model.layers:
+        layer.norm.float()
+    assert [("layers.0.norm",), ("layers.0",)] == unit_names(model)[1:3]
+    assert faults(census, model) == []
+    frozen = Model(nn.ModuleList(running(width=32))).to(torch.bfloat16)
+    for layer in frozen.layers:
+        layer.norm.float().requires_grad_(False)
+    assert ("layers.0.norm",) not in unit_names(frozen)
+
+
+def test_two_dtypes_on_one_module_leave_the_rarer_whole(census: ModuleType, fake_group: None) -> None:
+    model = Model(nn.ModuleList(running(width=32))).to(torch.bfloat16)
+    for layer in model.layers:
+        layer.attn.bias = nn.Parameter(layer.attn.bias.float())
+    plan = make_wrap_plan(model)
+    assert plan.replicated == tuple(f"layers.{index}.attn.bias" for index in range(6))
+    assert faults(census, model) == []
+
+
+# ---- shapes that no registry knows -----------------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    """A block that is called part by part: it has no forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = Runs(), Runs()
+
+
+class Runs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class RunningBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.mlp(self.attn(x)))
+
+
+def running(count: int = 6, width: int = 8) -> list[RunningBlock]:
+    return [RunningBlock(width) for _ in range(count)]
+
+
+def attributes() -> nn.Module:
+    model = Model(nn.Identity())
+    for index, block in enumerate(running()):
+        setattr(model, f"layer{index}", block)
+    return model
+
+
+def tied_across_blocks() -> nn.Module:
+    model = Model(nn.ModuleList(running()))
+    for block in model.layers[1:]:
+        block.mlp = model.layers[0].mlp
+    return model
+
+
+def value_head() -> nn.Module:
+    class WithValueHead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pretrained_model = build_meta_model(t.GPT2Config(n_layer=3))
+            self.v_head = nn.Linear(768, 1)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.v_head(self.pretrained_model(ids).logits)
+
+    return WithValueHead()
+
+
+def replaced_head() -> nn.Module:
+    model = build_meta_model(t.Qwen3Config(num_hidden_layers=3, tie_word_embeddings=True))
+    model.lm_head = nn.Linear(4096, 7, device="meta")
+    model.all_tied_weights_keys = {}
+    return model
+
+
+def two_towers() -> nn.Module:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.passage = Model(nn.ModuleList(running())), Model(nn.ModuleList(running(3)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.query(x) + self.passage(x)
+
+    return Towers()
+
+
+def lora(config: t.PreTrainedConfig, auto_class: Any, task: str, **kwargs: Any) -> nn.Module:
+    peft = pytest.importorskip("peft", reason="LoRA shapes need peft")
+    model = build_meta_model(config, auto_class=auto_class)
+    return peft.get_peft_model(model, peft.LoraConfig(task_type=task, **kwargs))
+
+
+SHAPES = {
+    "holders without forward": lambda: Model(nn.ModuleList(Holder() for _ in range(6))),
+    "module dict": lambda: Model(nn.ModuleDict({f"b{index}": block for index, block in enumerate(running())})),
+    "sequential": lambda: Model(nn.Sequential(*running())),
+    "sequential model": lambda: nn.Sequential(nn.Embedding(32, 8), *running(), nn.LayerNorm(8), nn.Linear(8, 32)),
+    "attributes": attributes,
+    "unequal blocks": lambda: Model(nn.ModuleList(RunningBlock(width) for width in (8, 16, 32, 48))),
+    "shared module in every block": tied_across_blocks,
+    "one layer many times": lambda: Model(nn.ModuleList([RunningBlock(32)] * 6)),
+    "nothing repeats": lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 100), nn.LayerNorm(100)),
+    "leaves in a row": lambda: nn.Sequential(*(nn.Linear(64 + i, 65 + i) for i in range(9))),
+    "many kinds": lambda: nn.Sequential(
+        nn.Linear(64, 64), nn.Conv1d(64, 64, 1), nn.Bilinear(8, 8, 64), nn.GRU(32, 16), nn.PReLU(4000), nn.RNN(40, 40)
+    ),
+    "one leaf": lambda: nn.Linear(8, 8),
+    "torch encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 3, enable_nested_tensor=False),
+    "two towers": two_towers,
+    "value head": value_head,
+    "replaced head": replaced_head,
+    "lora llama": lambda: lora(t.LlamaConfig(num_hidden_layers=3), t.AutoModelForCausalLM, "CAUSAL_LM"),
+    "lora with saved modules": lambda: lora(
+        t.Qwen3Config(num_hidden_layers=3), t.AutoModelForCausalLM, "CAUSAL_LM", modules_to_save=["lm_head"]
+    ),
+    "dora on everything": lambda: lora(
+        t.LlamaConfig(num_hidden_layers=3),
+        t.AutoModelForCausalLM,
+        "CAUSAL_LM",
+        target_modules="all-linear",
+        use_dora=True,
+    ),
+    "lora t5": lambda: lora(t.T5Config(), t.AutoModelForSeq2SeqLM, "SEQ_2_SEQ_LM"),
+    "lora bert": lambda: lora(t.BertConfig(), t.AutoModelForSequenceClassification, "SEQ_CLS"),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_that_no_registry_knows_gets_a_plan_that_shards(
+    census: ModuleType, fake_group: None, shape: str
+) -> None:
+    assert faults(census, SHAPES[shape]()) == []
+
+
+def test_where_nothing_repeats_the_plan_goes_by_size_and_says_so() -> None:
+    plan = make_wrap_plan(SHAPES["many kinds"]())
+    assert "chosen by size" in plan.notes[0] and len(plan.units) > 1
+
+
+def test_a_model_without_parameters_has_no_plan() -> None:
+    with pytest.raises(BlockDetectionError, match="nothing to shard"):
+        make_wrap_plan(nn.Sequential(nn.ReLU()))
+
+
+# ---- policies --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", [RunningBlock, "RunningBlock", "layers.?"], ids=["class", "name", "pattern"])
+def test_block_types_may_be_classes_names_or_patterns(wanted: Any) -> None:
+    plan = make_wrap_plan(Model(nn.ModuleList(running())), policy=HybridPolicy(block_types=(wanted,)))
+    chosen = [unit for unit in plan.units if unit.reason.startswith("chosen by block_types")]
+    assert [unit.modules for unit in chosen] == LAYERS
+
+
+def test_predicates_choose_units_and_their_options() -> None:
+    def first_mlp(fqn: str, module: nn.Module) -> bool | dict[str, Any]:
+        return {"reshard_after_forward": False, "reason": "hot"} if fqn == "layers.0.mlp" else False
+
+    plan = make_wrap_plan(Model(nn.ModuleList(running())), policy=HybridPolicy(units=(first_mlp,)))
+    unit = next(unit for unit in plan.units if unit.modules == ("layers.0.mlp",))
+    assert (unit.reshard_after_forward, unit.reason) == (False, "hot")
+    assert unit_names(Model(nn.ModuleList(running())), units=(first_mlp,)).count(("layers.0",)) == 1
+
+
+def test_the_ceiling_can_be_set_and_the_floor_holds() -> None:
+    model = Model(nn.ModuleList(running(6, width=64)))
+    model.embed = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 64))
+    assert ("embed.1",) not in unit_names(model)
+    assert ("embed.1",) in unit_names(model, min_unit_params=500)
+    assert ("norm",) not in unit_names(model, min_unit_params=1, floor_params=100)
+
+
+def test_reshard_overrides_by_pattern() -> None:
+    model = Model(nn.ModuleList(running()))
+    plan = make_wrap_plan(model, policy=HybridPolicy(reshard_after_forward={"layers.[45]": False, "": True}))
+    assert [u.reshard_after_forward for u in plan.units if "layers" in u.modules[0]] == [True] * 4 + [False] * 2
+    assert plan.units[-1].reshard_after_forward is True
+
+
+def test_replicated_modules_are_in_no_unit() -> None:
+    plan = make_wrap_plan(
+        Model(nn.ModuleList(running())), policy=HybridPolicy(replicate=("layers.*.norm", "embed.weight"))
+    )
+    assert len(plan.replicated) == 13 and "embed.weight" in plan.replicated
+    assert sum(unit.num_params for unit in plan.units) == plan.num_params - 6 * 16 - 32 * 8
+
+
+def test_every_wrong_name_is_listed_with_the_nearest_real_ones() -> None:
+    policy = HybridPolicy(
+        block_types=("RuningBlock", "layer.*"), replicate=("embedd.weight",), reshard_after_forward={"nowhere": False}
+    )
+    with pytest.raises(WrapPlanError) as caught:
+        make_wrap_plan(Model(nn.ModuleList(running())), policy=policy)
+    message = str(caught.value)
+    for fact in (
+        "'RuningBlock' matches no module",
+        "RunningBlock",
+        "'layer.*'",
+        "'embedd.weight'",
+        "embed.weight",
+        "nowhere",
+    ):
+        assert fact in message
+
+
+def test_a_policy_that_breaks_a_rule_says_which_rule_and_where() -> None:
+    model = Model(nn.ModuleList(running()))
+    model.body = nn.Sequential(*(running(12, width=16)))
+    with pytest.raises(WrapPlanError, match=r"(?s)Rule 2: unit 'body' gathers .* the bound is .*Change block_types"):
+        make_wrap_plan(model, policy=HybridPolicy(block_types=("body",)))
+    with pytest.raises(WrapPlanError, match="Rule 4: 'layers' is a ModuleList.*choose its members"):
+        make_wrap_plan(model, policy=HybridPolicy(block_types=("ModuleList",)))
+
+
+def test_values_that_no_policy_can_have_are_refused_together() -> None:
+    with pytest.raises(WrapPlanError, match=r"min_unit_params is -1.*block_types is 'Block'.*write \('Block',\)"):
+        HybridPolicy(min_unit_params=-1, block_types="Block")  # type: ignore[arg-type]
+    with pytest.raises(WrapPlanError, match="unknown options colour; known are"):
+        make_wrap_plan(
+            Model(nn.ModuleList(running())),
+            policy=HybridPolicy(units=(lambda fqn, module: {"colour": 1} if fqn == "norm" else None,)),
+        )
+
+
+# ---- plans as data ---------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_survives_json_and_its_digest_is_stable() -> None:
+    plan = make_wrap_plan(Model(nn.ModuleList(running())))
+    again = WrapPlan.from_json(plan.to_json())
+    assert again == plan and again.digest == plan.digest == make_wrap_plan(Model(nn.ModuleList(running()))).digest
+    worded = dataclasses.replace(plan, units=tuple(dataclasses.replace(unit, reason="other") for unit in plan.units))
+    assert worded.digest == plan.digest  # the wording is no part of what FSDP is told
+    kept = (dataclasses.replace(plan.units[0], reshard_after_forward=False), *plan.units[1:])
+    assert dataclasses.replace(plan, units=kept).digest != plan.digest
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 9}', '{"format": 1, "units": [{"modules": []}]}'])
+def test_what_is_no_plan_is_refused_with_the_cure(text: str) -> None:
+    with pytest.raises(WrapPlanError, match=r"WrapPlan\.to_json"):
+        WrapPlan.from_json(text)
+
+
+def test_the_table_is_short_and_groups_equal_units() -> None:
+    text = str(make_wrap_plan(build_meta_model(t.LlamaConfig())))
+    assert len(text.splitlines()) < 10
+    assert "model.layers.{0..31}" in text and "32 ×" in text and "largest gathered unit" in text
+
+
+def broken(plan: WrapPlan, **changes: Any) -> WrapPlan:
+    return dataclasses.replace(plan, **changes)
+
+
+def test_a_plan_changed_by_hand_is_checked_rule_by_rule() -> None:
+    model = Model(nn.ModuleList(running()))
+    model.head.weight = model.embed.weight
+    model.scale = nn.Parameter(torch.ones(()))
+    plan = make_wrap_plan(model)
+    root = plan.units[-1]
+
+    def unit(*modules: str) -> WrapUnit:
+        return dataclasses.replace(plan.units[0], modules=modules)
+
+    cases = {
+        "no module 'gone'": broken(plan, units=(unit("gone"), *plan.units)),
+        "root must be the last": broken(plan, units=plan.units[:-1]),
+        "in two units": broken(plan, units=(unit("layers.0"), *plan.units)),
+        "Children come before parents": broken(plan, units=(unit("layers.0"), unit("layers.0.mlp"), root)),
+        "0-d parameter 'scale'": broken(plan, replicated=()),
+        "tied parameter embed.weight = head.weight": broken(
+            plan, units=(unit("embed"), *map(unit, [n for (n,) in LAYERS]), root)
+        ),
+        "6 blocks are left in the root": broken(plan, units=(root,)),
+        "whose forward never runs": broken(plan, units=(unit("layers"), root)),
+    }
+    for fact, wrong in cases.items():
+        assert fact in " ".join(check_wrap_plan(model, wrong))
+    assert check_wrap_plan(model, plan) == ()
