@@ -13,6 +13,7 @@ and there are about two units per block at most. Beside it stand the units that 
 """
 
 import argparse
+import contextlib
 import csv
 import multiprocessing
 import os
@@ -63,9 +64,9 @@ OTHER_MAPPINGS = {
 
 # Arguments for configurations whose defaults cannot be built, as the documentation or a released checkpoint has them.
 REPAIRS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), {"prediction_length": 24}),
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "ministral"), {"head_dim": 128}),
-    **dict.fromkeys(("dots3_note", "llama4"), {"pad_token_id": 0}),
+    **{name: {"prediction_length": 24} for name in ("autoformer", "informer", "time_series_transformer")},
+    **{name: {"head_dim": 128} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "ministral")},
+    **{name: {"pad_token_id": 0} for name in ("dots3_note", "llama4")},
     "aya_vision": {
         "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_attention_heads": 16}
     },
@@ -151,14 +152,15 @@ def build_config(model_type: str) -> Any:
 
 def build(model_type: str, candidates: list[str]) -> nn.Module:
     """The first class of `candidates` that can be built on meta."""
+    errors: list[Exception] = []
     for name in candidates:
         try:
             return build_meta_model(
                 build_config(model_type), auto_class=getattr(transformers, name), dtype=torch.bfloat16
             )
         except Exception as error:
-            first = error if name == candidates[0] else first
-    raise first
+            errors.append(error)
+    raise errors[0]
 
 
 # ---- the test, apart from the planner --------------------------------------------------------------------------------
@@ -354,7 +356,8 @@ def lean(row: dict[str, Any]) -> list[str]:
 
 
 def _examine_in_child(queue: Any, *task: Any) -> None:
-    sys.stderr = open(os.devnull, "w") if not os.environ.get("CENSUS_TRACE") else sys.stderr
+    if not os.environ.get("CENSUS_TRACE"):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what models say while they are built is not the table
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=WORLD)
     queue.put(examine(*task[:3], compare=task[3]))
@@ -372,10 +375,8 @@ def run_one(task: tuple[str, str, list[str], bool]) -> dict[str, Any]:
     process.start()
     row = {"type": task[0], "role": task[1], "class": task[2][0], "verdict": "failed", "why": "timed out or crashed"}
     if receiver.poll(TIMEOUT_S):
-        try:
+        with contextlib.suppress(EOFError):  # it crashed before it had an answer
             row = receiver.recv()
-        except EOFError:
-            pass
     process.join(5)
     if process.is_alive():
         process.kill()

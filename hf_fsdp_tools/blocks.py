@@ -20,7 +20,17 @@ from torch import nn
 
 from hf_fsdp_tools.tree import ModuleNode, ModuleTree, Weight, class_name, has_forward
 
-__all__ = ["BlockStack", "ModelBlocks", "ModulePart", "TiedSet", "detect_blocks", "find_blocks", "lists_of_experts"]
+__all__ = [
+    "MAJOR_SHARE",
+    "BlockStack",
+    "ModelBlocks",
+    "ModulePart",
+    "TiedSet",
+    "describe_blocks",
+    "detect_blocks",
+    "find_blocks",
+    "lists_of_experts",
+]
 
 MAJOR_SHARE = 0.10
 """Share of the model's parameters from which a stack is major (the definition of a correct plan; a choice, not measured)."""

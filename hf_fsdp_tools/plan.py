@@ -11,6 +11,7 @@ from hf_fsdp_tools.errors import WrapPlanError
 
 __all__ = ["WrapPlan", "WrapUnit"]
 
+_RESHARD = {"True": "yes", "False": "no", "None": "auto"}
 _FORMAT = 1  # raised when a field changes its meaning, so that an old file is refused instead of misread
 
 
@@ -76,8 +77,8 @@ class WrapPlan:
             if written != _FORMAT:
                 raise WrapPlanError(f"Wrap plan of format {written!r}; this version reads {_FORMAT}. {cure}")
             units = tuple(WrapUnit(**{**unit, "modules": tuple(unit["modules"])}) for unit in data.pop("units"))
-            lists = {name: tuple(data.pop(name)) for name in ("replicated", "notes")}
-            return cls(units=units, **lists, **data)
+            data |= {name: tuple(data[name]) for name in ("replicated", "notes")}
+            return cls(units=units, **data)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, WrapPlanError):
                 raise
@@ -93,9 +94,7 @@ class WrapPlan:
                     f"{len(units)} ×",
                     _count(one.num_params),
                     _bytes(one.num_bytes),
-                    {True: "yes", False: "no", None: "auto"}.get(
-                        one.reshard_after_forward, str(one.reshard_after_forward)
-                    ),
+                    _RESHARD.get(str(one.reshard_after_forward), str(one.reshard_after_forward)),
                     one.reason,
                 )
             )

@@ -11,7 +11,7 @@ from torch import nn
 from hf_fsdp_tools.errors import WrapPlanError
 from hf_fsdp_tools.tree import ModuleNode, ModuleTree, class_name
 
-__all__ = ["HybridPolicy", "UnitPredicate", "matching_nodes"]
+__all__ = ["HybridPolicy", "UnitPredicate", "matching_nodes", "nearest_names"]
 
 UnitPredicate = Callable[[str, nn.Module], bool | Mapping[str, Any] | None]
 """`(fqn, module) -> True | {"reshard_after_forward": ..., "reason": ...}` for a unit, False or None for no opinion."""

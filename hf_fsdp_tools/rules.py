@@ -6,14 +6,20 @@ from hf_fsdp_tools.blocks import MAJOR_SHARE, find_blocks, lists_of_experts
 from hf_fsdp_tools.plan import WrapPlan
 from hf_fsdp_tools.tree import ModuleNode, ModuleTree, Weight, class_name, has_forward
 
-__all__ = ["check_wrap_plan", "size_bound"]
+__all__ = ["broken_rules", "check_wrap_plan", "is_major", "size_bound"]
 
 
 def size_bound(tree: ModuleTree, stacks: list[list[ModuleNode]]) -> int:
-    """Parameters that no unit may exceed: twice the largest block or the largest set registered on one module (rule 2)."""
+    """Parameters that no unit may exceed: twice the largest block or the largest indivisible set (rule 2).
+
+    Indivisible is what one module registers, with what is registered on holders below it that never run (`ParameterList`).
+    """
     blocks = [block.extent for stack in stacks if is_major(tree, stack) for block in stack]
-    leaves = [sum({id(w): w.numel for w in node.own}.values()) for node in tree]
-    return 2 * max([*blocks, *leaves])
+    sets: dict[int, int] = {}
+    for node in reversed(list(tree)):  # children before parents
+        held = sum(sets[id(child)] for child in node.children if not has_forward(child.module))
+        sets[id(node)] = held + sum({id(weight): weight.numel for weight in node.own}.values())
+    return 2 * max([*blocks, *sets.values()])
 
 
 def is_major(tree: ModuleTree, stack: list[ModuleNode]) -> bool:
@@ -104,17 +110,19 @@ def _broken_sizes(
 def _broken_blocks(
     tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPlan, unit_of: dict[int, int], replicated: set[int]
 ) -> list[str]:
-    """Blocks of major stacks of which a matrix is left in the root."""
-    left = []
+    """Blocks of major stacks of which something that runs is left in the root."""
     root = len(plan.units) - 1
-    for block in (block for stack in stacks if is_major(tree, stack) for block in stack):
-        weights = [w for node in block.walk() if unit_of[id(node)] == root for w in node.own if id(w) not in replicated]
-        if weights and block is not tree.root:
-            left.append(block.fqn)
+    left = [
+        block.fqn
+        for block in (block for stack in stacks if is_major(tree, stack) for block in stack)
+        for node in block.walk()
+        if unit_of[id(node)] == root and has_forward(node.module) and any(id(w) not in replicated for w in node.own)
+    ]
     if not left:
         return []
-    shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-    return [f"Rule 1: {len(left)} blocks are left in the root unit: {shown}."]
+    names = list(dict.fromkeys(left))
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return [f"Rule 1: {len(names)} blocks are left in the root unit: {shown}."]
 
 
 def _broken_containers(tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPlan) -> list[str]:

@@ -203,7 +203,7 @@ def test_a_model_that_registers_its_parent_is_read() -> None:
 
 
 def test_a_model_without_parameters_says_what_to_pass() -> None:
-    with pytest.raises(BlockDetectionError, match="no parameters.*Pass the model"):
+    with pytest.raises(BlockDetectionError, match=r"no parameters.*Pass the model"):
         detect_blocks(nn.Sequential(nn.ReLU()))
     with pytest.raises(BlockDetectionError, match=r"0\.weight.*Run one forward pass"):
         detect_blocks(nn.Sequential(nn.LazyLinear(3)))
