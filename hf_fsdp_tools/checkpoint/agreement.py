@@ -34,9 +34,9 @@ def all_ranks(value: T) -> list[T]:
 def agreed(doing: str) -> Iterator[None]:
     """Run a block on every rank; if it failed on any of them, raise the same ``CheckpointError`` on all of them.
 
-    All ranks must enter. At the end of the block the ranks gather one short string each. A rank whose own failure was
-    no ``CheckpointError`` (a mistake in this package, memory exhausted) raises that itself; the others say where it
-    happened.
+    All ranks must enter, and nothing in the block may communicate: a rank that fails leaves it early. At the end of
+    the block the ranks gather one short string each. A rank whose own failure was no ``CheckpointError`` (a mistake in
+    this package, memory exhausted) raises that itself; the others say where it happened.
 
     Args:
         doing: What the block does, for messages: "reading the checkpoint".

@@ -19,7 +19,7 @@ from .transfer import Batch, Chunk, Transfer, cut_batches
 __all__ = ["TransferStats", "read_transfers", "write_transfers"]
 
 MAX_GAP_BYTES = 4096
-"""Unwanted bytes that are read through rather than skipped with another system call: a page, which the system reads whole anyway."""
+"""Unwanted bytes that are read through rather than skipped with another system call: a page, which is read whole anyway."""
 
 THREADS = 4
 """Transfers in flight per rank (measured: 2 to 8 make no difference on a local disk; slow storage needs some)."""

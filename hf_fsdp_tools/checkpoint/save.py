@@ -76,8 +76,13 @@ def save_pretrained(
     start = time.perf_counter()
     rank, _ = rank_and_size()
     folder = Path(folder)
+    mark = all_ranks(secrets.token_hex(4))[0]
     with agreed("planning the checkpoint"):
-        layout = _plan_layout(model, dtype, max_shard_size, folder, mark=all_ranks(secrets.token_hex(4))[0])
+        layout = _plan_layout(model, dtype, max_shard_size, folder, mark)
+        transfers = _plan_transfers(model, layout)
+        scattered = {key for key, parts in transfers.items() if _is_scattered(parts)}
+    # A tensor is gathered by all ranks or by none, so they must agree on which.
+    to_gather = sorted({key for key in layout.places if key not in transfers}.union(*all_ranks(scattered)))
     try:
         with agreed(f"preparing {str(folder)!r}"):
             if rank == 0:
@@ -85,7 +90,12 @@ def save_pretrained(
         with agreed(f"opening {str(folder)!r}"):
             _check_visible(layout)
         with agreed(f"writing to {str(folder)!r}"):
-            stats, gathered = _write(model, layout, staging_bytes)
+            in_place = (t for key, parts in transfers.items() if key not in to_gather for t in parts)
+            stats = write_transfers(in_place, staging_bytes=staging_bytes)
+        for key in to_gather:
+            stats += _write_gathered(model, key, layout, staging_bytes)
+        written = sum(all_ranks(stats.num_bytes))
+        assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
         with agreed(f"finishing {str(folder)!r}"):
             if rank == 0:
                 _publish(model, layout)
@@ -98,7 +108,7 @@ def save_pretrained(
         files=tuple(layout.files),
         total_bytes=layout.num_bytes,
         bytes_written=stats.num_bytes,
-        gathered_bytes=gathered,
+        gathered_bytes=sum(layout.places[key].num_bytes for key in to_gather),
         write_calls=stats.calls,
         seconds=round(time.perf_counter() - start, 4),
     )
@@ -122,6 +132,11 @@ class _Place:
 
     offset: int
     """Position of its first byte in the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of its data."""
+        return self.tensor.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +170,7 @@ class _Layout:
 
 
 def _plan_layout(
-    model: nn.Module, dtype: torch.dtype | None, max_shard_size: int | str, folder: Path, *, mark: str
+    model: nn.Module, dtype: torch.dtype | None, max_shard_size: int | str, folder: Path, mark: str
 ) -> _Layout:
     """Keys, dtypes and shapes as transformers would save them, split into files as the hub library splits."""
     tensors = map_saving(model)
@@ -295,28 +310,14 @@ def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, tok
 # ---- bytes ----
 
 
-def _write(model: nn.Module, layout: _Layout, staging_bytes: int) -> tuple[TransferStats, int]:
-    """Write this rank's part in place; gather what cannot be. (cost, bytes gathered)"""
+def _plan_transfers(model: nn.Module, layout: _Layout) -> dict[str, list[Transfer]]:
+    """What this rank writes in place, by hub key; a key whose way back is more than a movement of data is left out."""
     state = persistent_tensors(model)
-    transfers: dict[str, list[Transfer]] = {}
-    to_gather = []
-    for key, place in layout.places.items():
-        if place.tensor.pieces is None:
-            to_gather.append(key)
-        else:
-            transfers[key] = list(_transfers(key, place, state, layout))
-    scattered = {key for key, parts in transfers.items() if _is_scattered(parts)}
-    scattered = set[str]().union(*all_ranks(scattered))  # a collective follows, so all ranks must agree
-    to_gather += sorted(scattered)
-    stats = write_transfers(
-        (t for key, parts in transfers.items() if key not in scattered for t in parts), staging_bytes=staging_bytes
-    )
-    for key in to_gather:
-        stats += _write_gathered(model, key, layout, state, staging_bytes)
-    sizes = {key: place.tensor.numel() * place.dtype.itemsize for key, place in layout.places.items()}
-    written = sum(all_ranks(stats.num_bytes))
-    assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
-    return stats, sum(sizes[key] for key in to_gather)
+    return {
+        key: list(_transfers(key, place, state, layout))
+        for key, place in layout.places.items()
+        if place.tensor.pieces is not None
+    }
 
 
 def _transfers(key: str, place: _Place, state: Mapping[str, torch.Tensor], layout: _Layout) -> Iterator[Transfer]:
@@ -356,29 +357,29 @@ def _is_scattered(transfers: list[Transfer]) -> bool:
     return runs > 64 and num_bytes < runs * _MIN_RUN_BYTES
 
 
-def _write_gathered(
-    model: nn.Module, key: str, layout: _Layout, state: Mapping[str, torch.Tensor], staging_bytes: int
-) -> TransferStats:
-    """Gather the model tensors that one saved tensor comes from, revert the conversion for real, and write it on rank
-    0.
-    """
+def _write_gathered(model: nn.Module, key: str, layout: _Layout, staging_bytes: int) -> TransferStats:
+    """Gather the model tensors that one saved tensor comes from, revert the conversion for real, write it on rank 0."""
     place = layout.places[key]
-    with torch.no_grad():
-        whole = {name: _whole(state[name]) for name in sorted(place.tensor.sources)}
-        if rank_and_size()[0] != 0:
-            return TransferStats()
-        result = revert_group(model, whole)[key]
-    transfer = Transfer(
-        key=key,
-        file=layout.temporary(place.file),
-        offset=place.offset,
-        dtype=place.dtype,
-        stored=View(offset=0, length=tuple(result.shape), strides=row_major_strides(result.shape)),
-        memory=result,
-    )
-    return write_transfers([transfer], staging_bytes=staging_bytes)
+    state = persistent_tensors(model)
+    whole = {name: _whole(state[name]) for name in sorted(place.tensor.sources)}
+    stats = TransferStats()
+    with agreed(f"writing {key!r}"):
+        if rank_and_size()[0] == 0:
+            result = revert_group(model, whole)[key]
+            stored = View(offset=0, length=tuple(result.shape), strides=row_major_strides(result.shape))
+            transfer = Transfer(
+                key=key,
+                file=layout.temporary(place.file),
+                offset=place.offset,
+                dtype=place.dtype,
+                stored=stored,
+                memory=result,
+            )
+            stats = write_transfers([transfer], staging_bytes=staging_bytes)
+    return stats
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor on every rank; all ranks must call."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    with torch.no_grad():
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

@@ -1,33 +1,40 @@
 """Loading on real ranks: bit for bit what plain from_pretrained gives, each rank reading its own bytes, errors on all ranks."""
 
+import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel
 
-from hf_fsdp_tools.checkpoint import CheckpointIndex, load_weights
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, load_weights, reader
+from hf_fsdp_tools.checkpoint.shares import local_boxes_of
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.meta import build_meta_model
 from tests._checkpoints import KINDS, make_checkpoint, make_model
 from tests._dist import run_ranks
 
 
-def sharded_meta_model(kind: str, folder: Path, mesh: Any = None, **kwargs: Any) -> PreTrainedModel:
+def sharded_meta_model(
+    kind: str, folder: Path, *, dtype: torch.dtype | None = None, **sharding: Any
+) -> PreTrainedModel:
     """The kind's model on meta, every member of a ModuleList a unit, then the root."""
-    model = build_meta_model(folder, auto_class=type(make_model(kind)), **kwargs)
+    model = build_meta_model(folder, auto_class=type(make_model(kind)), dtype=dtype)
     for module in reversed([m for m in model.modules() if isinstance(m, nn.ModuleList)]):  # inner lists first
         for block in module:
-            fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+            fully_shard(block, **sharding)
+    fully_shard(model, **sharding)
     return model
 
 
@@ -55,7 +62,10 @@ def load_every_kind(folders: dict[str, Path]) -> list[tuple[str, float, int]]:
         model = sharded_meta_model(kind, folder)
         report = load_weights(model, folder)
         assert_same(model, type(make_model(kind)).from_pretrained(folder), kind)
-        assert not report.missing_keys and not report.unexpected_keys and not report.converted_bytes, (kind, str(report))
+        assert not report.missing_keys and not report.unexpected_keys and not report.converted_bytes, (
+            kind,
+            str(report),
+        )
         assert report.bytes_read_per_rank[dist.get_rank()] == report.bytes_read
         rows.append((kind, report.read_ratio, report.share_bytes))
     return rows
@@ -76,3 +86,258 @@ def test_every_kind_equals_from_pretrained_and_reads_its_share(folders: dict[str
         shares = sum(share for _, _, share in rows)
         stored = CheckpointIndex.open(folders[kind]).num_bytes
         assert stored <= shares <= 1.05 * stored, kind  # no rank's share is the whole, all shares are
+
+
+# ---- other placements, dtypes, and what is in no file ----
+
+
+def last_even_dim(parameter: nn.Parameter) -> Shard | None:
+    """Shard along the last dimension where it divides evenly (FSDP2 asks for that), else along the first."""
+    last = parameter.dim() - 1
+    return Shard(last) if last > 0 and parameter.shape[last] % dist.get_world_size() == 0 else Shard(0)
+
+
+def load_otherwise(folders: dict[str, Path], tmp: Path) -> None:
+    mixtral, gpt2 = type(make_model("mixtral")), type(make_model("gpt2"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded_meta_model("mixtral", folders["mixtral"], mesh=mesh)
+    report = load_weights(model, folders["mixtral"])
+    assert_same(model, mixtral.from_pretrained(folders["mixtral"]), "replicated over one axis, sharded over the other")
+    assert report.read_ratio == 1.0
+    assert_boxes_are_dtensors_own(model)
+
+    for kind in ("mixtral", "gpt2", "llama"):
+        model = sharded_meta_model(kind, folders[kind], shard_placement_fn=last_even_dim)
+        assert any(p.placements == (Shard(1),) for p in model.parameters()), kind
+        load_weights(model, folders[kind])
+        assert_same(
+            model, type(make_model(kind)).from_pretrained(folders[kind]), f"{kind} sharded along other dimensions"
+        )
+        assert_boxes_are_dtensors_own(model)
+
+    bf16 = tmp / "bf16"
+    if dist.get_rank() == 0:
+        make_checkpoint("mixtral", bf16, dtype=torch.bfloat16)
+    dist.barrier()
+    model = sharded_meta_model("mixtral", bf16)
+    report = load_weights(model, bf16, dtype=torch.float32)
+    assert_same(model, mixtral.from_pretrained(bf16, dtype=torch.float32), "master weights in fp32")
+    assert report.dtypes == ("float32",) and report.staging_bytes > 0 and report.read_ratio == 1.0
+    model = sharded_meta_model("gpt2", folders["gpt2"], dtype=torch.bfloat16)
+    load_weights(model, folders["gpt2"])
+    assert_same(model, gpt2.from_pretrained(folders["gpt2"], dtype=torch.bfloat16), "fp32 files in a bf16 model")
+
+    model = sharded_meta_model("gpt2", folders["gpt2"], offload_policy=CPUOffloadPolicy(pin_memory=False))
+    load_weights(model, folders["gpt2"])
+    assert_same(model, gpt2.from_pretrained(folders["gpt2"]), "CPU offload")
+
+
+def assert_boxes_are_dtensors_own(model: nn.Module) -> None:
+    """Our arithmetic, which needs no mesh, agrees with DTensor's, which does."""
+    for name, parameter in model.named_parameters():
+        shape, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        boxes = local_boxes_of(parameter)
+        if not parameter.to_local().numel():
+            assert boxes == (), name
+            continue
+        ((box, start),) = boxes
+        assert (box.length, box.start, set(start)) == (shape, offset, {0}), name
+
+
+def test_other_placements_and_dtypes(folders: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(load_otherwise, 4, folders, tmp_path)
+
+
+def load_incomplete(folder: Path, wrong_head: Path) -> tuple[Any, ...]:
+    """A classification head that the checkpoint lacks, then a vocabulary of another size."""
+    config = LlamaConfig.from_pretrained(folder, num_labels=5)
+    model = build_meta_model(config, auto_class=AutoModelForSequenceClassification)
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    report = load_weights(model, folder, seed=3)
+    head = model.score.weight.full_tensor()
+
+    config = LlamaConfig.from_pretrained(folder, vocab_size=77)
+    other = build_meta_model(config)
+    fully_shard(other)
+    mismatched = load_weights(other, folder, ignore_mismatched_sizes=True, seed=3)
+    embedding = other.get_input_embeddings().weight.full_tensor()
+    assert torch.equal(other.model.norm.weight.full_tensor(), model.model.norm.weight.full_tensor())
+    return report, head, mismatched, embedding
+
+
+def test_what_is_in_no_file_is_initialised_alike_for_any_number_of_ranks(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    results = {n: run_ranks(load_incomplete, n, folders["llama"], tmp_path) for n in (2, 3)}
+    report, head, mismatched, embedding = results[2][0]
+    assert report.missing_keys == report.initialized_keys == ("score.weight",)
+    assert report.unexpected_keys == ("lm_head.weight",)
+    assert head.shape == (5, 48) and 0.01 < head.std() < 0.04  # the model's own initialisation has 0.02
+    assert {key for key, *_ in mismatched.mismatched_keys} == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert mismatched.mismatched_keys[0][1:] == ((131, 48), (77, 48))
+    assert "score.weight" in str(report) and "other shape" in str(mismatched)
+    for _, other_head, _, other_embedding in (*results[2], *results[3]):
+        assert torch.equal(other_head, head) and torch.equal(other_embedding, embedding)
+
+
+# ---- ties ----
+
+
+def untied_copy(folder: Path, target: Path, *, equal: bool) -> Path:
+    """A tied checkpoint rewritten with both names, of equal or of different values."""
+    index = CheckpointIndex.open(folder)
+    tensors = {
+        key: tensor for file in {t.file for t in index.tensors.values()} for key, tensor in load_file(file).items()
+    }
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors*"))
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.clone()
+    if not equal:
+        tensors["lm_head.weight"][-1, -1] += 1  # one element, on the last rank
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def only_head(folder: Path, target: Path) -> Path:
+    """A tied checkpoint that holds the weight under the head's name only."""
+    untied_copy(folder, target, equal=True)
+    tensors = load_file(target / "model.safetensors")
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def load_ties(good: list[Path], bad: Path) -> str:
+    for folder in good:
+        model = sharded_meta_model("tied", folder)
+        report = load_weights(model, folder)
+        assert not report.missing_keys
+        assert_same(model, type(make_model("tied")).from_pretrained(folder), folder.name)
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(sharded_meta_model("tied", bad), bad)
+    return str(caught.value)
+
+
+def test_tied_weights_under_one_name_or_both(folders: dict[str, Path], tmp_path: Path) -> None:
+    good = [untied_copy(folders["tied"], tmp_path / "equal", equal=True), only_head(folders["tied"], tmp_path / "head")]
+    bad = untied_copy(folders["tied"], tmp_path / "different", equal=False)
+    messages = run_ranks(load_ties, 2, good, bad)
+    assert messages[0] == messages[1]
+    assert (
+        "rank 1: " in messages[0] and "different values" in messages[0] and "tie_word_embeddings=False" in messages[0]
+    )
+
+
+# ---- faults: the same error everywhere, and nobody hangs ----
+
+
+def break_one_rank(fault: str) -> None:
+    """Make this process fail where others do not."""
+    if dist.get_rank() != 1:
+        return
+
+    def fail(*_: Any) -> int:
+        raise OSError(5, "Input/output error") if fault == "io" else MemoryError("no memory")
+
+    reader.os.preadv = fail
+
+
+def load_with_fault(kind: str, folder: Path, fault: str) -> tuple[str, str, bool]:
+    model = sharded_meta_model(kind, folder)
+    break_one_rank(fault) if fault in ("io", "memory") else None
+    if fault == "other folder" and dist.get_rank() == 1:
+        folder = folder / "absent"
+    try:
+        load_weights(model, folder)
+    except (CheckpointError, MemoryError) as error:
+        return type(error).__name__, str(error), all(p.is_meta for p in model.parameters())
+    raise AssertionError("no error")
+
+
+def test_faults_are_the_same_error_on_all_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(folders["llama"], tmp_path / name))
+
+    def messages(folder: Path, fault: str = "") -> list[tuple[str, str, bool]]:
+        start = time.monotonic()
+        found = run_ranks(load_with_fault, 2, "llama", folder, fault, timeout_s=60)
+        assert time.monotonic() - start < 30
+        return found
+
+    truncated = copy("truncated")
+    file = sorted(truncated.glob("*.safetensors"))[1]
+    os.truncate(file, file.stat().st_size - 1)
+    first, second = messages(truncated)
+    assert first == second
+    assert file.name in first[1] and "is truncated" in first[1] and first[2], "the model is untouched"
+
+    wrong = copy("wrong")
+    config = json.loads((wrong / "config.json").read_text())
+    (wrong / "config.json").write_text(json.dumps(config | {"intermediate_size": 66, "vocab_size": 130}))
+    first, second = messages(wrong)
+    assert first == second
+    assert "8 tensors" in first[1] and "[131, 48] in the checkpoint, [130, 48] in the model" in first[1]
+    assert "ignore_mismatched_sizes=True" in first[1] and first[2]
+
+    first, second = messages(folders["llama"], "other folder")
+    assert (
+        first == second and "failed on 1 of 2 ranks" in first[1] and "rank 1: No such folder" in first[1] and first[2]
+    )
+
+    first, second = messages(folders["llama"], "io")
+    assert first == second
+    assert "half filled" in first[1] and "rank 1: " in first[1] and "Input/output error" in first[1] and not first[2]
+
+    first, second = messages(folders["llama"], "memory")
+    assert second[0] == "MemoryError", "a rank's own failure that is no CheckpointError stays what it is"
+    assert first[0] == "CheckpointError" and "rank 1: MemoryError" in first[1]
+
+
+def test_mistakes_of_the_caller(folders: dict[str, Path]) -> None:
+    model = build_meta_model(folders["llama"])
+    with pytest.raises(ConfigError, match=r"staging_bytes is 1000; it must be at least 1048576"):
+        load_weights(model, folders["llama"], staging_bytes=1000)
+    config = LlamaConfig.from_pretrained(folders["llama"], num_labels=5)
+    headed = build_meta_model(config, auto_class=AutoModelForSequenceClassification)
+    with pytest.raises(
+        CheckpointError, match=r"Missing: score\.weight\. Unexpected: lm_head\.weight\. Use the matching"
+    ):
+        load_weights(headed, folders["llama"], strict=True)
+    assert all(p.is_meta for p in headed.parameters())
+    model.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(CheckpointError, match=r"quantised \(fp8\).*Dequantise it once"):
+        load_weights(model, folders["llama"])
+
+
+# ---- memory ----
+
+
+def load_large(folder: Path, dtype: torch.dtype | None, staging_bytes: int) -> tuple[LoadReport, int]:
+    model = build_meta_model(folder)
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    report = load_weights(model, folder, dtype=dtype, staging_bytes=staging_bytes)
+    return report, sum(p.to_local().nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_memory_above_the_shards_is_bounded_by_the_staging_buffer(tmp_path: Path, dtype: torch.dtype | None) -> None:
+    """220 MB in bf16; a whole embedding is 33 MB, a rank's shards 110 or 220 MB."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = LlamaConfig(**sizes, vocab_size=16000, num_hidden_layers=6, dtype="bfloat16")
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="90MB")
+    total = CheckpointIndex.open(tmp_path).num_bytes
+    assert total > 200e6
+    staging_bytes = 8 * 2**20
+    for report, shard_bytes in run_ranks(load_large, 2, tmp_path, dtype, staging_bytes):
+        assert shard_bytes == total // (1 if dtype else 2)
+        assert report.read_ratio <= 1.01 and report.bytes_read <= 0.51 * total
+        assert report.staging_bytes <= staging_bytes
+        assert (report.staging_bytes > 0) == (dtype is not None)
+        # What Python and torch allocate meanwhile (modules loaded late, thread stacks) is not staging: 16 MiB.
+        assert report.peak_host_bytes <= staging_bytes + 16 * 2**20, str(report)

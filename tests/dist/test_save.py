@@ -2,19 +2,27 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
 from hf_fsdp_tools.checkpoint import CheckpointIndex, SaveReport, load_weights, save_pretrained
 from hf_fsdp_tools.errors import CheckpointError
-from tests._checkpoints import KINDS, make_checkpoint, make_model
+from hf_fsdp_tools.meta import build_meta_model
+from tests._checkpoints import KINDS, make_checkpoint, make_model, randomize
 from tests._dist import run_ranks
-from tests.dist.test_load import sharded_meta_model
+from tests.dist.test_load import last_even_dim, sharded_meta_model
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +67,170 @@ def test_every_kind_is_saved_as_transformers_saves_it(
         assert all(0 < r.bytes_written < r.total_bytes for r in reports), kind  # no rank wrote it all
         assert not reports[0].gathered_bytes, kind
         assert {p.name for p in (tmp_path / kind).iterdir() if p.name.startswith(".")} == set()
+
+
+# ---- other placements, dtypes, layouts ----
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
+
+
+def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
+    """HSDP, other shard dimensions, and fp32 master weights saved in the dtype they came from."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded_meta_model("mixtral", folders["mixtral"], mesh=mesh)
+    load_weights(model, folders["mixtral"])
+    reports = [save_pretrained(model, root / "hsdp", max_shard_size="60KB")]
+    for kind in ("mixtral", "gpt2", "vit"):
+        model = sharded_meta_model(kind, folders[kind], shard_placement_fn=last_even_dim)
+        load_weights(model, folders[kind])
+        reports.append(save_pretrained(model, root / f"columns {kind}", max_shard_size="60KB"))
+    model = sharded_meta_model("mixtral", folders["bf16"])
+    load_weights(model, folders["bf16"], dtype=torch.float32)
+    reports.append(save_pretrained(model, root / "bf16", dtype=torch.bfloat16, max_shard_size="60KB"))
+    return reports
+
+
+def test_other_placements_and_dtypes(folders: dict[str, Path], tmp_path: Path) -> None:
+    folders = folders | {"bf16": make_checkpoint("mixtral", tmp_path / "original", dtype=torch.bfloat16)}
+    per_rank = run_ranks(save_otherwise, 4, folders, tmp_path)
+    assert_same_checkpoint("mixtral", tmp_path / "hsdp", folders["mixtral"])
+    for kind in ("mixtral", "gpt2", "vit"):
+        assert_same_checkpoint(kind, tmp_path / f"columns {kind}", folders[kind])
+    assert_same_checkpoint("mixtral", tmp_path / "bf16", folders["bf16"])
+    assert [r[0].bytes_written > 0 for r in per_rank] == [True, True, False, False], "one replica writes"
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+class Doubled(ConversionOps):
+    """A conversion that computes: what is stored is half of what the model has."""
+
+    factor = 2.0
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **_: Any
+    ) -> dict[str, Any]:
+        return {target_patterns[0]: next(iter(input_dict.values()))[0] * self.factor}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        reverse = Doubled()
+        reverse.factor = 1 / self.factor
+        return reverse
+
+
+def save_what_cannot_be_written_in_place(folder: Path, tmp: Path) -> list[tuple[int, int, int]]:
+    """A conversion that computes, and one whose runs in the file are two bytes long."""
+    found = []
+    for name, operation in (("doubled", Doubled()), ("transposed", Transpose(0, 1))):
+        converter = WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", operations=[operation])
+        register_checkpoint_conversion_mapping("llama", [converter], overwrite=True)
+        plain = LlamaForCausalLM.from_pretrained(folder)
+        if dist.get_rank() == 0:
+            plain.save_pretrained(tmp / f"{name} theirs")
+        model = sharded_meta_model("llama", folder)
+        model._weight_conversions = plain._weight_conversions
+        load = load_weights(model, folder)
+        report = save_pretrained(model, tmp / f"{name} ours")
+        found.append((load.converted_bytes, report.gathered_bytes, report.bytes_written))
+    return found
+
+
+def test_what_cannot_be_written_in_place_is_gathered_and_counted(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=96, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    )
+    randomize(LlamaForCausalLM(config)).save_pretrained(tmp_path / "stored")
+    per_rank = run_ranks(save_what_cannot_be_written_in_place, 2, tmp_path / "stored", tmp_path)
+    down = 2 * 96 * 96 * 4
+    for name, rows in zip(("doubled", "transposed"), zip(*per_rank, strict=True), strict=True):
+        assert [row[1] for row in rows] == [down, down]
+        assert rows[0][0] == (down if name == "doubled" else 0)
+        ours, theirs = stored(tmp_path / f"{name} ours"), stored(tmp_path / f"{name} theirs")
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], t) for k, t in theirs.items()), name
+
+
+def save_twice(folder: Path, target: Path) -> None:
+    """Many files, then one, then many again: what is there afterwards is the last save and nothing else."""
+    model = sharded_meta_model("llama", folder)
+    load_weights(model, folder)
+    for size, expected in (("60KB", 4), ("5GB", 1), ("100KB", 2)):
+        report = save_pretrained(model, target, max_shard_size=size)
+        assert len(report.files) == expected
+        weights = {p.name for p in target.iterdir() if "safetensors" in p.name and not p.name.endswith(".json")}
+        assert weights == set(report.files)
+        assert (target / "model.safetensors.index.json").exists() == (expected > 1)
+        assert (target / "notes.txt").read_text() == "mine"
+
+
+def test_a_save_replaces_an_earlier_one_whole(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    run_ranks(save_twice, 2, folders["llama"], tmp_path)
+    assert_same_checkpoint("llama", tmp_path, folders["llama"])
+
+
+# ---- faults ----
+
+
+def save_with_fault(folder: Path, target: Path, fault: str) -> str:
+    model = sharded_meta_model("llama", folder)
+    load_weights(model, folder)
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    if fault == "disk full at once" and dist.get_rank() == 0:
+        os.posix_fallocate = full
+    if fault == "disk full on one rank" and dist.get_rank() == 1:
+        os.pwritev = full
+    if fault == "another folder":
+        target = target / str(dist.get_rank())
+        target.mkdir()
+    with pytest.raises(CheckpointError) as caught:
+        save_pretrained(model, target)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("folder is a file", "is a file; give the name of a folder"),
+        ("parent is a file", "Cannot save to .*Not a directory.*check space and permissions"),
+        ("disk full at once", "Cannot save to .*No space left on device.*bytes are to be written there"),
+        ("disk full on one rank", "rank 1: .*cannot be written: .*No space left on device.*Check space"),
+        ("another folder", "rank 1: .*not the same folder on this rank as on rank 0: .*absent.*that all ranks share"),
+    ],
+)
+def test_faults_are_the_same_error_on_all_ranks_and_leave_an_earlier_save(
+    folders: dict[str, Path], tmp_path: Path, fault: str, said: str
+) -> None:
+    target = tmp_path / "saved"
+    if fault == "folder is a file":
+        target.write_text("")
+    elif fault == "parent is a file":
+        tmp_path.joinpath("file").write_text("")
+        target = tmp_path / "file" / "saved"
+    else:
+        make_checkpoint("llama", target, seed=5)
+        before = stored(target)
+    first, second = run_ranks(save_with_fault, 2, folders["llama"], target, fault, timeout_s=60)
+    assert re.search(said, first, re.DOTALL), first
+    if fault != "another folder":
+        assert first == second
+        after = stored(target) if target.is_dir() else {}
+        assert not target.is_dir() or all(torch.equal(after[k], t) for k, t in before.items())
+    assert not list(tmp_path.rglob("*.incomplete"))
+
+
+def test_one_process_without_a_group_saves_too_with_its_tokenizer(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = build_meta_model(folders["llama"])
+    load_weights(model, folders["llama"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")))
+    report = save_pretrained(model, tmp_path, tokenizer=tokenizer)
+    assert_same_checkpoint("llama", tmp_path, folders["llama"])
+    assert (tmp_path / "tokenizer.json").exists()
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert (
+        json.loads(report.to_json())["total_bytes"] == report.bytes_written == CheckpointIndex.open(tmp_path).num_bytes
+    )
