@@ -17,7 +17,7 @@ LEVELS = (
     {"errors"},
     {"accelerate_keys", "meta", "mesh", "plan", "tree", "checkpoint.agreement", "checkpoint.report", "checkpoint.slices"},
     {"blocks", "config", "policy", "checkpoint.index", "checkpoint.pieces", "checkpoint.shares", "checkpoint.transfer"},
-    {"rules", "checkpoint.conversion", "checkpoint.reader"},
+    {"rules", "checkpoint.adapter", "checkpoint.conversion", "checkpoint.reader"},
     {"wrap", "checkpoint.load", "checkpoint.save"},
     {"shard", "checkpoint"},
     {"prepare", "demo"},

@@ -22,6 +22,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from hf_fsdp_tools.errors import CheckpointError
 
+from .adapter import is_adapted, save_adapter
 from .agreement import agreed, all_ranks, rank_and_size
 from .conversion import map_saving, persistent_tensors, revert_group
 from .index import DTYPES, WEIGHTS, WEIGHTS_INDEX
@@ -49,7 +50,7 @@ def save_pretrained(
     staging_bytes: int = 64 * 2**20,
 ) -> SaveReport:
     """Write a model, sharded or not, as the checkpoint that plain ``save_pretrained`` would write: same keys, dtypes,
-    shapes.
+    shapes. Of a PEFT model, the adapter only, as PEFT writes it.
 
     The layout is the hub's again (experts one by one, tied weights once), by transformers' own reverse conversions. No
     rank gathers the model: all compute the same layout, rank 0 makes the files at full length, every rank writes its
@@ -76,6 +77,8 @@ def save_pretrained(
     start = time.perf_counter()
     rank, _ = rank_and_size()
     folder = Path(folder)
+    if is_adapted(model):
+        return save_adapter(model, folder, tokenizer=tokenizer, dtype=dtype)
     mark = all_ranks(secrets.token_hex(4))[0]
     with agreed("planning the checkpoint"):
         layout = _plan_layout(model, dtype, max_shard_size, folder, mark)
