@@ -45,6 +45,10 @@ from hf_fsdp_tools.wrap import WrapPlan, make_wrap_plan
 
 WORLD = 8
 TIMEOUT_S = 300.0
+COLUMNS = [
+    "type", "role", "class", "parameters", "stacks", "blocks", "units", "largest_unit", "largest_params", "replicated",
+    "seconds", "verdict", "why", "accelerate", "transformers",
+]  # fmt: skip
 Unit = tuple[tuple[str, ...], bool | None]  # module fqns, reshard_after_forward
 
 # The head that a model type is mainly used with: the first mapping that knows the type. Seq2seq comes first for
@@ -408,14 +412,20 @@ def main() -> int:
         sys.exit("torch.distributed is not available in this build of PyTorch.")
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        rows = list(pool.map(run_one, tasks(arguments.only, arguments.classes, compare=arguments.compare)))
-    if arguments.output:
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        with arguments.output.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns, lineterminator="\n")
+    rows: list[dict[str, Any]] = []
+    work = tasks(arguments.only, arguments.classes, compare=arguments.compare)
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(arguments.output.open("w", newline="")) if arguments.output else None
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n") if file else None
+        if writer:
             writer.writeheader()
-            writer.writerows(rows)
+        for row in stack.enter_context(ThreadPoolExecutor(arguments.jobs)).map(run_one, work):
+            rows.append(row)
+            print(f"\r{len(rows)} of {len(work)}", end="", file=sys.stderr)
+            if writer and file:
+                writer.writerow(row)
+                file.flush()  # a run takes half an hour: what is done is kept
+    print(file=sys.stderr)
     for row in rows:
         if row["verdict"] == "failed" or arguments.only:
             print(*(f"{key}={value}" for key, value in row.items() if value != ""))

@@ -7,11 +7,12 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.nn.utils import parametrize
 
-from hf_fsdp_tools.blocks import ModelBlocks, lists_of_experts
+from hf_fsdp_tools.blocks import ModelBlocks
 from hf_fsdp_tools.errors import WrapPlanError
 from hf_fsdp_tools.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.policy import HybridPolicy, matching_nodes, nearest_names
-from hf_fsdp_tools.rules import is_major, size_bound
+from hf_fsdp_tools.rules import size_bound
+from hf_fsdp_tools.stacks import is_major, lists_of_experts
 from hf_fsdp_tools.tree import ModuleNode, ModuleTree, Weight, class_name, has_forward
 
 __all__ = ["PlanDraft"]
@@ -121,7 +122,7 @@ class PlanDraft:
     def add_by_size(self) -> None:
         """Outside blocks, make a module a unit when what it holds beside other units exceeds the ceiling."""
         rest: dict[int, int] = {}
-        for node in reversed(list(self.tree)):  # children before parents
+        for node in reversed(self.tree.nodes):  # children before parents
             rest[id(node)] = sum(rest[id(child)] for child in node.children) + sum(
                 weight.numel
                 for weight in {id(w): w for w in node.own}.values()

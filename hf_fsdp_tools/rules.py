@@ -2,11 +2,11 @@
 
 from torch import nn
 
-from hf_fsdp_tools.blocks import MAJOR_SHARE, find_blocks, lists_of_experts
 from hf_fsdp_tools.plan import WrapPlan
+from hf_fsdp_tools.stacks import find_blocks, is_major, lists_of_experts
 from hf_fsdp_tools.tree import ModuleNode, ModuleTree, Weight, class_name, has_forward
 
-__all__ = ["broken_rules", "check_wrap_plan", "is_major", "size_bound"]
+__all__ = ["broken_rules", "check_wrap_plan", "size_bound"]
 
 
 def size_bound(tree: ModuleTree, stacks: list[list[ModuleNode]]) -> int:
@@ -16,15 +16,10 @@ def size_bound(tree: ModuleTree, stacks: list[list[ModuleNode]]) -> int:
     """
     blocks = [block.extent for stack in stacks if is_major(tree, stack) for block in stack]
     sets: dict[int, int] = {}
-    for node in reversed(list(tree)):  # children before parents
+    for node in reversed(tree.nodes):  # children before parents
         held = sum(sets[id(child)] for child in node.children if not has_forward(child.module))
         sets[id(node)] = held + sum({id(weight): weight.numel for weight in node.own}.values())
     return 2 * max([*blocks, *sets.values()])
-
-
-def is_major(tree: ModuleTree, stack: list[ModuleNode]) -> bool:
-    """Whether the stack holds at least 10 % of the parameters."""
-    return sum(block.size for block in stack) >= MAJOR_SHARE * tree.num_params
 
 
 def check_wrap_plan(model: nn.Module, plan: WrapPlan) -> tuple[str, ...]:

@@ -114,13 +114,14 @@ class ModuleTree:
                 f"{type(model).__name__} has no parameters, so there is nothing to shard. "
                 "Pass the model itself (for a wrapper or a container, the module that holds the weights)."
             )
+        self.nodes: list[ModuleNode] = list(self.by_fqn.values())  # parents first, in registration order
         self._join_declared_ties()
         self.weights: list[Weight] = list({id(w): w for w in self._weight_of.values()}.values())
         self.num_params = sum(weight.numel for weight in self.weights)
         self._sum_sizes()
 
     def __iter__(self) -> Iterator[ModuleNode]:
-        return self.root.walk()
+        return iter(self.nodes)
 
     def weight(self, parameter_fqn: str) -> Weight:
         """The weight behind a parameter name; raises KeyError when the model has no such parameter."""
@@ -145,7 +146,7 @@ class ModuleTree:
         on_path.discard(id(node.module))
 
     def _read_parameter(self, node: ModuleNode, fqn: str, parameter: nn.Parameter, by_id: dict[int, Weight]) -> None:
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
+        if nn.parameter.is_lazy(parameter):
             raise BlockDetectionError(
                 f"Parameter {fqn!r} is lazy and has no shape yet. Run one forward pass with the model before planning."
             )
@@ -191,7 +192,7 @@ class ModuleTree:
         first.is_declared_tie = True
 
     def _sum_sizes(self) -> None:
-        for node in reversed(list(self)):  # children come after their parents in a walk
+        for node in reversed(self.nodes):  # children before parents
             for weight in {id(w): w for w in node.own}.values():
                 node.size += weight.numel if weight.owners[0] is node else 0
                 node.extent += weight.numel

@@ -5,12 +5,13 @@
 
 from torch import nn
 
-from hf_fsdp_tools.blocks import describe_blocks, find_blocks
+from hf_fsdp_tools.blocks import describe_blocks
 from hf_fsdp_tools.draft import PlanDraft
 from hf_fsdp_tools.errors import WrapPlanError
 from hf_fsdp_tools.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.policy import HybridPolicy
 from hf_fsdp_tools.rules import broken_rules, check_wrap_plan
+from hf_fsdp_tools.stacks import find_blocks
 from hf_fsdp_tools.tree import ModuleTree
 
 __all__ = ["HybridPolicy", "WrapPlan", "WrapUnit", "check_wrap_plan", "make_wrap_plan"]
