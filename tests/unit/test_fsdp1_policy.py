@@ -1,0 +1,181 @@
+"""A wrap plan as FSDP1's policies: the plan's units where FSDP1 can have them, PyTorch's own signature, clear refusals."""
+
+import functools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy, _or_policy, _recursive_wrap, transformer_auto_wrap_policy
+
+from hf_fsdp_tools.errors import WrapPlanError
+from hf_fsdp_tools.fsdp1_policy import hybrid_auto_wrap_policy
+from hf_fsdp_tools.fsdp1_shares import flat_boxes
+from hf_fsdp_tools.wrap import HybridPolicy, make_wrap_plan
+from tests._checkpoints import make_model
+
+LAYERS = ["model.layers.0", "model.layers.1"]
+UNITS = {
+    "llama": ["model.embed_tokens", *LAYERS, "lm_head"],  # the final norm is below the floor: it stays in the root
+    "tied": LAYERS,  # embedding and head are one parameter: it stays where both are, in the root
+    "gpt2": ["transformer.h.0", "transformer.h.1"],
+    "mixtral": ["model.embed_tokens", *LAYERS, "lm_head"],
+    "t5": ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"],
+}
+
+
+def wrapped_by_torch(model: nn.Module, policy) -> list[str]:
+    """Fqns that PyTorch's own recursion wraps with a policy, the root aside."""
+    names = {module: name for name, module in model.named_modules()}
+    wrapped = []
+
+    def wrapper(module, **kwargs):
+        wrapped.append(names[module])
+        return module
+
+    _recursive_wrap(model, policy, wrapper, ignored_modules=set(), ignored_params=set(), only_wrap_children=True)
+    return wrapped
+
+
+def wrapped_by_custom_policy(model: nn.Module, policy: CustomPolicy) -> dict[str, dict]:
+    names = {module: name for name, module in model.named_modules()}
+    chosen = policy._run_policy(model, set(), {"sharding_strategy": "the root's"})
+    return {names[module]: kwargs for module, kwargs in chosen.items()}
+
+
+@pytest.mark.parametrize("kind", sorted(UNITS))
+def test_units_are_the_plans_as_far_as_fsdp1_can_have_them(kind):
+    model = make_model(kind)
+    policy = hybrid_auto_wrap_policy(model)
+    assert sorted(policy.units) == sorted(UNITS[kind])
+    assert sorted(wrapped_by_torch(model, policy)) == sorted(UNITS[kind])
+    assert sorted(wrapped_by_custom_policy(model, policy.as_custom_policy())) == sorted(UNITS[kind])
+    plan = make_wrap_plan(model)
+    assert hybrid_auto_wrap_policy(model, plan=plan).units == policy.units
+    assert set(policy.units) <= {name for unit in plan.units for name in unit.modules}
+
+
+def test_composes_with_other_policies():
+    model = make_model("llama")
+    attention = type(model.model.layers[0].self_attn)
+    other = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={attention})
+    both = functools.partial(_or_policy, policies=[other, hybrid_auto_wrap_policy(model)])
+    assert set(wrapped_by_torch(model, both)) == {*UNITS["llama"], *(f"{layer}.self_attn" for layer in LAYERS)}
+
+
+def test_a_group_member_above_the_floor_is_a_unit():
+    model = make_model("llama")
+    policy = hybrid_auto_wrap_policy(model, policy=HybridPolicy(floor_params=10))
+    assert set(policy.units) == {*UNITS["llama"], "model.norm"}
+
+
+def test_custom_policy_keeps_what_is_not_resharded():
+    model = make_model("llama")
+    policy = hybrid_auto_wrap_policy(model)
+    full = wrapped_by_custom_policy(model, policy.as_custom_policy())
+    assert full["lm_head"] == {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+    assert full["model.layers.0"] == {"sharding_strategy": "the root's"}
+    hybrid = wrapped_by_custom_policy(model, policy.as_custom_policy(ShardingStrategy.HYBRID_SHARD))
+    assert hybrid["lm_head"] == {"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2}
+    plain = wrapped_by_custom_policy(model, policy.as_custom_policy(ShardingStrategy.NO_SHARD))
+    assert plain["lm_head"] == {"sharding_strategy": "the root's"}
+
+
+class Block(nn.Module):
+    def __init__(self, bias: nn.Parameter | None = None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 64, dtype=dtype)
+        self.down = nn.Linear(64, 16, dtype=dtype)
+        if bias is not None:
+            self.up.bias = bias
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: list[Block]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList(blocks)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
+
+
+def test_small_ties_across_blocks_and_scalars_stay_whole():
+    bias = nn.Parameter(torch.zeros(64))
+    model = Stack([Block(bias) for _ in range(3)])
+    policy = hybrid_auto_wrap_policy(model)
+    assert {"blocks.0", "blocks.1", "blocks.2"} <= set(policy.units)
+    assert sorted(policy.ignored) == ["blocks.0.up.bias", "scale"]
+    assert {id(p) for p in policy.ignored_states} == {id(bias), id(model.scale)}
+
+
+def test_blocks_that_share_all_their_weights_go_to_what_holds_them_all():
+    first = Block()
+    others = [Block() for _ in range(2)]
+    for block in others:
+        block.up, block.down = first.up, first.down
+    model = Stack([first, *others])
+    policy = hybrid_auto_wrap_policy(model)
+    assert not [name for name in policy.units if name.startswith("blocks")]
+    assert policy.ignored == ("scale",)
+
+
+def test_degrees_of_resharding_are_refused():
+    model = make_model("llama")
+    wanted = HybridPolicy(reshard_after_forward={"model.layers.*": 2})
+    with pytest.raises(WrapPlanError, match=r"smaller world.*model\.layers\.0 \(2\).*True or False.*FSDP2"):
+        hybrid_auto_wrap_policy(model, policy=wanted)
+
+
+def test_dtypes_that_fsdp1_cannot_flatten_are_refused():
+    model = Stack([Block() for _ in range(3)])
+    for block in model.blocks:
+        block.up.to(torch.bfloat16).requires_grad_(False)
+    with pytest.raises(
+        WrapPlanError, match=r"one dtype per unit.*blocks\.0 \(bfloat16, float32\).*Cast the model"
+    ) as e:
+        hybrid_auto_wrap_policy(model)
+    assert "blocks.2" in str(e.value), "all units at once"
+
+
+def test_a_policy_for_another_model_is_refused():
+    model, other = make_model("llama"), make_model("llama")
+    policy = hybrid_auto_wrap_policy(model)
+    with pytest.raises(WrapPlanError, match=r"does not know the LlamaForCausalLM.*the very model"):
+        wrapped_by_torch(other, policy)
+    with pytest.raises(WrapPlanError, match=r"the very model"):
+        wrapped_by_custom_policy(other, policy.as_custom_policy())
+    assert set(wrapped_by_torch(nn.Sequential(model), lambda **question: policy(**question))) != set(), (
+        "a wrapper is no stranger"
+    )
+    with pytest.raises(WrapPlanError, match=r"does not fit GPT2LMHeadModel"):
+        hybrid_auto_wrap_policy(make_model("gpt2"), plan=make_wrap_plan(model))
+
+
+def test_trainable_beside_frozen_is_reported():
+    model = make_model("llama")
+    assert hybrid_auto_wrap_policy(model).mixed_requires_grad() == {}
+    model.model.layers[1].mlp.requires_grad_(False)
+    mixed = hybrid_auto_wrap_policy(model).mixed_requires_grad()
+    assert list(mixed) == ["model.layers.1"]
+    assert "model.layers.1.mlp.up_proj.weight" in mixed["model.layers.1"][1]
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (3, 1, 2), (1, 5)])
+def test_flat_boxes_are_the_range(shape):
+    count = math.prod(shape)
+    whole = torch.arange(count).view(shape)
+    for start in range(count + 1):
+        for stop in range(start, count + 1):
+            boxes = list(flat_boxes(shape, start, stop))
+            parts = [whole[tuple(slice(s, s + n) for s, n in zip(b.start, b.length, strict=True))] for b in boxes]
+            assert [x for part in parts for x in part.flatten().tolist()] == list(range(start, stop))
+            assert len(boxes) <= 2 * max(len(shape), 1) - 1, "few boxes, whatever the range"
