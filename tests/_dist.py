@@ -52,7 +52,7 @@ def _wait(ranks: list[BaseProcess], deadline: float) -> None:
     while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
         if any(process.exitcode not in (None, 0) for process in ranks):
             deadline = min(deadline, time.monotonic() + _GRACE_S)
-        next(process for process in ranks if process.is_alive()).join(0.02)
+        time.sleep(0.01)
     for process in ranks:
         if process.is_alive():
             process.kill()

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.errors import CheckpointError
+
 from .agreement import agreed, rank_and_size
 from .report import SaveReport
 
@@ -43,10 +45,15 @@ def save_adapter(
     whole = _gather_adapter(model, dtype, keep=rank == 0)
     with agreed(f"writing the adapter to {str(folder)!r}"):
         if rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            model.save_pretrained(str(folder), state_dict=whole)  # type: ignore[operator]  # PEFT's own
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                model.save_pretrained(str(folder), state_dict=whole)  # type: ignore[operator]  # PEFT's own
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(folder)
+            except OSError as error:
+                raise CheckpointError(
+                    f"Cannot save the adapter to {str(folder)!r}: {error}. Check space and permissions."
+                ) from error
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in whole.values())
     return SaveReport(
         folder=str(folder),

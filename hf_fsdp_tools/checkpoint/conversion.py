@@ -28,7 +28,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_fsdp_tools.errors import CheckpointError
 
-from .index import StoredTensor
+from .header import StoredTensor
 from .pieces import PieceTensor
 
 __all__ = [

@@ -4,7 +4,7 @@ ranks.
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -19,13 +19,13 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.meta import allocate, initialize_missing
 
 from .agreement import agreed, all_ranks, rank_and_size
-from .conversion import LoadMap, adjust_keys, convert_group, map_loading, persistent_tensors, set_conversions
+from .conversion import LoadMap, convert_group, map_loading, persistent_tensors, set_conversions
+from .fit import Fit, check_ties, fit_checkpoint, transfers_of
 from .index import CheckpointIndex
-from .pieces import PieceTensor
 from .reader import TransferStats, read_transfers
 from .report import LoadReport, MemoryWatch
 from .shares import is_sharded, local_boxes_of, local_tensor, memory_view
-from .slices import Box, View, row_major_strides, slice_piece
+from .slices import View, row_major_strides
 from .transfer import Transfer
 
 __all__ = ["load_weights"]
@@ -72,10 +72,11 @@ def load_weights(
     Raises:
         CheckpointError: The checkpoint is absent or damaged, or does not fit; the same on every rank, and before
             anything is changed unless reading itself fails.
-        ConfigError: ``staging_bytes`` is too small.
+        ConfigError: ``staging_bytes`` is too small, or ``dtype`` is not what parameters that have storage already have.
     """
     if staging_bytes < 2**20:
         raise ConfigError(f"staging_bytes is {staging_bytes}; it must be at least {2**20} (1 MiB).")
+    _refuse_other_dtype(model, dtype)
     seconds: dict[str, float] = {}
     watch = MemoryWatch()
     with _timed(seconds, "plan"), agreed("opening the checkpoint"):
@@ -86,8 +87,8 @@ def load_weights(
             else CheckpointIndex.open(path_or_repo, **hub_kwargs)
         )
         load_map = map_loading(model, index.tensors)
-        fit = _fit(model, load_map, index, ignore_mismatched_sizes=ignore_mismatched_sizes, strict=strict)
-        _check_ties(fit, index, staging_bytes)
+        fit = fit_checkpoint(model, load_map, index, ignore_mismatched_sizes=ignore_mismatched_sizes, strict=strict)
+        check_ties(fit, index, staging_bytes)
     with _timed(seconds, "read"), agreed("reading the checkpoint (the model is left half filled)"):
         allocate(model, device=device or _device_of(model), dtype=dtype)
         share = _share_of(model, fit, index)
@@ -125,6 +126,16 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
     seconds[stage] = round(time.perf_counter() - start, 4)
 
 
+def _refuse_other_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """A dtype can be chosen only for parameters that get their storage now."""
+    for name, parameter in model.named_parameters():
+        if dtype and parameter.is_floating_point() and not parameter.is_meta and parameter.dtype != dtype:
+            raise ConfigError(
+                f"dtype={dtype} cannot be honoured: {name!r} has storage in {parameter.dtype} already. Build the model on meta "
+                "(build_meta_model), or leave dtype out."
+            )
+
+
 def _refuse_quantized(model: nn.Module) -> None:
     """A quantised checkpoint holds packed values and scales; no shard of a parameter can be cut from those."""
     config = getattr(getattr(model, "config", None), "quantization_config", None)
@@ -158,128 +169,6 @@ def _dtypes(model: nn.Module) -> tuple[str, ...]:
     return tuple(str(dtype).removeprefix("torch.") for dtype, _ in count.most_common())
 
 
-# ---- what fits where ----
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Fit:
-    """The model and the checkpoint held against each other."""
-
-    state: Mapping[str, torch.Tensor]
-    """The model's persistent tensors by key, before storage."""
-
-    loaded: Mapping[str, PieceTensor]
-    """One key per distinct tensor of the model that the checkpoint fills."""
-
-    doubles: tuple[tuple[PieceTensor, PieceTensor, str, str], ...]
-    """Tied keys that the checkpoint holds both, with their keys."""
-
-    to_initialize: frozenset[str]
-    """Keys that nothing fills; one per distinct tensor."""
-
-    missing_keys: frozenset[str]
-    """As reported."""
-
-    unexpected_keys: frozenset[str]
-    """As reported."""
-
-    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    """(key, checkpoint shape, model shape)."""
-
-
-def _fit(
-    model: nn.Module, load_map: LoadMap, index: CheckpointIndex, *, ignore_mismatched_sizes: bool, strict: bool
-) -> _Fit:
-    """Sort every key of the model into loaded, missing and mismatched; raise for what must not be."""
-    state = persistent_tensors(model)
-    found = load_map.tensors
-    mismatched = tuple(
-        (k, tuple(t.shape), tuple(state[k].shape)) for k, t in found.items() if t.shape != state[k].shape
-    )
-    if mismatched and not ignore_mismatched_sizes:
-        rows = "\n".join(f"- {k}: {list(a)} in the checkpoint, {list(b)} in the model" for k, a, b in mismatched[:20])
-        more = f"\n… and {len(mismatched) - 20} more" if len(mismatched) > 20 else ""
-        raise CheckpointError(
-            f"{len(mismatched)} tensors of {index.name!r} have another shape than the model's:\n{rows}{more}\nUse "
-            "the config that "
-            "belongs to the checkpoint, or pass ignore_mismatched_sizes=True to initialise these anew."
-        )
-    _refuse_untied(model, state)
-    wrong = {key for key, _, _ in mismatched}
-    names: dict[int, list[str]] = {}
-    for key, tensor in state.items():
-        names.setdefault(id(tensor), []).append(key)
-    loaded: dict[str, PieceTensor] = {}
-    doubles: list[tuple[PieceTensor, PieceTensor, str, str]] = []
-    to_initialize: set[str] = set()
-    missing: set[str] = set()
-    for tied in names.values():
-        there = [key for key in tied if key in found and key not in wrong]
-        if there:
-            loaded[there[0]] = found[there[0]]
-            doubles += [(found[there[0]], found[other], there[0], other) for other in there[1:]]
-        else:
-            to_initialize.add(tied[0])
-            missing.update(key for key in tied if key not in wrong)
-    missing_keys, unexpected_keys = adjust_keys(model, missing, set(load_map.unexpected_keys))
-    if strict and (missing_keys or unexpected_keys):
-        raise CheckpointError(
-            f"{index.name!r} does not hold exactly what the model needs. Missing: "
-            f"{', '.join(sorted(missing_keys)) or 'none'}. "
-            f"Unexpected: {', '.join(sorted(unexpected_keys)) or 'none'}. Use the matching auto class, or strict=False."
-        )
-    return _Fit(
-        state=state,
-        loaded=loaded,
-        doubles=tuple(doubles),
-        to_initialize=frozenset(to_initialize),
-        missing_keys=missing_keys,
-        unexpected_keys=unexpected_keys,
-        mismatched=mismatched,
-    )
-
-
-def _refuse_untied(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Names that the config ties must be one parameter by now: a shard cannot be tied afterwards."""
-    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    apart = [f"{a} = {b}" for a, b in ties.items() if a in state and b in state and state[a] is not state[b]]
-    if apart:
-        raise CheckpointError(
-            f"The config ties weights that are separate parameters in this model: {', '.join(apart)}. Call "
-            "model.tie_weights() "
-            "before sharding, or set tie_word_embeddings=False in the config."
-        )
-
-
-def _check_ties(fit: _Fit, index: CheckpointIndex, staging_bytes: int) -> None:
-    """A tied weight that the checkpoint holds under two names must be equal in both; each rank compares its share."""
-    for first, second, name, other in fit.doubles:
-        for box, _ in local_boxes_of(fit.state[name]):
-            for slab in _slabs(box, first.dtype, staging_bytes // 4):
-                values = [torch.empty(slab.length, dtype=first.dtype) for _ in range(2)]
-                for tensor, value in zip((first, second), values, strict=True):
-                    transfers = _transfers(tensor, slab, value, (0,) * len(slab.start), index)
-                    read_transfers(transfers, staging_bytes=staging_bytes // 2)
-                if not torch.equal(values[0], values[1]):
-                    raise CheckpointError(
-                        f"{index.name!r}: the config ties {name!r} and {other!r}, but the checkpoint holds "
-                        "different values for "
-                        "them. Set tie_word_embeddings=False in the config to keep both."
-                    )
-
-
-def _slabs(box: Box, dtype: torch.dtype, num_bytes: int) -> Iterator[Box]:
-    """The box in parts along dimension 0 of at most ``num_bytes``, or single rows."""
-    rows = box.length[0] if box.length else 1
-    step = max(1, num_bytes * rows // max(1, box.numel * dtype.itemsize))
-    for i in range(0, rows, step):
-        count = min(step, rows - i)
-        yield Box(start=(box.start[0] + i, *box.start[1:]), length=(count, *box.length[1:])) if box.length else box
-
-
-# ---- what is read ----
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Share:
     """This rank's part of the model, and how to fill it."""
@@ -297,7 +186,7 @@ class _Share:
     """Memory of the share on the host."""
 
 
-def _share_of(model: nn.Module, fit: _Fit, index: CheckpointIndex) -> _Share:
+def _share_of(model: nn.Module, fit: Fit, index: CheckpointIndex) -> _Share:
     """Every loaded tensor's local boxes as transfers into its memory."""
     state = persistent_tensors(model)  # allocation made new tensors
     transfers: list[Transfer] = []
@@ -309,7 +198,7 @@ def _share_of(model: nn.Module, fit: _Fit, index: CheckpointIndex) -> _Share:
             num_bytes += box.numel * stored_size
             replicated_bytes += 0 if is_sharded(state[key]) else box.numel * stored_size
             if tensor.pieces is not None:
-                transfers += _transfers(tensor, box, local, local_start, index)
+                transfers += transfers_of(tensor, box, local, local_start, index)
     distinct = {id(t): local_tensor(t) for t in state.values()}.values()
     host_bytes = sum(t.numel() * t.element_size() for t in distinct if t.device.type == "cpu")
     return _Share(
@@ -317,28 +206,8 @@ def _share_of(model: nn.Module, fit: _Fit, index: CheckpointIndex) -> _Share:
     )
 
 
-def _transfers(
-    tensor: PieceTensor, box: Box, local: torch.Tensor, local_start: tuple[int, ...], index: CheckpointIndex
-) -> Iterator[Transfer]:
-    """What to read for one box of a tensor that lies at ``local_start`` of ``local``."""
-    for piece in tensor.pieces or ():
-        part = slice_piece(piece, box)
-        if part is None:
-            continue
-        stored = index.tensors[part.source]
-        start = [p - b + at for p, b, at in zip(part.box.start, box.start, local_start, strict=True)]
-        yield Transfer(
-            key=part.source,
-            file=stored.file,
-            offset=stored.offset,
-            dtype=stored.dtype,
-            stored=part.view,
-            memory=memory_view(local, start, part.box.length),
-        )
-
-
 def _convert_whole(
-    model: nn.Module, load_map: LoadMap, fit: _Fit, index: CheckpointIndex, staging_bytes: int
+    model: nn.Module, load_map: LoadMap, fit: Fit, index: CheckpointIndex, staging_bytes: int
 ) -> TransferStats:
     """Conversions that compute: one group at a time, its stored tensors read whole, converted, and this rank's part
     kept.

@@ -58,7 +58,6 @@ def read_transfers(
     *,
     staging_bytes: int,
     threads: int = THREADS,
-    on_bytes: Callable[[int], None] | None = None,
 ) -> TransferStats:
     """Fill the memory of every transfer from its file, in file order.
 
@@ -69,7 +68,6 @@ def read_transfers(
         transfers: What to read; memory of any dtype, strides and device.
         staging_bytes: Upper bound of all staging buffers together.
         threads: Reads in flight.
-        on_bytes: Called with the bytes of each finished batch, from any thread, for a progress bar.
 
     Raises:
         CheckpointError: A file cannot be read, or is shorter than its header said.
@@ -77,7 +75,7 @@ def read_transfers(
     batches = cut_batches(
         transfers, staging_bytes=min(staging_bytes // threads, _BUFFER_BYTES), max_gap_bytes=MAX_GAP_BYTES
     )
-    return _run(list(batches), os.O_RDONLY, threads, _read_batch, on_bytes)
+    return _run(list(batches), os.O_RDONLY, threads, _read_batch)
 
 
 def write_transfers(
@@ -85,7 +83,6 @@ def write_transfers(
     *,
     staging_bytes: int,
     threads: int = THREADS,
-    on_bytes: Callable[[int], None] | None = None,
 ) -> TransferStats:
     """Write the memory of every transfer to its place in its file, which must exist at full length.
 
@@ -96,7 +93,7 @@ def write_transfers(
         CheckpointError: A file cannot be written; a full disk for example.
     """
     batches = cut_batches(transfers, staging_bytes=min(staging_bytes // threads, _BUFFER_BYTES), max_gap_bytes=0)
-    return _run(list(batches), os.O_WRONLY, threads, _write_batch, on_bytes)
+    return _run(list(batches), os.O_WRONLY, threads, _write_batch)
 
 
 def _run(
@@ -104,7 +101,6 @@ def _run(
     flags: int,
     threads: int,
     handle: Callable[[int, Batch, "_Staging"], int],
-    on_bytes: Callable[[int], None] | None,
 ) -> TransferStats:
     """Open each file once and handle all batches on a few threads."""
     staging = _Staging(batches)
@@ -125,8 +121,6 @@ def _run(
                 except OSError as error:
                     raise _io_error(batch.file, flags, error) from error
                 num_bytes += batch.stop - batch.start
-                if on_bytes:
-                    on_bytes(batch.stop - batch.start)
             return num_bytes, calls
 
         units = list(_units(batches))

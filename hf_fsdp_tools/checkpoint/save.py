@@ -8,13 +8,11 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -24,9 +22,9 @@ from hf_fsdp_tools.errors import CheckpointError
 
 from .adapter import is_adapted, save_adapter
 from .agreement import agreed, all_ranks, rank_and_size
-from .conversion import map_saving, persistent_tensors, revert_group
-from .index import DTYPES, WEIGHTS, WEIGHTS_INDEX
-from .pieces import PieceTensor
+from .conversion import persistent_tensors, revert_group
+from .index import WEIGHTS, WEIGHTS_INDEX
+from .layout import Layout, Place, plan_layout
 from .reader import TransferStats, write_transfers
 from .report import SaveReport
 from .shares import is_first_replica, local_boxes_of, local_tensor, memory_view
@@ -37,7 +35,6 @@ __all__ = ["save_pretrained"]
 
 _MIN_RUN_BYTES = 2048  # shorter runs in the file are not worth a system call each (assumed): such a tensor is gathered
 _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def save_pretrained(
@@ -81,7 +78,7 @@ def save_pretrained(
         return save_adapter(model, folder, tokenizer=tokenizer, dtype=dtype)
     mark = all_ranks(secrets.token_hex(4))[0]
     with agreed("planning the checkpoint"):
-        layout = _plan_layout(model, dtype, max_shard_size, folder, mark)
+        layout = plan_layout(model, dtype, max_shard_size, folder, mark)
         transfers = _plan_transfers(model, layout)
         scattered = {key for key, parts in transfers.items() if _is_scattered(parts)}
     # A tensor is gathered by all ranks or by none, so they must agree on which.
@@ -117,101 +114,10 @@ def save_pretrained(
     )
 
 
-# ---- what goes where ----
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where one saved tensor lies."""
-
-    tensor: PieceTensor
-    """The model elements that it is made of."""
-
-    dtype: torch.dtype
-    """As stored."""
-
-    file: str
-    """Name of its file."""
-
-    offset: int
-    """Position of its first byte in the file."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Length of its data."""
-        return self.tensor.numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Layout:
-    """The whole checkpoint, the same on every rank."""
-
-    folder: Path
-    """Where it goes."""
-
-    mark: str
-    """Part of the temporary file names, chosen by rank 0, so that a file left behind is not taken for one of this save.
-    """
-
-    places: Mapping[str, _Place]
-    """Hub key to place."""
-
-    headers: Mapping[str, bytes]
-    """File name to everything before its data."""
-
-    files: Mapping[str, int]
-    """File name to its full length in bytes."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Tensor data of all files."""
-        return sum(self.files.values()) - sum(len(header) for header in self.headers.values())
-
-    def temporary(self, file: str) -> Path:
-        """What the file is called until it is complete."""
-        return self.folder / f".{file}.{self.mark}.incomplete"
-
-
-def _plan_layout(
-    model: nn.Module, dtype: torch.dtype | None, max_shard_size: int | str, folder: Path, mark: str
-) -> _Layout:
-    """Keys, dtypes and shapes as transformers would save them, split into files as the hub library splits."""
-    tensors = map_saving(model)
-    dtypes = {k: dtype if dtype and t.is_floating_point() else t.dtype for k, t in tensors.items()}
-    blanks = {k: torch.empty(t.shape, dtype=dtypes[k], device="meta") for k, t in tensors.items()}
-    split = split_torch_state_dict_into_shards(
-        blanks, filename_pattern=WEIGHTS.replace(".", "{suffix}."), max_shard_size=max_shard_size
-    )
-    places: dict[str, _Place] = {}
-    headers: dict[str, bytes] = {}
-    files: dict[str, int] = {}
-    for file, keys in split.filename_to_tensors.items():
-        # Wide dtypes first, as safetensors itself does, so that every tensor is aligned.
-        order = sorted(keys, key=lambda k: (-dtypes[k].itemsize, k))
-        sizes = [blanks[k].numel() * dtypes[k].itemsize for k in order]
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        position = 0
-        for key, size in zip(order, sizes, strict=True):
-            entries[key] = {
-                "dtype": _DTYPE_NAMES[dtypes[key]],
-                "shape": list(blanks[key].shape),
-                "data_offsets": [position, position + size],
-            }
-            position += size
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        headers[file] = len(text).to_bytes(8, "little") + text
-        files[file] = len(headers[file]) + position
-        for key in order:
-            offset = len(headers[file]) + entries[key]["data_offsets"][0]
-            places[key] = _Place(tensor=tensors[key], dtype=dtypes[key], file=file, offset=offset)
-    return _Layout(folder=folder, mark=mark, places=places, headers=headers, files=files)
-
-
 # ---- files ----
 
 
-def _create_files(layout: _Layout) -> None:
+def _create_files(layout: Layout) -> None:
     """Make the folder, and every file under its temporary name with its header and its full length."""
     try:
         if layout.folder.exists() and not layout.folder.is_dir():
@@ -242,7 +148,7 @@ def _reserve(descriptor: int, size: int) -> None:
     os.ftruncate(descriptor, size)
 
 
-def _check_visible(layout: _Layout) -> None:
+def _check_visible(layout: Layout) -> None:
     """Every rank must see the files that rank 0 made."""
     for file, size in layout.files.items():
         path = layout.temporary(file)
@@ -256,7 +162,7 @@ def _check_visible(layout: _Layout) -> None:
             )
 
 
-def _publish(model: nn.Module, layout: _Layout) -> None:
+def _publish(model: nn.Module, layout: Layout) -> None:
     """Give complete files their names, then the index; what an earlier save left and this one does not have goes last."""
     kept = set(layout.files)
     try:
@@ -284,7 +190,7 @@ def _num_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def _discard(layout: _Layout) -> None:
+def _discard(layout: Layout) -> None:
     """Remove what is left under temporary names; nothing after a complete save."""
     for file in (*layout.files, WEIGHTS_INDEX):
         with suppress(OSError):  # the error that led here is the one to show
@@ -313,7 +219,7 @@ def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, tok
 # ---- bytes ----
 
 
-def _plan_transfers(model: nn.Module, layout: _Layout) -> dict[str, list[Transfer]]:
+def _plan_transfers(model: nn.Module, layout: Layout) -> dict[str, list[Transfer]]:
     """What this rank writes in place, by hub key; a key whose way back is more than a movement of data is left out."""
     state = persistent_tensors(model)
     return {
@@ -323,7 +229,7 @@ def _plan_transfers(model: nn.Module, layout: _Layout) -> dict[str, list[Transfe
     }
 
 
-def _transfers(key: str, place: _Place, state: Mapping[str, torch.Tensor], layout: _Layout) -> Iterator[Transfer]:
+def _transfers(key: str, place: Place, state: Mapping[str, torch.Tensor], layout: Layout) -> Iterator[Transfer]:
     """What this rank writes of one saved tensor: its boxes of every model tensor that the saved one is made of."""
     strides = row_major_strides(place.tensor.shape)
     for piece in place.tensor.pieces or ():
@@ -360,7 +266,7 @@ def _is_scattered(transfers: list[Transfer]) -> bool:
     return runs > 64 and num_bytes < runs * _MIN_RUN_BYTES
 
 
-def _write_gathered(model: nn.Module, key: str, layout: _Layout, staging_bytes: int) -> TransferStats:
+def _write_gathered(model: nn.Module, key: str, layout: Layout, staging_bytes: int) -> TransferStats:
     """Gather the model tensors that one saved tensor comes from, revert the conversion for real, write it on rank 0."""
     place = layout.places[key]
     state = persistent_tensors(model)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel
 
-from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, load_weights, reader
+from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, load_weights, reader, save_pretrained
 from hf_fsdp_tools.checkpoint.shares import local_boxes_of
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.meta import build_meta_model
@@ -308,9 +308,36 @@ def test_mistakes_of_the_caller(folders: dict[str, Path]) -> None:
     ):
         load_weights(headed, folders["llama"], strict=True)
     assert all(p.is_meta for p in headed.parameters())
+    real = make_model("llama")
+    with pytest.raises(ConfigError, match=r"dtype=torch.bfloat16 cannot be honoured: .* has storage in torch.float32"):
+        load_weights(real, folders["llama"], dtype=torch.bfloat16)
     model.config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(CheckpointError, match=r"quantised \(fp8\).*Dequantise it once"):
         load_weights(model, folders["llama"])
+
+
+def load_plain_module(folder: Path) -> None:
+    """A module that transformers does not know: keys are its own, and its own initialisation fills what is missing."""
+    torch.manual_seed(0)
+    original = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    if dist.get_rank() == 0:
+        stored = {key: tensor for key, tensor in original.state_dict().items() if key != "2.bias"}
+        save_file(stored, folder / "model.safetensors")
+    dist.barrier()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    fully_shard(model)
+    report = load_weights(model, folder)
+    assert report.missing_keys == ("2.bias",)
+    assert full(model[2].bias).abs().max() > 0
+    for key, tensor in model.state_dict().items():
+        assert key == "2.bias" or torch.equal(full(tensor), original.state_dict()[key]), key
+    save_pretrained(model, folder / "saved")
+    assert set(CheckpointIndex.open(folder / "saved").tensors) == set(original.state_dict())
+
+
+def test_a_module_from_outside_transformers(tmp_path: Path) -> None:
+    run_ranks(load_plain_module, 2, tmp_path)
 
 
 # ---- memory ----

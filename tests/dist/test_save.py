@@ -22,7 +22,7 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.meta import build_meta_model
 from tests._checkpoints import KINDS, make_checkpoint, make_model, randomize
 from tests._dist import run_ranks
-from tests.dist.test_load import last_even_dim, sharded_meta_model
+from tests.dist.test_load import full, last_even_dim, sharded_meta_model
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +168,27 @@ def test_a_save_replaces_an_earlier_one_whole(folders: dict[str, Path], tmp_path
     (tmp_path / "notes.txt").write_text("mine")
     run_ranks(save_twice, 2, folders["llama"], tmp_path)
     assert_same_checkpoint("llama", tmp_path, folders["llama"])
+
+
+def save_after_a_step(folder: Path, target: Path) -> dict[str, torch.Tensor]:
+    """Training leaves the root unit gathered; what is saved are the shards, with the update in them."""
+    model = sharded_meta_model("tied", folder)
+    load_weights(model, folder)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.arange(24).reshape(2, 12)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        model(input_ids=tokens)  # gathered again, and not trained on
+    save_pretrained(model, target)
+    return {key: full(tensor).detach() for key, tensor in model.state_dict().items()}
+
+
+def test_a_trained_model_is_saved_with_its_update(folders: dict[str, Path], tmp_path: Path) -> None:
+    trained = run_ranks(save_after_a_step, 2, folders["tied"], tmp_path)[0]
+    saved, before = (type(make_model("tied")).from_pretrained(f).state_dict() for f in (tmp_path, folders["tied"]))
+    assert all(torch.equal(saved[key], tensor) for key, tensor in trained.items())
+    assert not torch.equal(saved["lm_head.weight"], before["lm_head.weight"])
 
 
 # ---- faults ----

@@ -155,6 +155,8 @@ def model_class(config: Any) -> type[transformers.PreTrainedModel]:
 @pytest.mark.parametrize("model_type", CONVERTED + RENAMED)
 def test_an_architecture_loads_and_saves_as_transformers_does(model_type: str, tmp_path: Path) -> None:
     """One process, no shards: the same values and reports, every byte read in place, and the same files written."""
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     config = tiny_config(model_type)
     cls = model_class(config)
     randomize(cls(config)).save_pretrained(tmp_path / "stored", max_shard_size="200KB")

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_fsdp_tools.checkpoint import CheckpointIndex
-from hf_fsdp_tools.checkpoint.index import DTYPES, parse_header
+from hf_fsdp_tools.checkpoint.header import DTYPES, parse_header
 from hf_fsdp_tools.errors import CheckpointError
 from tests._checkpoints import make_checkpoint
 

@@ -1,0 +1,166 @@
+"""What one safetensors file holds, by its header; nothing in the file is trusted."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from hf_fsdp_tools.errors import CheckpointError
+
+__all__ = ["DTYPES", "StoredTensor", "parse_header", "parse_json", "shortened"]
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
+
+# https://github.com/huggingface/safetensors#format; sub-byte types have no torch dtype that can be sliced, so they are
+# left out.
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "BOOL": torch.bool,
+        "U8": torch.uint8,
+        "I8": torch.int8,
+        "U16": torch.uint16,
+        "I16": torch.int16,
+        "U32": torch.uint32,
+        "I32": torch.int32,
+        "U64": torch.uint64,
+        "I64": torch.int64,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E8M0": torch.float8_e8m0fnu,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F32": torch.float32,
+        "F64": torch.float64,
+        "C64": torch.complex64,
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """One tensor of a checkpoint: where its bytes lie."""
+
+    key: str
+    """Its name in the file."""
+
+    file: Path
+    """The file that holds it."""
+
+    dtype: torch.dtype
+    """As stored."""
+
+    shape: tuple[int, ...]
+    """As stored; the data is row-major."""
+
+    offset: int
+    """Position of its first byte in the file."""
+
+    num_bytes: int
+    """Length of its data in bytes."""
+
+
+def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
+    """The tensors of one safetensors file, in file order, and the number of bytes that were read to know them.
+
+    Nothing in the file is trusted: length, encoding, JSON, dtypes, shapes and byte ranges are checked, and ranges must
+    cover the data without holes or overlaps, as the format demands.
+
+    Raises:
+        CheckpointError: The first thing that is wrong.
+    """
+    try:
+        size = file.stat().st_size
+        with open(file, "rb") as stream:
+            prefix = stream.read(8)
+            length = int.from_bytes(prefix, "little")
+            sane = len(prefix) == 8 and 8 + length <= size and length <= MAX_HEADER_BYTES
+            text = stream.read(length) if sane else b""
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}. Check the path and its permissions.") from error
+    if len(prefix) < 8:
+        raise _damaged(file, f"is {size} bytes long; a safetensors file has at least 8")
+    if length > MAX_HEADER_BYTES:
+        raise _damaged(file, f"header length is {length} bytes; the format allows {MAX_HEADER_BYTES}")
+    if len(text) < length:
+        raise _damaged(file, f"header length is {length} bytes, but the file has {size - 8} bytes after the length")
+    entries = parse_json(file, text)
+    tensors = [_parse_entry(file, key, value, 8 + length) for key, value in entries.items() if key != "__metadata__"]
+    tensors.sort(key=lambda t: (t.offset, t.num_bytes))
+    _check_layout(file, tensors, 8 + length, size)
+    return tensors, 8 + length
+
+
+def parse_json(file: Path, text: bytes) -> dict[str, Any]:
+    """The header as a dict with unique keys."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if len(set(keys)) < len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"key {twice!r} occurs twice")
+        return dict(pairs)
+
+    try:
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except UnicodeDecodeError as error:
+        raise _damaged(file, f"header is not UTF-8: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, f"header is not valid JSON: {error}") from error
+    if not isinstance(entries, dict):
+        raise _damaged(file, f"header is a JSON {type(entries).__name__}, expected an object")
+    return entries
+
+
+def _parse_entry(file: Path, key: str, value: Any, data_start: int) -> StoredTensor:
+    """One entry of the header, checked in itself."""
+    if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= set(value):
+        raise _damaged(file, f"{key!r}: expected dtype, shape and data_offsets, found {shortened(value)}")
+    name, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(name, str) or name not in DTYPES:
+        raise _damaged(file, f"{key!r}: dtype {shortened(name)} is not supported; supported: {', '.join(DTYPES)}")
+    if not _are_sizes(shape):
+        raise _damaged(file, f"{key!r}: shape {shortened(shape)} is not a list of non-negative integers")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _damaged(file, f"{key!r}: data_offsets {shortened(offsets)} is not [begin, end]")
+    begin, end = offsets
+    expected = math.prod(shape) * DTYPES[name].itemsize
+    if end - begin != expected:
+        raise _damaged(file, f"{key!r}: {name} {shape} needs {expected} bytes, data_offsets give {end - begin}")
+    return StoredTensor(
+        key=key, file=file, dtype=DTYPES[name], shape=tuple(shape), offset=data_start + begin, num_bytes=end - begin
+    )
+
+
+def _check_layout(file: Path, tensors: list[StoredTensor], data_start: int, size: int) -> None:
+    """Tensors, sorted by offset, follow each other without hole or overlap up to the end of the file."""
+    position, previous = data_start, "the header"
+    for tensor in tensors:
+        if tensor.offset != position:
+            what = "overlaps" if tensor.offset < position else "leaves a hole after"
+            raise _damaged(
+                file, f"{tensor.key!r} begins at byte {tensor.offset}, {what} {previous}, which ends at {position}"
+            )
+        position, previous = tensor.offset + tensor.num_bytes, repr(tensor.key)
+    if size != position:
+        what = "is truncated" if size < position else "has bytes that belong to no tensor"
+        raise _damaged(file, f"{what}: it is {size} bytes long, its header describes {position}")
+
+
+def _are_sizes(value: Any) -> bool:
+    """Whether it is a list of non-negative integers that a file could have (64 bit)."""
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def shortened(value: Any) -> str:
+    """Its ``repr`` in at most 80 characters, for messages."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _damaged(file: Path, fact: str) -> CheckpointError:
+    return CheckpointError(f"{file}: {fact}. The file is damaged or not safetensors; download or save it again.")

@@ -1,0 +1,107 @@
+"""Which byte of which file every element of a model is saved to: worked out alike on every rank, before anything is written."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import nn
+
+from .conversion import map_saving
+from .header import DTYPES
+from .index import WEIGHTS
+from .pieces import PieceTensor
+
+__all__ = ["Layout", "Place", "plan_layout"]
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one saved tensor lies."""
+
+    tensor: PieceTensor
+    """The model elements that it is made of."""
+
+    dtype: torch.dtype
+    """As stored."""
+
+    file: str
+    """Name of its file."""
+
+    offset: int
+    """Position of its first byte in the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of its data."""
+        return self.tensor.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The whole checkpoint, the same on every rank."""
+
+    folder: Path
+    """Where it goes."""
+
+    mark: str
+    """Part of the temporary file names, chosen by rank 0: a file that another save left behind is not taken for ours."""
+
+    places: Mapping[str, Place]
+    """Hub key to place."""
+
+    headers: Mapping[str, bytes]
+    """File name to everything before its data."""
+
+    files: Mapping[str, int]
+    """File name to its full length in bytes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Tensor data of all files."""
+        return sum(self.files.values()) - sum(len(header) for header in self.headers.values())
+
+    def temporary(self, file: str) -> Path:
+        """What the file is called until it is complete."""
+        return self.folder / f".{file}.{self.mark}.incomplete"
+
+
+def plan_layout(
+    model: nn.Module, dtype: torch.dtype | None, max_shard_size: int | str, folder: Path, mark: str
+) -> Layout:
+    """Keys, dtypes and shapes as transformers would save them, split into files as the hub library splits."""
+    tensors = map_saving(model)
+    dtypes = {k: dtype if dtype and t.is_floating_point() else t.dtype for k, t in tensors.items()}
+    blanks = {k: torch.empty(t.shape, dtype=dtypes[k], device="meta") for k, t in tensors.items()}
+    split = split_torch_state_dict_into_shards(
+        blanks, filename_pattern=WEIGHTS.replace(".", "{suffix}."), max_shard_size=max_shard_size
+    )
+    places: dict[str, Place] = {}
+    headers: dict[str, bytes] = {}
+    files: dict[str, int] = {}
+    for file, keys in split.filename_to_tensors.items():
+        # Wide dtypes first, as safetensors itself does, so that every tensor is aligned.
+        order = sorted(keys, key=lambda k: (-dtypes[k].itemsize, k))
+        sizes = [blanks[k].numel() * dtypes[k].itemsize for k in order]
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        position = 0
+        for key, size in zip(order, sizes, strict=True):
+            entries[key] = {
+                "dtype": _DTYPE_NAMES[dtypes[key]],
+                "shape": list(blanks[key].shape),
+                "data_offsets": [position, position + size],
+            }
+            position += size
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        headers[file] = len(text).to_bytes(8, "little") + text
+        files[file] = len(headers[file]) + position
+        for key in order:
+            offset = len(headers[file]) + entries[key]["data_offsets"][0]
+            places[key] = Place(tensor=tensors[key], dtype=dtypes[key], file=file, offset=offset)
+    return Layout(folder=folder, mark=mark, places=places, headers=headers, files=files)
