@@ -1,4 +1,4 @@
-"""`hf-fsdp`: what repeats in a model, how it would be sharded, a config for a machine, a model to try it on.
+"""`hf-fsdp`: what repeats in a model, how it would be sharded and what is wrong with that, a config, a model to try it on.
 
 Every command prints text for people, or with `--json` one JSON value for programs. A mistake is one message on stderr
 and exit code 1, wrong usage exit code 2. Heavy libraries are imported where they are needed: `--help` comes at once.
@@ -28,6 +28,8 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one `hf-fsdp` command (default: the process's arguments); gives the exit code, 0 or 1.
 
+    1 means a mistake, or, from `doctor`, that an error was found.
+
     Raises:
         SystemExit: with 2 for wrong usage, with 0 after `--help`.
     """
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     options.command_line = shlex.join(["hf-fsdp", *words])
     try:
-        options.run(options)
+        return int(options.run(options) or 0)
     except FSDPToolsError as error:
         if options.traceback:
             raise
@@ -52,13 +54,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_blocks(commands)
     _add_plan(commands)
+    _add_doctor(commands)
     _add_config(commands)
     _add_demo_model(commands)
     return parser
 
 
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="NAME", help="hub name, local folder, or path of a config.json")
+def _add_model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    about = "hub name, local folder, or path of a config.json"
+    parser.add_argument("model", metavar="NAME", nargs="?" if optional else None, help=about)
     parser.add_argument(
         "--auto-class",
         default="AutoModelForCausalLM",
@@ -96,6 +100,16 @@ def _add_plan(commands: Any) -> None:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the plan as JSON")
     parser.set_defaults(run=_plan)
+
+
+def _add_doctor(commands: Any) -> None:
+    about = "check this machine, or how a model would be sharded on N processes (no weights, no GPUs); 1 if an error is found"
+    parser = commands.add_parser("doctor", help=about, description=about)
+    _add_model_arguments(parser, optional=True)
+    parser.add_argument(
+        "--num-processes", type=int, default=8, metavar="N", help="processes to pretend (default: %(default)s)"
+    )
+    parser.set_defaults(run=_doctor)
 
 
 def _add_config(commands: Any) -> None:
@@ -169,6 +183,17 @@ def _plan(options: argparse.Namespace) -> None:
     print(plan.to_json() if options.json else plan)
     if options.output and not options.json:
         print(f"wrote {options.output}")
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from hf_fsdp_tools.doctor import check_environment, rehearse
+
+    if options.model is None:
+        found: Any = check_environment()
+    else:
+        found = rehearse(_meta_model(options, dtype=None), num_processes=options.num_processes)
+    print(found.to_json() if options.json else found)
+    return int(found.has_errors)
 
 
 def _config(options: argparse.Namespace) -> None:

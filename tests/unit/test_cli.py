@@ -48,7 +48,9 @@ def run(capsys, *words):
     return code, *capsys.readouterr()
 
 
-@pytest.mark.parametrize("words", [("--help",), ("plan", "--help"), ("config", "--help"), ("demo-model", "--help")])
+@pytest.mark.parametrize(
+    "words", [("--help",), ("plan", "--help"), ("doctor", "--help"), ("config", "--help"), ("demo-model", "--help")]
+)
 def test_help_imports_nothing_heavy(words):
     code = (
         "import sys\nfrom hf_fsdp_tools.cli import main\n"
@@ -287,3 +289,27 @@ def test_demo_model(capsys, tmp_path):
     code, out, err = run(capsys, "demo-model", folder, *sizes, "--seed", "1")
     assert (code, out) == (1, "") and "name a new folder or delete this one" in err
     assert run(capsys, "plan", folder)[0] == 0
+
+
+def test_doctor_of_this_machine(capsys, monkeypatch):
+    code, out, err = run(capsys, "doctor")
+    assert (code, err) == (0, "")
+    assert f"torch            {torch.__version__}" in out and "gloo" in out
+    code, out, err = run(capsys, "doctor", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["versions"]["transformers"] == transformers.__version__
+    monkeypatch.setattr("hf_fsdp_tools.doctor._NEEDED", {"torch": "99.0"})
+    code, out, err = run(capsys, "doctor")
+    assert (code, err) == (1, "")
+    assert "error: version-too-old" in out and 'pip install "torch>=99.0"' in out
+
+
+def test_doctor_of_a_model(capsys, llama):
+    code, out, err = run(capsys, "doctor", llama, "--num-processes", "3")
+    assert (code, err) == (0, "")
+    assert "model.layers.{0..1}  LlamaDecoderLayer  2 × " in out and "info: meta-parameters" in out
+    code, out, err = run(capsys, "doctor", llama, "--json")
+    assert (code, err) == (0, "")
+    assert [finding["severity"] for finding in json.loads(out)["findings"]] == ["info"]
+    code, out, err = run(capsys, "doctor", llama, "--num-processes", "0")
+    assert (code, out) == (1, "") and "num_processes is 0; it must be 1 or more" in err

@@ -1,0 +1,196 @@
+"""Findings as data, models rehearsed on pretended ranks, and what the doctor says about a machine."""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+from hf_fsdp_tools import doctor
+from hf_fsdp_tools.diagnostics import Diagnosis, diagnose
+from hf_fsdp_tools.doctor import check_environment, rehearse
+from hf_fsdp_tools.errors import BlockDetectionError, ConfigError
+from hf_fsdp_tools.findings import Finding
+from hf_fsdp_tools.mesh import ParallelDims
+from hf_fsdp_tools.meta import build_meta_model
+from hf_fsdp_tools.policy import HybridPolicy
+from hf_fsdp_tools.shard import shard_model
+from hf_fsdp_tools.wrap import make_wrap_plan
+from tests._checkpoints import KINDS, make_model
+
+FINDING = Finding(code="some-code", severity="warning", fact="2 of 3 are wrong.", cure="Do the other thing.")
+
+
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_diagnosis_is_data_that_reads_well():
+    diagnosis = Diagnosis(findings=(FINDING, replace(FINDING, code="other")), units="Model: 3 parameters")
+    assert str(diagnosis).splitlines() == [
+        "Model: 3 parameters",
+        "",
+        "2 warnings",
+        "warning: some-code",
+        "    2 of 3 are wrong.",
+        "    Do the other thing.",
+        "warning: other",
+        "    2 of 3 are wrong.",
+        "    Do the other thing.",
+    ]
+    value = json.loads(diagnosis.to_json())
+    assert value["findings"][0] == json.loads(FINDING.to_json())
+    assert not diagnosis.has_errors
+    assert Diagnosis(findings=(replace(FINDING, severity="error"),), units="").has_errors
+    assert str(Diagnosis(findings=(), units="Model")).endswith("\nno findings")
+
+
+def test_without_a_process_group_an_unsharded_model_is_no_error():
+    model = make_model("llama")
+    diagnosis = diagnose(model)
+    (finding,) = diagnosis.findings
+    assert (finding.code, finding.severity) == ("not-sharded", "info")
+    assert "this process holds all 183.7 kB" in finding.fact and "shard_model" in finding.cure
+    assert diagnosis.units == "LlamaForCausalLM: 45.9 K parameters, not sharded"
+    with pytest.raises(ConfigError, match="give one of the two"):
+        diagnose(model, plan=make_wrap_plan(model), policy=HybridPolicy())
+    with pytest.raises(BlockDetectionError, match="no parameters"):
+        diagnose(nn.Identity())
+
+
+SHAPES = {
+    "llama": (AutoModelForCausalLM, {"num_hidden_layers": 12, "vocab_size": 500}),
+    "mixtral": (AutoModelForCausalLM, {"num_hidden_layers": 8, "vocab_size": 500}),
+    "deepseek_v3": (AutoModelForCausalLM, {"num_hidden_layers": 6, "vocab_size": 500}),
+    "bert": (AutoModelForMaskedLM, {"num_hidden_layers": 9}),
+    "t5": (AutoModelForSeq2SeqLM, {"num_layers": 7}),
+    "vit": (AutoModel, {"num_hidden_layers": 5}),
+}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_healthy_architectures_rehearsed_on_eight_ranks(kind):
+    auto_class, sizes = SHAPES[kind]
+    config = KINDS[kind]().config
+    for name, value in sizes.items():
+        setattr(config, name, value)
+    diagnosis = rehearse(build_meta_model(config, auto_class=auto_class))
+    assert {finding.code for finding in diagnosis.findings} <= {"meta-parameters", "empty-shards"}, diagnosis
+    assert all(finding.severity == "info" for finding in diagnosis.findings)
+    blocks = [line for line in diagnosis.units.splitlines() if " × " in line]
+    assert 1 <= len(blocks) <= 4, "equal units share a line"
+    assert not dist.is_initialized()
+
+
+def test_a_rehearsal_refuses_what_it_cannot_do(fake_group):
+    with pytest.raises(ConfigError, match=r"process of its own\. Use diagnose"):
+        rehearse(make_model("llama"))
+    with pytest.raises(ConfigError, match="num_processes is 0; it must be 1 or more"):
+        rehearse(make_model("llama"), num_processes=0)
+
+
+def test_adapters_before_and_after_sharding(fake_group):
+    lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2)
+    mesh = ParallelDims().build_mesh("cpu")
+    before = peft.get_peft_model(make_model("llama"), lora)
+    diagnosis = diagnose(shard_model(before, make_wrap_plan(before), mesh=mesh))
+    assert {finding.severity for finding in diagnosis.findings} <= {"info"}, diagnosis
+    sharded = make_model("llama")
+    after = peft.get_peft_model(shard_model(sharded, make_wrap_plan(sharded), mesh=mesh), lora)
+    findings = {finding.code: finding for finding in diagnose(after).findings}
+    assert findings["unmanaged-parameters"].severity == "error"
+    assert re.search(r"^8 trainable parameters .*q_proj\.lora_A", findings["unmanaged-parameters"].fact)
+    assert "plain model" in findings["unmanaged-parameters"].cure
+    assert "plan-mismatch" not in findings, "the remembered plan follows its model below the wrapper"
+
+
+def test_units_inside_units_print_as_a_tree(fake_group):
+    model = make_model("llama")
+    mesh = ParallelDims().build_mesh("cpu")
+    for block in model.model.layers:
+        fully_shard(block.mlp, mesh=mesh)
+        fully_shard(block, mesh=mesh)
+    fully_shard([model.model.norm, model.lm_head], mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params={model.model.embed_tokens.weight.requires_grad_(False)})
+    assert diagnose(model).units.splitlines() == [
+        "LlamaForCausalLM: 45.9 K parameters in 6 units (FSDP2)",
+        "└─ (root)  LlamaForCausalLM  0 parameters, 0 B",
+        "   ├─ model.layers.{0..1}  LlamaDecoderLayer  2 × 7.0 K parameters, 28.0 kB",
+        "   │  └─ model.layers.{0..1}.mlp  LlamaMLP  2 × 9.6 K parameters, 38.6 kB",
+        "   └─ model.norm + lm_head  LlamaRMSNorm/Linear  6.3 K parameters, 25.3 kB",
+        "in no unit: 1 tensors, 6.3 K parameters, 25.2 kB",
+    ]
+
+
+def test_the_doctor_needs_what_the_package_needs():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    declared = dict(requirement.split(">=") for requirement in project["dependencies"])
+    assert doctor._NEEDED.items() <= declared.items()
+
+
+def _findings(environment):
+    return {finding.code: finding for finding in environment.findings}
+
+
+def test_the_environment_of_the_tests_is_fit():
+    environment = check_environment()
+    assert not environment.has_errors, environment
+    assert environment.versions["torch"] == torch.__version__
+    assert "gloo" in environment.backends
+    assert json.loads(environment.to_json())["versions"] == environment.versions
+    assert re.search(r"^torch +2\.\S+  \(needs 2\.11\)$", str(environment), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "code", "cure"),
+    [
+        ("_NEEDED", {"torch": "99.1"}, "version-too-old", 'pip install "torch>=99.1"'),
+        ("_NEEDED", {"no-such-package": "1.0"}, "package-missing", 'pip install "no-such-package>=1.0"'),
+        ("dist.is_available", lambda: False, "no-backend", "Install a torch with them"),
+    ],
+)
+def test_an_unfit_environment_is_an_error_with_its_cure(monkeypatch, attribute, value, code, cure):
+    monkeypatch.setattr(f"hf_fsdp_tools.doctor.{attribute}", value)
+    monkeypatch.setattr(doctor, "_check_accelerate", lambda found: ())
+    environment = check_environment()
+    assert environment.has_errors
+    finding = _findings(environment)[code]
+    assert finding.severity == "error" and cure in finding.cure
+
+
+def test_what_is_known_of_devices(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    finding = _findings(check_environment())["no-device"]
+    assert (finding.severity, finding.fact) == (
+        "warning",
+        "This torch is built for CUDA 13.0 and sees no GPU: it would run on the CPU.",
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
+    found = list(doctor._check_devices(("gloo",)))
+    assert [finding.code for finding in found] == ["no-nccl", "no-bfloat16"]
+    assert "2 CUDA devices" in found[0].fact and "Tesla V100" in found[1].fact and "fp16" in found[1].cure
+
+
+def test_traps_of_accelerate_are_told_for_the_version_that_has_them():
+    told = {finding.code: finding for finding in doctor._check_accelerate("1.15.2")}
+    assert {"accelerate-wrap-callable", "accelerate-buffers"} <= told.keys()
+    assert "HybridFSDPPlugin" in told["accelerate-wrap-callable"].cure
+    assert not list(doctor._check_accelerate("1.16.0"))
+    assert not list(doctor._check_accelerate(None))
