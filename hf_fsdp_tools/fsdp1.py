@@ -52,8 +52,9 @@ def wrap_fsdp1(
 ) -> FullyShardedDataParallel:
     """Wrap `model` by `plan` with FSDP1, on meta or with real weights, and return the wrapper; make the optimizer afterwards.
 
-    A meta model gets storage unit by unit, so that a rank never holds more than its shards and one unit, and then the
-    model's own initialisation: values depend on `seed` only, not on the number of ranks, and tied parameters stay tied.
+    A meta model gets storage unit by unit, so that a rank never holds more than its shards and one unit (twice, while FSDP1
+    flattens it), and then the model's own initialisation: values depend on `seed` only, not on the number of ranks, and
+    tied parameters stay tied.
 
     Args:
         plan: from `make_wrap_plan` of this model.
@@ -131,11 +132,10 @@ def _refuse_settings(
     if device.type == "meta" or (device.type == "cpu" and device.index is not None):
         problems.append(f"device_id is {device}: FSDP1 knows the CPU as torch.device('cpu'), without an index.")
     if strategy in _HYBRID and dist.get_world_size() > 1:
-        is_pair = isinstance(process_group, tuple)
         # Without groups, torch shards over the devices of one machine; it counts one for the CPU.
         count = 1 if device.type == "cpu" else torch.accelerator.device_count()
         size = dist.get_world_size(process_group[0]) if isinstance(process_group, tuple) else count
-        if size == 1 or (process_group is not None and not is_pair):
+        if size == 1:
             problems.append(
                 f"sharding_strategy {strategy.name} with a shard group of {size}: torch then stops averaging gradients "
                 "without a word (pytorch issue 154888). Give process_group=(shard group of 2 or more, replicate group), "

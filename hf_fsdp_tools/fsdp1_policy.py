@@ -39,6 +39,9 @@ class HybridAutoWrapPolicy:
     knows the modules of its model by identity: make it last, when adapters are in place.
     """
 
+    plan: WrapPlan
+    """What this policy was made from."""
+
     units: tuple[str, ...]
     """Fqns of the modules to wrap, children before parents, without the root, which FSDP1 always wraps."""
 

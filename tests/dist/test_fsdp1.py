@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from transformers import AutoModelForSeq2SeqLM, CLIPConfig, CLIPModel
 
+from hf_fsdp_tools import fsdp1
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, WrapPlanError
 from hf_fsdp_tools.fsdp1 import wrap_fsdp1
 from hf_fsdp_tools.fsdp1_policy import hybrid_auto_wrap_policy
@@ -172,20 +174,35 @@ def _live_bytes() -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def _what_stays(use_orig_params):
+def _memory(use_orig_params):
+    """What is alive of the parameters while units get their storage (at most) and of everything afterwards, as shares of
+    the whole model; and the share of the largest unit."""
     config = make_model("llama").config
-    config.hidden_size, config.intermediate_size = 192, 512
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 96, 256, 8
     model = build_meta_model(config)
     plan = make_wrap_plan(model)
-    before = _live_bytes()
+    size, before, made, peak = 4 * plan.num_params, _live_bytes(), [], 0
+
+    def watching(tensor, device):
+        nonlocal peak
+        given = with_storage(tensor, device)
+        made.append(weakref.ref(given))
+        alive = [t.untyped_storage() for ref in made if (t := ref()) is not None]
+        peak = max(peak, sum({storage.data_ptr(): storage.nbytes() for storage in alive}.values()))
+        return given
+
+    with_storage, fsdp1._with_storage = fsdp1._with_storage, watching
     wrapped = wrap_fsdp1(model, plan, use_orig_params=use_orig_params)
-    return (_live_bytes() - before) / (4 * plan.num_params), type(wrapped).__name__
+    assert len(made) > 70, "watched every allocation"
+    after = _live_bytes() - before
+    return peak / size, after / size, plan.largest_unit.num_params / plan.num_params, wrapped.rank
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_only_the_shards_stay(use_orig_params):
-    for share, _ in run_ranks(_what_stays, 2, use_orig_params):
-        assert 0.5 <= share < 0.53
+def test_a_rank_holds_its_shards_and_one_unit(use_orig_params):
+    for peak, after, unit, _ in run_ranks(_memory, 2, use_orig_params):
+        assert 0.5 <= after < 0.52
+        assert peak < 0.5 + unit < 0.7
 
 
 def _lora():
