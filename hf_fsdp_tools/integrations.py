@@ -23,11 +23,12 @@ from accelerate import Accelerator, DistributedType, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.checkpoint import save_pretrained
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.fsdp1_policy import hybrid_auto_wrap_policy
 from hf_fsdp_tools.mesh import ensure_process_group, local_device
 from hf_fsdp_tools.shard import shard_model, sharding_of
 from hf_fsdp_tools.wrap import HybridPolicy, make_wrap_plan
@@ -39,16 +40,18 @@ _LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accelerate is not typed
-    """Accelerate's FSDP plugin with a `HybridPolicy`, for FSDP2.
+    """Accelerate's FSDP plugin with a `HybridPolicy`, for FSDP2 and FSDP1.
 
     What differs from the plugin that it extends: version 2 is the default; the units are those of `policy`, on every
-    model (`TRANSFORMER_BASED_WRAP` with class names and `SIZE_BASED_WRAP` with a size are translated into it); mixed
-    precision reduces gradients in fp32 and leaves outputs as they are (Accelerate's own reduces in low precision and
-    rounds outputs); CPU offload works where there is no device to pin for; RAM-efficient loading is off, because
-    `from_pretrained` reads shards and never a whole model.
+    model and for both versions (`TRANSFORMER_BASED_WRAP` with class names and `SIZE_BASED_WRAP` with a size are
+    translated into it); mixed precision reduces gradients in fp32 and leaves outputs and buffers as they are
+    (Accelerate's own reduces in low precision and rounds them); CPU offload works where there is no device to pin for;
+    RAM-efficient loading is off, because `from_pretrained` reads shards and never a whole model.
+
+    FSDP1 (`fsdp_version=1`, deprecated in PyTorch) shards plain models in `prepare`; `from_pretrained` is for FSDP2.
 
     Raises:
-        ConfigError: FSDP version 1 is asked for.
+        ConfigError: a setting that torch cannot honour here, or would honour wrongly without a word.
     """
 
     policy: HybridPolicy | None = field(default=None, metadata={"help": "What becomes a unit."})
@@ -56,12 +59,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
 
     def __post_init__(self) -> None:
         self.fsdp_version = int(self.fsdp_version or os.environ.get("FSDP_VERSION", "2"))
-        if self.fsdp_version != 2:
-            raise ConfigError(
-                f"fsdp_version is {self.fsdp_version}; HybridFSDPPlugin runs FSDP2 only (FSDP1 is deprecated in PyTorch). "
-                "Set fsdp_version to 2, or convert a config file with `accelerate to-fsdp2`."
-            )
-        if self.reshard_after_forward is None:
+        if self.fsdp_version == 2 and self.reshard_after_forward is None:
             self.reshard_after_forward = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true")
         if self.cpu_ram_efficient_loading or _is_set("FSDP_CPU_RAM_EFFICIENT_LOADING"):
             warnings.warn(
@@ -69,21 +67,35 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
                 stacklevel=3,
             )
         self.cpu_ram_efficient_loading = False
+        on_cpu = local_device().type == "cpu"
+        if self.fsdp_version == 1 and on_cpu and self.sync_module_states is None:
+            self.sync_module_states = False  # torch can broadcast weights between accelerators only
         super().__post_init__()
-        if isinstance(self.cpu_offload, CPUOffloadPolicy) and local_device().type == "cpu":
-            self.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
         self.policy = self.policy or _policy_of(self)
-        self.auto_wrap_policy = None  # ours decides; Accelerate would look for class names that sharding changes
+        self.auto_wrap_policy = None  # ours decides, when it sees the model
+        if self.fsdp_version == 1:
+            _check_fsdp1(self, on_cpu=on_cpu)
+        elif isinstance(self.cpu_offload, CPUOffloadPolicy) and on_cpu:
+            self.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Nothing: the policy is in place and needs no model."""
+        """Accelerate calls this with the model that it is about to wrap with FSDP1; FSDP2 models are sharded by then."""
+        if self.fsdp_version == 1:
+            policy = hybrid_auto_wrap_policy(model, policy=self.policy)
+            if policy.ignored:
+                raise ConfigError(
+                    f"FSDP1 cannot shard {', '.join(policy.ignored)}, and Accelerate cannot leave single parameters out. "
+                    "Use fsdp_version 2, or wrap_fsdp1(model, plan) in place of prepare."
+                )
+            self.auto_wrap_policy = policy  # type: ignore[assignment]  # the field takes any callable
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Compute in `mixed_precision`, reduce gradients in fp32, cast no output."""
+        """Compute in `mixed_precision`, reduce gradients in fp32, cast neither outputs nor buffers."""
         if self.mixed_precision_policy is not None and not override:
             return
         dtype = _LOW_PRECISION.get(mixed_precision) if isinstance(mixed_precision, str) else mixed_precision
-        self.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
+        kind = MixedPrecisionPolicy if self.fsdp_version == 2 else MixedPrecision
+        self.mixed_precision_policy = kind(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
 
 
 def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerate_kwargs: Any) -> Accelerator:
@@ -150,6 +162,9 @@ class FSDPTrainerMixin:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write model, tokenizer and training arguments as a normal Hugging Face folder. Every rank must call."""
+        if not self.accelerator.is_fsdp2:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]  # the Trainer's; gathers on rank 0
+            return
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)  # type: ignore[attr-defined]
         save_pretrained(self.model, folder, tokenizer=self.processing_class)  # type: ignore[attr-defined]
         if self.args.should_save:  # type: ignore[attr-defined]
@@ -166,7 +181,9 @@ class _Accelerator(Accelerator):  # type: ignore[misc]  # accelerate is not type
     """
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
-        """As `Accelerator.prepare`; models may come without an optimizer, and several at once."""
+        """As `Accelerator.prepare`; under FSDP2 models may come without an optimizer, and several at once."""
+        if not self.is_fsdp2:
+            return super().prepare(*objects, device_placement=device_placement)
         if device_placement is not None:
             raise ConfigError(
                 "device_placement cannot be chosen under FSDP: shards live where the mesh is. Leave it out."
@@ -241,6 +258,8 @@ def _start_state(plugin: HybridFSDPPlugin, *, mixed_precision: str | None, cpu: 
         plugin.set_mixed_precision(state.mixed_precision)
         for shared in (state, PartialState()):
             shared.distributed_type = DistributedType.FSDP
+            if cpu:
+                shared.device = torch.device("cpu")  # FSDP1 takes cpu:0 for another device
         state.fsdp_plugin = plugin
     _check_state(plugin)
     _check_axes(state.parallelism_config)
@@ -275,6 +294,31 @@ def _check_state(plugin: HybridFSDPPlugin) -> None:
         )
 
 
+def _check_fsdp1(plugin: FullyShardedDataParallelPlugin, *, on_cpu: bool) -> None:
+    """Refuse what FSDP1 does wrongly without a word, or dies of. Sources: pytorch issue 154888; the rest measured."""
+    strategy = plugin.sharding_strategy or plugin.reshard_after_forward
+    problems = []
+    if getattr(strategy, "name", "").upper().startswith(("HYBRID", "_HYBRID")) and (on_cpu or _is_alone_on_node()):
+        problems.append(
+            f"sharding strategy {strategy.name} with one device per node stops averaging gradients. Use FULL_SHARD, or FSDP2 "
+            "with dp_replicate_size"
+        )
+    if on_cpu and "FULL" in str(plugin.state_dict_type):
+        problems.append("state_dict_type FULL_STATE_DICT crashes the process on CPUs. Use SHARDED_STATE_DICT, or FSDP2")
+    if on_cpu and plugin.sync_module_states:
+        problems.append(
+            "sync_module_states needs accelerators. Set it to False: every rank has the same weights already"
+        )
+    if on_cpu and getattr(plugin.cpu_offload, "offload_params", False):
+        problems.append("CPU offload needs an accelerator to offload from. Set it to False")
+    if problems:
+        raise ConfigError("FSDP1: " + "; ".join(problems) + ".")
+
+
+def _is_alone_on_node() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def _policy_of(plugin: FullyShardedDataParallelPlugin) -> HybridPolicy:
     """What Accelerate's own fields and variables ask for, as a HybridPolicy."""
     settings: dict[str, Any] = {}
@@ -288,8 +332,8 @@ def _policy_of(plugin: FullyShardedDataParallelPlugin) -> HybridPolicy:
         "size_based_auto_wrap_policy",
     ):
         raise ConfigError(
-            f"auto_wrap_policy is {plugin.auto_wrap_policy!r}, which FSDP2 has no use for. Give a HybridPolicy as `policy`: it "
-            "takes classes, class names, patterns, sizes and predicates."
+            f"auto_wrap_policy is {plugin.auto_wrap_policy!r}, which this plugin would not use. Give a HybridPolicy as "
+            "`policy`: it takes classes, class names, patterns, sizes and predicates."
         )
     if plugin.reshard_after_forward is False:
         settings["reshard_after_forward"] = {"*": False}

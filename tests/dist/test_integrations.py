@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, ParallelismConfig
 from peft import LoraConfig, get_peft_model
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -26,6 +26,7 @@ from hf_fsdp_tools import (
     make_accelerator,
     sharding_of,
 )
+from hf_fsdp_tools.fsdp1_policy import hybrid_auto_wrap_policy
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks
 
@@ -177,9 +178,17 @@ def _settings_from_launch():
     assert isinstance(HybridFSDPPlugin(cpu_offload=True).cpu_offload, CPUOffloadPolicy)
     with pytest.warns(UserWarning, match="cpu_ram_efficient_loading is off: from_pretrained reads each rank's shards"):
         assert HybridFSDPPlugin(cpu_ram_efficient_loading=True).cpu_ram_efficient_loading is False
-    os.environ["FSDP_VERSION"] = "1"
-    with pytest.raises(ConfigError, match=r"fsdp_version is 1.*to-fsdp2"):
+    os.environ |= {
+        "FSDP_VERSION": "1",
+        "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD",
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    }
+    with pytest.raises(
+        ConfigError, match=r"HYBRID_SHARD.*stops averaging.*dp_replicate_size; .*FULL_STATE_DICT crashes"
+    ):
         HybridFSDPPlugin()
+    os.environ |= {"FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+    assert HybridFSDPPlugin().fsdp_version == 1
     del os.environ["FSDP_VERSION"]
     with pytest.raises(ConfigError, match=r"auto_wrap_policy is .*HybridPolicy"):
         HybridFSDPPlugin(auto_wrap_policy=lambda module: True)
@@ -249,6 +258,41 @@ def _lora(folder):
 def test_a_lora_model_keeps_a_unit_per_layer_and_learns(tmp_path):
     for losses in run_ranks(_lora, 2, make_checkpoint("llama", tmp_path, dtype=torch.bfloat16)):
         assert losses[-1] < losses[0] - 0.3
+
+
+def _fsdp1(folder, adapted):
+    plugin = HybridFSDPPlugin(fsdp_version=1, use_orig_params=True, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin)
+    model = AutoModelForCausalLM.from_pretrained(folder).train()
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    expected = hybrid_auto_wrap_policy(model).units
+    model = accelerator.prepare(model)
+    wrapped = {name for name, module in model.named_modules() if isinstance(module, FullyShardedDataParallel)}
+    assert {name.replace("_fsdp_wrapped_module.", "").removesuffix("_fsdp_wrapped_module") for name in wrapped} == {
+        "",
+        *expected,
+    }
+    optimizer = accelerator.prepare(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))
+    losses = []
+    for batch in accelerator.prepare(DataLoader(_rows(STEPS * 4), batch_size=2)):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return losses
+
+
+def test_fsdp1_through_accelerate_has_the_plans_units_and_equals_one_process(checkpoints):
+    for losses in run_ranks(_fsdp1, 2, checkpoints["llama"], False):
+        close(losses, _plain_losses(checkpoints["llama"], 2, 1))
+
+
+def test_fsdp1_through_accelerate_makes_no_unit_of_an_adapter(checkpoints):
+    for losses in run_ranks(_fsdp1, 2, checkpoints["llama"], True):
+        assert losses[-1] < losses[0] - 0.1
 
 
 # ---- the Trainer ----
