@@ -113,6 +113,19 @@ def test_columns_of_a_matrix_are_read_without_waste_or_a_call_per_row(
     assert stats.num_bytes <= (num_bytes or memory.nbytes + 256 * MAX_GAP_BYTES)
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice about reading")
+def test_read_ahead_is_off_so_that_neighbours_bytes_stay_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advice: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(reader.os, "posix_fadvise", lambda descriptor, *rest: advice.append(rest))
+    file = tmp_path / "stored.bin"
+    file.write_bytes(raw(torch.ones(4)))
+    read_transfers([whole(file, torch.ones(4), torch.zeros(4))], staging_bytes=MIB)
+    write_transfers([whole(file, torch.ones(4), torch.ones(4))], staging_bytes=MIB)
+    assert advice == [(0, 0, os.POSIX_FADV_RANDOM)]
+
+
 def test_staging_stays_within_its_bound(tmp_path: Path) -> None:
     tensor = torch.randn(1024, 1024)
     file = tmp_path / "stored.bin"
