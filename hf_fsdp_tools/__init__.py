@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, SaveReport, load_weights, save_pretrained
     from hf_fsdp_tools.config import FSDPConfig
     from hf_fsdp_tools.demo import make_demo_model
+    from hf_fsdp_tools.diagnostics import Diagnosis, diagnose
     from hf_fsdp_tools.errors import (
         BlockDetectionError,
         CheckpointError,
@@ -25,11 +26,14 @@ if TYPE_CHECKING:
         MeshError,
         WrapPlanError,
     )
+    from hf_fsdp_tools.findings import Finding
+    from hf_fsdp_tools.fsdp1 import wrap_fsdp1
+    from hf_fsdp_tools.fsdp1_policy import hybrid_auto_wrap_policy
     from hf_fsdp_tools.integrations import FSDPTrainerMixin, HybridFSDPPlugin, make_accelerator
     from hf_fsdp_tools.mesh import ParallelDims
     from hf_fsdp_tools.meta import build_meta_model
     from hf_fsdp_tools.prepare import from_pretrained
-    from hf_fsdp_tools.shard import Sharding, shard_model, sharding_of
+    from hf_fsdp_tools.shard import Sharding, describe_sharding, shard_model, sharding_of
     from hf_fsdp_tools.wrap import HybridPolicy, WrapPlan, WrapUnit, check_wrap_plan, make_wrap_plan
 
 _MODULE_OF = {
@@ -38,10 +42,12 @@ _MODULE_OF = {
     "CheckpointError": "errors",
     "CheckpointIndex": "checkpoint",
     "ConfigError": "errors",
+    "Diagnosis": "diagnostics",
     "EstimateError": "errors",
     "FSDPConfig": "config",
     "FSDPToolsError": "errors",
     "FSDPTrainerMixin": "integrations",
+    "Finding": "findings",
     "HybridFSDPPlugin": "integrations",
     "HybridPolicy": "wrap",
     "LoadReport": "checkpoint",
@@ -55,8 +61,11 @@ _MODULE_OF = {
     "WrapUnit": "wrap",
     "build_meta_model": "meta",
     "check_wrap_plan": "wrap",
+    "describe_sharding": "shard",
     "detect_blocks": "blocks",
+    "diagnose": "diagnostics",
     "from_pretrained": "prepare",
+    "hybrid_auto_wrap_policy": "fsdp1_policy",
     "load_weights": "checkpoint",
     "make_accelerator": "integrations",
     "make_demo_model": "demo",
@@ -64,6 +73,7 @@ _MODULE_OF = {
     "save_pretrained": "checkpoint",
     "shard_model": "shard",
     "sharding_of": "shard",
+    "wrap_fsdp1": "fsdp1",
 }
 
 __all__ = [
@@ -72,10 +82,12 @@ __all__ = [
     "CheckpointError",
     "CheckpointIndex",
     "ConfigError",
+    "Diagnosis",
     "EstimateError",
     "FSDPConfig",
     "FSDPToolsError",
     "FSDPTrainerMixin",
+    "Finding",
     "HybridFSDPPlugin",
     "HybridPolicy",
     "LoadReport",
@@ -89,8 +101,11 @@ __all__ = [
     "WrapUnit",
     "build_meta_model",
     "check_wrap_plan",
+    "describe_sharding",
     "detect_blocks",
+    "diagnose",
     "from_pretrained",
+    "hybrid_auto_wrap_policy",
     "load_weights",
     "make_accelerator",
     "make_demo_model",
@@ -98,6 +113,7 @@ __all__ = [
     "save_pretrained",
     "shard_model",
     "sharding_of",
+    "wrap_fsdp1",
 ]
 
 __version__ = "0.1.0"

@@ -15,13 +15,16 @@ PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
 LEVELS = (
     {"errors"},
-    {"accelerate_keys", "meta", "mesh", "plan", "tree", "checkpoint.agreement", "checkpoint.report", "checkpoint.slices"},
-    {"blocks", "config", "policy", "checkpoint.index", "checkpoint.pieces", "checkpoint.shares", "checkpoint.transfer"},
-    {"rules", "checkpoint.adapter", "checkpoint.conversion", "checkpoint.reader"},
+    {"accelerate_keys", "meta", "mesh", "plan", "tree"},
+    {"checkpoint.agreement", "checkpoint.header", "checkpoint.report", "checkpoint.slices"},
+    {"config", "demo", "fsdp1_shares", "live", "policy", "stacks"},
+    {"checkpoint.adapter", "checkpoint.index", "checkpoint.pieces", "checkpoint.shares", "checkpoint.transfer"},
+    {"blocks", "rules", "checkpoint.conversion", "checkpoint.reader"},
+    {"draft", "findings", "checkpoint.fit", "checkpoint.layout"},
     {"wrap", "checkpoint.load", "checkpoint.save"},
-    {"shard", "checkpoint"},
-    {"prepare", "demo"},
-    {"integrations"},
+    {"checkpoint", "fsdp1_policy", "shard"},
+    {"diagnostics", "fsdp1", "prepare"},
+    {"doctor", "integrations"},
     {"cli"},
     {""},
 )
