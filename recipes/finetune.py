@@ -33,12 +33,12 @@ from hf_fsdp_tools import (
     ConfigError,
     FSDPToolsError,
     FSDPTrainerMixin,
+    describe_sharding,
     from_pretrained,
     make_accelerator,
     make_demo_model,
 )
 from hf_fsdp_tools.demo import write_demo_dataset
-from hf_fsdp_tools.shard import describe_sharding
 
 QUICK_START = {
     "num_train_epochs": 6,
