@@ -156,7 +156,8 @@ def _renamed(plan: WrapPlan, model: nn.Module) -> WrapPlan:
 
 def _counts(live: LiveModel, model: nn.Module, *, values: bool) -> dict[tuple[str, str], int]:
     distinct = {id(parameter.tensor): parameter for parameter in live.parameters.values()}.values()
-    counts = {("empty", ""): sum(place.unit is not None and place.local_numel == 0 for place in distinct)}
+    empty = [place for place in distinct if place.unit and place.unit.version == 2 and place.local_numel == 0]
+    counts = {("empty", ""): len(empty)}  # FSDP1 cuts a unit as one piece, so that its parameters' shares say nothing
     for weight in live.tree.weights:
         tensors = list({id(t): t for name in weight.names if (t := live.parameters[name].tensor) is not None}.values())
         if len(tensors) > 1:
@@ -288,7 +289,7 @@ def _counted_findings(by_rank: list[dict[tuple[str, str], int]], num_parameters:
             code="empty-shards",
             severity="info",
             fact=f"{sum(empty)} of {num_parameters * len(empty)} shards are empty, most on rank {rank} ({empty[rank]}): FSDP2 "
-            "cuts the first dimension, and these have few rows (or are small parts of an FSDP1 unit).",
+            "cuts the first dimension, and these have too few rows.",
             cure="Nothing: they train correctly. Code that tells parameters apart by data_ptr() confuses them, Accelerate's own "
             "prepare(model, optimizer) too; that of make_accelerator() does not.",
         )

@@ -151,9 +151,12 @@ def _is_missed(block: ModuleNode, live: LiveModel, bound: int) -> bool:
 
 def _check_plan(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
     planned = {frozenset(plain_name(name) for name in unit.modules): unit for unit in plan.units if unit.num_params}
-    made = {frozenset(node.fqn for node in unit.nodes) for unit in live.units if unit.weights}
+    made = {frozenset(node.fqn for node in unit.nodes): unit for unit in live.units if unit.weights}
+    extra = [unit.name for names, unit in made.items() if names not in planned]
+    if live.units[0].version == 1:  # a unit of FSDP1 is one module: those of several are cut up or left to the root
+        planned = {names: unit for names, unit in planned.items() if len(names) == 1 and names != {""}}
+        extra = []
     absent = [" + ".join(unit.modules) or "(root)" for names, unit in planned.items() if names not in made]
-    extra = [unit.name for unit in live.units if unit.weights and frozenset(n.fqn for n in unit.nodes) not in planned]
     if absent or extra:
         lists = [f"{len(absent)} of its {len(planned)} units are not there ({listed(absent)})"] if absent else []
         lists += [f"{len(extra)} units are not in it ({listed(extra)})"] if extra else []

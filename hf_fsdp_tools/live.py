@@ -185,7 +185,8 @@ class _Found:
         is_new = id(state) not in self.units
         unit = self.units.setdefault(id(state), LiveUnit(version=2, original_parameters=True))
         self.unit_of_module[id(_core(module))] = unit
-        for group in state._fsdp_param_groups if is_new else ():
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # older: one group
+        for group in groups if is_new and groups[0] is not None else ():
             for managed in group.fsdp_params:
                 info = managed._module_info
                 current = info.module._parameters.get(info.param_name)

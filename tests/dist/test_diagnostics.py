@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_fsdp_tools.diagnostics import diagnose
 from hf_fsdp_tools.errors import FSDPToolsError, WrapPlanError
+from hf_fsdp_tools.fsdp1 import wrap_fsdp1
 from hf_fsdp_tools.mesh import ParallelDims
 from hf_fsdp_tools.meta import allocate
 from hf_fsdp_tools.policy import HybridPolicy
@@ -112,10 +113,15 @@ def _other_ways_to_shard():
             old = make_model("llama")
             for index, block in enumerate(old.model.layers):
                 old.model.layers[index] = _fsdp1(block, use_orig_params=original)
-            diagnosis = diagnose(_fsdp1(old, use_orig_params=original), values=True)
-            assert not _codes(diagnosis), diagnosis
+            old = _fsdp1(old, use_orig_params=original)
+            diagnosis = diagnose(old, values=True)
+            assert not diagnosis.findings, diagnosis
             assert re.search(r"LlamaDecoderLayer  2 × 16\.7 K parameters", diagnosis.units), diagnosis.units
             assert diagnosis.units.startswith("LlamaForCausalLM: 45.9 K parameters in 3 units (FSDP1)")
+            plan = make_wrap_plan(make_model("llama"))
+            assert _codes(diagnose(old, plan=plan)) == ["plan-mismatch"], "the embedding has no unit"
+            diagnosis = diagnose(wrap_fsdp1(make_model("llama"), plan, use_orig_params=original), plan=plan)
+            assert not diagnosis.findings, diagnosis
 
 
 def _fsdp1(module, **settings):

@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    CLIPConfig,
+    DiffLlamaConfig,
+)
 
 from hf_fsdp_tools import doctor
 from hf_fsdp_tools.diagnostics import Diagnosis, diagnose
@@ -88,11 +95,19 @@ def test_healthy_architectures_rehearsed_on_eight_ranks(kind):
     for name, value in sizes.items():
         setattr(config, name, value)
     diagnosis = rehearse(build_meta_model(config, auto_class=auto_class))
-    assert {finding.code for finding in diagnosis.findings} <= {"meta-parameters", "empty-shards"}, diagnosis
-    assert all(finding.severity == "info" for finding in diagnosis.findings)
+    assert {finding.code for finding in diagnosis.findings} <= {"empty-shards"}, diagnosis
     blocks = [line for line in diagnosis.units.splitlines() if " × " in line]
     assert 1 <= len(blocks) <= 4, "equal units share a line"
     assert not dist.is_initialized()
+
+
+def test_parameters_that_are_real_even_on_meta_are_no_fault_of_a_rehearsal():
+    config = DiffLlamaConfig(
+        hidden_size=48, intermediate_size=67, num_hidden_layers=2, num_attention_heads=4, vocab_size=131
+    )
+    model = build_meta_model(config)
+    assert {parameter.is_meta for parameter in model.parameters()} == {True, False}
+    assert rehearse(model).findings == ()
 
 
 def test_a_rehearsal_refuses_what_it_cannot_do(fake_group):
@@ -115,6 +130,23 @@ def test_adapters_before_and_after_sharding(fake_group):
     assert re.search(r"^8 trainable parameters .*q_proj\.lora_A", findings["unmanaged-parameters"].fact)
     assert "plain model" in findings["unmanaged-parameters"].cure
     assert "plan-mismatch" not in findings, "the remembered plan follows its model below the wrapper"
+
+
+def test_what_our_plan_replicates_is_averaged_and_by_hand_it_is_not(fake_group):
+    config = CLIPConfig(text_config={"num_hidden_layers": 2}, vision_config={"num_hidden_layers": 2})
+    mesh = ParallelDims(dp_replicate_size=2).build_mesh("cpu")
+    model = build_meta_model(config, auto_class=AutoModel)
+    plan = make_wrap_plan(model)
+    assert plan.replicated == ("logit_scale",)
+    diagnosis = diagnose(shard_model(model, plan, mesh=mesh))
+    assert not diagnosis.has_errors and "in no unit: 1 tensors, 1 parameters, 4 B" in diagnosis.units
+    by_hand = build_meta_model(config, auto_class=AutoModel)
+    for tower in (by_hand.text_model, by_hand.vision_model):
+        for block in tower.encoder.layers:
+            fully_shard(block, mesh=mesh)
+    fully_shard(by_hand, mesh=mesh, ignored_params={by_hand.logit_scale})
+    (finding,) = [finding for finding in diagnose(by_hand).findings if finding.severity == "error"]
+    assert finding.code == "unmanaged-parameters" and "logit_scale" in finding.fact and "replicate" in finding.cure
 
 
 def test_units_inside_units_print_as_a_tree(fake_group):
