@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import csv
 import multiprocessing
+import operator
 import os
 import sys
 import time
@@ -89,13 +90,18 @@ REPAIRS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2},
 }
+QWEN4_INDEXER = {
+    "indexer_budget": 2048, "indexer_compress_ratio": 16, "indexer_n_heads": 4, "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+}  # fmt: skip
 ROPE_BY_TYPE = {name: {"rope_type": "default", "rope_theta": 1e4} for name in ("full_attention", "sliding_attention")}
 REPAIRED_ATTRIBUTES: dict[str, dict[str, Any]] = {
     "moonshine_streaming": {"num_key_value_heads": 8},
     "cohere_compass": {"text_config.rope_parameters": ROPE_BY_TYPE},
     "cohere_compass_text": {"rope_parameters": ROPE_BY_TYPE},
-    "qwen4_exp": {"text_config.indexer_budget": 2048, "text_config.indexer_compress_ratio": 16},
-    "qwen4_exp_text": {"indexer_budget": 2048, "indexer_compress_ratio": 16},
+    "qwen3_omni_moe": {"talker_config.text_config.shared_expert_intermediate_size": 768},
+    "qwen4_exp": {f"text_config.{name}": value for name, value in QWEN4_INDEXER.items()},
+    "qwen4_exp_text": QWEN4_INDEXER,
     "t5gemma2_encoder": {"text_config.dropout_rate": 0.0},
     "dbrx": {"attn_config.rope_theta": 1e4},
 }
@@ -150,7 +156,7 @@ def build_config(model_type: str) -> Any:
     config = config_class(**REPAIRS.get(model_type, {}))
     for name, value in REPAIRED_ATTRIBUTES.get(model_type, {}).items():
         part, _, attribute = name.rpartition(".")
-        setattr(getattr(config, part) if part else config, attribute, value)
+        setattr(operator.attrgetter(part)(config) if part else config, attribute, value)
     return config
 
 

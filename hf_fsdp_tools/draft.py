@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -19,6 +20,9 @@ __all__ = ["PlanDraft"]
 
 _THIN_WRAPPER_SHARE = 0.9
 """A module that is this much one part of it adds nothing but a norm, a bias or an adapter: the unit is the module. (assumed)"""
+
+_WHOLE_SHARE = 0.01
+"""Share of a unit that may stay whole on every rank because it shares its modules with another dtype. (assumed)"""
 
 _END_PARAMS = 2e7
 """An embedding or head of this many parameters (40 MB in bf16), or of a tenth of the ceiling, does not stay in the root, which
@@ -164,13 +168,19 @@ class PlanDraft:
             return
         unit.reshard = False
         norm = self.tree.by_fqn[blocks.final_norm.fqn] if blocks.final_norm else None
-        if norm is not None and self.unit_of(norm) is self.root and id(norm) not in self.fixed:
+        if norm is None or self.unit_of(norm) is not self.root or id(norm) in self.fixed:
+            return
+        if all(len(weight.owners) == 1 for weight in norm.own):  # a tied norm stays with its other owners
             self._carry(norm, unit)
             unit.reason = f"{unit.reason}, with the final norm"
 
     def part_dtypes(self) -> None:
-        """Give trainable parameters of a rarer dtype a unit of their own inside the unit they lie in."""
-        trainable: dict[int, dict[object, list[Weight]]] = {}
+        """Where a unit has trainable parameters of several dtypes, give all but one dtype units of their own inside it.
+
+        The most frequent dtype stays, unless others are so mixed with it on single modules that more than a hundredth of the
+        unit could not be parted and would stay whole on every rank.
+        """
+        trainable: dict[int, dict[torch.dtype, list[Weight]]] = {}
         units: dict[int, _Unit] = {}
         for weight in self.tree.weights:
             if weight.requires_grad and id(weight) not in self.replicated:
@@ -178,8 +188,14 @@ class PlanDraft:
                 units[id(unit)] = unit
                 trainable.setdefault(id(unit), {}).setdefault(weight.dtype, []).append(weight)
         for key, by_dtype in trainable.items():
-            rarer = sorted(by_dtype, key=lambda dtype: sum(w.numel for w in by_dtype[dtype]))[:-1]
-            for dtype in rarer:
+            if len(by_dtype) == 1:
+                continue
+            fixed = {dtype: self._fixed_params(weights) for dtype, weights in by_dtype.items()}
+            held = {dtype: sum(weight.numel for weight in weights) for dtype, weights in by_dtype.items()}
+            stays = max(held, key=lambda dtype: held[dtype])
+            if sum(fixed.values()) - fixed[stays] > _WHOLE_SHARE * sum(held.values()):
+                stays = max(fixed, key=lambda dtype: (fixed[dtype], held[dtype]))
+            for dtype in [dtype for dtype in by_dtype if dtype is not stays]:
                 self._part(by_dtype[dtype], units[key], dtype)
 
     def override_reshard(self) -> None:
@@ -367,23 +383,32 @@ class PlanDraft:
         for node in (node for unit in units for node in unit.nodes):
             self.by_module.pop(id(node.module), None)
 
-    def _part(self, weights: list[Weight], unit: _Unit, dtype: object) -> None:
-        owners = {id(owner): owner for weight in weights for owner in weight.owners}
+    def _part(self, weights: list[Weight], unit: _Unit, dtype: torch.dtype) -> None:
+        """Move weights into a unit inside `unit`, and keep those whole that cannot be moved."""
+        owners = self._separable_owners(weights)
+        self._add(
+            owners.values(),
+            True if unit.reshard is None else unit.reshard,
+            f"{str(dtype).removeprefix('torch.')} parameters inside a unit of another dtype",
+        )
+        left = [weight for weight in weights if any(id(owner) not in owners for owner in weight.owners)]
+        self.replicated.update((id(weight), weight) for weight in left)
+
+    def _separable_owners(self, weights: list[Weight]) -> dict[int, ModuleNode]:
+        """The modules that register these weights and, trainable, nothing else at or below them."""
         ids = {id(weight) for weight in weights}
-        apart = [
-            owner
-            for owner in owners.values()
+        return {
+            id(owner): owner
+            for weight in weights
+            for owner in weight.owners
             if self._can_run(owner)
             and id(owner.module) not in self.by_module
             and all(id(w) in ids for below in owner.walk() for w in below.own if w.requires_grad)
-        ]
-        moved = {id(owner) for owner in apart}
-        if apart:
-            self._add(
-                apart, True if unit.reshard is None else unit.reshard, f"{dtype} parameters of a unit of another dtype"
-            )
-        left = [weight for weight in weights if any(id(owner) not in moved for owner in weight.owners)]
-        self.replicated.update((id(weight), weight) for weight in left)
+        }
+
+    def _fixed_params(self, weights: list[Weight]) -> int:
+        owners = self._separable_owners(weights)
+        return sum(w.numel for w in weights if any(id(owner) not in owners for owner in w.owners))
 
     def _units(self) -> list[_Unit]:
         return list({id(unit): unit for unit in self.by_module.values() if unit.nodes}.values())
