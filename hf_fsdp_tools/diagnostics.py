@@ -13,7 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -101,7 +101,7 @@ def diagnose(
     findings += _differences_between_ranks(report)
     findings += _counted_findings(_all_ranks(report.counts), report.num_parameters)
     findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
-    return Diagnosis(findings=tuple(findings), units=_all_ranks(report.units)[0])
+    return Diagnosis(findings=tuple(findings), units=_from_rank_0(report.units))
 
 
 # ---- what one rank sees ----------------------------------------------------------------------------------------------
@@ -227,6 +227,13 @@ def _all_ranks(value: T) -> list[T]:
     return values
 
 
+def _from_rank_0(value: T) -> T:
+    sent = [value]
+    if _world_size() > 1:
+        dist.broadcast_object_list(sent, src=0)
+    return sent[0]
+
+
 def _merged_findings(by_rank: list[tuple[Finding, ...]]) -> list[Finding]:
     """Each finding once; those of some ranks only say which."""
     ranks: dict[Finding, list[int]] = {}
@@ -263,9 +270,7 @@ def _differing(table: dict[str, str]) -> list[str]:
     digests = _all_ranks(zlib.crc32(json.dumps(sorted(table.items())).encode()))
     if len(set(digests)) == 1:
         return []
-    sent: list[Any] = [table]
-    dist.broadcast_object_list(sent, src=0)
-    line = _difference(sent[0], table)
+    line = _difference(_from_rank_0(table), table)
     alike: dict[str, list[int]] = {}
     for rank, other in enumerate(_all_ranks(line)):
         if other:
