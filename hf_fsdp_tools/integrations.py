@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.checkpoint import save_pretrained
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.fsdp1_policy import hybrid_auto_wrap_policy
-from hf_fsdp_tools.mesh import ensure_process_group, local_device
+from hf_fsdp_tools.mesh import ParallelDims, ensure_process_group, local_device
 from hf_fsdp_tools.shard import shard_model, sharding_of
 from hf_fsdp_tools.wrap import HybridPolicy, make_wrap_plan
 
@@ -358,7 +358,11 @@ def _shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Iter
     shard_model(
         model,
         make_wrap_plan(model, policy=plugin.policy),
-        mesh=accelerator.torch_device_mesh[tuple(config.fsdp_dim_names)] if config is not None else None,
+        mesh=(
+            accelerator.torch_device_mesh[tuple(config.fsdp_dim_names)]
+            if config is not None
+            else ParallelDims().build_mesh(accelerator.device.type)
+        ),
         mp_policy=plugin.mixed_precision_policy,
         offload_policy=plugin.cpu_offload,
         activation_checkpointing=plugin.activation_checkpointing,

@@ -4,6 +4,7 @@ import copy
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 
-__all__ = ["allocate", "build_meta_model", "config_dtype", "initialize_missing", "load_config"]
+__all__ = ["allocate", "build_meta_model", "config_dtype", "initialize_missing", "load_config", "original_classes"]
 
 
 def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kwargs: Any) -> PreTrainedConfig:
@@ -173,16 +175,31 @@ def initialize_missing(model: nn.Module, *, missing_keys: Collection[str], seed:
     missing = set(missing_keys)
     _mark_initialized(model, except_for=missing)
     untouched: list[str] = []
-    for path in _module_paths(model):
-        name, module = path[-1][0], path[-1][1]
-        wanted = {key: tensor for key, tensor in _own_tensors(module) if _is_wanted(module, name, key, missing)}
-        if wanted:
-            untouched += _initialize_module(path, wanted, seed ^ zlib.crc32(name.encode()))
+    with original_classes(model):
+        for path in _module_paths(model):
+            name, module = path[-1]
+            wanted = {key: tensor for key, tensor in _own_tensors(module) if _is_wanted(module, name, key, missing)}
+            if wanted:
+                untouched += _initialize_module(path, wanted, seed ^ zlib.crc32(name.encode()))
     if untouched:
         raise CheckpointError(
             f"In no checkpoint file, and not initialised by the model's own code: {', '.join(untouched)}. "
             "Initialise them in the model's `_init_weights`, or register the buffers as persistent and save them."
         )
+
+
+@contextmanager
+def original_classes(model: nn.Module) -> Iterator[None]:
+    """The modules of a model under their own classes for a while: FSDP2 gives each of its modules a class of its own, and
+    transformers takes a class from another module for a user's code."""
+    renamed = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for module, cls in renamed:
+            module.__class__ = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+        yield
+    finally:
+        for module, cls in renamed:
+            module.__class__ = cls
 
 
 # ---- building ----

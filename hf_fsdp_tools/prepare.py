@@ -1,6 +1,6 @@
 """The way in: from a model name to a sharded, loaded, ready model. Every step is a public function of its own."""
 
-from os import PathLike
+from os import PathLike, fspath
 from typing import Any, Literal, overload
 
 import torch
@@ -8,8 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, load_weights
+from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, agreed, load_weights
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.mesh import ParallelDims
 from hf_fsdp_tools.meta import build_meta_model, config_dtype, load_config
 from hf_fsdp_tools.shard import shard_model
 from hf_fsdp_tools.wrap import HybridPolicy, make_wrap_plan
@@ -81,23 +82,25 @@ def from_pretrained(
         ConfigError, WrapPlanError, MeshError: as the steps say.
     """
     hub_kwargs = hub_kwargs or {}
-    # 1 what the checkpoint holds: headers only
-    index = CheckpointIndex.open(name_or_path, **hub_kwargs)
-    # 2 what the accelerator decides, where the caller did not
+    # 1 what the accelerator decides, where the caller did not
     mesh, mp_policy, offload_policy, activation_checkpointing = _from_accelerator(
         accelerator, mesh, mp_policy, offload_policy, activation_checkpointing
     )
-    # 3 the model without storage
-    config = load_config(name_or_path, trust_remote_code=trust_remote_code, **hub_kwargs)
-    if dtype is None:
-        lower = mp_policy is not None and mp_policy.param_dtype is not None
-        dtype = torch.float32 if lower else config_dtype(config) or _stored_dtype(index)
-    model = build_meta_model(
-        config, auto_class=auto_class, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
-    )
-    _set_generation_config(model, name_or_path, hub_kwargs)
-    # 4 what is gathered together
-    plan = make_wrap_plan(model, policy=policy or HybridPolicy())
+    mesh = mesh if mesh is not None else ParallelDims().build_mesh()
+    with agreed(f"opening {fspath(name_or_path)!r}"):
+        # 2 what the checkpoint holds: its config and the headers of its files
+        config = load_config(name_or_path, trust_remote_code=trust_remote_code, **hub_kwargs)
+        index = CheckpointIndex.open(name_or_path, **hub_kwargs)
+        # 3 the model without storage
+        if dtype is None:
+            lower = mp_policy is not None and mp_policy.param_dtype is not None
+            dtype = torch.float32 if lower else config_dtype(config) or index.dtype
+        model = build_meta_model(
+            config, auto_class=auto_class, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
+        )
+        _set_generation_config(model, name_or_path, hub_kwargs)
+        # 4 what is gathered together
+        plan = make_wrap_plan(model, policy=policy or HybridPolicy())
     # 5 shards without storage
     shard_model(
         model,
@@ -110,11 +113,6 @@ def from_pretrained(
     # 6 this rank's bytes
     report = load_weights(model, index, **(load_kwargs or {}))
     return (model, report) if output_loading_info else model
-
-
-def _stored_dtype(index: CheckpointIndex) -> torch.dtype:
-    """The first floating-point dtype in the files, as `from_pretrained` takes it where the config names none."""
-    return next((t.dtype for t in index.tensors.values() if t.dtype.is_floating_point), torch.float32)
 
 
 def _from_accelerator(
@@ -133,8 +131,10 @@ def _from_accelerator(
             f"The accelerator does not run FSDP2 (distributed type {accelerator.distributed_type}). "
             "Make it with make_accelerator(), or give Accelerator a HybridFSDPPlugin()."
         )
-    if mesh is None and accelerator.parallelism_config is not None:
-        mesh = accelerator.torch_device_mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+    if mesh is None:
+        config = accelerator.parallelism_config
+        whole = accelerator.torch_device_mesh
+        mesh = whole[tuple(config.fsdp_dim_names)] if config else ParallelDims().build_mesh(accelerator.device.type)
     if activation_checkpointing is None:
         activation_checkpointing = plugin.activation_checkpointing
     return (

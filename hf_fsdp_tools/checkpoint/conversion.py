@@ -1,12 +1,10 @@
 """Stored layout to model layout and back, by transformers' own conversions run on tensors without data.
 
-This is the only file that touches transformers' conversion interface (checked with 5.17 and 5.23). The conversions are
-never
-copied: their operations run on ``PieceTensor``s, which turns each into an index map.
+This is the only file that touches transformers' conversion interface (checked with 5.17 and 5.23). The conversions
+are never copied: their operations run on ``PieceTensor``s, which turns each into an index map.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -27,6 +24,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.meta import original_classes
 
 from .header import StoredTensor
 from .pieces import PieceTensor
@@ -80,21 +78,6 @@ def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
 
 
-@contextmanager
-def _original_classes(model: nn.Module) -> Iterator[None]:
-    """The model under its own class names: FSDP2 renames classes, and transformers looks conversions up by name and
-    module.
-    """
-    renamed = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
-    try:
-        for module, cls in renamed:
-            module.__class__ = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
-        yield
-    finally:
-        for module, cls in renamed:
-            module.__class__ = cls
-
-
 def map_loading(model: nn.Module, stored: Mapping[str, StoredTensor]) -> LoadMap:
     """Trace every stored tensor through transformers' renamings and conversions to the model's keys.
 
@@ -104,7 +87,7 @@ def map_loading(model: nn.Module, stored: Mapping[str, StoredTensor]) -> LoadMap
         CheckpointError: A conversion fails on what the checkpoint holds.
     """
     state = persistent_tensors(model)
-    with _original_classes(model):
+    with original_classes(model):
         transforms = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
         groups, unexpected = _group(model, stored, state, transforms)
         tensors: dict[str, PieceTensor] = {}
@@ -191,7 +174,7 @@ def convert_group(
     model: nn.Module, group: ConversionGroup, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Convert real, whole tensors (stored key to tensor) of one group; model key to result."""
-    with _original_classes(model):
+    with original_classes(model):
         return _convert(model, group, tensors)
 
 
@@ -237,6 +220,6 @@ def _revert(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """transformers' way back to the hub's layout, tensors with or without data."""
     if not isinstance(model, PreTrainedModel):
         return state
-    with _original_classes(model), torch.no_grad():
+    with original_classes(model), torch.no_grad():
         reverted: dict[str, Any] = revert_weight_conversion(model, state)
     return reverted

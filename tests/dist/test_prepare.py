@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from hf_fsdp_tools import FSDPToolsError, HybridPolicy, from_pretrained, load_weights, save_pretrained, sharding_of
 from hf_fsdp_tools.mesh import ParallelDims
@@ -62,6 +62,23 @@ def test_a_new_head_is_the_same_whatever_the_number_of_ranks(tmp_path):
     heads = [head for ranks in (1, 2, 3) for head in run_ranks(_new_head, ranks, folder)]
     assert heads[0].shape == (5, 48) and heads[0].std() > 0
     assert all(torch.equal(head, heads[0]) for head in heads)
+
+
+def _all_new(folder):
+    """Every parameter missing, in a model whose own code initialises deeper modules from its root."""
+    model = from_pretrained(folder, load_kwargs={"ignore_mismatched_sizes": True}, n_embd=32)
+    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+
+
+def test_initialisation_from_the_root_is_the_same_sharded_or_not(tmp_path):
+    folder = make_checkpoint("gpt2", tmp_path)
+    (alone,), sharded = run_ranks(_all_new, 1, folder), run_ranks(_all_new, 3, folder)
+    config = AutoConfig.from_pretrained(folder, n_embd=32)
+    projections = torch.cat([value.flatten() for name, value in alone.items() if name.endswith("c_proj.weight")])
+    expected = config.initializer_range / (2 * config.n_layer) ** 0.5
+    assert 0.9 < projections.std() / expected < 1.1, "GPT-2 scales these down from its root"
+    for values in sharded:
+        assert all(torch.equal(values[name], value) for name, value in alone.items())
 
 
 def _settings(folder):
