@@ -8,9 +8,11 @@ What FSDP1 lacks beside FSDP2, and what becomes of a plan for it:
                        holds their lowest common ancestor, as a rule the root. Where that would dissolve a whole block, the
                        tied parameter stays whole on every rank instead.
     reshard to an int  does not exist.
-    one dtype per unit also for frozen parameters, and without original parameters one requires_grad.
+    one dtype per unit also for frozen parameters (those of a rarer dtype stay whole on every rank), and, without original
+                       parameters, one requires_grad.
 """
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -52,8 +54,9 @@ class HybridAutoWrapPolicy:
     def __init__(self, model: nn.Module, plan: WrapPlan, *, floor_params: float) -> None:
         tree = ModuleTree(model)
         draft = _Draft(tree, plan)
-        draft.part_groups(floor_params)
         draft.join_ties()
+        draft.part_groups(floor_params)
+        draft.keep_frozen_apart()
         self.plan = plan
         self.units = tuple(name for unit in plan.units for name in unit.modules if name in draft.reshard and name)
         self.ignored = tuple(weight.names[0] for weight in draft.ignored.values())
@@ -62,6 +65,7 @@ class HybridAutoWrapPolicy:
         self._model = model
         self._held = {node.fqn: weights for node, weights in draft.held().items()}
         self._refuse_mixed_dtypes(class_name(model))
+        self._warn_of_ties()
 
     def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         """PyTorch's question about one module; sizes were weighed by the plan, so `nonwrapped_numel` is not looked at."""
@@ -127,6 +131,17 @@ class HybridAutoWrapPolicy:
                 "another, or use FSDP2 (shard_model), which takes frozen parameters of any dtype."
             )
 
+    def _warn_of_ties(self) -> None:
+        size, unit = max((sum(weight.numel for weight in held), unit) for unit, held in self._held.items())
+        if size > 2 * self.plan.largest_unit.num_params:  # what a correct plan never does (rule 2)
+            warnings.warn(
+                f"Tied parameters bring {size:,} parameters of {self.plan.model_class} into one FSDP1 unit, "
+                f"{unit or 'the root'}, which every rank gathers at once; the plan's largest unit has "
+                f"{self.plan.largest_unit.num_params:,}. FSDP2 (shard_model) can keep to the plan.",
+                UserWarning,
+                stacklevel=4,
+            )
+
 
 def hybrid_auto_wrap_policy(
     model: nn.Module, *, plan: WrapPlan | None = None, policy: HybridPolicy | None = None
@@ -180,11 +195,22 @@ class _Draft:
         held = self.held()
         for name in [name for unit in self.plan.units if len(unit.modules) > 1 for name in unit.modules]:
             node = self.tree.by_fqn[name]
-            own = held.get(node, [])
-            above = held.get(self.unit_of(node.parent), []) if node.parent else []
-            same = {weight.dtype for weight in own} == {weight.dtype for weight in above} or not above
+            if name not in self.reshard or node.parent is None:
+                continue
+            own, above = held.get(node, []), held.setdefault(self.unit_of(node.parent), [])
+            same = len({weight.dtype for weight in (*own, *above)}) < 2
             if same and sum(weight.numel for weight in own) < floor:
                 del self.reshard[name]
+                above += own
+
+    def keep_frozen_apart(self) -> None:
+        """Keep frozen parameters of a unit's rarer dtypes whole on every rank: they have no gradient and no optimizer state."""
+        for held in self.held().values():
+            sizes: dict[object, int] = {}
+            for weight in held:
+                sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel
+            main = max(sizes, key=lambda dtype: sizes[dtype])
+            self.ignored.update((id(w), w) for w in held if w.dtype != main and not w.requires_grad)
 
     def join_ties(self) -> None:
         """Bring every tied parameter into one unit, or out of all of them."""

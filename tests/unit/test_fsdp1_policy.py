@@ -135,10 +135,43 @@ def test_degrees_of_resharding_are_refused():
         hybrid_auto_wrap_policy(model, policy=wanted)
 
 
+def test_frozen_parameters_of_a_rarer_dtype_stay_whole():
+    model = Stack([Block() for _ in range(3)])
+    model.blocks[1].up.bias.data = model.blocks[1].up.bias.data.to(torch.bfloat16)
+    model.blocks[1].up.bias.requires_grad_(False)
+    policy = hybrid_auto_wrap_policy(model)
+    assert sorted(policy.ignored) == ["blocks.1.up.bias", "scale"]
+    assert {"blocks.0", "blocks.1", "blocks.2"} <= set(policy.units)
+
+
+def test_group_members_of_another_dtype_are_units_however_small():
+    model = make_model("tied").to(torch.bfloat16)
+    for layer in model.model.layers:
+        layer.input_layernorm.float()
+        layer.post_attention_layernorm.float()
+    groups = [unit.modules for unit in make_wrap_plan(model).units if len(unit.modules) > 1]
+    norms = {f"{layer}.{name}_layernorm" for layer in LAYERS for name in ("input", "post_attention")}
+    assert norms <= {name for group in groups for name in group}
+    policy = hybrid_auto_wrap_policy(model, policy=HybridPolicy(floor_params=1e4))
+    assert set(policy.units) == {*LAYERS, *norms} and policy.ignored == ()
+
+
+def test_ties_that_fill_one_unit_are_said():
+    first, second = [Block() for _ in range(4)], [Block() for _ in range(4)]
+    for one, other in zip(first, second, strict=True):
+        other.up, other.down = one.up, one.down
+    with pytest.warns(
+        UserWarning, match=r"Tied parameters bring [\d,]+ parameters of Stack into one FSDP1 unit, the root"
+    ):
+        policy = hybrid_auto_wrap_policy(Stack([*first, *second]))
+    assert not [name for name in policy.units if name.startswith("blocks")]
+
+
 def test_dtypes_that_fsdp1_cannot_flatten_are_refused():
     model = Stack([Block() for _ in range(3)])
     for block in model.blocks:
-        block.up.to(torch.bfloat16).requires_grad_(False)
+        block.to(torch.bfloat16).requires_grad_(False)
+        block.up.bias = nn.Parameter(torch.zeros(64))  # an fp32 adapter on a frozen bf16 block
     with pytest.raises(
         WrapPlanError, match=r"one dtype per unit.*blocks\.0 \(bfloat16, float32\).*Cast the model"
     ) as e:
