@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 from torch import nn
 
+from hf_fsdp_tools.sizes import show_count
 from hf_fsdp_tools.stacks import MAJOR_SHARE, find_blocks
 from hf_fsdp_tools.tree import ModuleNode, ModuleTree, Weight, class_name
 
@@ -106,16 +107,16 @@ class ModelBlocks:
         return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:
-        lines = [f"{self.model_class}: {_millions(self.num_params)} parameters"]
+        lines = [f"{self.model_class}: {show_count(self.num_params)} parameters"]
         for stack in self.stacks:
             kind = "blocks" if stack.is_major else "blocks (minor)"
             lines.append(
                 f"  {kind:<15} {stack.fqn}  {stack.count} × {' | '.join(stack.class_names)}  "
-                f"largest {_millions(stack.largest_block_params)}, {stack.share:.1%} of the model"
+                f"largest {show_count(stack.largest_block_params)}, {stack.share:.1%} of the model"
             )
         parts = [("embedding", part) for part in self.embeddings]
         parts += [(role, part) for role, part in (("final norm", self.final_norm), ("head", self.head)) if part]
-        lines += [f"  {role:<15} {part.fqn}  {part.class_name}  {_millions(part.num_params)}" for role, part in parts]
+        lines += [f"  {role:<15} {part.fqn}  {part.class_name}  {show_count(part.num_params)}" for role, part in parts]
         lines += [f"  {'tied':<15} {' = '.join(tie.names[:4])}{' = …' * (len(tie.names) > 4)}" for tie in self.ties[:4]]
         lines += [f"  {'tied':<15} … and {len(self.ties) - 4} sets more"] * (len(self.ties) > 4)
         lines += [f"  {'0-d parameter':<15} {name}" for name in self.scalars]
@@ -300,7 +301,3 @@ def _hint_notes(tree: ModuleTree, found: list[list[ModuleNode]]) -> list[str]:
     if blocks & hinted:
         notes.append(f"_no_split_modules agrees on {', '.join(sorted(blocks & hinted))}")
     return notes
-
-
-def _millions(count: int) -> str:
-    return f"{count / 1e6:,.1f} M" if count >= 1e5 else f"{count:,}"

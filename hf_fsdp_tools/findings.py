@@ -13,8 +13,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.live import LiveModel, plain_name
-from hf_fsdp_tools.plan import WrapPlan, _bytes, _count  # sizes as plans print them
+from hf_fsdp_tools.plan import WrapPlan
 from hf_fsdp_tools.rules import size_bound
+from hf_fsdp_tools.sizes import show_bytes, show_count
 from hf_fsdp_tools.stacks import find_blocks, is_major
 from hf_fsdp_tools.tree import ModuleNode, class_name
 
@@ -73,7 +74,7 @@ def _not_sharded(live: LiveModel, world_size: int) -> Iterator[Finding]:
         code="not-sharded",
         severity="info" if alone else "error",
         fact=f"The model has no FSDP unit: "
-        f"{'this process' if alone else f'each of {world_size} ranks'} holds all {_bytes(size)} of it.",
+        f"{'this process' if alone else f'each of {world_size} ranks'} holds all {show_bytes(size)} of it.",
         cure="Load it with from_pretrained(...), or call shard_model(model, make_wrap_plan(model)). Under Accelerate, make the "
         "accelerator with make_accelerator(): a plain one drops FSDP without a word where it finds no GPU.",
     )
@@ -101,8 +102,8 @@ def _check_units(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
             code="oversize-unit",
             severity="warning",
             fact=f"{len(large)} of {len(live.units)} units gather more than twice the largest block or layer "
-            f"({_count(bound)} parameters). The largest is {worst.name} with {_count(worst.num_params)} "
-            f"({_bytes(worst.num_bytes)}).",
+            f"({show_count(bound)} parameters). The largest is {worst.name} with {show_count(worst.num_params)} "
+            f"({show_bytes(worst.num_bytes)}).",
             cure="Make its largest parts units of their own; make_wrap_plan(model) does, and HybridPolicy(min_unit_params=...) "
             "sets from which size.",
         )
@@ -127,9 +128,10 @@ def _root_only(live: LiveModel, plan: WrapPlan, *, blocks_have_units: bool) -> F
     return Finding(
         code="root-only",
         severity="error",
-        fact=f"No block has a unit: each forward pass gathers {_count(worst.num_params)} of {_count(live.tree.num_params)} "
-        f"parameters ({_bytes(worst.num_bytes)}) at once, in {worst.name}, much as plain data parallelism holds them. The plan "
-        f"has {len(planned)} units of at most {_count(plan.largest_unit.num_params)}.",
+        fact=f"No block has a unit: each forward pass gathers {show_count(worst.num_params)} of "
+        f"{show_count(live.tree.num_params)} parameters ({show_bytes(worst.num_bytes)}) at once, in {worst.name}, "
+        f"much as plain data parallelism holds them. The plan has {len(planned)} units of at most "
+        f"{show_count(plan.largest_unit.num_params)}.",
         cure="Shard a fresh model with shard_model(model, make_wrap_plan(model)), or give Accelerate a HybridFSDPPlugin(). "
         "Its own wrap policy is NO_WRAP, or names classes that the model does not have.",
     )
@@ -229,7 +231,7 @@ def _check_managed(live: LiveModel) -> Iterator[Finding]:
             code="replicated-frozen",
             severity="info",
             fact=f"{len(frozen)} frozen parameters are in no unit: each rank holds all of them, "
-            f"{_bytes(sum(weight.nbytes for weight in frozen))}.",
+            f"{show_bytes(sum(weight.nbytes for weight in frozen))}.",
             cure="Nothing, if that is small or meant (quantised weights that cannot be sharded); else shard them with the rest.",
         )
 
@@ -256,7 +258,7 @@ def _check_mixes(live: LiveModel) -> Iterator[Finding]:
             code="mixed-requires-grad",
             severity="warning",
             fact=f"{len(flat)} of {len(live.units)} FSDP1 units mix trainable and frozen parameters "
-            f"({listed([unit.name for unit in flat])}): {_bytes(frozen)} of frozen weights get gradient memory, and FSDP1 "
+            f"({listed([unit.name for unit in flat])}): {show_bytes(frozen)} of frozen weights get gradient memory, and FSDP1 "
             "without use_orig_params would refuse them.",
             cure="Use FSDP2 (shard_model), which keeps parameters apart; or give the frozen ones units of their own.",
         )
@@ -320,8 +322,8 @@ def _check_precision(live: LiveModel) -> Iterator[Finding]:
         yield Finding(
             code="low-precision-masters",
             severity="info",
-            fact=f"{_count(sum(w.numel for w in low))} of {_count(sum(w.numel for w in trainable))} trainable parameters are "
-            f"kept in {dtypes}: the optimizer's updates are rounded to it, and small ones are lost.",
+            fact=f"{show_count(sum(w.numel for w in low))} of {show_count(sum(w.numel for w in trainable))} trainable "
+            f"parameters are kept in {dtypes}: the optimizer's updates are rounded to it, and small ones are lost.",
             cure="For float32 master weights, load with dtype=torch.float32 and compute in low precision by "
             "MixedPrecisionPolicy(param_dtype=torch.bfloat16). Fine as it is for inference, or on purpose.",
         )

@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.plan import _bytes, _count, _merged  # names and sizes as plans print them
-from hf_fsdp_tools.tree import ModuleNode, ModuleTree, Weight, class_name
+from hf_fsdp_tools.plan import merge_names
+from hf_fsdp_tools.sizes import show_bytes, show_count
+from hf_fsdp_tools.tree import WRAPPED_ATTRIBUTES, ModuleNode, ModuleTree, Weight, class_name
 
 __all__ = ["LiveModel", "LiveParameter", "LiveUnit", "describe_units", "local_part", "plain_name", "read_live_model"]
 
-_WRAPPED_ATTRIBUTES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")  # as in tree.py
 _FLAT_PARAMETER = "_flat_param"  # where FSDP1 registers what it flattened
 
 
@@ -110,7 +110,7 @@ def read_live_model(model: nn.Module) -> LiveModel:
 
 def describe_units(live: LiveModel) -> str:
     """The units as a tree with the sizes that are gathered; siblings that differ in numbers only are one line."""
-    head = f"{class_name(live.tree.root.module)}: {_count(live.tree.num_params)} parameters"
+    head = f"{class_name(live.tree.root.module)}: {show_count(live.tree.num_params)} parameters"
     if not live.units:
         return f"{head}, not sharded"
     below: dict[int, list[LiveUnit]] = {}
@@ -121,7 +121,7 @@ def describe_units(live: LiveModel) -> str:
     outside = [weight for weight in live.tree.weights if live.parameters[weight.names[0]].unit is None]
     if outside:
         count, size = sum(weight.numel for weight in outside), sum(weight.nbytes for weight in outside)
-        lines.append(f"in no unit: {len(outside)} tensors, {_count(count)} parameters, {_bytes(size)}")
+        lines.append(f"in no unit: {len(outside)} tensors, {show_count(count)} parameters, {show_bytes(size)}")
     return "\n".join(lines)
 
 
@@ -133,11 +133,11 @@ def _branches(units: list[LiveUnit], below: dict[int, list[LiveUnit]], margin: s
         is_last = index == len(groups) - 1
         one = group[0]
         columns = zip(*([node.fqn for node in unit.nodes] for unit in group), strict=True)
-        names = [_merged(column) for column in columns]
+        names = [merge_names(column) for column in columns]
         name = " + ".join(names[:3]) + (f" + {len(names) - 3} more" if len(names) > 3 else "")
         classes = "/".join(dict.fromkeys(class_name(node.module) for node in one.nodes[:3]))
         times = f"{len(group)} × " if len(group) > 1 else ""
-        size = f"{times}{_count(one.num_params)} parameters, {_bytes(one.num_bytes)}"
+        size = f"{times}{show_count(one.num_params)} parameters, {show_bytes(one.num_bytes)}"
         yield f"{margin}{'└─' if is_last else '├─'} {name}  {classes}  {size}"
         inner = [child for unit in group for child in below.get(id(unit), ())]
         yield from _branches(inner, below, margin + ("   " if is_last else "│  "))
@@ -152,7 +152,7 @@ def _shape(unit: LiveUnit, below: dict[int, list[LiveUnit]]) -> object:
 
 def plain_name(fqn: str) -> str:
     """A name without the parts that wrappers insert."""
-    return ".".join(part for part in fqn.split(".") if part not in _WRAPPED_ATTRIBUTES)
+    return ".".join(part for part in fqn.split(".") if part not in WRAPPED_ATTRIBUTES)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def _core(module: nn.Module) -> nn.Module:
     """The module inside its wrappers."""
-    for attribute in _WRAPPED_ATTRIBUTES:
+    for attribute in WRAPPED_ATTRIBUTES:
         wrapped = module._modules.get(attribute)
         if wrapped is not None:
             return _core(wrapped)

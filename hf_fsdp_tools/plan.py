@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_fsdp_tools.errors import WrapPlanError
+from hf_fsdp_tools.sizes import show_bytes, show_count
 
-__all__ = ["WrapPlan", "WrapUnit"]
+__all__ = ["WrapPlan", "WrapUnit", "merge_names"]
 
 _RESHARD = {"True": "yes", "False": "no", "None": "auto"}
 _FORMAT = 1  # raised when a field changes its meaning, so that an old file is refused instead of misread
@@ -92,25 +93,26 @@ class WrapPlan:
                 (
                     _modules(units),
                     f"{len(units)} ×",
-                    _count(one.num_params),
-                    _bytes(one.num_bytes),
+                    show_count(one.num_params),
+                    show_bytes(one.num_bytes),
                     _RESHARD.get(str(one.reshard_after_forward), str(one.reshard_after_forward)),
                     one.reason,
                 )
             )
         total = sum(unit.num_bytes for unit in self.units)
         lines = [
-            f"{self.model_class}: {_count(self.num_params)} parameters in {len(self.units)} units",
+            f"{self.model_class}: {show_count(self.num_params)} parameters in {len(self.units)} units",
             *_aligned(rows),
         ]
         largest = self.largest_unit
         lines.append(
-            f"total {_bytes(total)} before sharding; largest gathered unit {_bytes(largest.num_bytes)} ({_short(largest)})"
+            f"total {show_bytes(total)} before sharding; "
+            f"largest gathered unit {show_bytes(largest.num_bytes)} ({_short(largest)})"
         )
         alike: dict[str, list[str]] = {}
         for name in self.replicated:
             alike.setdefault(re.sub(r"\d+", "#", name), []).append(name)
-        lines += [f"replicated on every rank: {_merged(names)}" for names in alike.values()]
+        lines += [f"replicated on every rank: {merge_names(names)}" for names in alike.values()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -125,11 +127,11 @@ def _equal_units(units: Iterable[WrapUnit]) -> list[list[WrapUnit]]:
 
 
 def _modules(units: list[WrapUnit]) -> str:
-    names = [_merged(column) for column in zip(*(unit.modules for unit in units), strict=True)]
+    names = [merge_names(column) for column in zip(*(unit.modules for unit in units), strict=True)]
     return " + ".join(names[:3]) + (f" + {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _merged(names: Iterable[str]) -> str:
+def merge_names(names: Iterable[str]) -> str:
     """`layers.0, layers.1, layers.2` as `layers.{0..2}`; "(root)" for the root."""
     split = [re.split(r"(\d+)", name) for name in names]
     text = "".join(parts[0] if len(set(parts)) == 1 else _numbers(parts) for parts in zip(*split, strict=True))
@@ -158,17 +160,3 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def _count(params: int) -> str:
-    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if params >= size:
-            return f"{params / size:,.1f} {letter}"
-    return str(params)
-
-
-def _bytes(num_bytes: int) -> str:
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.1f} {unit}"
-    return f"{num_bytes} B"

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.mesh import ParallelDims
+from hf_fsdp_tools.sizes import show_bytes
 from hf_fsdp_tools.wrap import WrapPlan, check_wrap_plan
 
 __all__ = ["Sharding", "describe_sharding", "shard_model", "sharding_of"]
@@ -121,7 +122,7 @@ def describe_sharding(model: nn.Module) -> str:
     lines = [
         str(sharding.plan),
         f"mesh         {', '.join(f'{name} {size}' for name, size in axes)} on {sharding.mesh.device_type}",
-        f"weights      {' and '.join(weights)}, {held / 1e6:,.1f} MB on this rank"
+        f"weights      {' and '.join(weights)}, {show_bytes(held)} on this rank"
         + (" (kept on the CPU between uses)" if sharding.device.type != sharding.mesh.device_type else ""),
         f"computation  {_dtype_name(compute) if compute else 'in the dtype of the weights'}",
         f"reduction    {_dtype_name(reduce) if reduce else 'in the dtype of the weights'}",

@@ -18,11 +18,11 @@ from torch import nn
 
 from hf_fsdp_tools.errors import BlockDetectionError
 
-__all__ = ["ModuleNode", "ModuleTree", "Weight", "class_name", "has_forward"]
+__all__ = ["WRAPPED_ATTRIBUTES", "ModuleNode", "ModuleTree", "Weight", "class_name", "has_forward"]
 
 # Attributes under which wrappers keep the module that they wrap: checkpoint wrappers, torch.compile, FSDP1. The wrapper has
 # the same role in the model as what it wraps, so it is named after it.
-_WRAPPED_ATTRIBUTES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+WRAPPED_ATTRIBUTES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 
 # Path parts that wrappers insert into parameter names after the model has declared its ties.
 _INSERTED_PARTS = re.compile(
@@ -203,7 +203,7 @@ class ModuleTree:
 
 def class_name(module: nn.Module) -> str:
     """The class name a user knows: wrappers (checkpoint, compile) and FSDP2's renaming (`FSDPXxx`) looked through."""
-    for attribute in _WRAPPED_ATTRIBUTES:
+    for attribute in WRAPPED_ATTRIBUTES:
         wrapped = module._modules.get(attribute)
         if wrapped is not None:
             return class_name(wrapped)

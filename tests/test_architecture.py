@@ -15,8 +15,8 @@ PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
 LEVELS = (
     {"errors"},
-    {"accelerate_keys", "meta", "mesh", "plan", "tree"},
-    {"checkpoint.agreement", "checkpoint.header", "checkpoint.report", "checkpoint.slices"},
+    {"accelerate_keys", "meta", "mesh", "sizes", "tree"},
+    {"plan", "checkpoint.agreement", "checkpoint.header", "checkpoint.report", "checkpoint.slices"},
     {"config", "demo", "fsdp1_shares", "live", "policy", "stacks"},
     {"checkpoint.adapter", "checkpoint.index", "checkpoint.pieces", "checkpoint.shares", "checkpoint.transfer"},
     {"blocks", "rules", "checkpoint.conversion", "checkpoint.reader"},
@@ -87,7 +87,9 @@ def test_the_environment_is_read_in_two_places():
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_all_is_what_is_public(name):
     module = importlib.import_module(f"hf_fsdp_tools.{name}".rstrip("."))
-    assert module.__all__ == sorted(module.__all__)
+    assert module.__all__ == sorted(module.__all__, key=lambda name: (not name.isupper(), name)), (
+        "constants, then the rest"
+    )
     own = {
         key
         for key, value in vars(module).items()

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_tools.sizes import show_bytes
+
 __all__ = ["LoadReport", "MemoryWatch", "SaveReport"]
 
 
@@ -75,7 +77,7 @@ class LoadReport:
     def __str__(self) -> str:
         read = self.seconds.get("read", 0.0)
         speed = f", {self.bytes_read / read / 1e9:.2f} GB/s" if read > 0 and self.bytes_read > 1e6 else ""
-        ranks = ", ".join(_size(n) for n in self.bytes_read_per_rank[:8])
+        ranks = ", ".join(show_bytes(n) for n in self.bytes_read_per_rank[:8])
         more = f", … {len(self.bytes_read_per_rank)} ranks" if len(self.bytes_read_per_rank) > 8 else ""
         rows = [
             ("checkpoint", self.checkpoint),
@@ -83,14 +85,19 @@ class LoadReport:
             ("read per rank", f"{ranks}{more}"),
             (
                 f"rank {self.rank}",
-                f"{_size(self.bytes_read)} in {read:.2f} s{speed}; {self.read_ratio:.3f} of its share",
+                f"{show_bytes(self.bytes_read)} in {read:.2f} s{speed}; {self.read_ratio:.3f} of its share",
             ),
-            ("host memory", f"{_size(self.peak_host_bytes)} above the shards, staging {_size(self.staging_bytes)}"),
+            (
+                "host memory",
+                f"{show_bytes(self.peak_host_bytes)} above the shards, staging {show_bytes(self.staging_bytes)}",
+            ),
             ("missing", _keys(self.missing_keys)),
             ("unexpected", _keys(self.unexpected_keys)),
         ]
         if self.converted_bytes:
-            rows.append(("read whole", f"{_size(self.converted_bytes)}, for conversions that do more than move data"))
+            rows.append(
+                ("read whole", f"{show_bytes(self.converted_bytes)}, for conversions that do more than move data")
+            )
         if self.mismatched_keys:
             rows.append(("other shape", _keys(tuple(key for key, _, _ in self.mismatched_keys))))
         return _table(rows)
@@ -130,8 +137,8 @@ class SaveReport:
         return _table(
             [
                 ("saved to", self.folder),
-                ("files", f"{len(self.files)}, {_size(self.total_bytes)}"),
-                ("this rank", f"{_size(self.bytes_written)} in {self.seconds:.2f} s"),
+                ("files", f"{len(self.files)}, {show_bytes(self.total_bytes)}"),
+                ("this rank", f"{show_bytes(self.bytes_written)} in {self.seconds:.2f} s"),
             ]
         )
 
@@ -162,13 +169,6 @@ def _resident() -> tuple[int, int]:
         return 0, 0
     kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith(("VmRSS:", "VmHWM:"))}
     return kib.get("VmRSS", 0) * 1024, kib.get("VmHWM", 0) * 1024
-
-
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.2f} {unit}"
-    return f"{num_bytes} B"
 
 
 def _keys(keys: tuple[str, ...]) -> str:
