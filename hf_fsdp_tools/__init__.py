@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         WrapPlanError,
     )
     from hf_fsdp_tools.findings import Finding
-    from hf_fsdp_tools.fsdp1 import wrap_fsdp1
+    from hf_fsdp_tools.fsdp1 import load_weights_fsdp1, wrap_fsdp1
     from hf_fsdp_tools.fsdp1_policy import hybrid_auto_wrap_policy
     from hf_fsdp_tools.integrations import FSDPTrainerMixin, HybridFSDPPlugin, make_accelerator
     from hf_fsdp_tools.mesh import ParallelDims
@@ -67,6 +67,7 @@ _MODULE_OF = {
     "from_pretrained": "prepare",
     "hybrid_auto_wrap_policy": "fsdp1_policy",
     "load_weights": "checkpoint",
+    "load_weights_fsdp1": "fsdp1",
     "make_accelerator": "integrations",
     "make_demo_model": "demo",
     "make_wrap_plan": "wrap",
@@ -107,6 +108,7 @@ __all__ = [
     "from_pretrained",
     "hybrid_auto_wrap_policy",
     "load_weights",
+    "load_weights_fsdp1",
     "make_accelerator",
     "make_demo_model",
     "make_wrap_plan",

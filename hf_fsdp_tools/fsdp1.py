@@ -1,8 +1,10 @@
-"""FSDP1, the flat-parameter path: wrap a model by plan, on meta or with weights."""
+"""FSDP1, the flat-parameter path: wrap a model by plan, on meta or with weights, and fill it from a checkpoint."""
 
 import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from torch.distributed.fsdp import (
 )
 
 from hf_fsdp_tools.checkpoint.agreement import all_ranks
+from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.checkpoint.report import LoadReport, MemoryWatch
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.fsdp1_policy import HybridAutoWrapPolicy, first_names, hybrid_auto_wrap_policy
 from hf_fsdp_tools.fsdp1_shares import plain_view
@@ -24,7 +29,7 @@ from hf_fsdp_tools.mesh import ensure_process_group, local_device
 from hf_fsdp_tools.meta import initialize_missing
 from hf_fsdp_tools.plan import WrapPlan
 
-__all__ = ["wrap_fsdp1"]
+__all__ = ["load_weights_fsdp1", "wrap_fsdp1"]
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 """The group to shard over; for hybrid strategies (shard group, replicate group)."""
@@ -106,6 +111,40 @@ def wrap_fsdp1(
         initialize_missing(plain_view(wrapped), missing_keys=meta_keys, seed=seed)
     _average_ignored(wrapped, ignored)
     return wrapped
+
+
+def load_weights_fsdp1(
+    model: nn.Module, path_or_repo: str | PathLike[str] | CheckpointIndex, **options: Any
+) -> LoadReport:
+    """Fill a model wrapped with FSDP1 from a Hugging Face checkpoint, in place; each rank reads only its own share.
+
+    Each rank's bytes go straight into its flat shards: nothing is gathered and nothing travels between ranks. The result
+    equals `from_pretrained` bit for bit.
+
+    Args:
+        model: wrapped by `wrap_fsdp1(…, initialize=False)`, or by FSDP1 in any other way; dtypes stay as they are.
+        path_or_repo: as in `load_weights`.
+        options: as in `load_weights`, save `dtype` and `device`: the storage is there already.
+
+    Every rank must call.
+
+    Raises:
+        CheckpointError: as in `load_weights`.
+        ConfigError: the model is not wrapped with FSDP1, is gathered at the moment, or `options` has no meaning here.
+    """
+    if needless := sorted({"dtype", "device"} & options.keys()):
+        raise ConfigError(
+            f"{' and '.join(needless)} cannot be changed: the flat parameters have storage already. Build the meta model "
+            "with build_meta_model(dtype=…) and wrap it with wrap_fsdp1(device_id=…)."
+        )
+    view = plain_view(model)
+    watch = MemoryWatch()
+    report = load_weights(view, path_or_repo, **options)
+    for module in model.modules():
+        if type(module) is type(view) and "_weight_conversions" in vars(view):  # saving reverts what loading converted
+            module._weight_conversions = view._weight_conversions
+            break
+    return replace(report, peak_host_bytes=watch.above(0))  # the shards were there before
 
 
 # ---- what wrap_fsdp1 refuses ----

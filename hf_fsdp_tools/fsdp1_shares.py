@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
@@ -32,13 +33,18 @@ class FlatShare(torch.Tensor):
     start: int
     """Index of its first element in the whole parameter."""
 
+    is_first_replica: bool
+    """Whether this rank is the first of those that hold the same run, and so the one that saves it."""
+
     @staticmethod
-    def __new__(cls, shape: torch.Size, memory: torch.Tensor, start: int, *, requires_grad: bool) -> "FlatShare":
+    def __new__(
+        cls, shape: torch.Size, memory: torch.Tensor, start: int, *, requires_grad: bool, is_first_replica: bool
+    ) -> "FlatShare":
         """Make one over memory that stays where it is."""
         self = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=memory.dtype, device=memory.device, requires_grad=requires_grad
         )
-        self.memory, self.start = memory, start
+        self.memory, self.start, self.is_first_replica = memory, start, is_first_replica
         self._is_param = True  # what makes isinstance(…, nn.Parameter) true
         return self
 
@@ -69,7 +75,8 @@ class FlatShare(torch.Tensor):
         aten = torch.ops.aten
         if func is aten.detach.default:
             (share,) = args
-            return FlatShare(share.shape, share.memory, share.start, requires_grad=False)
+            first = share.is_first_replica
+            return FlatShare(share.shape, share.memory, share.start, requires_grad=False, is_first_replica=first)
         if func is aten.as_strided.default:
             share, size, stride, offset = args
             return share.memory.as_strided(size, stride, share.memory.storage_offset() + offset - share.start)
@@ -123,12 +130,20 @@ def plain_view(model: nn.Module) -> nn.Module:
     shares: dict[nn.Module, dict[str, FlatShare]] = {}
     for wrapper in wrappers:
         if handle := wrapper._handle:
-            for module, name, share in _shares_of(handle):
+            for module, name, share in _shares_of(handle, _is_first_replica(wrapper)):
                 shares.setdefault(module, {})[name] = share
     return _view(model, shares, {})
 
 
-def _shares_of(handle: Any) -> Iterator[tuple[nn.Module, str, FlatShare]]:
+def _is_first_replica(wrapper: FullyShardedDataParallel) -> bool:
+    """Under NO_SHARD every rank holds everything, under hybrid strategies one rank of every shard group the same."""
+    replicas = getattr(wrapper, "_inter_node_pg", None)
+    if wrapper._handle is not None and not wrapper._handle.uses_sharded_strategy:
+        replicas = wrapper.process_group
+    return replicas is None or dist.get_rank(replicas) == 0
+
+
+def _shares_of(handle: Any, is_first_replica: bool) -> Iterator[tuple[nn.Module, str, FlatShare]]:
     """Every parameter of one flat parameter: the module that registers it, its name there, and its share."""
     flat = handle.flat_param
     if handle.uses_sharded_strategy and flat.size() != flat._sharded_size:
@@ -145,7 +160,8 @@ def _shares_of(handle: Any) -> Iterator[tuple[nn.Module, str, FlatShare]]:
             raise ConfigError(f"{flat._fqns[i]} is not contiguous. Make it contiguous before wrapping.")
         offset, count = (place.offset_in_shard, place.numel_in_shard) if place.in_shard else (0, 0)
         memory = flat.data[offset : offset + count]
-        share = FlatShare(shape, memory, place.intra_param_start_idx or 0, requires_grad=trainable[i])
+        start = place.intra_param_start_idx or 0
+        share = FlatShare(shape, memory, start, requires_grad=trainable[i], is_first_replica=is_first_replica)
         made[info.module, info.param_name] = share
         yield info.module, info.param_name, share
     for tied in flat._shared_param_infos:

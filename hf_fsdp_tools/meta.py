@@ -180,6 +180,7 @@ def initialize_missing(model: nn.Module, *, missing_keys: Collection[str], seed:
             name, module = path[-1]
             wanted = {key: tensor for key, tensor in _own_tensors(module) if _is_wanted(module, name, key, missing)}
             if wanted:
+                _refuse_adapters(path, wanted)
                 untouched += _initialize_module(path, wanted, seed ^ zlib.crc32(name.encode()))
     if untouched:
         raise CheckpointError(
@@ -249,6 +250,16 @@ def _allocated_parameter(parameter: nn.Parameter, device: torch.device, dtype: t
 
 ModulePath = tuple[tuple[str, nn.Module], ...]
 """A module and its ancestors, root first, each with its fqn."""
+
+
+def _refuse_adapters(path: ModulePath, wanted: Collection[str]) -> None:
+    """PEFT draws adapter weights when it adds an adapter; the model's own initialiser would make other values of them."""
+    if any(hasattr(module, "adapter_layer_names") for _, module in path[:-1]):
+        names = ", ".join(f"{path[-1][0]}.{key}" for key in wanted)
+        raise CheckpointError(
+            f"Adapter weights on meta, which no checkpoint fills: {names}. Add the adapter to a model with real weights and "
+            "let prepare() shard it."
+        )
 
 
 def _module_paths(model: nn.Module) -> Iterator[ModulePath]:

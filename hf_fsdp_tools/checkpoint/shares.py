@@ -3,19 +3,33 @@ mesh.
 """
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from .slices import Box, local_boxes
 
-__all__ = ["is_first_replica", "is_sharded", "local_boxes_of", "local_tensor", "memory_view"]
+__all__ = ["LocalBoxes", "is_first_replica", "is_sharded", "local_boxes_of", "local_tensor", "memory_view"]
+
+
+@runtime_checkable
+class LocalBoxes(Protocol):
+    """A sharded tensor, other than a DTensor, that says itself what this rank holds of it (FSDP1's flat shards)."""
+
+    is_first_replica: bool
+    """Whether this rank is the one, of those that hold the same part, that writes it."""
+
+    def local_boxes(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+        """As `local_boxes_of`; `as_strided` of the tensor must then give real memory for these boxes."""
 
 
 def local_boxes_of(tensor: torch.Tensor) -> tuple[tuple[Box, tuple[int, ...]], ...]:
     """The boxes of the global tensor that this rank holds, each with its start in the local tensor; none for an empty
     shard.
     """
+    if isinstance(tensor, LocalBoxes):
+        return tensor.local_boxes()
     if not isinstance(tensor, DTensor):
         return local_boxes(tensor.shape, (), (), ())
     coordinate = tensor.device_mesh.get_coordinate()
@@ -26,11 +40,15 @@ def local_boxes_of(tensor: torch.Tensor) -> tuple[tuple[Box, tuple[int, ...]], .
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether ranks hold different parts of it."""
+    if isinstance(tensor, LocalBoxes):
+        return True
     return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
 
 
 def is_first_replica(tensor: torch.Tensor) -> bool:
     """Whether this rank writes its part: coordinate 0 on every mesh axis that replicates; rank 0 if plain."""
+    if isinstance(tensor, LocalBoxes):
+        return tensor.is_first_replica
     if not isinstance(tensor, DTensor):
         return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     coordinate = tensor.device_mesh.get_coordinate()

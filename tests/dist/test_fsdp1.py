@@ -12,16 +12,26 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from transformers import AutoModelForSeq2SeqLM, CLIPConfig, CLIPModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    CLIPConfig,
+    CLIPModel,
+)
 
 from hf_fsdp_tools import fsdp1
+from hf_fsdp_tools.checkpoint import load_weights, save_pretrained
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, WrapPlanError
-from hf_fsdp_tools.fsdp1 import wrap_fsdp1
+from hf_fsdp_tools.fsdp1 import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.fsdp1_policy import hybrid_auto_wrap_policy
 from hf_fsdp_tools.fsdp1_shares import plain_view
 from hf_fsdp_tools.meta import allocate, build_meta_model, initialize_missing
 from hf_fsdp_tools.wrap import HybridPolicy, make_wrap_plan
-from tests._checkpoints import make_model
+from tests._checkpoints import KINDS as CHECKPOINTS
+from tests._checkpoints import make_checkpoint, make_model
 from tests._dist import run_ranks
 
 KINDS = ("llama", "tied", "gpt2", "mixtral", "t5")
@@ -382,3 +392,88 @@ def _gathered():
 
 def test_a_gathered_model_is_not_viewed_and_a_view_does_not_compute():
     run_ranks(_gathered, 2)
+
+
+AUTO = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM, "vit": AutoModelForImageClassification}
+
+
+def _loads_and_saves(folder, use_orig_params):
+    ratios = {}
+    for kind in sorted(CHECKPOINTS):
+        auto_class = AUTO.get(kind, AutoModelForCausalLM)
+        model = build_meta_model(f"{folder}/{kind}", auto_class=auto_class)
+        wrapped = wrap_fsdp1(model, make_wrap_plan(model), use_orig_params=use_orig_params, initialize=False)
+        report = load_weights_fsdp1(wrapped, f"{folder}/{kind}")
+        assert report.missing_keys == report.unexpected_keys == ()
+        expected, whole = make_model(kind), _whole(wrapped)
+        assert set(whole) == {name for name, _ in expected.named_parameters()}
+        for name, parameter in expected.named_parameters():
+            assert torch.equal(whole[name], parameter), (kind, name)
+        buffers = {n.replace("_fsdp_wrapped_module.", ""): b for n, b in wrapped.named_buffers()}
+        assert all(torch.equal(buffers[name], buffer) for name, buffer in expected.named_buffers())
+        ratios[kind] = report.read_ratio, sum(report.bytes_read_per_rank)
+        save_pretrained(plain_view(wrapped), f"{folder}/{kind}-saved")
+    return ratios
+
+
+@pytest.mark.parametrize(("ranks", "use_orig_params"), [(2, True), (3, False)])
+def test_checkpoints_go_straight_into_flat_shards_and_back(tmp_path, ranks, use_orig_params):
+    for kind in CHECKPOINTS:
+        make_checkpoint(kind, tmp_path / kind)
+    for ratios in run_ranks(_loads_and_saves, ranks, str(tmp_path), use_orig_params):
+        assert {kind: ratio for kind, (ratio, _) in ratios.items()} == dict.fromkeys(CHECKPOINTS, 1.0)
+    for kind in CHECKPOINTS:
+        model = make_model(kind)
+        again, info = type(model).from_pretrained(tmp_path / f"{kind}-saved", output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        for (name, parameter), (_, saved) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+            assert torch.equal(parameter, saved), (kind, name)
+
+
+def _trains_after_loading(folder):
+    model = build_meta_model(f"{folder}/llama")
+    shard = [dist.new_group(pair) for pair in ((0, 1), (2, 3))][dist.get_rank() // 2]
+    replicate = [dist.new_group(pair) for pair in ((0, 2), (1, 3))][dist.get_rank() % 2]
+    hybrid = {"process_group": (shard, replicate), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    wrapped = wrap_fsdp1(model, make_wrap_plan(model), initialize=False, **hybrid)
+    report = load_weights_fsdp1(wrapped, f"{folder}/llama")
+    plain = _model("llama")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (plain, wrapped)]
+    for _ in range(STEPS):
+        expected = _step(plain, optimizers[0], _batches(4))
+        assert abs(_mean(_step(wrapped, optimizers[1], _batches(4)[dist.get_rank()][None])) - expected) < 1e-4
+    written = save_pretrained(plain_view(wrapped), f"{folder}/trained")
+    with pytest.raises(ConfigError, match=r"dtype cannot be changed.*build_meta_model\(dtype"):
+        load_weights_fsdp1(wrapped, f"{folder}/llama", dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"No such folder|no-such-folder"):
+        load_weights_fsdp1(wrapped, f"{folder}/no-such-folder")
+    return report.bytes_read, written.bytes_written, written.total_bytes
+
+
+def test_hybrid_shards_load_train_and_save(tmp_path):
+    make_checkpoint("llama", tmp_path / "llama")
+    figures = run_ranks(_trains_after_loading, 4, str(tmp_path))
+    total = figures[0][2]
+    assert sum(read for read, _, _ in figures) == 2 * total, "each replica reads the model once"
+    assert sum(written for _, written, _ in figures) == total and figures[2][1] == figures[3][1] == 0
+
+
+def _missing_keys(folder):
+    report = {}
+    for use_orig_params in (True, False):
+        plain, model = (
+            build_meta_model(f"{folder}/llama", auto_class=AutoModelForSequenceClassification, num_labels=7)
+            for _ in "12"
+        )
+        load_weights(plain, f"{folder}/llama", seed=5)
+        wrapped = wrap_fsdp1(model, make_wrap_plan(model), use_orig_params=use_orig_params, initialize=False)
+        report = load_weights_fsdp1(wrapped, f"{folder}/llama", seed=5)
+        whole = _whole(wrapped)
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(whole[name], parameter), name
+    return report.initialized_keys
+
+
+def test_what_is_in_no_file_is_initialised_as_everywhere(tmp_path):
+    make_checkpoint("llama", tmp_path / "llama")
+    assert run_ranks(_missing_keys, 2, str(tmp_path)) == [("score.weight",)] * 2

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, LlamaConfig
 
@@ -134,6 +135,14 @@ def test_a_buffer_that_nothing_fills_is_an_error():
     allocate(model, device=torch.device("cpu"))
     with pytest.raises(CheckpointError, match=r"table.*persistent"):
         initialize_missing(model, missing_keys=())
+
+
+def test_adapters_are_not_initialised_as_if_they_were_layers():
+    model = get_peft_model(build_meta_model(LlamaConfig(**TINY)), LoraConfig(r=2, target_modules=["q_proj"]))
+    allocate(model, device=torch.device("cpu"))
+    missing = [name for name in model.state_dict() if "lora_B" in name]
+    with pytest.raises(CheckpointError, match=r"Adapter weights on meta.*lora_B.*let prepare\(\) shard it"):
+        initialize_missing(model, missing_keys=missing)
 
 
 def test_a_plain_module_is_initialised_by_reset_parameters():
