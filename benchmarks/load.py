@@ -1,0 +1,374 @@
+"""Every way to load a Hugging Face checkpoint into FSDP2 shards, side by side in one run, beside the limit of the machine.
+
+    python benchmarks/load.py                                                # about 1.5 GB per model; see --help
+    python benchmarks/load.py --models dense --size-gb 0.05 --runs 1         # a quick look
+    python benchmarks/load.py --output benchmarks/results/load.md            # also keep the tables
+
+It writes its own checkpoints (real architectures, random bf16 weights, several files) and keeps them for the next run. Each
+load runs in fresh processes on the CPU over gloo, the loaders in turn (A B C A B C …), so that a slow minute hits all. The
+clock starts at a barrier, after imports, process group and a first load of a tiny checkpoint (which imports the rest), and
+stops at a barrier after every page of every local shard has been touched once, because some loaders only map files.
+
+limit     as many bytes as the rank's share, by `pread` on 4 threads from one contiguous part of each file into fresh memory;
+          for fp32, which takes twice the memory, the other half is faulted in as well
+read()    bytes that came through read calls during the load: files, and sockets too where ranks send weights to each other
+disk      bytes that came from the disk, mapped files included
+above     highest resident memory minus what was resident before minus the local shards; mapped files count where touched
+result    every parameter and buffer, non-persistent ones too, against plain `from_pretrained`, by checksums over all ranks
+"""
+
+import argparse
+import ctypes
+import gc
+import itertools
+import math
+import multiprocessing
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.update(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers as hf
+from accelerate import PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+import hf_fsdp_tools
+from hf_fsdp_tools.mesh import ParallelDims
+from hf_fsdp_tools.meta import allocate, build_meta_model
+from hf_fsdp_tools.shard import shard_model
+from hf_fsdp_tools.wrap import make_wrap_plan
+from tests._dist import run_ranks
+
+FILES = 6  # per checkpoint, as large ones have several
+PAGE = 4096
+PRELOAD = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe", "gpt2")]
+PRELOAD += ["accelerate.utils.fsdp_utils", "torch.distributed.checkpoint.hf_storage", "hf_fsdp_tools.prepare"]
+DTYPES = {"stored": torch.bfloat16, "fp32": torch.float32}
+KINDS = ("dense", "moe", "tied", "gpt2")
+Figures = dict[str, Any]
+Load = Callable[[Path, torch.dtype], nn.Module | list[torch.Tensor]]
+
+
+def config_of(kind: str, width: int, layers: int) -> hf.PreTrainedConfig:
+    """A real architecture of that width; its vocabulary shrinks with widths below 1024."""
+    heads = max(width // 64, 2)
+    common = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    common |= {"num_key_value_heads": heads // 2, "max_position_embeddings": 4096}
+    vocab = {"dense": 32000, "moe": 32000, "tied": 151936, "gpt2": 50257}[kind] * min(width, 1024) // 1024
+    if kind == "dense":
+        return hf.LlamaConfig(**common, vocab_size=vocab, intermediate_size=width * 11 // 4, tie_word_embeddings=False)
+    if kind == "tied":
+        sizes = {"vocab_size": vocab, "intermediate_size": width * 3, "head_dim": 64}
+        return hf.Qwen3Config(**common, **sizes, tie_word_embeddings=True)
+    if kind == "gpt2":
+        return hf.GPT2Config(vocab_size=vocab, n_embd=width, n_layer=layers, n_head=heads)
+    experts = {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": width * 3 // 8, "head_dim": 64}
+    return hf.Qwen3MoeConfig(**common, **experts, vocab_size=vocab, tie_word_embeddings=False)
+
+
+def config_of_size(kind: str, num_bytes: float) -> hf.PreTrainedConfig:
+    """The widest model of about that many bytes in bf16 that has at least 8 layers."""
+    for width in (2048, 1536, 1024, 768, 512, 256, 128):
+        one, two = (build_meta_model(config_of(kind, width, n)).num_parameters() * 2 for n in (1, 2))
+        layers = round((num_bytes - (2 * one - two)) / (two - one))
+        if layers >= 8:
+            return config_of(kind, width, layers)
+    return config_of(kind, 128, 2)
+
+
+def make_checkpoint(kind: str, num_bytes: float, folder: Path) -> None:
+    """Write the model with random weights, in the layout of the hub: experts apart, GPT-2 without its head's prefix."""
+    model = build_meta_model(config_of_size(kind, num_bytes), dtype=torch.bfloat16)
+    allocate(model, device=torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    part = folder.with_name(f"{folder.name}.part")
+    saved = model.base_model if kind == "gpt2" else model
+    saved.save_pretrained(part, max_shard_size=math.ceil(model.num_parameters() * 2 / FILES * 1.05))
+    part.rename(folder)
+
+
+def set_cache(folder: Path, cache: str) -> None:
+    """Bring the files into the page cache, or ask the system to forget them."""
+    for file in folder.iterdir():
+        if cache == "warm":
+            shutil.copyfile(file, os.devnull)
+            continue
+        with open(file, "rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def load_native(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """transformers' own sharded loading."""
+    config = DistributedConfig(fsdp_size=dist.get_world_size())
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=config)
+
+
+def load_accelerate(folder: Path, dtype: torch.dtype, *, ram_efficient: bool) -> nn.Module:
+    """What `Accelerator.prepare` runs for FSDP2. Called directly, since an Accelerator drops FSDP on CPUs."""
+    os.environ["ACCELERATE_USE_FSDP"] = "true"  # with the plugin's own variable, transformers loads on rank 0 only
+    settings = {"auto_wrap_policy": "transformer_based_wrap", "cpu_ram_efficient_loading": ram_efficient}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True, **settings)
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(ram_efficient)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device("cpu"))
+    accelerator.is_main_process = PartialState(cpu=True).is_main_process
+    accelerator.mixed_precision = "bf16" if dtype == torch.float32 else "no"  # bf16 makes fp32 master weights
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return fsdp2_prepare_model(accelerator, model)
+
+
+def load_dcp(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """torch's reader of safetensors, into a model that is built, sharded and tied by us, which is generous."""
+    model = build_meta_model(folder, dtype=dtype)
+    shard_model(model, make_wrap_plan(model), mesh=ParallelDims().build_mesh())
+    allocate(model, device=torch.device("cpu"))
+    once = {id(tensor): key for key, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    state = {key: tensor for key, tensor in model.state_dict().items() if key in once.values()}
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder), thread_count=4))
+    return model
+
+
+def load_limit(folder: Path, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The rank's share of bytes into fresh memory, and nothing else."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    memory: list[torch.Tensor] = []
+    pieces: list[tuple[Path, int, torch.Tensor]] = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with open(file, "rb") as stream:
+            start = 8 + int.from_bytes(stream.read(8), "little")  # the header, which begins with its length
+        data = file.stat().st_size - start
+        begin, end = data * rank // world, data * (rank + 1) // world
+        memory.append(torch.empty((end - begin) * dtype.itemsize // 2, dtype=torch.uint8))
+        parts = memory[-1][: end - begin].split(2**24)
+        pieces += [(file, start + begin + i * 2**24, part) for i, part in enumerate(parts)]
+
+    def read(piece: tuple[Path, int, torch.Tensor]) -> None:
+        file, position, part = piece
+        left = part.numpy().data
+        with open(file, "rb", buffering=0) as stream:
+            while left:
+                done = os.preadv(stream.fileno(), [left], position)
+                left, position = left[done:], position + done
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(read, pieces))
+        list(pool.map(lambda buffer: buffer[buffer.numel() * 2 // dtype.itemsize :: PAGE].zero_(), memory))
+    return memory
+
+
+LOADERS: dict[str, tuple[Load, bool]] = {  # name: (function, whether each page is written instead of read at the end)
+    "limit": (load_limit, False),
+    "hf_fsdp_tools": (lambda folder, dtype: hf_fsdp_tools.from_pretrained(folder, dtype=dtype), False),
+    "transformers native, then read once": (load_native, False),
+    "transformers native, then written once": (load_native, True),
+    "accelerate FSDP2, RAM-efficient": (partial(load_accelerate, ram_efficient=True), False),
+    "accelerate FSDP2, every rank loads all": (partial(load_accelerate, ram_efficient=False), False),
+    "torch DCP HuggingFaceStorageReader": (load_dcp, False),
+}
+
+
+def measure(name: str, folder: Path, tiny: Path, dtype: torch.dtype, expected: Figures | None) -> Figures:
+    """Load once on this rank; the figures of this rank."""
+    load, write = LOADERS[name]
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
+    Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, this ends and not the user's work
+    load(tiny, dtype)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    dist.barrier()
+    before = usage()
+    start = time.perf_counter()
+    model = load(folder, dtype)
+    held = model if isinstance(model, list) else model.parameters()
+    shards = [t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in held]
+    for shard in shards:
+        pages = shard.view(-1).view(torch.uint8)[::PAGE] if shard.is_contiguous() else shard
+        pages.add_(0) if write else pages.sum()
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    after = usage()
+    num_bytes = sum(shard.numel() * shard.element_size() for shard in shards)
+    wrong = compare(model, expected) if expected is not None and isinstance(model, nn.Module) else []
+    deltas = {"read": "rchar", "disk": "read_bytes", "mapped": "RssFile"}
+    figures = {figure: after[field] - before[field] for figure, field in deltas.items()}
+    above = after["VmHWM"] - before["VmRSS"] - num_bytes
+    share = num_bytes * 2 // dtype.itemsize  # as stored
+    return {"seconds": seconds, "share": share, "above": above, "wrong": wrong, **figures}
+
+
+def usage() -> dict[str, int]:
+    """Bytes read and bytes resident of this process, from /proc."""
+    fields = (line.split() for name in ("io", "status") for line in Path("/proc/self", name).read_text().splitlines())
+    return {f[0].rstrip(":"): int(f[1]) * (1024 if f[-1] == "kB" else 1) for f in fields if f[1:] and f[1].isdigit()}
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return dict(sorted((name, tensor.detach()) for name, tensor in named))
+
+
+def checksum(local: torch.Tensor, shape: Sequence[int], first_row: int = 0) -> torch.Tensor:
+    """An int64 that depends on every bit and its place; those of the parts of a tensor add up to that of the whole."""
+    row_bytes = math.prod(shape[1:]) * local.element_size()
+    word_bytes = 8 if len(shape) > 1 and row_bytes % 8 == 0 else local.element_size()
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word_bytes]
+    total = torch.zeros((), dtype=torch.int64)
+    index = first_row * row_bytes // word_bytes
+    for part in local.contiguous().view(-1).clone().view(word).split(2**22):
+        places = torch.arange(index, index + part.numel())
+        total += (part.to(torch.int64) * (2 * places + 1)).sum()
+        index += part.numel()
+    return total
+
+
+def reference(folder: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """Dtype, shape and checksum of every tensor of plain `from_pretrained`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return {n: (t.dtype, tuple(t.shape), int(checksum(t, t.shape))) for n, t in tensors_of(model).items()}
+
+
+def compare(model: nn.Module, expected: dict[str, Any]) -> list[str]:
+    """Names of tensors that differ from the reference. Every rank must call."""
+    tensors = tensors_of(model)
+    wrong = sorted(tensors.keys() ^ expected.keys())
+    for name in sorted(tensors.keys() & expected.keys()):
+        tensor = tensors[name]
+        if isinstance(tensor, DTensor) and tuple(tensor.placements) == (Shard(0),):
+            rows = math.ceil(tensor.shape[0] / tensor.device_mesh.size())
+            first = min(rows * tensor.device_mesh.get_local_rank(), tensor.shape[0])
+            found = checksum(tensor.to_local(), tensor.shape, first)
+            dist.all_reduce(found)
+        else:
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            found = checksum(whole, whole.shape) if not whole.is_meta else torch.tensor(0)
+        if (tensor.dtype, tuple(tensor.shape), int(found)) != expected[name]:
+            wrong.append(name)
+    return wrong
+
+
+def run_cell(
+    folder: Path, tiny: Path, dtype: torch.dtype, cache: str, ranks: int, runs: int, expected: dict[str, Any]
+) -> tuple[dict[str, list[list[Figures]]], dict[str, str]]:
+    """Per loader its runs, each a list over ranks; and why it failed, where it did."""
+    results: dict[str, list[list[Figures]]] = {name: [] for name in LOADERS}
+    failed: dict[str, str] = {}
+    for run, name in itertools.product(range(runs), LOADERS):
+        if name in failed:
+            continue
+        set_cache(folder, cache)
+        truth = None if run else expected  # once is enough
+        try:
+            results[name].append(run_ranks(measure, ranks, name, folder, tiny, dtype, truth, timeout_s=900))
+        except AssertionError as error:
+            failed[name] = reason(str(error))
+    return results, failed
+
+
+def reason(message: str) -> str:
+    """The last line of the first traceback, cut short."""
+    lines = [line.strip() for line in message.split("\n--- rank")[0].splitlines() if line.strip()]
+    errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
+    return (errors or lines)[-1][:160].replace("|", "/")
+
+
+def table(results: dict[str, list[list[Figures]]], failed: dict[str, str]) -> list[str]:
+    """One row per loader; seconds are the slowest rank's, ratios are medians over runs of the same round."""
+    seconds = {name: [max(rank["seconds"] for rank in run) for run in runs] for name, runs in results.items()}
+    rows = [
+        "| loader | seconds: median (min–max) | ÷ limit | ÷ ours | read() MB by rank | ÷ share | disk MB by rank "
+        "| above the shards MB by rank (mapped files) | result |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, runs in results.items():
+        if name in failed:
+            rows.append(f"| {name} | fails | | | | | | | {failed[name]} |")
+            continue
+        took, last, wrong = seconds[name], runs[-1], sorted({key for rank in runs[0] for key in rank["wrong"]})
+        ratios = []
+        for base in ("limit", "hf_fsdp_tools"):
+            pairs = zip(took, seconds[base], strict=False) if base not in failed else ()
+            ratios.append(f"{statistics.median(pair):.2f}" if (pair := [a / b for a, b in pairs]) else "")
+        read, disk, above, mapped = (
+            ", ".join(f"{rank[key] / 1e6:.0f}" for rank in last) for key in ("read", "disk", "above", "mapped")
+        )
+        result = "–" if name == "limit" else "equal" if not wrong else f"wrong: {len(wrong)} tensors, {wrong[0]}"
+        rows.append(
+            f"| {name} | {statistics.median(took):.2f} ({min(took):.2f}–{max(took):.2f}) | {' | '.join(ratios)} | {read} "
+            f"| {max(r['read'] / r['share'] for r in last):.3f} | {disk} | {above} ({mapped}) | {result} |"
+        )
+    return rows
+
+
+def heading() -> list[str]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    packages = ("torch", "transformers", "accelerate", "safetensors")
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    machine = f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB of memory, gloo on the CPU"
+    python = f"hf_fsdp_tools {hf_fsdp_tools.__version__}, {versions}, Python {sys.version.split()[0]}"
+    command = f"`python benchmarks/load.py {' '.join(sys.argv[1:])}`. What each column means is said at its top."
+    return ["# Loading into FSDP2 shards", "", f"{time.strftime('%Y-%m-%d')}; {python}; {machine}.", "", command]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--models", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--size-gb", type=float, default=1.5, help="bf16 bytes of each model")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--cache", nargs="+", choices=["warm", "cold"], default=["warm", "cold"])
+    parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES))
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "hf-fsdp-load"), help="of models")
+    parser.add_argument("--output", type=Path, help="Markdown file for the tables, written after each")
+    args = parser.parse_args()
+    multiprocessing.set_forkserver_preload(PRELOAD)
+
+    def tell(*lines: str) -> None:
+        print(*lines, sep="\n", flush=True)
+        written.extend(lines)
+        if args.output:
+            args.output.write_text("\n".join(written) + "\n")
+
+    written: list[str] = []
+    tell(*heading())
+    for kind in args.models:
+        folder, tiny = (args.folder / f"{kind}-{size:g}GB" for size in (args.size_gb, 0.001))
+        for path, size in ((folder, args.size_gb), (tiny, 0.001)):
+            if not path.exists():
+                run_ranks(make_checkpoint, 1, kind, size * 1e9, path, timeout_s=900)
+        for dtype in args.dtype:
+            expected = run_ranks(reference, 1, folder, DTYPES[dtype], timeout_s=900)[0]
+            for cache, ranks in itertools.product(args.cache, args.ranks):
+                start = time.perf_counter()
+                results, failed = run_cell(folder, tiny, DTYPES[dtype], cache, ranks, args.runs, expected)
+                files = [file.stat().st_size for file in folder.glob("*.safetensors")]
+                tell("", f"## {kind}, {dtype}, {cache} cache, {ranks} ranks", "")
+                tell(f"{sum(files) / 1e9:.2f} GB of bf16 in {len(files)} files.", "", *table(results, failed))
+                print(f"({time.perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
