@@ -67,6 +67,7 @@ PRELOAD += ["accelerate.utils.fsdp_utils", "torch.distributed.checkpoint.hf_stor
 DTYPES = {"stored": torch.bfloat16, "fp32": torch.float32}
 KINDS = ("dense", "moe", "tied", "gpt2")
 Figures = dict[str, Any]
+Results = dict[str, list[list[Figures]]]  # per loader its runs, each a list over ranks
 Load = Callable[[Path, torch.dtype], nn.Module | list[torch.Tensor]]
 
 
@@ -82,7 +83,8 @@ def config_of(kind: str, width: int, layers: int) -> hf.PreTrainedConfig:
         sizes = {"vocab_size": vocab, "intermediate_size": width * 3, "head_dim": 64}
         return hf.Qwen3Config(**common, **sizes, tie_word_embeddings=True)
     if kind == "gpt2":
-        return hf.GPT2Config(vocab_size=vocab, n_embd=width, n_layer=layers, n_head=heads)
+        ends = {"bos_token_id": 0, "eos_token_id": 0}
+        return hf.GPT2Config(**ends, vocab_size=vocab, n_embd=width, n_layer=layers, n_head=heads)
     experts = {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": width * 3 // 8, "head_dim": 64}
     return hf.Qwen3MoeConfig(**common, **experts, vocab_size=vocab, tie_word_embeddings=False)
 
@@ -119,6 +121,12 @@ def set_cache(folder: Path, cache: str) -> None:
         with open(file, "rb") as stream:
             os.fsync(stream.fileno())
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def load_ours(folder: Path, dtype: torch.dtype) -> nn.Module:
+    model, report = hf_fsdp_tools.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    model.load_seconds = report.seconds
+    return model
 
 
 def load_native(folder: Path, dtype: torch.dtype) -> nn.Module:
@@ -166,12 +174,8 @@ def load_limit(folder: Path, dtype: torch.dtype) -> list[torch.Tensor]:
         pieces += [(file, start + begin + i * 2**24, part) for i, part in enumerate(parts)]
 
     def read(piece: tuple[Path, int, torch.Tensor]) -> None:
-        file, position, part = piece
-        left = part.numpy().data
-        with open(file, "rb", buffering=0) as stream:
-            while left:
-                done = os.preadv(stream.fileno(), [left], position)
-                left, position = left[done:], position + done
+        with open(piece[0], "rb", buffering=0) as stream:
+            assert os.preadv(stream.fileno(), [piece[2].numpy().data], piece[1]) == piece[2].numel()
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(read, pieces))
@@ -181,7 +185,7 @@ def load_limit(folder: Path, dtype: torch.dtype) -> list[torch.Tensor]:
 
 LOADERS: dict[str, tuple[Load, bool]] = {  # name: (function, whether each page is written instead of read at the end)
     "limit": (load_limit, False),
-    "hf_fsdp_tools": (lambda folder, dtype: hf_fsdp_tools.from_pretrained(folder, dtype=dtype), False),
+    "hf_fsdp_tools": (load_ours, False),
     "transformers native, then read once": (load_native, False),
     "transformers native, then written once": (load_native, True),
     "accelerate FSDP2, RAM-efficient": (partial(load_accelerate, ram_efficient=True), False),
@@ -217,7 +221,8 @@ def measure(name: str, folder: Path, tiny: Path, dtype: torch.dtype, expected: F
     figures = {figure: after[field] - before[field] for figure, field in deltas.items()}
     above = after["VmHWM"] - before["VmRSS"] - num_bytes
     share = num_bytes * 2 // dtype.itemsize  # as stored
-    return {"seconds": seconds, "share": share, "above": above, "wrong": wrong, **figures}
+    stages = getattr(model, "load_seconds", {})
+    return {"seconds": seconds, "share": share, "above": above, "wrong": wrong, "stages": stages, **figures}
 
 
 def usage() -> dict[str, int]:
@@ -227,8 +232,8 @@ def usage() -> dict[str, int]:
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return dict(sorted((name, tensor.detach()) for name, tensor in named))
+    named = itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {name: tensor.detach() for name, tensor in named}
 
 
 def checksum(local: torch.Tensor, shape: Sequence[int], first_row: int = 0) -> torch.Tensor:
@@ -257,7 +262,7 @@ def compare(model: nn.Module, expected: dict[str, Any]) -> list[str]:
     wrong = sorted(tensors.keys() ^ expected.keys())
     for name in sorted(tensors.keys() & expected.keys()):
         tensor = tensors[name]
-        if isinstance(tensor, DTensor) and tuple(tensor.placements) == (Shard(0),):
+        if isinstance(tensor, DTensor) and tensor.placements == (Shard(0),):
             rows = math.ceil(tensor.shape[0] / tensor.device_mesh.size())
             first = min(rows * tensor.device_mesh.get_local_rank(), tensor.shape[0])
             found = checksum(tensor.to_local(), tensor.shape, first)
@@ -271,31 +276,25 @@ def compare(model: nn.Module, expected: dict[str, Any]) -> list[str]:
 
 
 def run_cell(
-    folder: Path, tiny: Path, dtype: torch.dtype, cache: str, ranks: int, runs: int, expected: dict[str, Any]
-) -> tuple[dict[str, list[list[Figures]]], dict[str, str]]:
-    """Per loader its runs, each a list over ranks; and why it failed, where it did."""
-    results: dict[str, list[list[Figures]]] = {name: [] for name in LOADERS}
+    what: tuple[Path, Path, torch.dtype], cache: str, ranks: int, runs: int, expected: Figures
+) -> tuple[Results, dict[str, str]]:
+    """The loaders in turn; what they took, and why they failed where they did."""
+    results: Results = {name: [] for name in LOADERS}
     failed: dict[str, str] = {}
     for run, name in itertools.product(range(runs), LOADERS):
-        if name in failed:
-            continue
-        set_cache(folder, cache)
-        truth = None if run else expected  # once is enough
-        try:
-            results[name].append(run_ranks(measure, ranks, name, folder, tiny, dtype, truth, timeout_s=900))
-        except AssertionError as error:
-            failed[name] = reason(str(error))
+        if name not in failed:
+            set_cache(what[0], cache)
+            truth = None if run else expected  # to compare once is enough
+            try:
+                results[name].append(run_ranks(measure, ranks, name, *what, truth, timeout_s=900))
+            except AssertionError as error:  # its last lines are the failing rank's traceback
+                lines = [line for line in str(error).split("\n--- rank")[0].splitlines() if line.strip()]
+                errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
+                failed[name] = (errors or lines)[-1][:160].replace("|", "/")
     return results, failed
 
 
-def reason(message: str) -> str:
-    """The last line of the first traceback, cut short."""
-    lines = [line.strip() for line in message.split("\n--- rank")[0].splitlines() if line.strip()]
-    errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
-    return (errors or lines)[-1][:160].replace("|", "/")
-
-
-def table(results: dict[str, list[list[Figures]]], failed: dict[str, str]) -> list[str]:
+def table(results: Results, failed: dict[str, str]) -> list[str]:
     """One row per loader; seconds are the slowest rank's, ratios are medians over runs of the same round."""
     seconds = {name: [max(rank["seconds"] for rank in run) for run in runs] for name, runs in results.items()}
     rows = [
@@ -310,8 +309,8 @@ def table(results: dict[str, list[list[Figures]]], failed: dict[str, str]) -> li
         took, last, wrong = seconds[name], runs[-1], sorted({key for rank in runs[0] for key in rank["wrong"]})
         ratios = []
         for base in ("limit", "hf_fsdp_tools"):
-            pairs = zip(took, seconds[base], strict=False) if base not in failed else ()
-            ratios.append(f"{statistics.median(pair):.2f}" if (pair := [a / b for a, b in pairs]) else "")
+            pairs = [a / b for a, b in zip(took, seconds[base], strict=False)]
+            ratios.append(f"{statistics.median(pairs):.2f}" if base not in failed else "")
         read, disk, above, mapped = (
             ", ".join(f"{rank[key] / 1e6:.0f}" for rank in last) for key in ("read", "disk", "above", "mapped")
         )
@@ -320,7 +319,13 @@ def table(results: dict[str, list[list[Figures]]], failed: dict[str, str]) -> li
             f"| {name} | {statistics.median(took):.2f} ({min(took):.2f}–{max(took):.2f}) | {' | '.join(ratios)} | {read} "
             f"| {max(r['read'] / r['share'] for r in last):.3f} | {disk} | {above} ({mapped}) | {result} |"
         )
-    return rows
+    ours = results["hf_fsdp_tools"][-1:]
+    stages = [f"{stage} {took:.2f}" for run in ours for stage, took in run[0]["stages"].items()]
+    return [
+        *rows,
+        "",
+        f"hf_fsdp_tools, rank 0, last run: {', '.join(stages)} s; the rest is building and sharding on meta.",
+    ]
 
 
 def heading() -> list[str]:
@@ -363,7 +368,7 @@ def main() -> None:
             expected = run_ranks(reference, 1, folder, DTYPES[dtype], timeout_s=900)[0]
             for cache, ranks in itertools.product(args.cache, args.ranks):
                 start = time.perf_counter()
-                results, failed = run_cell(folder, tiny, DTYPES[dtype], cache, ranks, args.runs, expected)
+                results, failed = run_cell((folder, tiny, DTYPES[dtype]), cache, ranks, args.runs, expected)
                 files = [file.stat().st_size for file in folder.glob("*.safetensors")]
                 tell("", f"## {kind}, {dtype}, {cache} cache, {ranks} ranks", "")
                 tell(f"{sum(files) / 1e9:.2f} GB of bf16 in {len(files)} files.", "", *table(results, failed))
