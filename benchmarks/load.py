@@ -216,7 +216,8 @@ def measure(name: str, folder: Path, tiny: Path, dtype: torch.dtype, expected: F
     seconds = time.perf_counter() - start
     after = usage()
     num_bytes = sum(shard.numel() * shard.element_size() for shard in shards)
-    wrong = compare(model, expected) if expected is not None and isinstance(model, nn.Module) else []
+    found = checksums(model) if expected and isinstance(model, nn.Module) else {}
+    wrong = [name for name in {**(expected or {}), **found} if found and found.get(name) != (expected or {}).get(name)]
     deltas = {"read": "rchar", "disk": "read_bytes", "mapped": "RssFile"}
     figures = {figure: after[field] - before[field] for figure, field in deltas.items()}
     above = after["VmHWM"] - before["VmRSS"] - num_bytes
@@ -229,11 +230,6 @@ def usage() -> dict[str, int]:
     """Bytes read and bytes resident of this process, from /proc."""
     fields = (line.split() for name in ("io", "status") for line in Path("/proc/self", name).read_text().splitlines())
     return {f[0].rstrip(":"): int(f[1]) * (1024 if f[-1] == "kB" else 1) for f in fields if f[1:] and f[1].isdigit()}
-
-
-def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    return {name: tensor.detach() for name, tensor in named}
 
 
 def checksum(local: torch.Tensor, shape: Sequence[int], first_row: int = 0) -> torch.Tensor:
@@ -250,29 +246,26 @@ def checksum(local: torch.Tensor, shape: Sequence[int], first_row: int = 0) -> t
     return total
 
 
-def reference(folder: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """Dtype, shape and checksum of every tensor of plain `from_pretrained`."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    return {n: (t.dtype, tuple(t.shape), int(checksum(t, t.shape))) for n, t in tensors_of(model).items()}
-
-
-def compare(model: nn.Module, expected: dict[str, Any]) -> list[str]:
-    """Names of tensors that differ from the reference. Every rank must call."""
-    tensors = tensors_of(model)
-    wrong = sorted(tensors.keys() ^ expected.keys())
-    for name in sorted(tensors.keys() & expected.keys()):
-        tensor = tensors[name]
+def checksums(model: nn.Module) -> Figures:
+    """Dtype, shape and checksum over all ranks of every parameter and buffer. Every rank must call."""
+    found = {}
+    buffers = model.named_buffers(remove_duplicate=False)
+    for name, tensor in sorted([*model.named_parameters(remove_duplicate=False), *buffers]):
+        tensor = tensor.detach()
         if isinstance(tensor, DTensor) and tensor.placements == (Shard(0),):
             rows = math.ceil(tensor.shape[0] / tensor.device_mesh.size())
             first = min(rows * tensor.device_mesh.get_local_rank(), tensor.shape[0])
-            found = checksum(tensor.to_local(), tensor.shape, first)
-            dist.all_reduce(found)
+            total = checksum(tensor.to_local(), tensor.shape, first)
+            dist.all_reduce(total)
         else:
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            found = checksum(whole, whole.shape) if not whole.is_meta else torch.tensor(0)
-        if (tensor.dtype, tuple(tensor.shape), int(found)) != expected[name]:
-            wrong.append(name)
-    return wrong
+            total = torch.tensor(-1) if whole.is_meta else checksum(whole, whole.shape)
+        found[name] = (tensor.dtype, tuple(tensor.shape), int(total))
+    return found
+
+
+def reference(folder: Path, dtype: torch.dtype) -> Figures:
+    return checksums(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
 
 
 def run_cell(
