@@ -22,7 +22,7 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.meta import build_meta_model
 from tests._checkpoints import KINDS, make_checkpoint, make_model, randomize
 from tests._dist import run_ranks
-from tests.dist.test_load import full, last_even_dim, sharded_meta_model
+from tests.ranks.test_load import full, last_even_dim, sharded_meta_model
 
 
 @pytest.fixture(scope="module")
