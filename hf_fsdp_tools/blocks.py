@@ -8,6 +8,7 @@ classes, attention layers and sibling towers in many models.
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 
 from torch import nn
 
@@ -155,7 +156,7 @@ def describe_blocks(tree: ModuleTree, found: list[list[ModuleNode]]) -> ModelBlo
         num_params=tree.num_params,
         stacks=tuple(stacks),
         embeddings=embeddings,
-        final_norm=_final_norm(outside, largest),
+        final_norm=_final_norm(outside, _stack_before(head, found, largest)),
         head=head,
         ties=tuple(_tied_set(weight) for weight in tree.weights if len(set(weight.names)) > 1),
         scalars=tuple(weight.names[0] for weight in tree.weights if weight.ndim == 0),
@@ -205,6 +206,21 @@ def _head(
     elif witness is not None:
         evidence.append("get_output_embeddings() names another module")
     return _part(node, evidence)
+
+
+def _stack_before(
+    head: ModulePart | None, found: list[list[ModuleNode]], largest: list[ModuleNode]
+) -> list[ModuleNode]:
+    """The stack whose output the head takes: of several towers the one that lies nearest to it, as a rule the largest."""
+    if head is None:
+        return largest
+    path = head.fqn.split(".")[:-1]
+
+    def nearness(blocks: list[ModuleNode]) -> tuple[int, bool]:
+        shared = zip(path, blocks[0].fqn.split("."), strict=False)
+        return sum(1 for _ in takewhile(lambda parts: parts[0] == parts[1], shared)), blocks is largest
+
+    return max(found, key=nearness, default=[])
 
 
 def _final_norm(outside: list[ModuleNode], blocks: list[ModuleNode]) -> ModulePart | None:

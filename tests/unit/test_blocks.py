@@ -207,3 +207,18 @@ def test_a_model_without_parameters_says_what_to_pass() -> None:
         detect_blocks(nn.Sequential(nn.ReLU()))
     with pytest.raises(BlockDetectionError, match=r"0\.weight.*Run one forward pass"):
         detect_blocks(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_the_final_norm_is_that_of_the_tower_with_the_head() -> None:
+    """A large vision tower before a small language model: the norm of the first is not gathered with the head."""
+    vision, language = nn.Module(), nn.Module()
+    vision.layers = nn.ModuleList(Block(32) for _ in range(4))
+    vision.norm = nn.LayerNorm(32)
+    language.model = Model(nn.ModuleList(Block() for _ in range(2)))
+    language.model.head = None
+    language.head = nn.Linear(8, 32)
+    model = nn.Module()
+    model.vision, model.language = vision, language
+    blocks = detect_blocks(model)
+    assert blocks.head is not None and blocks.head.fqn == "language.head"
+    assert blocks.final_norm is not None and blocks.final_norm.fqn == "language.model.norm"
