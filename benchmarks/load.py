@@ -1,8 +1,7 @@
 """Every way to load a Hugging Face checkpoint into FSDP2 shards, side by side in one run, beside the limit of the machine.
 
-    python benchmarks/load.py                                                # about 1.5 GB per model; see --help
-    python benchmarks/load.py --models dense --size-gb 0.05 --runs 1         # a quick look
-    python benchmarks/load.py --output benchmarks/results/load.md            # also keep the tables
+    python benchmarks/load.py --size-gb 0.05 --runs 1        # a quick look; without options 1.5 GB per model
+    python benchmarks/load.py --output benchmarks/results/load.md
 
 It writes its own checkpoints (real architectures, random bf16 weights, several files) and keeps them for the next run. Each
 load runs in fresh processes on the CPU over gloo, the loaders in turn (A B C A B C …), so that a slow minute hits all. The
@@ -11,26 +10,25 @@ stops at a barrier after every page of every local shard has been touched once, 
 
 limit     as many bytes as the rank's share, by `pread` on 4 threads from one contiguous part of each file into fresh memory;
           for fp32, which takes twice the memory, the other half is faulted in as well
-read()    bytes that came through read calls during the load: files, and sockets too where ranks send weights to each other
-disk      bytes that came from the disk, mapped files included
+read()    bytes that came through read calls; neither mapped files nor what ranks send each other count here
+disk      bytes that came from the disk, mapped files included, charged to the rank that met them first
 above     highest resident memory minus what was resident before minus the local shards; mapped files count where touched
 result    every parameter and buffer, non-persistent ones too, against plain `from_pretrained`, by checksums over all ranks
 """
 
 import argparse
-import ctypes
 import gc
 import itertools
 import math
 import multiprocessing
 import os
-import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -60,7 +58,6 @@ from hf_fsdp_tools.shard import shard_model
 from hf_fsdp_tools.wrap import make_wrap_plan
 from tests._dist import run_ranks
 
-FILES = 6  # per checkpoint, as large ones have several
 PAGE = 4096
 PRELOAD = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe", "gpt2")]
 PRELOAD += ["accelerate.utils.fsdp_utils", "torch.distributed.checkpoint.hf_storage", "hf_fsdp_tools.prepare"]
@@ -83,8 +80,8 @@ def config_of(kind: str, width: int, layers: int) -> hf.PreTrainedConfig:
         sizes = {"vocab_size": vocab, "intermediate_size": width * 3, "head_dim": 64}
         return hf.Qwen3Config(**common, **sizes, tie_word_embeddings=True)
     if kind == "gpt2":
-        ends = {"bos_token_id": 0, "eos_token_id": 0}
-        return hf.GPT2Config(**ends, vocab_size=vocab, n_embd=width, n_layer=layers, n_head=heads)
+        sizes = {"n_embd": width, "n_layer": layers, "n_head": heads, "vocab_size": vocab}
+        return hf.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     experts = {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": width * 3 // 8, "head_dim": 64}
     return hf.Qwen3MoeConfig(**common, **experts, vocab_size=vocab, tie_word_embeddings=False)
 
@@ -95,12 +92,14 @@ def config_of_size(kind: str, num_bytes: float) -> hf.PreTrainedConfig:
         one, two = (build_meta_model(config_of(kind, width, n)).num_parameters() * 2 for n in (1, 2))
         layers = round((num_bytes - (2 * one - two)) / (two - one))
         if layers >= 8:
-            return config_of(kind, width, layers)
-    return config_of(kind, 128, 2)
+            break
+    return config_of(kind, width, max(layers, 2))
 
 
 def make_checkpoint(kind: str, num_bytes: float, folder: Path) -> None:
-    """Write the model with random weights, in the layout of the hub: experts apart, GPT-2 without its head's prefix."""
+    """Unless it is there, write the model in the hub's layout: experts apart, GPT-2 without its head's prefix."""
+    if folder.exists():
+        return
     model = build_meta_model(config_of_size(kind, num_bytes), dtype=torch.bfloat16)
     allocate(model, device=torch.device("cpu"))
     with torch.no_grad():
@@ -108,19 +107,19 @@ def make_checkpoint(kind: str, num_bytes: float, folder: Path) -> None:
             parameter.normal_(std=0.02)
     part = folder.with_name(f"{folder.name}.part")
     saved = model.base_model if kind == "gpt2" else model
-    saved.save_pretrained(part, max_shard_size=math.ceil(model.num_parameters() * 2 / FILES * 1.05))
+    saved.save_pretrained(part, max_shard_size=math.ceil(model.num_parameters() * 2 / 6 * 1.05))  # about six files
     part.rename(folder)
 
 
 def set_cache(folder: Path, cache: str) -> None:
     """Bring the files into the page cache, or ask the system to forget them."""
     for file in folder.iterdir():
-        if cache == "warm":
-            shutil.copyfile(file, os.devnull)
-            continue
         with open(file, "rb") as stream:
-            os.fsync(stream.fileno())
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if cache == "warm":
+                stream.read()
+            else:
+                os.fsync(stream.fileno())
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def load_ours(folder: Path, dtype: torch.dtype) -> nn.Module:
@@ -162,13 +161,11 @@ def load_dcp(folder: Path, dtype: torch.dtype) -> nn.Module:
 def load_limit(folder: Path, dtype: torch.dtype) -> list[torch.Tensor]:
     """The rank's share of bytes into fresh memory, and nothing else."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    memory: list[torch.Tensor] = []
-    pieces: list[tuple[Path, int, torch.Tensor]] = []
+    memory, pieces = [], []
     for file in sorted(folder.glob("*.safetensors")):
         with open(file, "rb") as stream:
             start = 8 + int.from_bytes(stream.read(8), "little")  # the header, which begins with its length
-        data = file.stat().st_size - start
-        begin, end = data * rank // world, data * (rank + 1) // world
+        begin, end = ((file.stat().st_size - start) * r // world for r in (rank, rank + 1))
         memory.append(torch.empty((end - begin) * dtype.itemsize // 2, dtype=torch.uint8))
         parts = memory[-1][: end - begin].split(2**24)
         pieces += [(file, start + begin + i * 2**24, part) for i, part in enumerate(parts)]
@@ -194,36 +191,33 @@ LOADERS: dict[str, tuple[Load, bool]] = {  # name: (function, whether each page 
 }
 
 
-def measure(name: str, folder: Path, tiny: Path, dtype: torch.dtype, expected: Figures | None) -> Figures:
+def measure(name: str, folder: Path, tiny: Path, dtype: torch.dtype, check: bool) -> Figures:
     """Load once on this rank; the figures of this rank."""
     load, write = LOADERS[name]
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
     Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, this ends and not the user's work
     load(tiny, dtype)
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
     dist.barrier()
     before = usage()
     start = time.perf_counter()
     model = load(folder, dtype)
-    held = model if isinstance(model, list) else model.parameters()
-    shards = [t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in held]
+    tensors = [t.detach() for t in (model if isinstance(model, list) else model.parameters())]
+    shards = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     for shard in shards:
         pages = shard.view(-1).view(torch.uint8)[::PAGE] if shard.is_contiguous() else shard
         pages.add_(0) if write else pages.sum()
     dist.barrier()
     seconds = time.perf_counter() - start
     after = usage()
-    num_bytes = sum(shard.numel() * shard.element_size() for shard in shards)
-    found = checksums(model) if expected and isinstance(model, nn.Module) else {}
-    wrong = [name for name in {**(expected or {}), **found} if found and found.get(name) != (expected or {}).get(name)]
-    deltas = {"read": "rchar", "disk": "read_bytes", "mapped": "RssFile"}
-    figures = {figure: after[field] - before[field] for figure, field in deltas.items()}
-    above = after["VmHWM"] - before["VmRSS"] - num_bytes
-    share = num_bytes * 2 // dtype.itemsize  # as stored
-    stages = getattr(model, "load_seconds", {})
-    return {"seconds": seconds, "share": share, "above": above, "wrong": wrong, "stages": stages, **figures}
+    held = sum(shard.nbytes for shard in shards)
+    fields = (("read", "rchar"), ("disk", "read_bytes"), ("mapped", "RssFile"))
+    figures = {figure: after[field] - before[field] for figure, field in fields}
+    figures["above"] = after["VmHWM"] - before["VmRSS"] - held
+    figures["share"] = held * 2 // dtype.itemsize  # as stored
+    sums = checksums(model) if check and isinstance(model, nn.Module) else {}
+    return {"seconds": seconds, "stages": getattr(model, "load_seconds", {}), "tensors": sums, **figures}
 
 
 def usage() -> dict[str, int]:
@@ -246,12 +240,12 @@ def checksum(local: torch.Tensor, shape: Sequence[int], first_row: int = 0) -> t
     return total
 
 
+@torch.no_grad()
 def checksums(model: nn.Module) -> Figures:
     """Dtype, shape and checksum over all ranks of every parameter and buffer. Every rank must call."""
     found = {}
     buffers = model.named_buffers(remove_duplicate=False)
     for name, tensor in sorted([*model.named_parameters(remove_duplicate=False), *buffers]):
-        tensor = tensor.detach()
         if isinstance(tensor, DTensor) and tensor.placements == (Shard(0),):
             rows = math.ceil(tensor.shape[0] / tensor.device_mesh.size())
             first = min(rows * tensor.device_mesh.get_local_rank(), tensor.shape[0])
@@ -268,67 +262,54 @@ def reference(folder: Path, dtype: torch.dtype) -> Figures:
     return checksums(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
 
 
-def run_cell(
-    what: tuple[Path, Path, torch.dtype], cache: str, ranks: int, runs: int, expected: Figures
-) -> tuple[Results, dict[str, str]]:
+def run_cell(what: tuple[Any, ...], cache: str, ranks: int, runs: int) -> tuple[Results, dict[str, str]]:
     """The loaders in turn; what they took, and why they failed where they did."""
-    results: Results = {name: [] for name in LOADERS}
-    failed: dict[str, str] = {}
+    results, failed = {name: [] for name in LOADERS}, {}
     for run, name in itertools.product(range(runs), LOADERS):
         if name not in failed:
             set_cache(what[0], cache)
-            truth = None if run else expected  # to compare once is enough
-            try:
-                results[name].append(run_ranks(measure, ranks, name, *what, truth, timeout_s=900))
-            except AssertionError as error:  # its last lines are the failing rank's traceback
-                lines = [line for line in str(error).split("\n--- rank")[0].splitlines() if line.strip()]
+            try:  # to check the first run is enough
+                results[name].append(run_ranks(measure, ranks, name, *what, run == 0, timeout_s=900))
+            except AssertionError as error:  # holds the failing ranks' tracebacks
+                lines = str(error).split("\n--- rank")[0].splitlines()
                 errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
-                failed[name] = (errors or lines)[-1][:160].replace("|", "/")
+                failed[name] = [lines[0], *errors][-1][:160].replace("|", "/")
     return results, failed
 
 
-def table(results: Results, failed: dict[str, str]) -> list[str]:
+def table(results: Results, failed: dict[str, str], expected: Figures) -> list[str]:
     """One row per loader; seconds are the slowest rank's, ratios are medians over runs of the same round."""
     seconds = {name: [max(rank["seconds"] for rank in run) for run in runs] for name, runs in results.items()}
-    rows = [
-        "| loader | seconds: median (min–max) | ÷ limit | ÷ ours | read() MB by rank | ÷ share | disk MB by rank "
-        "| above the shards MB by rank (mapped files) | result |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    columns = ["loader", "seconds: median (min–max)", "÷ limit", "÷ ours", "read() MB by rank", "÷ share"]
+    columns += ["disk MB by rank", "above the shards MB by rank (mapped files)", "result"]
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, runs in results.items():
         if name in failed:
             rows.append(f"| {name} | fails | | | | | | | {failed[name]} |")
             continue
-        took, last, wrong = seconds[name], runs[-1], sorted({key for rank in runs[0] for key in rank["wrong"]})
-        ratios = []
-        for base in ("limit", "hf_fsdp_tools"):
-            pairs = [a / b for a, b in zip(took, seconds[base], strict=False)]
-            ratios.append(f"{statistics.median(pairs):.2f}" if base not in failed else "")
-        read, disk, above, mapped = (
-            ", ".join(f"{rank[key] / 1e6:.0f}" for rank in last) for key in ("read", "disk", "above", "mapped")
-        )
+        took, last = seconds[name], runs[-1]
+        wrong = sorted({key for rank in runs[0] for key, _ in rank["tensors"].items() ^ expected.items()})
+        rounds = [zip(took, seconds[base], strict=False) for base in ("limit", "hf_fsdp_tools")]
+        ratios = [f"{statistics.median([a / b for a, b in pairs] or [math.nan]):.2f}" for pairs in rounds]
+        keys = ("read", "disk", "above", "mapped")
+        read, disk, above, mapped = (", ".join(f"{rank[key] / 1e6:.0f}" for rank in last) for key in keys)
         result = "–" if name == "limit" else "equal" if not wrong else f"wrong: {len(wrong)} tensors, {wrong[0]}"
         rows.append(
             f"| {name} | {statistics.median(took):.2f} ({min(took):.2f}–{max(took):.2f}) | {' | '.join(ratios)} | {read} "
             f"| {max(r['read'] / r['share'] for r in last):.3f} | {disk} | {above} ({mapped}) | {result} |"
         )
-    ours = results["hf_fsdp_tools"][-1:]
-    stages = [f"{stage} {took:.2f}" for run in ours for stage, took in run[0]["stages"].items()]
-    return [
-        *rows,
-        "",
-        f"hf_fsdp_tools, rank 0, last run: {', '.join(stages)} s; the rest is building and sharding on meta.",
-    ]
+    stages = [f"{stage} {s:.2f}" for run in results["hf_fsdp_tools"][-1:] for stage, s in run[0]["stages"].items()]
+    rows += ["", f"hf_fsdp_tools, rank 0, last run: {', '.join(stages)} s; the rest is building and sharding on meta."]
+    return rows
 
 
 def heading() -> list[str]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    packages = ("torch", "transformers", "accelerate", "safetensors")
-    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    versions = (f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "safetensors"))
     machine = f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB of memory, gloo on the CPU"
-    python = f"hf_fsdp_tools {hf_fsdp_tools.__version__}, {versions}, Python {sys.version.split()[0]}"
+    about = f"{date.today()}; hf_fsdp_tools {hf_fsdp_tools.__version__}, {', '.join(versions)}; {machine}."
     command = f"`python benchmarks/load.py {' '.join(sys.argv[1:])}`. What each column means is said at its top."
-    return ["# Loading into FSDP2 shards", "", f"{time.strftime('%Y-%m-%d')}; {python}; {machine}.", "", command]
+    return ["# Loading into FSDP2 shards", "", about, "", command]
 
 
 def main() -> None:
@@ -350,22 +331,19 @@ def main() -> None:
         if args.output:
             args.output.write_text("\n".join(written) + "\n")
 
-    written: list[str] = []
+    written = list[str]()
     tell(*heading())
     for kind in args.models:
-        folder, tiny = (args.folder / f"{kind}-{size:g}GB" for size in (args.size_gb, 0.001))
-        for path, size in ((folder, args.size_gb), (tiny, 0.001)):
-            if not path.exists():
-                run_ranks(make_checkpoint, 1, kind, size * 1e9, path, timeout_s=900)
+        folder, tiny = args.folder / f"{kind}-{args.size_gb:g}GB", args.folder / f"{kind}-tiny"
+        run_ranks(make_checkpoint, 1, kind, args.size_gb * 1e9, folder, timeout_s=900)
+        run_ranks(make_checkpoint, 1, kind, 1e6, tiny, timeout_s=900)
+        size = f"{sum(file.stat().st_size for file in folder.glob('*.safetensors')) / 1e9:.2f} GB of bf16"
         for dtype in args.dtype:
             expected = run_ranks(reference, 1, folder, DTYPES[dtype], timeout_s=900)[0]
             for cache, ranks in itertools.product(args.cache, args.ranks):
-                start = time.perf_counter()
-                results, failed = run_cell((folder, tiny, DTYPES[dtype]), cache, ranks, args.runs, expected)
-                files = [file.stat().st_size for file in folder.glob("*.safetensors")]
-                tell("", f"## {kind}, {dtype}, {cache} cache, {ranks} ranks", "")
-                tell(f"{sum(files) / 1e9:.2f} GB of bf16 in {len(files)} files.", "", *table(results, failed))
-                print(f"({time.perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
+                results, failed = run_cell((folder, tiny, DTYPES[dtype]), cache, ranks, args.runs)
+                tell("", f"## {kind}, {size}, {dtype}, {cache} cache, {ranks} ranks", "")
+                tell(*table(results, failed, expected))
 
 
 if __name__ == "__main__":
