@@ -124,6 +124,7 @@ def main() -> None:
     say(f"\nevaluation loss  {before:.3f} before, {after:.3f} after")
     say(f"checkpoint       {training.output_dir} (open it with AutoModelForCausalLM.from_pretrained)")
     say(f"sample           {sample!r}")
+    accelerator.wait_for_everyone()  # a rank that leaves while another still generates can crash on its way out
     accelerator.end_training()
 
 
