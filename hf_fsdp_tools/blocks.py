@@ -6,14 +6,17 @@ classes, attention layers and sibling towers in many models.
 """
 
 import json
+import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 
 from torch import nn
 
+from hf_fsdp_tools.plan import merge_names
 from hf_fsdp_tools.sizes import show_count
-from hf_fsdp_tools.stacks import MAJOR_SHARE, find_blocks
+from hf_fsdp_tools.stacks import MAJOR_SHARE, find_blocks, is_list, lists_of_experts
 from hf_fsdp_tools.tree import ModuleNode, ModuleTree, Weight, class_name
 
 __all__ = ["BlockStack", "ModelBlocks", "ModulePart", "TiedSet", "describe_blocks", "detect_blocks"]
@@ -95,6 +98,8 @@ class ModelBlocks:
     """Sets of parameter names that are one tensor, now or after loading."""
     scalars: tuple[str, ...]
     """Names of 0-d parameters, which FSDP cannot shard."""
+    rejected: tuple[str, ...]
+    """Lists that were considered and are no stacks, equal ones in one line, each with the reason."""
     evidence: tuple[str, ...]
     """What was noticed about the model as a whole, disagreements of its hints included."""
 
@@ -121,6 +126,8 @@ class ModelBlocks:
         lines += [f"  {'tied':<15} {' = '.join(tie.names[:4])}{' = …' * (len(tie.names) > 4)}" for tie in self.ties[:4]]
         lines += [f"  {'tied':<15} … and {len(self.ties) - 4} sets more"] * (len(self.ties) > 4)
         lines += [f"  {'0-d parameter':<15} {name}" for name in self.scalars]
+        lines += [f"  {'rejected':<15} {line}" for line in self.rejected[:8]]
+        lines += [f"  {'rejected':<15} … and {len(self.rejected) - 8} lists more"] * (len(self.rejected) > 8)
         lines += [f"  {'note':<15} {note}" for note in self.evidence]
         return "\n".join(lines)
 
@@ -160,6 +167,7 @@ def describe_blocks(tree: ModuleTree, found: list[list[ModuleNode]]) -> ModelBlo
         head=head,
         ties=tuple(_tied_set(weight) for weight in tree.weights if len(set(weight.names)) > 1),
         scalars=tuple(weight.names[0] for weight in tree.weights if weight.ndim == 0),
+        rejected=tuple(_rejected(tree, found)),
         evidence=tuple(notes + _hint_notes(tree, found)),
     )
 
@@ -239,6 +247,28 @@ def _final_norm(outside: list[ModuleNode], blocks: list[ModuleNode]) -> ModulePa
             if any(weight.ndim > 1 for below in node.walk() for weight in below.own):
                 return None
     return None
+
+
+def _rejected(tree: ModuleTree, found: list[list[ModuleNode]]) -> Iterator[str]:
+    """Lists without a block in them, with the reason; those that differ in numbers only share a line."""
+    blocks = [block for stack in found for block in stack]
+    is_block = {id(block) for block in blocks}
+    holds_blocks = {id(above) for block in blocks for above in block.ancestors()}
+    of_experts = {id(experts) for block in blocks for experts in lists_of_experts(block)}
+    alike: dict[tuple[str, str], list[str]] = {}
+    for node in tree:
+        members = [child for child in node.children if child.extent]
+        if len(members) < 2 or not is_list(node.module) or id(node) in is_block | holds_blocks:
+            continue
+        if id(node) in of_experts:
+            reason = f"{len(members)} experts: a router chooses among them, so that ranks would gather unequally"
+        elif any(id(above) in is_block for above in node.ancestors()):
+            reason = "part of a block"
+        else:
+            reason = "its members do not repeat, or are single layers"
+        alike.setdefault((re.sub(r"\d+", "#", node.fqn), reason), []).append(node.fqn)
+    for (_, reason), names in alike.items():
+        yield f"{merge_names(names)}  ({reason})"
 
 
 def _part(node: ModuleNode, evidence: list[str]) -> ModulePart:

@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_fsdp_tools.tree import ModuleNode, ModuleTree, Weight, class_name, has_forward
 
-__all__ = ["MAJOR_SHARE", "find_blocks", "is_major", "lists_of_experts"]
+__all__ = ["MAJOR_SHARE", "find_blocks", "is_list", "is_major", "lists_of_experts"]
 
 MAJOR_SHARE = 0.10
 """Share of the model's parameters from which a stack is major (the definition of a correct plan; a choice, not measured)."""
@@ -36,6 +36,11 @@ def find_blocks(tree: ModuleTree) -> list[list[ModuleNode]]:
 def is_major(tree: ModuleTree, stack: list[ModuleNode]) -> bool:
     """Whether the stack holds at least 10 % of the parameters."""
     return sum(block.size for block in stack) >= MAJOR_SHARE * tree.num_params
+
+
+def is_list(module: nn.Module) -> bool:
+    """Whether a module holds others as a list."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
 
 
 def lists_of_experts(block: ModuleNode) -> list[ModuleNode]:
@@ -72,7 +77,7 @@ def _stacks_below(root: ModuleNode, *, nested: bool) -> list[list[ModuleNode]]:
 def _members(node: ModuleNode, *, nested: bool) -> list[ModuleNode]:
     """The children of `node` that form a stack; empty when they do not repeat."""
     children = _distinct(child for child in node.children if child.extent)
-    if _is_list(node.module) or (children and all(child.name.isdigit() for child in children)):
+    if is_list(node.module) or (children and all(child.name.isdigit() for child in children)):
         if nested and _is_experts(node):
             return []
         children = _distinct(_opened(children))
@@ -124,10 +129,6 @@ def _open_stages(members: list[ModuleNode]) -> list[ModuleNode]:
         is_stage = class_name(member.module) in stages and inner[id(member)]
         blocks += inner[id(member)] if is_stage else [member]
     return blocks
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
 
 
 def _distinct(nodes: Iterable[ModuleNode]) -> list[ModuleNode]:

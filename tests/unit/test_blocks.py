@@ -222,3 +222,22 @@ def test_the_final_norm_is_that_of_the_tower_with_the_head() -> None:
     blocks = detect_blocks(model)
     assert blocks.head is not None and blocks.head.fqn == "language.head"
     assert blocks.final_norm is not None and blocks.final_norm.fqn == "language.model.norm"
+
+
+def test_what_was_considered_and_rejected_is_said_with_the_reason() -> None:
+    class Mixture(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(8, 5, bias=False)
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+            self.act = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+    model = Model(nn.ModuleList(Mixture() for _ in range(3)))
+    model.heads = nn.ModuleList([nn.Linear(8, 2), nn.Conv1d(8, 2, 1)])
+    rejected = detect_blocks(model).rejected
+    assert rejected == (
+        "layers.{0..2}.experts  (5 experts: a router chooses among them, so that ranks would gather unequally)",
+        "layers.{0..2}.act  (part of a block)",
+        "heads  (its members do not repeat, or are single layers)",
+    )
+    assert all(line in str(detect_blocks(model)) for line in rejected)
