@@ -15,6 +15,7 @@ and there are about two units per block at most. Beside it stand the units that 
 import argparse
 import contextlib
 import csv
+import functools
 import multiprocessing
 import operator
 import os
@@ -45,10 +46,11 @@ from hf_fsdp_tools.meta import build_meta_model
 from hf_fsdp_tools.wrap import WrapPlan, make_wrap_plan
 
 WORLD = 8
+ACCELERATE_MIN_PARAMS = 100_000_000  # what `accelerate launch` sets for SIZE_BASED_WRAP where nothing is given
 TIMEOUT_S = 300.0
 COLUMNS = [
     "type", "role", "class", "parameters", "stacks", "blocks", "units", "largest_unit", "largest_params", "replicated",
-    "seconds", "verdict", "why", "accelerate", "transformers",
+    "seconds", "verdict", "why", "accelerate", "accelerate_by_size", "transformers",
 ]  # fmt: skip
 Unit = tuple[tuple[str, ...], bool | None]  # module fqns, reshard_after_forward
 
@@ -269,19 +271,20 @@ def sharding_error(model: nn.Module, units: list[Unit], ignored: set[int]) -> li
 # ---- what the neighbours would do ------------------------------------------------------------------------------------
 
 
-def accelerate_units(model: Any) -> list[Unit]:
-    """Accelerate 1.15's FSDP2 with TRANSFORMER_BASED_WRAP and the model's own `_no_split_modules`."""
+def accelerate_units(model: Any, *, by_size: bool = False) -> list[Unit]:
+    """Accelerate 1.15's FSDP2 with TRANSFORMER_BASED_WRAP and the model's own `_no_split_modules`, or SIZE_BASED_WRAP."""
     from accelerate.utils.dataclasses import get_module_class_from_name
     from accelerate.utils.fsdp_utils import _find_final_norm, get_module_children_bottom_up
 
     classes = []
-    for name in model._no_split_modules or ():
+    for name in () if by_size else model._no_split_modules or ():
         found = get_module_class_from_name(model, name)
         if found is None:
             raise ValueError(f"Could not find the transformer layer class {name} in the model.")
         classes.append(found)
     fqns = {id(module): fqn for fqn, module in model.named_modules()}
-    chosen = [m for m in get_module_children_bottom_up(model)[:-1] if isinstance(m, tuple(classes))]
+    children = get_module_children_bottom_up(model)[:-1]
+    chosen = [m for m in children if (numel(m) > ACCELERATE_MIN_PARAMS if by_size else isinstance(m, tuple(classes)))]
     units: list[Unit] = [((fqns[id(m)],), True) for m in dict.fromkeys(chosen)]
     taken = {id(m) for m in chosen}
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -309,6 +312,13 @@ def transformers_units(model: Any) -> list[Unit]:
     return [*units, (("",), None)]
 
 
+NEIGHBOURS: dict[str, Callable[[Any], list[Unit]]] = {
+    "accelerate": accelerate_units,
+    "accelerate_by_size": functools.partial(accelerate_units, by_size=True),
+    "transformers": transformers_units,
+}
+
+
 # ---- one row ---------------------------------------------------------------------------------------------------------
 
 
@@ -332,7 +342,7 @@ def examine(model_type: str, role: str, candidates: list[str], *, compare: bool)
     faults = verdict(model, [(unit.modules, unit.reshard_after_forward) for unit in plan.units], plan.replicated)
     faults += lean(row)
     row |= {"verdict": "failed" if faults else "ok", "why": "; ".join(faults[:3])}
-    for name, make in (("accelerate", accelerate_units), ("transformers", transformers_units)) if compare else ():
+    for name, make in NEIGHBOURS.items() if compare else ():
         try:
             model = build(model_type, candidates)
             found = verdict(model, make(model))
@@ -438,7 +448,7 @@ def main() -> int:
     for role in arguments.classes:
         count = Counter(row["verdict"] for row in rows if row["role"] == role)
         print(f"{role}: {count['ok']} of {count['ok'] + count['failed']} correct, {count['not built']} not built")
-    for name in ("accelerate", "transformers") if arguments.compare else ():
+    for name in NEIGHBOURS if arguments.compare else ():
         print(f"{name}: {sum(row.get(name) == 'ok' for row in rows)} correct")
     return int(any(row["verdict"] == "failed" for row in rows))
 
