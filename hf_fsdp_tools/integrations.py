@@ -70,6 +70,8 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         on_cpu = local_device().type == "cpu"
         if self.fsdp_version == 1 and on_cpu and self.sync_module_states is None:
             self.sync_module_states = False  # torch can broadcast weights between accelerators only
+        if self.fsdp_version == 1 and on_cpu and "FSDP_STATE_DICT_TYPE" not in os.environ:
+            self.state_dict_type = self.state_dict_type or "SHARDED_STATE_DICT"  # the other one crashes on CPUs
         super().__post_init__()
         self.policy = self.policy or _policy_of(self)
         self.auto_wrap_policy = None  # ours decides, when it sees the model

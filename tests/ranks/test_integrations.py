@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -21,9 +22,11 @@ from hf_fsdp_tools import (
     ConfigError,
     FSDPTrainerMixin,
     HybridFSDPPlugin,
+    HybridPolicy,
     build_meta_model,
     from_pretrained,
     make_accelerator,
+    make_wrap_plan,
     sharding_of,
 )
 from hf_fsdp_tools.fsdp1_policy import hybrid_auto_wrap_policy
@@ -261,7 +264,7 @@ def test_a_lora_model_keeps_a_unit_per_layer_and_learns(tmp_path):
 
 
 def _fsdp1(folder, adapted):
-    plugin = HybridFSDPPlugin(fsdp_version=1, use_orig_params=True, state_dict_type="SHARDED_STATE_DICT")
+    plugin = HybridFSDPPlugin(fsdp_version=1, use_orig_params=True)
     accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin)
     model = AutoModelForCausalLM.from_pretrained(folder).train()
     if adapted:
@@ -293,6 +296,43 @@ def test_fsdp1_through_accelerate_has_the_plans_units_and_equals_one_process(che
 def test_fsdp1_through_accelerate_makes_no_unit_of_an_adapter(checkpoints):
     for losses in run_ranks(_fsdp1, 2, checkpoints["llama"], True):
         assert losses[-1] < losses[0] - 0.1
+
+
+def _is_mlp(fqn, module):
+    return fqn.endswith("layers.0.mlp")
+
+
+POLICIES = {
+    "types": HybridPolicy(block_types=("LlamaMLP",)),
+    "size": HybridPolicy(min_unit_params=1000),
+    "predicate": HybridPolicy(units=(_is_mlp,)),
+}
+
+
+def _every_policy(folder, version, name):
+    plugin = HybridFSDPPlugin(
+        fsdp_version=version, policy=POLICIES[name], use_orig_params=True if version == 1 else None
+    )
+    accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    expected = {name for unit in make_wrap_plan(model, policy=POLICIES[name]).units for name in unit.modules}
+    if version == 1:
+        expected = {"", *hybrid_auto_wrap_policy(model, policy=POLICIES[name]).units}
+    kind = FSDPModule if version == 2 else FullyShardedDataParallel
+    model = accelerator.prepare(model)
+    wrapped = {name for name, module in model.named_modules() if isinstance(module, kind)}
+    assert {re.sub(r"_fsdp_wrapped_module\.?", "", name).rstrip(".") for name in wrapped} == expected
+    batch = {key: value[None] for key, value in _rows(1)[0].items()}
+    accelerator.backward(model(**batch).loss)
+    return sorted(expected)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_kind_of_policy_reaches_both_versions(checkpoints, version, name):
+    (units,) = run_ranks(_every_policy, 1, checkpoints["llama"], version, name)
+    assert any(unit.endswith("layers.0.mlp") for unit in units) == (name != "size")
+    assert len(units) > 3
 
 
 # ---- the Trainer ----
