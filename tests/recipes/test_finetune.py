@@ -42,7 +42,7 @@ def model(tmp_path_factory) -> str:
 
 def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
     done = launch(tmp_path, "--max_steps", "14", "--per_device_train_batch_size", "4", "--max_length", "96")
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
     for shown in ("model.layers.{0..", "LlamaDecoderLayer", "dp_shard 2 on cpu", "read per rank", "sample"):
         assert shown in done.stdout, shown
     assert re.search(r"loss \d\.\d+, [\d,]+ tokens/s", done.stderr), "a progress bar with loss and tokens/s"
@@ -72,7 +72,7 @@ def test_other_dataset_forms_on_a_local_model(tmp_path, model, rows):
         tmp_path, "--model_name_or_path", model, "--dataset_name", data, "--output_dir", "out", "--max_steps", "2",
         "--per_device_train_batch_size", "2",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size > 0
 
 
