@@ -5,7 +5,17 @@
 
 from torch import nn
 
+from hf_fsdp_tools.arrange import join_tail, join_ties, override_reshard, part_dtypes
 from hf_fsdp_tools.blocks import describe_blocks
+from hf_fsdp_tools.choose import (
+    add_blocks,
+    add_by_size,
+    add_chosen_units,
+    add_ends,
+    add_experts,
+    add_own_roots,
+    replicate,
+)
 from hf_fsdp_tools.draft import PlanDraft
 from hf_fsdp_tools.errors import WrapPlanError
 from hf_fsdp_tools.plan import WrapPlan, WrapUnit
@@ -41,17 +51,17 @@ def make_wrap_plan(model: nn.Module, *, policy: HybridPolicy = _DEFAULT_POLICY) 
     stacks = find_blocks(tree)
     blocks = describe_blocks(tree, stacks)
     draft = PlanDraft(tree, stacks, policy)
-    draft.replicate()
-    draft.add_chosen_units()
-    draft.add_blocks()
-    draft.add_experts()
-    draft.add_ends(blocks)
-    draft.add_by_size()
-    draft.add_own_roots()
-    draft.join_ties()
-    draft.join_tail(blocks)
-    draft.part_dtypes()
-    draft.override_reshard()
+    replicate(draft)
+    add_chosen_units(draft)
+    add_blocks(draft)
+    add_experts(draft)
+    add_ends(draft, blocks)
+    add_by_size(draft)
+    add_own_roots(draft)
+    join_ties(draft)
+    join_tail(draft, blocks)
+    part_dtypes(draft)
+    override_reshard(draft)
     plan = draft.finish(blocks)
     if broken := broken_rules(tree, stacks, plan):
         raise WrapPlanError(

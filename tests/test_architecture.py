@@ -21,6 +21,7 @@ LEVELS = (
     {"checkpoint.adapter", "checkpoint.index", "checkpoint.pieces", "checkpoint.shares", "checkpoint.transfer"},
     {"blocks", "rules", "checkpoint.conversion", "checkpoint.reader"},
     {"draft", "findings", "checkpoint.fit", "checkpoint.layout"},
+    {"arrange", "choose"},
     {"wrap", "checkpoint.load", "checkpoint.save"},
     {"checkpoint", "fsdp1_policy", "shard"},
     {"diagnostics", "fsdp1", "prepare"},
