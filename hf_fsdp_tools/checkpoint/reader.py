@@ -58,6 +58,7 @@ def read_transfers(
     *,
     staging_bytes: int,
     threads: int = THREADS,
+    on_bytes: Callable[[int], object] = lambda num_bytes: None,
 ) -> TransferStats:
     """Fill the memory of every transfer from its file, in file order.
 
@@ -68,6 +69,8 @@ def read_transfers(
         transfers: What to read; memory of any dtype, strides and device.
         staging_bytes: Upper bound of all staging buffers together.
         threads: Reads in flight.
+        on_bytes: Told how many bytes (as stored) arrived since the last call, on the calling thread; all calls together
+            give the size of the transfers, gaps left out.
 
     Raises:
         CheckpointError: A file cannot be read, or is shorter than its header said.
@@ -75,7 +78,7 @@ def read_transfers(
     batches = cut_batches(
         transfers, staging_bytes=min(staging_bytes // threads, _BUFFER_BYTES), max_gap_bytes=MAX_GAP_BYTES
     )
-    return _run(list(batches), os.O_RDONLY, threads, _read_batch)
+    return _run(list(batches), os.O_RDONLY, threads, _read_batch, on_bytes)
 
 
 def write_transfers(
@@ -101,6 +104,7 @@ def _run(
     flags: int,
     threads: int,
     handle: Callable[[int, Batch, "_Staging"], int],
+    on_bytes: Callable[[int], object] = lambda num_bytes: None,
 ) -> TransferStats:
     """Open each file once and handle all batches on a few threads."""
     staging = _Staging(batches)
@@ -123,8 +127,11 @@ def _run(
         units = list(_units(batches))
         with ThreadPoolExecutor(max(1, min(threads, len(units)))) as pool:
             futures = [pool.submit(work, unit) for unit in units]
+            done = []
             try:
-                done = [future.result() for future in futures]
+                for unit, future in zip(units, futures, strict=True):
+                    done.append(future.result())
+                    on_bytes(sum(chunk.num_bytes for batch in unit for chunk in batch.chunks))
             finally:
                 for future in futures:
                     future.cancel()  # after a failure the rest is of no use
