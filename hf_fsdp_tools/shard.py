@@ -187,6 +187,9 @@ def _apply_plan(model: nn.Module, sharding: Sharding) -> None:
         if parameter.requires_grad:
             hook = partial(_average_gradient, mesh=sharding.mesh)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
+    for module in model.modules():
+        # transformers' own mark: `generate` goes on until every rank has finished, and layer drop runs each layer
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]
     model.register_forward_hook(_reshard_after_evaluation)
     made = _count_units(model.modules())
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"
