@@ -74,6 +74,13 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         prepared = [self._prepare_object(obj) if isinstance(obj, schedulers) else obj for obj in first]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """As `Accelerator.prepare_model`; under FSDP2 the model is sharded, for evaluation alone too (reward models)."""
+        if not self.is_fsdp2:
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        self._take_model(model, [])
+        return model
+
     def _prepare_object(self, obj: Any) -> Any:
         if isinstance(obj, torch.utils.data.DataLoader):
             return self.prepare_data_loader(obj)

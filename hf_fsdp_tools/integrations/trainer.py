@@ -7,6 +7,7 @@ import torch
 from hf_fsdp_tools.checkpoint import save_pretrained
 
 from .accelerator import adopt
+from .frozen import FrozenModel
 from .plugin import HybridFSDPPlugin
 from .state import start_state
 
@@ -27,6 +28,11 @@ class FSDPTrainerMixin:
     from `TrainingArguments(fsdp=True, fsdp_config=…)` where given, else from `accelerate launch`. `save_model` writes a
     normal Hugging Face checkpoint from all ranks at once, whatever the state dict type; no rank gathers the model.
     """
+
+    ref_model = FrozenModel()
+    """TRL's reference model (DPO, KTO, GRPO, …): sharded by the same policy as the model, and never trained."""
+    teacher_model = FrozenModel()
+    """TRL's teacher (distillation), likewise."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """Called by `Trainer.__init__`. Starts FSDP before the Trainer makes its own Accelerator, which then finds it."""
