@@ -4,7 +4,7 @@ ranks.
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -15,15 +15,18 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.meta import allocate, initialize_missing
 
 from .agreement import agreed, all_ranks, rank_and_size
-from .conversion import LoadMap, convert_group, map_loading, persistent_tensors, set_conversions
+from .checks import refuse_not_finite, refuse_quantized
+from .conversion import ConversionGroup, LoadMap, convert_group, map_loading, persistent_tensors, set_conversions
 from .fit import Fit, check_ties, fit_checkpoint, transfers_of
 from .index import CheckpointIndex
+from .progress import loading_bar
 from .reader import TransferStats, read_transfers
 from .report import LoadReport, MemoryWatch
+from .rollback import aftermath, rolled_back
 from .shares import is_sharded, local_boxes_of, local_tensor, memory_view
 from .slices import View, row_major_strides
 from .transfer import Transfer
@@ -39,8 +42,10 @@ def load_weights(
     device: torch.device | None = None,
     ignore_mismatched_sizes: bool = False,
     strict: bool = False,
+    check_finite: bool = False,
     seed: int = 0,
     staging_bytes: int = 64 * 2**20,
+    progress: bool | None = None,
     **hub_kwargs: Any,
 ) -> LoadReport:
     """Fill a sharded (or plain) meta model from a Hugging Face checkpoint, in place; each rank reads only its own
@@ -61,13 +66,19 @@ def load_weights(
         device: Where storage goes. None: the mesh's device, the CPU for a CPU-offloaded or plain model.
         ignore_mismatched_sizes: Initialise tensors of other shape than the checkpoint's instead of refusing them.
         strict: Refuse missing and unexpected keys instead of reporting them.
+        check_finite: Refuse NaN and infinity in what was read; each rank looks at its own shards.
         seed: Of what the model initialises itself; the values do not depend on the number of ranks.
         staging_bytes: Bound of host memory above the shards; at least 1 MiB.
+        progress: A bar with bytes and speed on rank 0, over that rank's own bytes. None: where standard error is a terminal
+            and transformers' and the hub's bars are on.
         hub_kwargs: ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``subfolder``, as for
             ``CheckpointIndex.open``.
 
     Every rank of the default process group must call; without a group, one process loads all. The ranks exchange only
     errors and the figures of the report.
+
+    A load that fails leaves no half of a model: what was on meta is on meta again and its memory is free, so that it can
+    be tried again; floating-point tensors that had storage before become NaN if reading had begun.
 
     Raises:
         CheckpointError: The checkpoint is absent or damaged, or does not fit; the same on every rank, and before
@@ -77,29 +88,36 @@ def load_weights(
     if staging_bytes < 2**20:
         raise ConfigError(f"staging_bytes is {staging_bytes}; it must be at least {2**20} (1 MiB).")
     _refuse_other_dtype(model, dtype)
+    rank, world_size = rank_and_size()
     seconds: dict[str, float] = {}
     watch = MemoryWatch()
     with _timed(seconds, "plan"), agreed("opening the checkpoint"):
-        _refuse_quantized(model)
         index = (
             path_or_repo
             if isinstance(path_or_repo, CheckpointIndex)
             else CheckpointIndex.open(path_or_repo, **hub_kwargs)
         )
         load_map = map_loading(model, index.tensors)
+        refuse_quantized(model, load_map, index)
         fit = fit_checkpoint(model, load_map, index, ignore_mismatched_sizes=ignore_mismatched_sizes, strict=strict)
         check_ties(fit, index, staging_bytes)
-    with _timed(seconds, "read"), agreed("reading the checkpoint (the model is left half filled)"):
-        allocate(model, device=device or _device_of(model), dtype=dtype)
-        share = _share_of(model, fit, index)
-        stats = read_transfers(share.transfers, staging_bytes=staging_bytes)
-        whole = _convert_whole(model, load_map, fit, index, staging_bytes)
-    with _timed(seconds, "initialize"), agreed("initialising what is in no file"):
-        initialize_missing(model, missing_keys=fit.to_initialize, seed=seed)
-        set_conversions(model, load_map)
-    return LoadReport(
+    after = aftermath(model)
+    with rolled_back(model):
+        with _timed(seconds, "read"), agreed(f"reading the checkpoint ({after})"):
+            allocate(model, device=device or _device_of(model), dtype=dtype)
+            share = _share_of(model, load_map, fit, index)
+            with loading_bar(share.transfer_bytes, rank=rank, world_size=world_size, progress=progress) as on_bytes:
+                stats = read_transfers(share.transfers, staging_bytes=staging_bytes, on_bytes=on_bytes)
+                whole = _convert_whole(model, share, fit, index, staging_bytes, on_bytes)
+        if check_finite:
+            with _timed(seconds, "check"), agreed(f"checking the values ({after})"):
+                refuse_not_finite(model, fit.loaded)
+        with _timed(seconds, "initialize"), agreed(f"initialising what is in no file ({after})"):
+            initialize_missing(model, missing_keys=fit.to_initialize, seed=seed)
+            set_conversions(model, load_map)
+    report = LoadReport(
         checkpoint=index.name,
-        rank=rank_and_size()[0],
+        rank=rank,
         dtypes=_dtypes(model),
         missing_keys=tuple(sorted(fit.missing_keys)),
         unexpected_keys=tuple(sorted(fit.unexpected_keys)),
@@ -114,8 +132,8 @@ def load_weights(
         staging_bytes=max(stats.staging_bytes, whole.staging_bytes),
         peak_host_bytes=watch.above(share.host_bytes),
         seconds=seconds,
-        bytes_read_per_rank=tuple(all_ranks(stats.num_bytes + whole.num_bytes)),
     )
+    return report.with_ranks(all_ranks(report.figures()))
 
 
 @contextmanager
@@ -134,18 +152,6 @@ def _refuse_other_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
                 f"dtype={dtype} cannot be honoured: {name!r} has storage in {parameter.dtype} already. Build the model on meta "
                 "(build_meta_model), or leave dtype out."
             )
-
-
-def _refuse_quantized(model: nn.Module) -> None:
-    """A quantised checkpoint holds packed values and scales; no shard of a parameter can be cut from those."""
-    config = getattr(getattr(model, "config", None), "quantization_config", None)
-    if config is not None:
-        method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
-        raise CheckpointError(
-            f"The checkpoint is quantised ({method}); only floating-point checkpoints can be read into shards. "
-            "Dequantise it "
-            "once: load it with from_pretrained, call model.dequantize(), save it, and remove quantization_config."
-        )
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -176,6 +182,12 @@ class _Share:
     transfers: tuple[Transfer, ...]
     """What can be read directly."""
 
+    opaque: tuple[ConversionGroup, ...]
+    """Conversions that compute, and so take whole tensors."""
+
+    transfer_bytes: int
+    """Bytes to read for both, gaps left out."""
+
     num_bytes: int
     """Bytes of the whole share in stored dtypes."""
 
@@ -186,7 +198,7 @@ class _Share:
     """Memory of the share on the host."""
 
 
-def _share_of(model: nn.Module, fit: Fit, index: CheckpointIndex) -> _Share:
+def _share_of(model: nn.Module, load_map: LoadMap, fit: Fit, index: CheckpointIndex) -> _Share:
     """Every loaded tensor's local boxes as transfers into its memory."""
     state = persistent_tensors(model)  # allocation made new tensors
     transfers: list[Transfer] = []
@@ -199,23 +211,33 @@ def _share_of(model: nn.Module, fit: Fit, index: CheckpointIndex) -> _Share:
             replicated_bytes += 0 if is_sharded(state[key]) else box.numel * stored_size
             if tensor.pieces is not None:
                 transfers += transfers_of(tensor, box, local, local_start, index)
+    opaque = {g.target: g for key, t in fit.loaded.items() if t.pieces is None for g in (load_map.groups[key],)}
+    opaque_bytes = sum(index.tensors[key].num_bytes for group in opaque.values() for key, _ in group.members)
     distinct = {id(t): local_tensor(t) for t in state.values()}.values()
-    host_bytes = sum(t.numel() * t.element_size() for t in distinct if t.device.type == "cpu")
     return _Share(
-        transfers=tuple(transfers), num_bytes=num_bytes, replicated_bytes=replicated_bytes, host_bytes=host_bytes
+        transfers=tuple(transfers),
+        opaque=tuple(opaque.values()),
+        transfer_bytes=sum(t.memory.numel() * t.dtype.itemsize for t in transfers) + opaque_bytes,
+        num_bytes=num_bytes,
+        replicated_bytes=replicated_bytes,
+        host_bytes=sum(t.numel() * t.element_size() for t in distinct if t.device.type == "cpu"),
     )
 
 
 def _convert_whole(
-    model: nn.Module, load_map: LoadMap, fit: Fit, index: CheckpointIndex, staging_bytes: int
+    model: nn.Module,
+    share: _Share,
+    fit: Fit,
+    index: CheckpointIndex,
+    staging_bytes: int,
+    on_bytes: Callable[[int], object],
 ) -> TransferStats:
     """Conversions that compute: one group at a time, its stored tensors read whole, converted, and this rank's part
     kept.
     """
     state = persistent_tensors(model)
-    opaque = [key for key, tensor in fit.loaded.items() if tensor.pieces is None]
     stats = TransferStats()
-    for group in {load_map.groups[key].target: load_map.groups[key] for key in opaque}.values():
+    for group in share.opaque:
         # transformers casts what it reads to the dtype of the model before it converts
         dtype = state[group.target].dtype
         whole = {key: torch.empty(index.tensors[key].shape, dtype=dtype) for key, _ in group.members}
@@ -230,9 +252,9 @@ def _convert_whole(
             )
             for t in (index.tensors[key] for key in whole)
         ]
-        stats += read_transfers(transfers, staging_bytes=staging_bytes)
+        stats += read_transfers(transfers, staging_bytes=staging_bytes, on_bytes=on_bytes)
         for key, result in convert_group(model, group, whole).items():
-            if key not in opaque:
+            if key not in fit.loaded or fit.loaded[key].pieces is not None:
                 continue
             local = local_tensor(state[key])
             for box, local_start in local_boxes_of(state[key]):

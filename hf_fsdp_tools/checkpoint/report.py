@@ -1,7 +1,8 @@
 """What loading and saving did, as values that can be printed and stored."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,30 +63,61 @@ class LoadReport:
     seconds: dict[str, float]
     """Time per stage on this rank: plan, read, initialize."""
 
-    bytes_read_per_rank: tuple[int, ...]
-    """``bytes_read`` of every rank."""
+    per_rank: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Every figure above for every rank, in rank order, by its name here; stages as ``seconds.read`` and so on."""
 
     @property
     def read_ratio(self) -> float:
         """Bytes read over the least possible; 1.0 is perfect."""
         return self.bytes_read / self.share_bytes if self.share_bytes else 1.0
 
+    @property
+    def bytes_read_per_rank(self) -> tuple[int, ...]:
+        """``bytes_read`` of every rank."""
+        return tuple(int(n) for n in self.per_rank["bytes_read"])
+
+    @property
+    def total(self) -> dict[str, float]:
+        """Each figure summed over all ranks."""
+        return {name: sum(values) for name, values in self.per_rank.items()}
+
+    @property
+    def largest(self) -> dict[str, float]:
+        """Each figure of the rank where it is largest: the slowest rank's seconds, the fullest one's memory."""
+        return {name: max(values) for name, values in self.per_rank.items()}
+
+    def figures(self) -> dict[str, float]:
+        """This rank's figures by name, as ``with_ranks`` takes them."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rank"}
+        numbers = {name: value for name, value in own.items() if type(value) in (int, float)}
+        return numbers | {f"seconds.{stage}": seconds for stage, seconds in self.seconds.items()}
+
+    def with_ranks(self, figures: Sequence[Mapping[str, float]]) -> "LoadReport":
+        """The same report with every rank's ``figures()``, given in rank order, as ``per_rank``."""
+        return replace(self, per_rank={name: tuple(rank[name] for rank in figures) for name in self.figures()})
+
+    def loading_info(self) -> dict[str, Any]:
+        """What ``from_pretrained(…, output_loading_info=True)`` of transformers returns beside the model."""
+        return {
+            "missing_keys": set(self.missing_keys),
+            "unexpected_keys": set(self.unexpected_keys),
+            "mismatched_keys": set(self.mismatched_keys),
+            "error_msgs": [],
+        }
+
     def to_json(self) -> str:
-        """All fields as one JSON object."""
-        return json.dumps(asdict(self), indent=2)
+        """All fields as one JSON object, with ``total`` and ``largest``."""
+        return json.dumps(asdict(self) | {"total": self.total, "largest": self.largest}, indent=2)
 
     def __str__(self) -> str:
-        read = self.seconds.get("read", 0.0)
-        speed = f", {self.bytes_read / read / 1e9:.2f} GB/s" if read > 0 and self.bytes_read > 1e6 else ""
-        ranks = ", ".join(show_bytes(n) for n in self.bytes_read_per_rank[:8])
-        more = f", … {len(self.bytes_read_per_rank)} ranks" if len(self.bytes_read_per_rank) > 8 else ""
         rows = [
             ("checkpoint", self.checkpoint),
             ("weights", f"{', '.join(self.dtypes)}"),
-            ("read per rank", f"{ranks}{more}"),
+            ("read per rank", self._show_ranks()),
             (
                 f"rank {self.rank}",
-                f"{show_bytes(self.bytes_read)} in {read:.2f} s{speed}; {self.read_ratio:.3f} of its share",
+                f"{show_bytes(self.bytes_read)} in {self.seconds.get('read', 0.0):.2f} s"
+                f"{_speed(self.bytes_read, self.seconds.get('read', 0.0))}; {self.read_ratio:.3f} of its share",
             ),
             (
                 "host memory",
@@ -101,6 +133,17 @@ class LoadReport:
         if self.mismatched_keys:
             rows.append(("other shape", _keys(tuple(key for key, _, _ in self.mismatched_keys))))
         return _table(rows)
+
+    def _show_ranks(self) -> str:
+        """Each rank's bytes, or the range of many; of several ranks also all together."""
+        sizes = self.bytes_read_per_rank
+        each = ", ".join(show_bytes(n) for n in sizes)
+        if len(sizes) > 8:
+            each = f"{show_bytes(min(sizes))} to {show_bytes(max(sizes))} on {len(sizes)} ranks"
+        if len(sizes) == 1:
+            return each
+        slowest = self.largest.get("seconds.read", 0.0)
+        return f"{each}; {show_bytes(sum(sizes))} in {slowest:.2f} s{_speed(sum(sizes), slowest)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +212,11 @@ def _resident() -> tuple[int, int]:
         return 0, 0
     kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith(("VmRSS:", "VmHWM:"))}
     return kib.get("VmRSS", 0) * 1024, kib.get("VmHWM", 0) * 1024
+
+
+def _speed(num_bytes: int, seconds: float) -> str:
+    """ ", 1.23 GB/s"; nothing for so few bytes that it would say nothing."""
+    return f", {num_bytes / seconds / 1e9:.2f} GB/s" if seconds > 0 and num_bytes > 1e6 else ""
 
 
 def _keys(keys: tuple[str, ...]) -> str:
