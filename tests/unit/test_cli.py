@@ -294,7 +294,7 @@ def test_demo_model(capsys, tmp_path):
 def test_doctor_of_this_machine(capsys, monkeypatch):
     code, out, err = run(capsys, "doctor")
     assert (code, err) == (0, "")
-    assert f"torch            {torch.__version__}" in out and "gloo" in out
+    assert f"torch            {torch.__version__.split('+')[0]}" in out and "gloo" in out
     code, out, err = run(capsys, "doctor", "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["versions"]["transformers"] == transformers.__version__

@@ -180,7 +180,9 @@ def _findings(environment):
 def test_the_environment_of_the_tests_is_fit():
     environment = check_environment()
     assert not environment.has_errors, environment
-    assert environment.versions["torch"] == torch.__version__
+    assert (
+        environment.versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    )  # as packaged: "+cu130" may be left out
     assert "gloo" in environment.backends
     assert json.loads(environment.to_json())["versions"] == environment.versions
     assert re.search(r"^torch +2\.\S+  \(needs 2\.11\)$", str(environment), re.MULTILINE)
