@@ -1,0 +1,278 @@
+"""TRL's trainers on our shards train as TRL's own trainer does on one process with the same global batch."""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator, sharding_of
+from tests._checkpoints import make_checkpoint, make_model
+from tests._dist import run_ranks
+
+STEPS = 4
+ROWS = STEPS * 4
+# The same numbers added in another order, over four AdamW steps (measured: 1e-6 apart).
+close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+
+
+# ---- data, arguments, models: all made on the spot ----
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, 131)}
+    backend = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", padding_side="left"
+    )
+
+
+def _texts(words: int, seed: int) -> list[str]:
+    ids = torch.randint(3, 9, (ROWS, words), generator=torch.Generator().manual_seed(seed))
+    return [" ".join(f"w{n}" for n in row) for row in ids.tolist()]
+
+
+def _rows(task: str) -> Dataset:
+    prompts, good, bad = _texts(4, 1), [" " + text for text in _texts(6, 2)], [" " + text for text in _texts(6, 3)]
+    if task == "sft":
+        return Dataset.from_dict({"text": [prompt + text for prompt, text in zip(prompts, good, strict=True)]})
+    if task == "kto":
+        return Dataset.from_dict({"prompt": prompts, "completion": good, "label": [True, False] * (ROWS // 2)})
+    if task == "grpo":
+        return Dataset.from_dict({"prompt": prompts})
+    return Dataset.from_dict({"prompt": prompts, "chosen": good, "rejected": bad})
+
+
+def _reward(completions: list[str], **_: Any) -> list[float]:
+    return [text.count("w3") + 0.1 * len(text) for text in completions]
+
+
+TRAINERS = {
+    "sft": (SFTTrainer, SFTConfig, {}),
+    "dpo": (DPOTrainer, DPOConfig, {}),
+    # the one loss of KTO whose value does not depend on how many rows a process has (no estimate of the divergence)
+    "kto": (KTOTrainer, KTOConfig, {"loss_type": "apo_zero_unpaired"}),
+    "reward": (RewardTrainer, RewardConfig, {}),
+    "grpo": (GRPOTrainer, GRPOConfig, {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}),
+}
+
+
+def _arguments(task: str, folder: Path, **settings: Any) -> Any:
+    _, config, own = TRAINERS[task]
+    defaults = {
+        "max_steps": STEPS, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "max_grad_norm": 0.5, "logging_steps": 1,
+        "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False,
+        "per_device_train_batch_size": 2, "bf16": False, "warmup_steps": 0,
+    }  # fmt: skip
+    return config(output_dir=str(folder), **{**defaults, **own, **settings})
+
+
+def _model(task: str, source: Path, accelerator: Any = None) -> Any:
+    """The plain model, or with an accelerator the sharded one."""
+    auto = AutoModelForSequenceClassification if task == "reward" else AutoModelForCausalLM
+    kwargs = {"num_labels": 1} if task == "reward" else {}
+    if accelerator is None:
+        return auto.from_pretrained(source, **kwargs)
+    return from_pretrained(source, accelerator=accelerator, auto_class=auto, **kwargs)
+
+
+def _trainer(task: str, model: Any, folder: Path, *, mixed: bool, extra: Any = None, **settings: Any) -> Any:
+    base = TRAINERS[task][0]
+    kind = type(f"Sharded{base.__name__}", (FSDPTrainerMixin, base), {}) if mixed else base
+    extra = (extra or {}) | ({"reward_funcs": _reward} if task == "grpo" and "reward_funcs" not in (extra or {}) else {})
+    args = _arguments(task, folder, **settings)
+    return kind(model=model, args=args, train_dataset=_rows(task), processing_class=_tokenizer(), **extra)
+
+
+def _losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def _one_process(task: str, source: Path, folder: Path, extra: Any = None, **settings: Any) -> list[float]:
+    model = _model(task, source)
+    trainer = _trainer(task, model, folder, mixed=False, extra=extra, per_device_train_batch_size=4, **settings)
+    trainer.train()
+    return _losses(trainer)
+
+
+def _units(model: Any) -> int:
+    return len({m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)})
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    made = {kind: make_checkpoint(kind, folder / kind) for kind in ("llama", "tied")}
+    torch.manual_seed(0)
+    scored = AutoModelForSequenceClassification.from_pretrained(made["llama"], num_labels=1)
+    scored.save_pretrained(folder / "reward")
+    return made | {"reward": folder / "reward"}
+
+
+# ---- the five trainers, a plain model and one of from_pretrained ----
+
+SOURCES = {"sft": "tied", "dpo": "tied", "kto": "llama", "reward": "reward"}
+
+
+def _every_trainer(sources, folder):
+    losses = {}
+    for task, kind in SOURCES.items():
+        for route in ("plain", "sharded"):
+            model = _model(task, sources[kind], make_accelerator(cpu=True) if route == "sharded" else None)
+            trainer = _trainer(task, model, folder / task / route, mixed=True)
+            trainer.train()
+            losses[task, route] = _losses(trainer)
+            plan = sharding_of(trainer.model).plan
+            assert _units(trainer.model) == len(plan.units) > 2
+            if task in ("dpo", "kto"):
+                reference = trainer.ref_model
+                assert sharding_of(reference).plan.digest == plan.digest, "policy and reference have one plan"
+                assert _units(reference) == len(plan.units)
+                assert not any(p.requires_grad for p in reference.parameters()) and not reference.training
+    return losses
+
+
+@pytest.fixture(scope="module")
+def sharded(checkpoints, tmp_path_factory) -> list[dict[tuple[str, str], list[float]]]:
+    return run_ranks(_every_trainer, 2, checkpoints, tmp_path_factory.mktemp("trl"), timeout_s=240)
+
+
+@pytest.mark.parametrize("task", SOURCES)
+def test_complaint_31_a_trl_trainer_equals_its_own_one_process_run(checkpoints, sharded, tmp_path, task):
+    expected = _one_process(task, checkpoints[SOURCES[task]], tmp_path)
+    assert len(expected) == STEPS
+    for rank in sharded:
+        close(rank[task, "plain"], expected)
+        close(rank[task, "sharded"], expected)
+
+
+# ---- reference models ----
+
+
+def _references(sources, folder):
+    """Every way to a reference model; each a short run, by name."""
+    losses = {}
+
+    def train(name, model, extra=None, **settings):
+        trainer = _trainer("dpo", model, folder / name, mixed=True, extra=extra, max_steps=2, **settings)
+        trainer.train()
+        losses[name] = _losses(trainer)
+        return trainer
+
+    accelerator = make_accelerator(cpu=True)
+    policy, reference = (_model("dpo", sources["tied"], accelerator) for _ in range(2))
+    trainer = train("given, sharded", policy, {"ref_model": reference})
+    assert trainer.ref_model is reference and sharding_of(reference).plan.digest == sharding_of(policy).plan.digest
+    trainer = train("given, plain", _model("dpo", sources["tied"]), {"ref_model": _model("dpo", sources["tied"])})
+    assert _units(trainer.ref_model) == len(sharding_of(trainer.model).plan.units)
+    # TRL hashes the plain reference, shards it, runs it over the data set, and drops it again
+    trainer = train("precomputed", _model("dpo", sources["tied"], accelerator), precompute_ref_log_probs=True)
+    assert trainer.ref_model is None
+    trainer = train(
+        "synced", _model("dpo", sources["tied"], accelerator), sync_ref_model=True, ref_model_sync_steps=1,
+        ref_model_mixup_alpha=1.0,
+    )  # fmt: skip
+    for mine, theirs in zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True):
+        assert torch.equal(mine.to_local(), theirs.to_local()), "the reference follows the policy, shard by shard"
+    torch.manual_seed(0)
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trainer = train("adapter off", _model("dpo", sources["tied"]), {"peft_config": adapter})
+    assert trainer.ref_model is None and _units(trainer.model) == len(sharding_of(trainer.model).plan.units) > 2
+
+    alone = fully_shard(_model("dpo", sources["tied"]))
+    with pytest.raises(ConfigError, match=r"ref_model is sharded as 1 unit.*from_pretrained"):
+        train("one unit", _model("dpo", sources["tied"], accelerator), {"ref_model": alone})
+    with pytest.raises(ConfigError, match=r"precompute_ref_log_probs needs a plain ref_model"):
+        train("hash", policy, {"ref_model": reference}, precompute_ref_log_probs=True)
+    return losses
+
+
+def test_complaint_31_reference_models_given_loaded_synced_precomputed_or_with_the_adapter_off(checkpoints, tmp_path):
+    results = run_ranks(_references, 2, checkpoints, tmp_path, timeout_s=240)
+    expected = _one_process("dpo", checkpoints["tied"], tmp_path / "one", max_steps=2)
+    for losses in results:
+        for name in ("given, sharded", "given, plain", "precomputed"):
+            close(losses[name], expected)
+        assert losses["synced"][0] == pytest.approx(expected[0]) and losses["synced"][1] != pytest.approx(expected[1])
+    torch.manual_seed(0)
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    expected = _one_process("dpo", checkpoints["tied"], tmp_path / "lora", {"peft_config": adapter}, max_steps=2)
+    for losses in results:
+        close(losses["adapter off"], expected)
+
+
+# ---- GRPO: generation on shards ----
+
+
+def _generate(sources, folder, mixed):
+    if mixed:
+        accelerator = make_accelerator(cpu=True)
+        model = _model("grpo", sources["llama"], accelerator)
+        rank = dist.get_rank()
+        # each rank stops at its own length: all go on until the last has finished
+        made = model.generate(torch.full((1, 3), 5), max_new_tokens=2 + 4 * rank, min_new_tokens=2 + 4 * rank)
+        assert made.shape[1] <= 3 + 2 + 4 * rank
+    else:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        model = _model("grpo", sources["llama"])
+    scorer = _model("reward", sources["reward"])
+    rewards = {"reward_funcs": [_reward, scorer], "reward_processing_classes": [None, _tokenizer()]}
+    trainer = _trainer("grpo", model, folder, mixed=mixed, extra=rewards)
+    trainer.train()
+    if mixed:
+        assert _units(trainer.ref_model) == _units(trainer.model) == len(sharding_of(trainer.model).plan.units)
+        assert _units(trainer.reward_funcs[1]) == len(sharding_of(trainer.reward_funcs[1]).plan.units) > 2
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    return _losses(trainer), rewards
+
+
+def test_grpo_generates_scores_and_trains_on_shards_as_under_ddp(checkpoints, tmp_path):
+    # Each rank draws its own tokens, so the reference is TRL's own trainer on 2 ranks, with whole models under DDP.
+    expected = run_ranks(_generate, 2, checkpoints, tmp_path / "ddp", False)
+    for result, plain in zip(run_ranks(_generate, 2, checkpoints, tmp_path / "fsdp", True), expected, strict=True):
+        close(result[0], plain[0])
+        close(result[1], plain[1])
+
+
+# ---- several models ----
+
+
+def _two_models(sources):
+    accelerator = make_accelerator(cpu=True)
+    llama = from_pretrained(sources["llama"], accelerator=accelerator)
+    gpt2 = make_model("gpt2")  # another architecture, plain
+    llama, gpt2 = accelerator.prepare(llama, gpt2)
+    names = []
+    for model in (llama, gpt2):
+        model(torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+        assert _units(model) == len(sharding_of(model).plan.units)
+        names.append(str(sharding_of(model).plan))
+    return names
+
+
+def test_complaint_06_models_of_different_architectures_in_one_process(checkpoints):
+    for llama, gpt2 in run_ranks(_two_models, 2, checkpoints):
+        assert "block LlamaDecoderLayer" in llama and "block GPT2Block" in gpt2
