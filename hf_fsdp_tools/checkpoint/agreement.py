@@ -59,5 +59,5 @@ def agreed(doing: str) -> Iterator[None]:
         raise CheckpointError(messages[0]) from failure
     lines = [f"rank {', '.join(str(r) for r in failed if texts[r] == m)}: {m}" for m in messages]
     raise CheckpointError(
-        f"{doing.capitalize()} failed on {len(failed)} of {size} ranks.\n" + "\n".join(lines)
+        f"{doing[:1].upper()}{doing[1:]} failed on {len(failed)} of {size} ranks.\n" + "\n".join(lines)
     ) from failure

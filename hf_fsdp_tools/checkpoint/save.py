@@ -68,8 +68,8 @@ def save_pretrained(
     Every rank of the default process group must call. The ranks exchange errors and, for what is gathered, tensors.
 
     Raises:
-        CheckpointError: The folder is a file, cannot be written or is not seen by all ranks, or the disk is full; the
-            same on every rank. Files of an earlier save are then still there, unless renaming itself fails.
+        CheckpointError: The model is on meta; the folder is a file, cannot be written or is not seen by all ranks; the
+            disk is full. The same on every rank. Files of an earlier save are then still there, unless renaming itself fails.
     """
     start = time.perf_counter()
     rank, _ = rank_and_size()
@@ -78,6 +78,7 @@ def save_pretrained(
         return save_adapter(model, folder, tokenizer=tokenizer, dtype=dtype)
     mark = all_ranks(secrets.token_hex(4))[0]
     with agreed("planning the checkpoint"):
+        _refuse_meta(model)
         layout = plan_layout(model, dtype, max_shard_size, folder, mark)
         transfers = _plan_transfers(model, layout)
         scattered = {key for key, parts in transfers.items() if _is_scattered(parts)}
@@ -115,6 +116,16 @@ def save_pretrained(
 
 
 # ---- files ----
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    """A model that was never loaded, or whose loading failed, has nothing to save."""
+    empty = [key for key, tensor in persistent_tensors(model).items() if tensor.is_meta]
+    if empty:
+        raise CheckpointError(
+            f"{len(empty)} tensors are on meta and have no values, {empty[0]!r} first. Load the model with load_weights or "
+            "from_pretrained before it is saved; after a failed load, load it again."
+        )
 
 
 def _create_files(layout: Layout) -> None:

@@ -1,0 +1,276 @@
+"""A load that fails ends on every rank with the same error, and what it leaves cannot be used by mistake."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_fsdp_tools.checkpoint import CheckpointIndex, load_weights, reader, save_pretrained
+from hf_fsdp_tools.checkpoint.agreement import all_ranks
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.meta import build_meta_model
+from tests._checkpoints import make_checkpoint
+from tests._dist import run_ranks
+
+PATIENCE_S = 30
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("checkpoints") / "llama")
+
+
+def sharded(folder: Path) -> PreTrainedModel:
+    model = build_meta_model(folder)
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def failure(call: Callable[[], object]) -> str:
+    """The message of the CheckpointError that the call raises on every rank, the same on all and soon."""
+    start = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        call()
+    assert time.monotonic() - start < PATIENCE_S
+    messages = all_ranks(str(caught.value))
+    assert len(set(messages)) == 1, messages
+    return messages[0]
+
+
+def copy(folder: Path, name: str, change: Callable[[Path], object]) -> Path:
+    """A copy beside the folder, made and changed by rank 0."""
+    target = folder.parent / name
+    if dist.get_rank() == 0:
+        change(Path(shutil.copytree(folder, target)))
+    dist.barrier()
+    return target
+
+
+def first_file(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def truncate(file: Path, missing_bytes: int) -> None:
+    os.truncate(file, file.stat().st_size - missing_bytes)
+
+
+@contextmanager
+def preadv(replacement: Callable[..., int], rank: int) -> Iterator[None]:
+    """Reading goes through a shim on one rank."""
+    real = os.preadv
+    reader.os.preadv = replacement if dist.get_rank() == rank else real
+    try:
+        yield
+    finally:
+        reader.os.preadv = real
+
+
+def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: getattr(t, "full_tensor", lambda t=t: t)() for key, t in model.state_dict().items()}
+
+
+def is_untouched(model: nn.Module) -> bool:
+    return all(p.is_meta for p in model.parameters())
+
+
+# ---- whatever fails, all ranks stop ----
+
+
+def fail_in_every_way(folder: Path) -> None:
+    model = sharded(folder)
+
+    # before anything is read, seen by all ranks
+    cut = copy(folder, "cut", lambda f: truncate(first_file(f), 1))
+    message = failure(lambda: load_weights(model, cut))
+    assert first_file(cut).name in message and "is truncated" in message and is_untouched(model)
+
+    # seen by one rank
+    other = folder if dist.get_rank() == 0 else folder / "absent"
+    message = failure(lambda: load_weights(model, other))
+    assert "failed on 1 of 2 ranks" in message and "rank 1: No such folder" in message and is_untouched(model)
+
+    # a disk that fails under one rank, while it is read
+    def broken(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    with preadv(broken, rank=1):
+        message = failure(lambda: load_weights(model, folder))
+    assert "Reading the checkpoint (the model is on meta again, as it was) failed on 1 of 2 ranks" in message
+    assert "rank 1: " in message and "Input/output error" in message and "Check the disk" in message
+    assert is_untouched(model)
+
+    # a file that shrinks between its header and its data, then one that shrinks under the reader
+    short = copy(folder, "short", lambda f: None)
+    index = CheckpointIndex.open(short)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        truncate(first_file(short), 1000)
+    dist.barrier()
+    message = failure(lambda: load_weights(model, index))
+    assert "shrank since its header was read" in message and first_file(short).name in message
+    assert is_untouched(model)
+
+    shrinking = copy(folder, "shrinking", lambda f: None)
+    calls: list[int] = []
+    real = os.preadv
+
+    def shrink(descriptor: int, buffers: list[memoryview], position: int) -> int:
+        calls.append(position)
+        if len(calls) == 1:  # a part of what is asked for, and then nothing is left
+            os.truncate(os.readlink(f"/proc/self/fd/{descriptor}"), position + 8)
+        return real(descriptor, buffers, position)
+
+    with preadv(shrink, rank=1):
+        message = failure(lambda: load_weights(model, shrinking))
+    assert "shrank since its header was read" in message and "rank 1" in message
+    assert dist.get_rank() == 0 or len(calls) > 1
+    assert is_untouched(model)
+
+    # a failure that is no CheckpointError stays what it is on its rank; the others are told
+    def exhausted(*_: Any) -> int:
+        raise MemoryError("no memory")
+
+    with preadv(exhausted, rank=1), pytest.raises((MemoryError, CheckpointError)) as caught:
+        load_weights(model, folder)
+    kinds = all_ranks((type(caught.value).__name__, str(caught.value)))
+    assert kinds[1][0] == "MemoryError" and kinds[0][0] == "CheckpointError" and "rank 1: MemoryError" in kinds[0][1]
+
+    # what is left cannot be used by mistake, and loading again works
+    assert is_untouched(model)
+    assert "on meta" in failure(lambda: save_pretrained(model, folder.parent / "saved"))
+    assert not list(folder.parent.glob("saved/*.safetensors"))
+    load_weights(model, folder)
+    expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(t, expected[key]) for key, t in full_state(model).items())
+    model(torch.ones(1, 3, dtype=torch.long))
+
+    # weights that were there before are gone: NaN, not a mixture
+    with preadv(broken, rank=1):
+        message = failure(lambda: load_weights(model, folder))
+    assert "weights that had storage are partly overwritten, so they were filled with NaN" in message
+    assert all(p.to_local().isnan().all() for p in model.parameters())
+    load_weights(model, folder)
+    assert all(torch.equal(t, expected[key]) for key, t in full_state(model).items())
+    unused = sharded(folder)  # not used before, as FSDP2 does not recover from a forward pass that it refused
+    with preadv(broken, rank=1):
+        failure(lambda: load_weights(unused, folder))
+    with pytest.raises(RuntimeError, match="materialized from meta device"):
+        unused(torch.ones(1, 3, dtype=torch.long))
+
+
+def test_every_failure_is_the_same_on_all_ranks_and_leaves_no_half_model(llama: Path) -> None:
+    run_ranks(fail_in_every_way, 2, llama)
+
+
+# ---- values ----
+
+
+def with_changed_value(folder: Path, value: float) -> None:
+    """The last row of the head, which the last rank holds."""
+    file = next(f for f in folder.glob("*.safetensors") if "lm_head.weight" in load_file(f))
+    tensors = load_file(file)
+    tensors["lm_head.weight"][-1, :2] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def load_not_finite(folder: Path) -> None:
+    broken = copy(folder, "not-finite", lambda f: with_changed_value(f, float("nan")))
+    model = sharded(folder)
+    message = failure(lambda: load_weights(model, broken, check_finite=True))
+    assert "Checking the values (the model is on meta again, as it was) failed on 1 of 2 ranks" in message
+    assert "rank 1: 1 tensors hold values that are not finite:\n- lm_head.weight: 2 of its values" in message
+    assert is_untouched(model)
+    report = load_weights(model, broken)  # not asked for
+    assert model.lm_head.weight.full_tensor().isnan().sum() == 2 and "check" not in report.seconds
+    report = load_weights(model, folder, check_finite=True)
+    assert report.largest["seconds.check"] >= report.seconds["check"] > 0
+
+
+def test_nan_is_found_on_request(llama: Path) -> None:
+    run_ranks(load_not_finite, 2, llama)
+
+
+PACKED: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
+    "4 bits, bitsandbytes": lambda t: t.update(
+        {"model.layers.0.mlp.up_proj.weight": torch.ones(67 * 24, 1, dtype=torch.uint8)}
+    ),
+    "GPTQ": lambda t: (
+        t.pop("model.layers.0.mlp.up_proj.weight"),
+        t.update({"model.layers.0.mlp.up_proj.qweight": torch.ones(6, 67, dtype=torch.int32)}),
+        t.update({"model.layers.0.mlp.up_proj.scales": torch.ones(1, 67, dtype=torch.float16)}),
+    ),
+    "8 bits with scales": lambda t: t.update(
+        {
+            "model.layers.0.mlp.up_proj.weight": t["model.layers.0.mlp.up_proj.weight"].to(torch.float8_e4m3fn),
+            "model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1, 1),
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("says", [False, True])
+def test_packed_values_are_refused_whatever_the_config_says(llama: Path, tmp_path: Path, kind: str, says: bool) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "packed"))
+    file = next(f for f in folder.glob("*.safetensors") if "model.layers.0.mlp.up_proj.weight" in load_file(f))
+    tensors = load_file(file)
+    PACKED[kind](tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    listing = folder / "model.safetensors.index.json"
+    weight_map = {key: f.name for f in folder.glob("*.safetensors") for key in load_file(f)}
+    listing.write_text(json.dumps({"weight_map": weight_map}))
+    model = build_meta_model(folder)
+    if says:
+        model.config.quantization_config = {"quant_method": "some"}
+    with pytest.raises(
+        CheckpointError, match=r"up_proj\.\w+' holds \w+, expected .*up_proj\.weight'\n.*Dequantise"
+    ) as e:
+        load_weights(model, folder, ignore_mismatched_sizes=True)
+    assert ("quantised (some);" if says else "quantised, although its config has no quantization_config") in str(
+        e.value
+    )
+    assert file.name in str(e.value) and is_untouched(model)
+
+
+def test_a_config_that_says_quantised_of_plain_files_is_told_so(llama: Path) -> None:
+    model = build_meta_model(llama)
+    model.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(
+        CheckpointError, match=r"quantised \(fp8\), but its files hold plain values \(float32\)\. Remove"
+    ):
+        load_weights(model, llama)
+    assert is_untouched(model)
+
+
+def test_8_bit_floats_without_scales_are_plain_values(llama: Path, tmp_path: Path) -> None:
+    tensors = {key: t for f in llama.glob("*.safetensors") for key, t in load_file(f).items()}
+    shutil.copy(llama / "config.json", tmp_path)
+    save_file({key: t.to(torch.float8_e5m2) for key, t in tensors.items()}, tmp_path / "model.safetensors")
+    model = build_meta_model(tmp_path)
+    load_weights(model, tmp_path)
+    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"].to(torch.float8_e5m2).float())
+
+
+# ---- shapes ----
+
+
+def test_other_shapes_are_listed_and_the_cure_named(llama: Path) -> None:
+    config = json.loads((llama / "config.json").read_text()) | {"intermediate_size": 66, "vocab_size": 130}
+    model = build_meta_model(type(build_meta_model(llama).config)(**config))
+    with pytest.raises(CheckpointError, match=r"8 tensors(.|\n)*\[131, 48\] in the checkpoint, \[130, 48\]") as caught:
+        load_weights(model, llama)
+    assert "ignore_mismatched_sizes=True" in str(caught.value) and is_untouched(model)
