@@ -16,7 +16,7 @@ from hf_fsdp_tools.mesh import ParallelDims
 from hf_fsdp_tools.sizes import show_bytes
 from hf_fsdp_tools.wrap import WrapPlan, check_wrap_plan
 
-__all__ = ["Sharding", "describe_sharding", "shard_model", "sharding_of"]
+__all__ = ["Sharding", "agree_on_plan", "apply_sharding", "describe_sharding", "shard_model", "sharding_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,8 @@ def shard_model(
         raise ConfigError(f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is.")
     if problems := check_wrap_plan(model, plan):
         raise WrapPlanError(f"The plan does not fit {type(model).__name__}: " + "; ".join(problems))
-    mesh = mesh if mesh is not None else ParallelDims().build_mesh()
-    _agree_on_plan(plan, mesh)
+    mesh = _without_names(mesh if mesh is not None else ParallelDims().build_mesh())
+    agree_on_plan(plan, mesh)
     if activation_checkpointing:
         _checkpoint_activations(model)
     sharding = Sharding(
@@ -88,8 +88,7 @@ def shard_model(
         offload_policy=offload_policy or OffloadPolicy(),
         activation_checkpointing=activation_checkpointing,
     )
-    _apply_plan(model, sharding)
-    model._fsdp_sharding = sharding  # type: ignore[assignment]  # a plain attribute of our own
+    apply_sharding(model, sharding)
     return model
 
 
@@ -131,6 +130,17 @@ def describe_sharding(model: nn.Module) -> str:
     return "\n".join(lines)
 
 
+def _without_names(mesh: DeviceMesh) -> DeviceMesh:
+    """The same mesh, of the same process group, with no name for its axis where it spans all processes.
+
+    PEFT (0.21) takes a Linear on a mesh with a name other than "fsdp" for tensor parallel, and would give its adapter the
+    shape of this rank's shard. Two axes must keep their names, for FSDP2.
+    """
+    if mesh.ndim > 1 or mesh.mesh_dim_names is None or mesh.size() != dist.get_world_size():
+        return mesh
+    return DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh=mesh.mesh)
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -140,7 +150,7 @@ def _local_bytes(parameter: nn.Parameter) -> int:
     return local.numel() * local.element_size()
 
 
-def _agree_on_plan(plan: WrapPlan, mesh: DeviceMesh) -> None:
+def agree_on_plan(plan: WrapPlan, mesh: DeviceMesh) -> None:
     """Ranks with different plans would call unequal collectives and hang: stop them all with one message instead."""
     if dist.get_backend() == "fake" or mesh.size() == 1:
         return
@@ -169,7 +179,8 @@ def _checkpoint_activations(model: nn.Module) -> None:
         model.config.use_cache = False  # a cache would keep what is to be recomputed
 
 
-def _apply_plan(model: nn.Module, sharding: Sharding) -> None:
+def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
+    """Shard `model` as `sharding` says, in place: what `shard_model` does once all is checked. Nothing is communicated."""
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     replicated = {parameters[fqn] for fqn in sharding.plan.replicated}
@@ -193,6 +204,7 @@ def _apply_plan(model: nn.Module, sharding: Sharding) -> None:
     model.register_forward_hook(_reshard_after_evaluation)
     made = _count_units(model.modules())
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"
+    model._fsdp_sharding = sharding  # type: ignore[assignment]  # a plain attribute of our own
 
 
 def _reshard_after_evaluation(model: nn.Module, args: object, output: object) -> None:
