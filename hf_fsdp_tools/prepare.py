@@ -1,6 +1,7 @@
 """The way in: from a model name to a sharded, loaded, ready model. Every step is a public function of its own."""
 
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -9,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, agreed, load_weights
+from hf_fsdp_tools.checkpoint.dcp import find_dcp_folder
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.mesh import ParallelDims
 from hf_fsdp_tools.meta import build_meta_model, config_dtype, load_config
@@ -41,6 +43,7 @@ def from_pretrained(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     activation_checkpointing: bool | None = None,
+    allow_pickle: bool = False,
     output_loading_info: bool = False,
     trust_remote_code: bool = False,
     hub_kwargs: dict[str, Any] | None = None,
@@ -57,7 +60,8 @@ def from_pretrained(
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 
     Args:
-        name_or_path: a hub name, or a folder with `config.json` and safetensors.
+        name_or_path: a hub name, or a folder with `config.json` and safetensors; or a DCP folder, as `dcp.save`, Accelerate's
+            `save_state` and the Trainer (`checkpoint-500`) write it, with `config.json` in it or up to two folders above.
         auto_class: the `AutoModelFor…` class, or a model class.
         policy: what becomes a unit; None means `HybridPolicy()`.
         mesh: one axis for FSDP, two for HSDP; None means the accelerator's, or FSDP over all processes.
@@ -68,6 +72,7 @@ def from_pretrained(
         mp_policy: dtypes of computation and reduction.
         offload_policy: `CPUOffloadPolicy()` keeps the shards on the CPU between uses.
         activation_checkpointing: recompute each block's activations in the backward pass; None means the plugin's choice.
+        allow_pickle: read legacy `pytorch_model*.bin` where there are no safetensors; no code of the file is run.
         output_loading_info: return `(model, LoadReport)`.
         trust_remote_code: run model code that comes with the checkpoint.
         hub_kwargs: where and how to fetch (`revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`).
@@ -89,8 +94,9 @@ def from_pretrained(
     mesh = mesh if mesh is not None else ParallelDims().build_mesh()
     with agreed(f"opening {fspath(name_or_path)!r}"):
         # 2 what the checkpoint holds: its config and the headers of its files
-        config = load_config(name_or_path, trust_remote_code=trust_remote_code, **hub_kwargs)
-        index = CheckpointIndex.open(name_or_path, **hub_kwargs)
+        home = _config_home(name_or_path)
+        config = load_config(home, trust_remote_code=trust_remote_code, **hub_kwargs)
+        index = CheckpointIndex.open(name_or_path, allow_pickle=allow_pickle, **hub_kwargs)
         # 3 the model without storage
         if dtype is None:
             lower = mp_policy is not None and mp_policy.param_dtype is not None
@@ -98,7 +104,7 @@ def from_pretrained(
         model = build_meta_model(
             config, auto_class=auto_class, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
         )
-        _set_generation_config(model, name_or_path, hub_kwargs)
+        _set_generation_config(model, home, hub_kwargs)
         # 4 what is gathered together
         plan = make_wrap_plan(model, policy=policy or HybridPolicy())
     # 5 shards without storage
@@ -143,6 +149,15 @@ def _from_accelerator(
         offload_policy or plugin.cpu_offload,
         activation_checkpointing,
     )
+
+
+def _config_home(name_or_path: str | PathLike[str]) -> str | PathLike[str]:
+    """Where the config is: of a DCP folder that has none, the nearest of the two folders above; else the name itself."""
+    folder = Path(name_or_path)
+    if not folder.is_dir() or (folder / "config.json").is_file() or find_dcp_folder(folder) is None:
+        return name_or_path
+    above = list(folder.absolute().parents)[:2]
+    return next((path for path in above if (path / "config.json").is_file()), name_or_path)
 
 
 def _set_generation_config(

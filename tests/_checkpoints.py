@@ -4,14 +4,17 @@ Sizes are awkward on purpose: hidden 48, vocabulary 131, odd intermediate sizes 
 uneven and also empty shards. Each is split into several files, with an index.
 """
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import transformers as hf
+from safetensors.torch import load_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["KINDS", "make_checkpoint", "make_model", "randomize", "tiny_config"]
+__all__ = ["KINDS", "make_checkpoint", "make_model", "pickled_copy", "randomize", "tiny_config"]
 
 _SIZES = {
     "vocab_size": 131,
@@ -189,3 +192,25 @@ def make_checkpoint(kind: str, folder: str | Path, *, dtype: torch.dtype = torch
     """Write the tiny model of that kind to ``folder``, which is returned; several files and an index."""
     make_model(kind, dtype=dtype, seed=seed).save_pretrained(folder, max_shard_size="60KB")
     return Path(folder)
+
+
+def pickled_copy(folder: Path, target: Path, *, files: int, transpose: bool = False) -> Path:
+    """The same checkpoint as legacy ``pytorch_model*.bin`` in so many files; tensors that are equal share memory.
+
+    With ``transpose``, matrices are saved as transposed views, which is another order of the same bytes in the file.
+    """
+    tensors = {key: t for file in sorted(folder.glob("*.safetensors")) for key, t in load_file(file).items()}
+    if transpose:
+        tensors = {key: t.t().contiguous().t() if t.dim() == 2 else t for key, t in tensors.items()}
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors*"))
+    if files == 1:
+        torch.save(tensors, target / "pytorch_model.bin")
+        return target
+    weight_map = {}
+    for i in range(files):
+        part = {key: tensors[key] for key in sorted(tensors)[i::files]}
+        name = f"pytorch_model-{i + 1:05d}-of-{files:05d}.bin"
+        torch.save(part, target / name)
+        weight_map |= dict.fromkeys(part, name)
+    (target / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return target

@@ -9,9 +9,9 @@ from torch import nn
 from hf_fsdp_tools.errors import CheckpointError
 
 from .conversion import LoadMap, persistent_tensors
-from .header import StoredTensor
 from .index import CheckpointIndex
 from .shares import local_boxes_of, local_tensor, memory_view
+from .stored import ChunkedTensor, StoredTensor
 
 __all__ = ["refuse_not_finite", "refuse_quantized"]
 
@@ -71,21 +71,22 @@ def refuse_not_finite(model: nn.Module, keys: Iterable[str]) -> None:
 
 
 def _packed_tensors(
-    model: nn.Module, load_map: LoadMap, stored: Mapping[str, StoredTensor]
-) -> list[tuple[StoredTensor, str]]:
+    model: nn.Module, load_map: LoadMap, stored: Mapping[str, StoredTensor | ChunkedTensor]
+) -> list[tuple[StoredTensor | ChunkedTensor, str]]:
     """(stored tensor, key of the parameter it stands for) wherever packed values take the place of floating-point ones."""
     floats = {key for key, parameter in model.named_parameters(remove_duplicate=False) if parameter.is_floating_point()}
+    of_source = {source: tensor for tensor in stored.values() for source in tensor.sources}
     packed = []
     beside: dict[str, str] = {}  # module of a parameter that is missing, or 8 bits wide -> its key
     for key in sorted(floats):
         made_of = (
-            [stored[source] for source in sorted(load_map.tensors[key].sources)] if key in load_map.tensors else []
+            [of_source[source] for source in sorted(load_map.tensors[key].sources)] if key in load_map.tensors else []
         )
         packed += [(t, key) for t in made_of if not t.dtype.is_floating_point]
         if all(t.dtype.itemsize == 1 for t in made_of):
             beside[key.rpartition(".")[0]] = key
     used = {source for tensor in load_map.tensors.values() for source in tensor.sources}
-    for t in (t for key, t in stored.items() if key not in used and t.shape):
+    for t in (t for t in stored.values() if used.isdisjoint(t.sources) and t.shape):
         module = t.key.rpartition(".")[0]
         target = next((key for name, key in beside.items() if _is_same_module(name, module)), None)
         if target is not None and (

@@ -26,8 +26,8 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.meta import original_classes
 
-from .header import StoredTensor
 from .pieces import PieceTensor
+from .stored import ChunkedTensor, StoredTensor
 
 __all__ = [
     "ConversionGroup",
@@ -40,6 +40,9 @@ __all__ = [
     "revert_group",
     "set_conversions",
 ]
+
+
+Stored = StoredTensor | ChunkedTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +72,8 @@ class LoadMap:
     unexpected_keys: frozenset[str]
     """Keys of the checkpoint, after renaming, that the model has no place for."""
 
-    used_conversions: tuple[Any, ...]
-    """transformers' transforms that matched a key; saving reverts these."""
+    used_conversions: tuple[Any, ...] | None
+    """transformers' transforms that matched a key; saving reverts these. None: the model was not stored as on the hub."""
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -78,17 +81,19 @@ def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
 
 
-def map_loading(model: nn.Module, stored: Mapping[str, StoredTensor]) -> LoadMap:
+def map_loading(model: nn.Module, stored: Mapping[str, Stored], *, layout: str = "hub") -> LoadMap:
     """Trace every stored tensor through transformers' renamings and conversions to the model's keys.
 
-    Nothing is read. No rank communicates: every rank gets the same map.
+    With layout "model" the tensors are as the model has them, so that nothing is converted; only the prefix of a base
+    model is still added or removed. Nothing is read. No rank communicates: every rank gets the same map.
 
     Raises:
         CheckpointError: A conversion fails on what the checkpoint holds.
     """
     state = persistent_tensors(model)
     with original_classes(model):
-        transforms = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
+        convert = layout == "hub" and isinstance(model, PreTrainedModel)
+        transforms = get_model_conversion_mapping(model) if convert else []
         groups, unexpected = _group(model, stored, state, transforms)
         tensors: dict[str, PieceTensor] = {}
         makers: dict[str, ConversionGroup] = {}
@@ -102,7 +107,7 @@ def map_loading(model: nn.Module, stored: Mapping[str, StoredTensor]) -> LoadMap
         tensors=tensors,
         groups=makers,
         unexpected_keys=frozenset(unexpected),
-        used_conversions=tuple(t for t in transforms if t.was_used()),
+        used_conversions=tuple(t for t in transforms if t.was_used()) if layout == "hub" else None,
     )
 
 
@@ -137,10 +142,10 @@ def _group(
 
 
 def _trace(
-    model: nn.Module, group: ConversionGroup, stored: Mapping[str, StoredTensor], dtype: torch.dtype
+    model: nn.Module, group: ConversionGroup, stored: Mapping[str, Stored], dtype: torch.dtype
 ) -> dict[str, PieceTensor]:
     """The group's conversion on tensors without data; results that cannot be followed are opaque."""
-    inputs = {key: PieceTensor.named(key, stored[key].shape, dtype) for key, _ in group.members}
+    inputs = {key: PieceTensor.stored(stored[key], dtype) for key, _ in group.members}
     try:
         return _convert(model, group, inputs)
     except Exception as symbolic:  # whatever a conversion does to a tensor that has no values
@@ -153,7 +158,8 @@ def _trace(
                 + ", ".join(f"{k!r} {list(stored[k].shape)}" for k, _ in group.members[:8])
                 + f": {symbolic}. The checkpoint does not fit this model or this version of transformers."
             ) from symbolic
-        return {k: PieceTensor(t.shape, t.dtype, None, frozenset(inputs)) for k, t in results.items()}
+        sources = frozenset[str]().union(*(stored[key].sources for key in inputs))
+        return {k: PieceTensor(t.shape, t.dtype, None, sources) for k, t in results.items()}
 
 
 def _convert(model: nn.Module, group: ConversionGroup, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -191,7 +197,7 @@ def set_conversions(model: nn.Module, load_map: LoadMap) -> None:
     """Note on the model which conversions loading used, as ``from_pretrained`` does, so that saving reverts the same
     ones.
     """
-    if isinstance(model, PreTrainedModel):
+    if isinstance(model, PreTrainedModel) and load_map.used_conversions is not None:
         model._weight_conversions = list(load_map.used_conversions)
 
 

@@ -112,6 +112,8 @@ def _refuse_untied(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 def check_ties(fit: Fit, index: CheckpointIndex, staging_bytes: int) -> None:
     """A tied weight that the checkpoint holds under two names must be equal in both; each rank compares its share."""
     for first, second, name, other in fit.doubles:
+        if _are_same_bytes(first, second, index):
+            continue
         for box, _ in local_boxes_of(fit.state[name]):
             for slab in _slabs(box, first.dtype, staging_bytes // 4):
                 values = [torch.empty(slab.length, dtype=first.dtype) for _ in range(2)]
@@ -124,6 +126,17 @@ def check_ties(fit: Fit, index: CheckpointIndex, staging_bytes: int) -> None:
                         "different values for "
                         "them. Set tie_word_embeddings=False in the config to keep both."
                     )
+
+
+def _are_same_bytes(first: PieceTensor, second: PieceTensor, index: CheckpointIndex) -> bool:
+    """Whether two tensors are one stored one: pickled files keep what the model ties under both names, and once."""
+    if first.pieces is None or second.pieces is None:
+        return False
+    places = []
+    for tensor in (first, second):
+        stored = [(index.source(piece.source), piece) for piece in tensor.pieces or ()]
+        places.append({(s.file, s.offset, s.dtype, piece.box, piece.view) for s, piece in stored})
+    return places[0] == places[1]
 
 
 def _slabs(box: Box, dtype: torch.dtype, num_bytes: int) -> Iterator[Box]:
@@ -143,7 +156,7 @@ def transfers_of(
         part = slice_piece(piece, box)
         if part is None:
             continue
-        stored = index.tensors[part.source]
+        stored = index.source(part.source)
         start = [p - b + at for p, b, at in zip(part.box.start, box.start, local_start, strict=True)]
         yield Transfer(
             key=part.source,

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +11,9 @@ import torch
 
 from hf_fsdp_tools.errors import CheckpointError
 
-__all__ = ["DTYPES", "StoredTensor", "parse_header", "parse_json", "shortened"]
+from .stored import StoredTensor
+
+__all__ = ["DTYPES", "parse_header", "parse_json", "shortened"]
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
 
@@ -39,29 +40,6 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "C64": torch.complex64,
     }
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredTensor:
-    """One tensor of a checkpoint: where its bytes lie."""
-
-    key: str
-    """Its name in the file."""
-
-    file: Path
-    """The file that holds it."""
-
-    dtype: torch.dtype
-    """As stored."""
-
-    shape: tuple[int, ...]
-    """As stored; the data is row-major."""
-
-    offset: int
-    """Position of its first byte in the file."""
-
-    num_bytes: int
-    """Length of its data in bytes."""
 
 
 def parse_header(file: Path) -> tuple[list[StoredTensor], int]:

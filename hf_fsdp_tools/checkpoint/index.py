@@ -1,37 +1,48 @@
 """Which file of a checkpoint holds which tensor, with dtype, shape and byte range: headers are read, data is not."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike, fspath
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 
 from hf_fsdp_tools.errors import CheckpointError
 
-from .header import StoredTensor, parse_header, parse_json, shortened
+from .dcp import METADATA, find_dcp_folder, model_part, parse_dcp
+from .header import parse_header, parse_json, shortened
+from .pickled import locate_chunk, parse_pickled
+from .stored import ChunkedTensor, StoredTensor, TensorChunk, leaves_folder
 
 __all__ = ["CheckpointIndex"]
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
-_LEGACY = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+PICKLED = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointIndex:
-    """The tensors of a safetensors checkpoint, by key. Make one with ``CheckpointIndex.open``."""
+    """The tensors of a checkpoint, by key. Make one with ``CheckpointIndex.open``."""
 
     name: str
     """The folder, file or hub name that was opened, for messages."""
 
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor | ChunkedTensor]
     """Every tensor of every file, by its stored key."""
 
     header_bytes: int
     """Bytes read to make this index: headers and index file."""
+
+    layout: Literal["hub", "model"] = "hub"
+    """Whether keys and tensors are as on the hub, or as in the model itself (a DCP folder): nothing to convert then."""
+
+    _saved: Mapping[tuple[str, ...], ChunkedTensor] = field(default_factory=dict, repr=False)
+    """Of a DCP folder, everything that was saved, by its path in the saved state dict."""
 
     @cached_property
     def dtype(self) -> torch.dtype | None:
@@ -45,25 +56,71 @@ class CheckpointIndex:
         """Bytes of tensor data in the whole checkpoint."""
         return sum(t.num_bytes for t in self.tensors.values())
 
+    @cached_property
+    def _chunks(self) -> Mapping[str, tuple[TensorChunk, torch.dtype]]:
+        chunked = [t for t in self.tensors.values() if isinstance(t, ChunkedTensor)]
+        return {chunk.name: (chunk, t.dtype) for t in chunked for chunk in t.chunks}
+
+    @cached_property
+    def _located(self) -> dict[str, StoredTensor]:
+        return {}
+
+    def source_dtype(self, source: str) -> torch.dtype:
+        """The stored dtype of a tensor, or of a chunk of one, by the name that its pieces have."""
+        return self._chunks[source][1] if source in self._chunks else self.tensors[source].dtype
+
+    def source(self, source: str) -> StoredTensor:
+        """Where the bytes of a tensor, or of a chunk of one, lie, by the name that its pieces have.
+
+        The place of a chunk is looked up in its file when it is first asked for: a rank needs few of them.
+
+        Raises:
+            CheckpointError: the chunk is not what the metadata says.
+        """
+        if source not in self._chunks:
+            whole = self.tensors[source]
+            assert isinstance(whole, StoredTensor)
+            return whole
+        if source not in self._located:
+            self._located[source] = locate_chunk(*self._chunks[source])
+        return self._located[source]
+
+    def of_model(self, model_keys: Collection[str]) -> "CheckpointIndex":
+        """The part that is this model's, under the model's names. Only a DCP folder can hold more than a model."""
+        if not self._saved:
+            return self
+        part = model_part(self._saved, model_keys)
+        return replace(self, tensors=MappingProxyType(part), _saved={})
+
     @classmethod
     def open(
         cls,
         path_or_repo: str | PathLike[str],
         *,
+        allow_pickle: bool = False,
         revision: str | None = None,
         token: str | bool | None = None,
         cache_dir: str | PathLike[str] | None = None,
         local_files_only: bool = False,
         subfolder: str | None = None,
     ) -> "CheckpointIndex":
-        """Index a local folder, a single safetensors file, or a hub name.
+        """Index a local folder, a single weight file, or a hub name.
 
-        A hub checkpoint is downloaded first (only its safetensors files; ranks of one node share the cache, whose file
+        A hub checkpoint is downloaded first (only its weight files; ranks of one node share the cache, whose file
         locks make one of them download and the others wait). Otherwise only headers are read. No rank talks to another.
 
         Args:
-            path_or_repo: Folder with ``model.safetensors``, with an index file or with plain ``*.safetensors``; or one
-                such file; or a hub name.
+            path_or_repo: one of
+
+                - a folder with ``model.safetensors``, with an index file or with plain ``*.safetensors``;
+                - a folder of ``torch.distributed.checkpoint`` (``.metadata`` and ``*.distcp``), or one above it that
+                  Accelerate's ``save_state`` or the Trainer wrote (``pytorch_model_fsdp_0`` in it);
+                - a folder with ``pytorch_model.bin``, or its index and shards, if ``allow_pickle``;
+                - one such file; or a hub name.
+
+                Where there are several, the first of this list is read.
+            allow_pickle: read legacy ``.bin`` files too. They are pickles, read by torch's restricted unpickler, which
+                builds tensors and runs no code of the file (``weights_only=True``).
             revision: Branch, tag or commit on the hub.
             token: Hub token; None uses the stored one.
             cache_dir: Where downloads go; None is the hub library's own default.
@@ -78,16 +135,27 @@ class CheckpointIndex:
         path = Path(name).expanduser()
         try:
             if path.is_file():
+                if not allow_pickle:
+                    _refuse_pickled([path])
                 return cls._from_files(name, [path], None)
             if not path.is_dir():
-                path = _download(name, path, revision, token, cache_dir, local_files_only, subfolder)
+                path = _download(name, path, revision, token, cache_dir, local_files_only, subfolder, allow_pickle)
             folder = path / subfolder if subfolder else path
-            files, listed = _weight_files(folder)
+            if not _has_safetensors(folder) and (saved := find_dcp_folder(folder)):
+                return cls._from_dcp(name, saved)
+            files, listed = _weight_files(folder, allow_pickle)
             return cls._from_files(name, files, listed)
         except OSError as error:
             raise CheckpointError(
                 f"Cannot read checkpoint {name!r}: {error}. Check the path and its permissions."
             ) from error
+
+    @classmethod
+    def _from_dcp(cls, name: str, folder: Path) -> "CheckpointIndex":
+        """Everything that a DCP folder holds, until `of_model` takes the model's part of it."""
+        found, num_bytes = parse_dcp(folder)
+        tensors = MappingProxyType({tensor.key: tensor for _, tensor in found})
+        return cls(name=name, tensors=tensors, header_bytes=num_bytes, layout="model", _saved=dict(found))
 
     @classmethod
     def _from_files(cls, name: str, files: Iterable[Path], listed: "_Listing | None") -> "CheckpointIndex":
@@ -97,7 +165,7 @@ class CheckpointIndex:
         header_bytes = listed.num_bytes if listed else 0
         for file in files:
             try:
-                found, num_bytes = parse_header(file)
+                found, num_bytes = parse_pickled(file) if _is_pickled(file) else parse_header(file)
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
@@ -142,33 +210,57 @@ class _Listing:
     """Size of the index file."""
 
 
-def _weight_files(folder: Path) -> tuple[list[Path], _Listing | None]:
-    """The safetensors files of a folder, and its index if the files come from one; same precedence as transformers."""
+def _is_pickled(file: Path) -> bool:
+    return file.suffix in (".bin", ".pt", ".pth")
+
+
+def _refuse_pickled(files: Iterable[Path]) -> None:
+    """Legacy files are read only when asked."""
+    pickled = [file for file in files if _is_pickled(file)]
+    if pickled:
+        raise CheckpointError(
+            f"{str(pickled[0].parent)!r} holds only pickled weights ({', '.join(f.name for f in pickled)}), which are read "
+            "only when asked. Pass allow_pickle=True (torch's restricted unpickler then runs no code of the file), or convert "
+            "the checkpoint to safetensors once: "
+            f"AutoModelForCausalLM.from_pretrained({str(pickled[0].parent)!r}).save_pretrained(new_folder)"
+        )
+
+
+def _has_safetensors(folder: Path) -> bool:
+    """Whether there are weight files as on the hub; adapters beside a DCP folder are none."""
+    return any(not file.name.startswith("adapter_") for file in folder.glob("*.safetensors*"))
+
+
+def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[Path], _Listing | None]:
+    """The weight files of a folder, and its index if the files come from one; same precedence as transformers."""
     if not folder.is_dir():
         raise CheckpointError(f"No such folder: {str(folder)!r}. Give a folder with {WEIGHTS}, or a hub name.")
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS], None
     if (folder / WEIGHTS_INDEX).is_file():
-        listing = _read_listing(folder / WEIGHTS_INDEX)
-        return [folder / name for name in sorted(set(listing.weight_map.values()))], listing
+        return _listed_files(folder / WEIGHTS_INDEX, ".safetensors")
     plain = [f for f in sorted(folder.glob("*.safetensors")) if not f.name.startswith("adapter_")]
     if plain:
         return plain, None
-    if any((folder / name).exists() for name in _LEGACY):
-        raise CheckpointError(
-            f"{str(folder)!r} holds only pickled weights "
-            f"({', '.join(n for n in _LEGACY if (folder / n).exists())}); shards are "
-            "read from safetensors. Convert it once: "
-            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(new_folder)"
-        )
+    if not allow_pickle:
+        _refuse_pickled(sorted(folder.glob("pytorch_model*.bin")))
+    if (folder / PICKLED).is_file():
+        return [folder / PICKLED], None
+    if (folder / PICKLED_INDEX).is_file():
+        return _listed_files(folder / PICKLED_INDEX, ".bin")
     found = ", ".join(sorted(f.name for f in folder.iterdir())[:10]) or "nothing"
     raise CheckpointError(
-        f"No weights in {str(folder)!r}: expected {WEIGHTS}, {WEIGHTS_INDEX} or *.safetensors, found {found}. "
-        "Give the folder that save_pretrained wrote."
+        f"No weights in {str(folder)!r}: expected {WEIGHTS}, {WEIGHTS_INDEX}, *.safetensors or {METADATA} (and, with "
+        f"allow_pickle=True, {PICKLED}), found {found}. Give the folder that save_pretrained wrote."
     )
 
 
-def _read_listing(file: Path) -> _Listing:
+def _listed_files(file: Path, suffix: str) -> tuple[list[Path], _Listing]:
+    listing = _read_listing(file, suffix)
+    return [file.parent / name for name in sorted(set(listing.weight_map.values()))], listing
+
+
+def _read_listing(file: Path, suffix: str) -> _Listing:
     """Parse and check an index file; a name that leaves the folder or is not there is refused."""
     text = file.read_bytes()
     content = parse_json(file, text)
@@ -179,15 +271,8 @@ def _read_listing(file: Path) -> _Listing:
         )
     problems = []
     for name in sorted(set(weight_map.values())):
-        path = PurePosixPath(name)
-        if (
-            path.is_absolute()
-            or ".." in path.parts
-            or "\\" in name
-            or "\0" in name
-            or not name.endswith(".safetensors")
-        ):
-            problems.append(f"{file}: names the file {name!r}; expected a safetensors file inside the folder.")
+        if leaves_folder(name) or not name.endswith(suffix):
+            problems.append(f"{file}: names the file {name!r}; expected a {suffix[1:]} file inside the folder.")
         elif not (file.parent / name).is_file():
             count = sum(v == name for v in weight_map.values())
             problems.append(
@@ -206,6 +291,7 @@ def _download(
     cache_dir: str | PathLike[str] | None,
     local_files_only: bool,
     subfolder: str | None,
+    allow_pickle: bool,
 ) -> Path:
     """The local snapshot of a hub checkpoint: its index, then exactly the files that the index names."""
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name or not name:
@@ -233,11 +319,11 @@ def _download(
         snapshot = fetch(WEIGHTS, WEIGHTS_INDEX)
         folder = snapshot / prefix
         if not (folder / WEIGHTS).is_file():
-            if (folder / WEIGHTS_INDEX).is_file():
-                names = parse_json(folder / WEIGHTS_INDEX, (folder / WEIGHTS_INDEX).read_bytes()).get("weight_map")
-                fetch(WEIGHTS_INDEX, *sorted({str(v) for v in names.values()} if isinstance(names, dict) else ()))
-            else:
-                fetch("*.safetensors")
+            fetch(*_names_listed(folder / WEIGHTS_INDEX) or ["*.safetensors"])
+            if allow_pickle and not any(folder.glob("*.safetensors")):
+                fetch(PICKLED, PICKLED_INDEX)
+                if shards := _names_listed(folder / PICKLED_INDEX):
+                    fetch(*shards)
         return snapshot
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         if isinstance(error, CheckpointError):
@@ -249,3 +335,11 @@ def _download(
             f"({type(error).__name__}: {reason}). Check the name, the revision, the token and the network, or download it "
             "first and give the folder."
         ) from error
+
+
+def _names_listed(file: Path) -> list[str]:
+    """An index file and the files that it names, to be fetched; checked later. Empty without an index."""
+    if not file.is_file():
+        return []
+    names = parse_json(file, file.read_bytes()).get("weight_map")
+    return [file.name, *sorted({str(v) for v in names.values()} if isinstance(names, dict) else ())]

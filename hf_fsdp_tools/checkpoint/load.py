@@ -23,12 +23,12 @@ from .checks import refuse_not_finite, refuse_quantized
 from .conversion import ConversionGroup, LoadMap, convert_group, map_loading, persistent_tensors, set_conversions
 from .fit import Fit, check_ties, fit_checkpoint, transfers_of
 from .index import CheckpointIndex
+from .pieces import PieceTensor
 from .progress import loading_bar
 from .reader import TransferStats, read_transfers
 from .report import LoadReport, MemoryWatch
 from .rollback import aftermath, rolled_back
 from .shares import is_sharded, local_boxes_of, local_tensor, memory_view
-from .slices import View, row_major_strides
 from .transfer import Transfer
 
 __all__ = ["load_weights"]
@@ -61,7 +61,8 @@ def load_weights(
 
     Args:
         model: Parameters on meta get storage first; those that have some are overwritten. Ties must be in place.
-        path_or_repo: Folder, safetensors file or hub name, or an index that is open already.
+        path_or_repo: Folder, weight file or hub name, or an index that is open already; see ``CheckpointIndex.open`` for
+            the formats. Of a DCP folder the model's part is read, wherever it is in what was saved.
         dtype: What floating-point parameters become (float32 for master weights). None keeps the model's own dtypes.
         device: Where storage goes. None: the mesh's device, the CPU for a CPU-offloaded or plain model.
         ignore_mismatched_sizes: Initialise tensors of other shape than the checkpoint's instead of refusing them.
@@ -71,8 +72,8 @@ def load_weights(
         staging_bytes: Bound of host memory above the shards; at least 1 MiB.
         progress: A bar with bytes and speed on rank 0, over that rank's own bytes. None: where standard error is a terminal
             and transformers' and the hub's bars are on.
-        hub_kwargs: ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``subfolder``, as for
-            ``CheckpointIndex.open``.
+        hub_kwargs: ``allow_pickle`` (for legacy ``.bin`` files), ``revision``, ``token``, ``cache_dir``,
+            ``local_files_only``, ``subfolder``, as for ``CheckpointIndex.open``.
 
     Every rank of the default process group must call; without a group, one process loads all. The ranks exchange only
     errors and the figures of the report.
@@ -88,6 +89,9 @@ def load_weights(
     if staging_bytes < 2**20:
         raise ConfigError(f"staging_bytes is {staging_bytes}; it must be at least {2**20} (1 MiB).")
     _refuse_other_dtype(model, dtype)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward pass alone, the root's parameters are still gathered copies
     rank, world_size = rank_and_size()
     seconds: dict[str, float] = {}
     watch = MemoryWatch()
@@ -97,7 +101,8 @@ def load_weights(
             if isinstance(path_or_repo, CheckpointIndex)
             else CheckpointIndex.open(path_or_repo, **hub_kwargs)
         )
-        load_map = map_loading(model, index.tensors)
+        index = index.of_model(persistent_tensors(model))
+        load_map = map_loading(model, index.tensors, layout=index.layout)
         refuse_quantized(model, load_map, index)
         fit = fit_checkpoint(model, load_map, index, ignore_mismatched_sizes=ignore_mismatched_sizes, strict=strict)
         check_ties(fit, index, staging_bytes)
@@ -205,7 +210,7 @@ def _share_of(model: nn.Module, load_map: LoadMap, fit: Fit, index: CheckpointIn
     num_bytes = replicated_bytes = 0
     for key, tensor in fit.loaded.items():
         local = local_tensor(state[key])
-        stored_size = index.tensors[min(tensor.sources)].dtype.itemsize
+        stored_size = index.source_dtype(min(tensor.sources)).itemsize if tensor.sources else 0
         for box, local_start in local_boxes_of(state[key]):
             num_bytes += box.numel * stored_size
             replicated_bytes += 0 if is_sharded(state[key]) else box.numel * stored_size
@@ -242,15 +247,10 @@ def _convert_whole(
         dtype = state[group.target].dtype
         whole = {key: torch.empty(index.tensors[key].shape, dtype=dtype) for key, _ in group.members}
         transfers = [
-            Transfer(
-                key=t.key,
-                file=t.file,
-                offset=t.offset,
-                dtype=t.dtype,
-                stored=View(offset=0, length=t.shape, strides=row_major_strides(t.shape)),
-                memory=whole[t.key],
-            )
-            for t in (index.tensors[key] for key in whole)
+            transfer
+            for key, memory in whole.items()
+            for box, start in local_boxes_of(memory)
+            for transfer in transfers_of(PieceTensor.stored(index.tensors[key], dtype), box, memory, start, index)
         ]
         stats += read_transfers(transfers, staging_bytes=staging_bytes, on_bytes=on_bytes)
         for key, result in convert_group(model, group, whole).items():

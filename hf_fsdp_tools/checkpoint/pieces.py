@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .slices import Box, Piece, View, row_major_strides
+from .stored import ChunkedTensor, StoredTensor
 
 __all__ = ["PieceTensor"]
 
@@ -45,6 +46,11 @@ class PieceTensor(torch.Tensor):
         box = Box(start=(0,) * len(shape), length=tuple(shape))
         view = View(offset=0, length=tuple(shape), strides=row_major_strides(shape))
         return cls(shape, dtype, [Piece(box=box, source=name, view=view)], frozenset([name]))
+
+    @classmethod
+    def stored(cls, tensor: StoredTensor | ChunkedTensor, dtype: torch.dtype) -> "PieceTensor":
+        """A tensor of a checkpoint, as it will be once it is cast to ``dtype``."""
+        return cls(tensor.shape, dtype, tensor.pieces(), frozenset(tensor.sources))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's names differ
         """Shape, dtype and number of pieces."""

@@ -1,0 +1,206 @@
+"""Other formats than the hub's on real ranks: what is loaded equals what was saved, and a rank reads its own share."""
+
+import pickle
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate.utils.fsdp_utils import save_fsdp_model
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from hf_fsdp_tools import HybridFSDPPlugin, from_pretrained, make_accelerator
+from hf_fsdp_tools.checkpoint import CheckpointIndex, load_weights, save_pretrained
+from hf_fsdp_tools.checkpoint.dcp import METADATA
+from hf_fsdp_tools.errors import CheckpointError
+from tests._checkpoints import make_checkpoint, make_model, pickled_copy
+from tests._dist import run_ranks
+from tests.ranks.test_load import assert_same, full, last_even_dim, sharded_meta_model
+
+KINDS = ("llama", "tied", "gpt2", "mixtral", "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {kind: make_checkpoint(kind, root / kind) for kind in KINDS}
+
+
+# ---- legacy files ----
+
+
+def load_pickled(legacy: dict[str, Path], folders: dict[str, Path]) -> list[float]:
+    ratios = []
+    for name, folder in legacy.items():
+        kind = name.split()[0]
+        model = sharded_meta_model(kind, folder)
+        report = load_weights(model, folder, allow_pickle=True, dtype=torch.float32)
+        assert_same(model, type(make_model(kind)).from_pretrained(folders[kind]), name)
+        assert not report.missing_keys and not report.unexpected_keys
+        ratios.append(report.read_ratio)
+    with pytest.raises(CheckpointError, match="allow_pickle=True"):
+        from_pretrained(legacy["llama"])
+    model = from_pretrained(legacy["llama"], allow_pickle=True)
+    assert_same(model, type(make_model("llama")).from_pretrained(folders["llama"]), "from_pretrained")
+    return ratios
+
+
+def test_bin_files_are_read_slice_by_slice(folders: dict[str, Path], tmp_path: Path) -> None:
+    legacy = {kind: pickled_copy(folders[kind], tmp_path / kind, files=3) for kind in KINDS}
+    legacy["llama transposed"] = pickled_copy(folders["llama"], tmp_path / "transposed", files=1, transpose=True)
+    for ratios in run_ranks(load_pickled, 2, legacy, folders):
+        # Column slices of transposed matrices are short runs, and the gaps between them are read through.
+        assert max(ratios[:-1]) <= 1.01 and ratios[-1] < 2.2
+
+
+# ---- DCP folders ----
+
+
+def save_all(folders: dict[str, Path], root: Path) -> None:
+    """What people have on disk: saved by 3 ranks in every way that is in use."""
+    for kind, folder in folders.items():
+        model = sharded_meta_model(kind, folder)
+        load_weights(model, folder)
+        dcp.save(model.state_dict(), checkpoint_id=root / "plain" / kind)
+        optimizer = {f"state.{key}": {"exp_avg": full(t) * 2} for key, t in model.state_dict().items()}
+        job = {"app": {"model": model.state_dict(), "optim": optimizer}, "step": 3}
+        dcp.save(job, checkpoint_id=root / "job" / kind)
+    mesh = init_device_mesh("cpu", (3,))
+    model = sharded_meta_model("mixtral", folders["mixtral"], mesh=mesh, shard_placement_fn=last_even_dim)
+    load_weights(model, folders["mixtral"])
+    dcp.save(model.state_dict(), checkpoint_id=root / "plain" / "mixtral columns")
+    accelerator = make_accelerator(cpu=True)
+    model = accelerator.prepare(from_pretrained(folders["llama"], accelerator=accelerator))
+    save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, str(root / "accelerate" / "checkpoint-7"))
+    writer = HuggingFaceStorageWriter(str(root / "hf"), save_distributed=True, enable_consolidation=True)
+    dcp.save(model.state_dict(), storage_writer=writer)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.copy(folders["llama"] / "config.json", root / "accelerate")
+        shutil.copy(folders["llama"] / "config.json", root / "hf")
+
+
+def save_fsdp1(folder: Path, root: Path) -> None:
+    accelerator = make_accelerator(cpu=True, fsdp_plugin=HybridFSDPPlugin(fsdp_version=1))
+    plain = type(make_model("tied")).from_pretrained(folder)
+    model = accelerator.prepare(plain)
+    plugin = accelerator.state.fsdp_plugin
+    plugin.set_state_dict_type(StateDictType.SHARDED_STATE_DICT)
+    assert isinstance(model, FullyShardedDataParallel)
+    save_fsdp_model(plugin, accelerator, model, str(root))
+
+
+def load_all(folders: dict[str, Path], root: Path) -> list[float]:
+    ratios = []
+    for way in ("plain", "job"):
+        for kind, folder in folders.items():
+            model = sharded_meta_model(kind, folder)
+            report = load_weights(model, root / way / kind)
+            assert_same(model, type(make_model(kind)).from_pretrained(folder), f"{way} {kind}")
+            assert not report.missing_keys and not report.unexpected_keys, str(report)
+            ratios.append(report.read_ratio)
+    model = sharded_meta_model("mixtral", folders["mixtral"], dtype=torch.bfloat16, shard_placement_fn=last_even_dim)
+    report = load_weights(model, root / "plain" / "mixtral columns", dtype=torch.float32)
+    assert_same(model, type(make_model("mixtral")).from_pretrained(folders["mixtral"]), "columns")
+    assert report.read_ratio < 1.5, "half the columns of such tiny chunks: the gaps are shorter than a page"
+
+    llama = type(make_model("llama")).from_pretrained(folders["llama"])
+    for source in ("accelerate/checkpoint-7", "accelerate/checkpoint-7/pytorch_model_fsdp_0", "hf"):
+        model, report = from_pretrained(root / source, output_loading_info=True)  # config.json one or two folders up
+        assert_same(model, llama, source)
+        ratios.append(report.read_ratio)
+    tied = sharded_meta_model("tied", folders["tied"])
+    load_weights(tied, root / "fsdp1")
+    assert_same(tied, type(make_model("tied")).from_pretrained(folders["tied"]), "fsdp1")
+
+    # a checkpoint with a head into the base model and into another head: the prefix is found, the rest is told
+    source = root / "accelerate" / "checkpoint-7"
+    base, report = from_pretrained(source, auto_class=AutoModel, output_loading_info=True)
+    assert report.unexpected_keys == ("lm_head.weight",) and not report.missing_keys
+    assert torch.equal(full(base.norm.weight), llama.model.norm.weight)
+    headed, report = from_pretrained(
+        source, auto_class=AutoModelForSequenceClassification, num_labels=5, output_loading_info=True
+    )
+    assert report.missing_keys == report.initialized_keys == ("score.weight",)
+    assert full(headed.score.weight).std() > 0
+    # saved again, a model from a DCP folder is the hub's layout
+    mixtral = sharded_meta_model("mixtral", folders["mixtral"])
+    load_weights(mixtral, root / "job" / "mixtral")
+    save_pretrained(mixtral, root / "saved again")
+    if dist.get_rank() == 0:
+        assert (
+            CheckpointIndex.open(root / "saved again").tensors.keys()
+            == CheckpointIndex.open(folders["mixtral"]).tensors.keys()
+        )
+    return ratios
+
+
+def break_dcp(folder: Path, root: Path) -> dict[str, Path]:
+    """Damaged copies of a DCP folder, by what is wrong."""
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(folder, root / name))
+
+    def change(name: str, edit: Any) -> Path:
+        metadata = pickle.loads((folder / METADATA).read_bytes())
+        edit(metadata)
+        (copy(name) / METADATA).write_bytes(pickle.dumps(metadata))
+        return root / name
+
+    def places(metadata: Any) -> Any:
+        return next(info for index, info in metadata.storage_data.items() if "embed" in index.fqn)
+
+    broken = {
+        "code": copy("code"),
+        "short": copy("short"),
+        "absent": copy("absent"),
+        "hole": change("hole", lambda m: m.state_dict_metadata["lm_head.weight"].chunks.pop()),
+        "outside": change("outside", lambda m: setattr(places(m), "relative_path", "../other")),
+        "other": change("other", lambda m: m.storage_data.update(dict.fromkeys(m.storage_data, places(m)))),
+        "transform": change("transform", lambda m: setattr(places(m), "transform_descriptors", ["zstd"])),
+    }
+    (broken["code"] / METADATA).write_bytes(pickle.dumps({"a": Path.touch}))
+    file = max(broken["short"].glob("*.distcp"), key=lambda f: f.stat().st_size)
+    with open(file, "r+b") as stream:
+        stream.truncate(file.stat().st_size // 2)
+    next(broken["absent"].glob("*.distcp")).unlink()
+    return broken
+
+
+def load_broken(kind: str, folder: Path, broken: dict[str, Path]) -> dict[str, str]:
+    messages = {}
+    for name, path in broken.items():
+        model = sharded_meta_model(kind, folder)
+        with pytest.raises(CheckpointError) as caught:
+            load_weights(model, path)
+        messages[name] = str(caught.value)
+        assert all(p.is_meta for p in model.parameters())
+    return messages
+
+
+def test_dcp_folders_of_every_kind_at_another_number_of_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(save_all, 3, folders, tmp_path)
+    run_ranks(save_fsdp1, 2, folders["tied"], tmp_path / "fsdp1")
+    for ratios in run_ranks(load_all, 2, folders, tmp_path):
+        assert max(ratios) <= 1.01, ratios
+
+    broken = break_dcp(tmp_path / "plain" / "llama", tmp_path / "broken")
+    first, second = run_ranks(load_broken, 2, "llama", folders["llama"], broken)
+    assert first == second
+    for name, said in {
+        "code": "nothing that DCP writes",
+        "short": "bytes long, but .* is at bytes .*The checkpoint is not complete",
+        "absent": "is not there, but",
+        "hole": r"chunks of 'lm_head.weight' \[131, 48\] leave something out.*save it again",
+        "outside": r"lies in '\.\./other', expected a file of the folder",
+        "other": r"expected torch.float32 .*, found",
+        "transform": "stored through zstd.*Save it without",
+    }.items():
+        assert re.search(said, first[name], re.DOTALL), (name, first[name])

@@ -1,0 +1,208 @@
+"""Files of torch.save: every tensor is found where its bytes are, and nothing of a file is run."""
+
+import pickle
+import shutil
+import struct
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hf_fsdp_tools.checkpoint import CheckpointIndex, load_weights
+from hf_fsdp_tools.checkpoint.pickled import parse_pickled
+from hf_fsdp_tools.checkpoint.stored import StoredTensor
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.meta import build_meta_model
+from tests._checkpoints import make_checkpoint, pickled_copy
+
+
+def state_dict() -> dict[str, Any]:
+    base = torch.randn(4, 6)
+    return OrderedDict(
+        a=base,
+        tied=base,
+        transposed=base.t(),
+        rows=base[1:3],
+        column=base[:, 2],
+        parameter=torch.nn.Parameter(torch.ones(2)),
+        half=torch.arange(3, dtype=torch.bfloat16),
+        eight=torch.arange(3.0).to(torch.float8_e4m3fn),
+        numbers=torch.arange(7),
+        flags=torch.tensor([True, False]),
+        empty=torch.empty(0, 3),
+        scalar=torch.tensor(3),
+        one=torch.arange(5).expand(1, -1),
+    )
+
+
+def read_back(stored: StoredTensor) -> torch.Tensor:
+    """The tensor by file, offset, strides and dtype alone."""
+    raw = torch.frombuffer(bytearray(stored.file.read_bytes()), dtype=torch.uint8)[stored.offset :]
+    if not stored.num_bytes:
+        return torch.empty(stored.shape, dtype=stored.dtype)
+    data = raw[: raw.numel() // stored.dtype.itemsize * stored.dtype.itemsize].clone().view(stored.dtype)
+    (piece,) = stored.pieces()
+    return data.as_strided(piece.view.length, piece.view.strides)
+
+
+def test_every_tensor_is_where_the_index_says(tmp_path: Path) -> None:
+    file = tmp_path / "x.bin"
+    expected = state_dict()
+    torch.save(expected, file)
+    stored, num_bytes = parse_pickled(file)
+    assert [t.key for t in stored] == list(expected)
+    for tensor in stored:
+        want = expected[tensor.key].detach()
+        assert tensor.dtype == want.dtype and tensor.shape == want.shape
+        assert torch.equal(read_back(tensor).to(torch.float64), want.to(torch.float64)), tensor.key
+    assert stored[0].offset == stored[1].offset and stored[2].strides == (1, 6) and stored[-1].strides is None
+    assert num_bytes < file.stat().st_size * 3  # each part of the directory at most a few times
+
+
+def test_the_data_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "x.bin"
+    torch.save({"a": torch.zeros(2**21)}, file)  # 8 MiB
+    assert parse_pickled(file)[1] < 200_000
+
+
+class Runs:
+    """Unpickled, it would write a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+def rezipped(source: Path, target: Path, method: int, **changed: bytes) -> Path:
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", method) as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, changed.get(entry.filename.split("/")[-1], old.read(entry)))
+    return target
+
+
+def test_what_is_refused_and_why(tmp_path: Path) -> None:
+    good, marker = tmp_path / "good.bin", tmp_path / "ran"
+    torch.save(state_dict(), good)
+    content = good.read_bytes()
+    files = {
+        name: tmp_path / f"{name}.bin" for name in ("old", "code", "short", "expanded", "number", "list", "sparse")
+    }
+    torch.save(state_dict(), files["old"], _use_new_zipfile_serialization=False)
+    torch.save({"a": torch.ones(2), "b": Runs(marker)}, files["code"])
+    files["short"].write_bytes(content[: len(content) // 2])
+    torch.save({"a": torch.ones(3).expand(4, 3)}, files["expanded"])
+    torch.save({"a": torch.ones(3), "epoch": 3}, files["number"])
+    torch.save([torch.ones(3)], files["list"])
+    torch.save({"a": torch.ones(3, 3).to_sparse()}, files["sparse"])
+    compressed = rezipped(good, tmp_path / "compressed.bin", zipfile.ZIP_DEFLATED)
+    big_endian = rezipped(good, tmp_path / "big.bin", zipfile.ZIP_STORED, byteorder=b"big")
+    text = tmp_path / "text.bin"
+    text.write_text("version https://git-lfs.github.com/spec/v1")
+    raw_pickle = tmp_path / "raw.bin"
+    raw_pickle.write_bytes(pickle.dumps(Runs(marker)))
+    for file, said in [
+        (files["old"], r"older, convert it once: torch\.save\(torch\.load"),
+        (files["code"], "could run code, so it was not opened.*Convert it to safetensors"),
+        (files["short"], "is no complete zip archive.*download or save it again"),
+        (files["expanded"], "'a' is an expanded tensor.*contiguous copy"),
+        (files["number"], r"no tensors: 'epoch' \(int\); expected the state dict of a model alone"),
+        (files["list"], "holds a list, expected a dict"),
+        (files["sparse"], "'a' is no plain dense tensor"),
+        (compressed, "'a': its 96 bytes are not in an uncompressed record"),
+        (big_endian, "big"),
+        (text, "is no zip archive"),
+        (raw_pickle, "is no zip archive"),
+        (tmp_path / "absent.bin", "cannot be read.*Check the path"),
+    ]:
+        with pytest.raises(CheckpointError, match=said):
+            parse_pickled(file)
+    assert not marker.exists(), "code of the file was run"
+
+
+def test_a_place_that_torch_works_out_wrongly_is_not_believed(tmp_path: Path) -> None:
+    """torch computes where storages lie from how its own writer works; another writer may put something between."""
+    file = tmp_path / "x.bin"
+    torch.save({"a": torch.zeros(4), "b": torch.ones(4)}, file)
+    rewritten = rezipped(file, tmp_path / "y.bin", zipfile.ZIP_STORED)  # no padding, no data descriptors
+    try:
+        stored, _ = parse_pickled(rewritten)
+    except CheckpointError as error:
+        assert "uncompressed record" in str(error)
+    else:
+        assert [read_back(t).tolist() for t in stored] == [[0.0] * 4, [1.0] * 4]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.integers(0, 3000), value=st.integers(0, 255))
+def test_one_changed_byte_never_crashes(tmp_path: Path, position: int, value: int) -> None:
+    file = tmp_path / "fuzz.bin"
+    torch.save({"a": torch.arange(6.0), "b": torch.ones(2, 2)}, file)
+    content = bytearray(file.read_bytes())
+    content[position % len(content)] = value
+    file.write_bytes(content)
+    try:
+        stored, _ = parse_pickled(file)
+    except CheckpointError:
+        return
+    assert all(0 <= t.offset <= t.offset + t.num_bytes <= len(content) for t in stored)
+
+
+# ---- as a checkpoint ----
+
+
+def test_bin_files_are_read_only_when_asked_and_only_without_safetensors(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path / "st")
+    for files in (1, 3):
+        legacy = pickled_copy(folder, tmp_path / f"bin{files}", files=files)
+        with pytest.raises(CheckpointError, match=r"only pickled weights.*allow_pickle=True.*convert"):
+            CheckpointIndex.open(legacy)
+        index = CheckpointIndex.open(legacy, allow_pickle=True)
+        assert index.tensors.keys() == CheckpointIndex.open(folder).tensors.keys()
+        assert len({t.file for t in index.tensors.values()}) == files
+    file = tmp_path / "bin1" / "pytorch_model.bin"
+    with pytest.raises(CheckpointError, match="allow_pickle=True"):
+        CheckpointIndex.open(file)
+    assert CheckpointIndex.open(file, allow_pickle=True).num_bytes == index.num_bytes
+    shutil.copy(file, folder)
+    assert {t.file.suffix for t in CheckpointIndex.open(folder, allow_pickle=True).tensors.values()} == {".safetensors"}
+
+
+def test_the_hub_is_asked_for_bin_files_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    legacy = pickled_copy(make_checkpoint("llama", tmp_path / "st"), tmp_path / "bin", files=2)
+    asked: list[list[str]] = []
+
+    def snapshot_download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
+        asked.append(allow_patterns)
+        return str(legacy)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointError, match="allow_pickle=True"):
+        CheckpointIndex.open("org/model")
+    assert not any("bin" in pattern for patterns in asked for pattern in patterns)
+    asked.clear()
+    CheckpointIndex.open("org/model", allow_pickle=True)
+    names = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+    assert asked[2:] == [
+        ["pytorch_model.bin", "pytorch_model.bin.index.json"],
+        ["pytorch_model.bin.index.json", *names],
+    ]
+
+
+def test_a_plain_model_is_filled_from_a_bin_file_as_from_safetensors(tmp_path: Path) -> None:
+    """Transposed and shared memory too."""
+    folder = make_checkpoint("bert", tmp_path / "st")
+    legacy = pickled_copy(folder, tmp_path / "bin", files=1, transpose=True)
+    models = [build_meta_model(folder) for _ in range(2)]
+    reports = [load_weights(m, f, allow_pickle=True) for m, f in zip(models, (folder, legacy), strict=True)]
+    first, second = (m.state_dict() for m in models)
+    assert all(torch.equal(second[key], tensor) for key, tensor in first.items())
+    assert reports[1].bytes_read == reports[0].bytes_read and reports[1].missing_keys == reports[0].missing_keys
+    assert struct.calcsize("<26xHH") == 30  # what a zip record's header has before its name
