@@ -18,6 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers import initialization as init
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.host_memory import empty_on_host
+from hf_fsdp_tools.hub import fetch_files, is_hub_name
 
 __all__ = ["allocate", "build_meta_model", "config_dtype", "initialize_missing", "load_config", "original_classes"]
 
@@ -43,19 +45,18 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
             f"No config.json in {name!r} (found: {found}). Give a folder that `save_pretrained` wrote, "
             "a hub name, or the path of a config.json."
         )
-    if not path.exists() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
-        raise CheckpointError(f"No such folder: {name!r}. Give an existing local folder, a config.json, or a hub name.")
+    if not path.exists():
+        if not is_hub_name(name):
+            raise CheckpointError(
+                f"No such folder: {name!r}. Give an existing local folder, a config.json, or a hub name."
+            )
+        hub_kwargs = _fetch_config(name, **hub_kwargs)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, **hub_kwargs)
     except ValueError as error:
         raise ConfigError(f"The configuration of {name!r} cannot be used: {_first_line(error)}") from error
     except OSError as error:
-        if path.exists():
-            raise CheckpointError(f"The configuration in {name!r} cannot be read: {_first_line(error)}") from error
-        raise CheckpointError(
-            f"No model {name!r}: it is no local folder, and the hub did not give its config.json "
-            f"({_first_line(error)}) Check the name, or download the model first and give the folder."
-        ) from error
+        raise CheckpointError(f"The configuration in {name!r} cannot be read: {_first_line(error)}") from error
     return config
 
 
@@ -137,19 +138,12 @@ def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | Non
 
     No rank communicates.
     """
-    replaced: dict[torch.Tensor, torch.Tensor] = {}
-    with torch.no_grad():
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_meta:
-                    if parameter not in replaced:
-                        replaced[parameter] = _allocated_parameter(parameter, device, dtype)
-                    module._parameters[name] = replaced[parameter]  # type: ignore[assignment]  # holds a Parameter
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    if buffer not in replaced:
-                        replaced[buffer] = torch.empty_like(buffer, device=device)
-                    module._buffers[name] = replaced[buffer]
+    replaced = _allocated(model, device, dtype)
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    tensors[name] = replaced[tensor]  # type: ignore[assignment]  # a Parameter for a Parameter
     # FSDP2 keeps its own reference to each shard and renews it in `_apply`; a function that changes nothing is enough.
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch's own
 
@@ -206,6 +200,27 @@ def original_classes(model: nn.Module) -> Iterator[None]:
 # ---- building ----
 
 
+def _fetch_config(name: str, **hub_kwargs: Any) -> dict[str, Any]:
+    """The arguments with which transformers finds the configuration of a hub name in the cache, where it is put first:
+    left to itself, transformers asks a hub that does not answer for more than a minute."""
+    fetched = {
+        key: hub_kwargs[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in hub_kwargs
+    }
+    folder = f"{hub_kwargs['subfolder']}/" if hub_kwargs.get("subfolder") else ""
+    own_code = bool(hub_kwargs.get("trust_remote_code"))
+    files = [f"{folder}config.json", f"{folder}generation_config.json", *(["*.py"] if own_code else [])]
+    snapshot = fetch_files(name, files, **fetched)
+    if not (snapshot / files[0]).is_file():
+        raise CheckpointError(
+            f"No {files[0]} in {name!r} (commit {snapshot.name}). Give the name of a transformers model, or its subfolder."
+        )
+    # Code may come from yet another repository, so only without it is everything there.
+    return hub_kwargs | {
+        "revision": snapshot.name,
+        "local_files_only": not own_code or hub_kwargs.get("local_files_only"),
+    }
+
+
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """transformers loads some modules in fp32 whatever dtype is asked for; the meta model says so already."""
     patterns = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
@@ -229,19 +244,41 @@ def _first_line(error: BaseException) -> str:
 # ---- storage ----
 
 
-def _allocated_parameter(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:
-    dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-    data = parameter.data
-    if isinstance(data, DTensor):
-        local = torch.empty(data.to_local().shape, dtype=dtype, device=device)
-        data = DTensor.from_local(
-            local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
-        )
+def _allocated(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> dict[torch.Tensor, torch.Tensor]:
+    """What takes the place of each tensor on meta; tied ones are one tensor."""
+    found = dict.fromkeys(t for m in model.modules() for _, t in _own_tensors(m) if t.is_meta)
+    wanted = [(_local_shape(tensor), _storage_dtype(tensor, dtype)) for tensor in found]
+    if device.type == "cpu":
+        memory = empty_on_host(wanted)
     else:
-        data = torch.empty_like(data, dtype=dtype, device=device)
-    allocated = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    allocated.__dict__.update(parameter.__dict__)  # attributes that model code hangs on its parameters
-    for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # set while on meta, by shard_model
+        memory = [torch.empty(shape, dtype=kind, device=device) for shape, kind in wanted]
+    return {tensor: _with_storage(tensor, local) for tensor, local in zip(found, memory, strict=True)}
+
+
+def _local_shape(tensor: torch.Tensor) -> torch.Size:
+    return tensor.to_local().shape if isinstance(tensor, DTensor) else tensor.shape
+
+
+def _storage_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Buffers keep their own dtype, and so do parameters that are no floating-point numbers."""
+    chosen = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    return dtype if chosen and dtype is not None else tensor.dtype
+
+
+def _with_storage(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """The same parameter or buffer with `local` as its memory on this rank."""
+    data = local
+    if isinstance(tensor, DTensor):
+        data = DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    elif not tensor.is_contiguous():
+        data = torch.empty_like(tensor, dtype=local.dtype, device=local.device)  # another order of its dimensions
+    if not isinstance(tensor, nn.Parameter):
+        return data
+    allocated = nn.Parameter(data, requires_grad=tensor.requires_grad)
+    allocated.__dict__.update(tensor.__dict__)  # attributes that model code hangs on its parameters
+    for hook in (tensor._post_accumulate_grad_hooks or {}).values():  # set while on meta, by shard_model
         allocated.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
     return allocated
 

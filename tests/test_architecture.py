@@ -14,7 +14,8 @@ import hf_fsdp_tools
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
 LEVELS = (
-    {"errors"},
+    {"errors", "host_memory"},
+    {"hub"},
     {"accelerate_keys", "meta", "mesh", "sizes", "tree"},
     {"plan", "checkpoint.agreement", "checkpoint.progress", "checkpoint.report", "checkpoint.slices"},
     {"config", "demo", "fsdp1_shares", "live", "policy", "stacks", "checkpoint.stored"},
