@@ -1,16 +1,30 @@
 """An Accelerator that runs FSDP2 on GPUs, on one GPU, and on CPUs."""
 
+import shutil
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import DataLoaderConfiguration
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.checkpoint import save_pretrained
+from hf_fsdp_tools.checkpoint.agreement import all_ranks
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
 
 from .placement import check_managed, check_optimizers, check_precision, shard_in_place
 from .plugin import HybridFSDPPlugin
+from .resume import (
+    replacing,
+    saveable,
+    start_optimizer_state,
+    stored_format,
+    using_format,
+    warn_of_other_world,
+)
 from .state import start_state
 
 __all__ = ["ShardedAccelerator", "adopt", "make_accelerator"]
@@ -28,7 +42,8 @@ def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerat
 
     Args:
         fsdp_plugin: None makes one from the variables that `accelerate launch` sets.
-        accelerate_kwargs: passed to `Accelerator`. `cpu=True` runs on the CPU of a machine with GPUs.
+        accelerate_kwargs: passed to `Accelerator`. `cpu=True` runs on the CPU of a machine with GPUs. Without
+            `dataloader_config`, loaders that shuffle do so by seed and epoch (`use_seedable_sampler`).
 
     Every rank must call; starts the process group.
 
@@ -47,6 +62,8 @@ def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerat
         cpu=bool(accelerate_kwargs.get("cpu")),
         parallelism_config=accelerate_kwargs.get("parallelism_config"),
     )
+    # As the Trainer does: the order of shuffled rows follows from seed and epoch alone, so a resumed run can find it again.
+    accelerate_kwargs.setdefault("dataloader_config", DataLoaderConfiguration(use_seedable_sampler=True))
     return ShardedAccelerator(fsdp_plugin=plugin, **accelerate_kwargs)
 
 
@@ -60,7 +77,11 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
         """As `Accelerator.prepare`; under FSDP2 models may come without an optimizer, and several at once."""
         if not self.is_fsdp2:
-            return super().prepare(*objects, device_placement=device_placement)
+            prepared = super().prepare(*objects, device_placement=device_placement)
+            for obj in prepared if isinstance(prepared, tuple) else (prepared,):
+                if isinstance(obj, FullyShardedDataParallel):
+                    _let_generate(obj)
+            return prepared
         if device_placement is not None:
             raise ConfigError(
                 "device_placement cannot be chosen under FSDP: shards live where the mesh is. Leave it out."
@@ -99,6 +120,97 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         check_precision(model, self.mixed_precision)
         self._models.append(model)
         model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's own mark
+
+    # ---- saving and resuming ----
+
+    def save_state(
+        self, output_dir: str | PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
+    ) -> Any:
+        """As `Accelerator.save_state`; the folder takes its name when every rank has finished, so that an interrupted save
+        leaves an older one as it was. Under automatic naming the oldest are deleted after the new one is complete."""
+        if self.distributed_type != DistributedType.FSDP:
+            return super().save_state(output_dir, safe_serialization, **options)
+        naming = self.project_configuration
+        automatic = naming.automatic_checkpoint_naming
+        if output_dir is None and not automatic:
+            raise ConfigError("save_state: give output_dir, or a ProjectConfiguration with automatic_checkpoint_naming.")
+        folder = Path(output_dir or "")
+        if automatic:
+            folder = Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
+            if folder.exists():
+                raise ConfigError(
+                    f"save_state: {str(folder)!r} exists already. Set ProjectConfiguration(iteration=…) to go on after it."
+                )
+        naming.automatic_checkpoint_naming = False
+        try:
+            with replacing(folder) as staging:
+                super().save_state(str(staging), safe_serialization, **options)
+        finally:
+            naming.automatic_checkpoint_naming = automatic
+        if automatic and naming.total_limit is not None and self.is_main_process:
+            for old in _numbered(folder.parent)[: -naming.total_limit]:
+                shutil.rmtree(old)
+        return folder
+
+    def load_state(
+        self, input_dir: str | PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """As `Accelerator.load_state`, from the state dict type that was saved, and by any number of ranks."""
+        if self.distributed_type != DistributedType.FSDP:
+            super().load_state(input_dir, load_kwargs, **options)
+            return
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            input_dir = next(reversed(_numbered(Path(self.project_dir, "checkpoints"))), None)
+        folder = Path(input_dir or "").expanduser()
+        if input_dir is None or not folder.is_dir():
+            raise CheckpointError(f"load_state: there is no folder {str(folder)!r}. Give one that save_state wrote.")
+        if not self.is_fsdp2:
+            for model, optimizer in zip(self._models, self._optimizers, strict=False):
+                start_optimizer_state(model, optimizer)
+        with using_format(self.state.fsdp_plugin, stored_format(folder)):
+            super().load_state(str(folder), load_kwargs, **options)
+        warn_of_other_world(folder, "random_states_*.pkl")
+        self.step = all_ranks(self.step)[0]  # ranks without a file of their own would accumulate out of step
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As `Accelerator.skip_first_batches`; starting the loader then draws no random number, so that the random state
+        which `load_state` brought back (dropout) goes on as in the run that was interrupted."""
+        loader = super().skip_first_batches(dataloader, num_batches)
+        base = getattr(loader, "base_dataloader", loader)
+        if base.generator is None:
+            base.generator = torch.Generator()  # torch draws a seed for workers from it, used or not
+        return loader
+
+    def save_model(
+        self, model: nn.Module, save_directory: str | PathLike[str], max_shard_size: int | str = "10GB", **options: Any
+    ) -> None:
+        """Write a sharded model as a normal Hugging Face folder (`hf_fsdp_tools.save_pretrained`). Every rank must call."""
+        if self.distributed_type != DistributedType.FSDP:
+            super().save_model(model, save_directory, max_shard_size, **options)
+            return
+        if not options.pop("safe_serialization", True) or options:
+            raise ConfigError("save_model: sharded models are written as safetensors. Leave out safe_serialization.")
+        save_pretrained(saveable(model), save_directory, max_shard_size=max_shard_size)
+
+
+def _let_generate(model: FullyShardedDataParallel) -> None:
+    """Let an FSDP1 model generate. Its wrapper hands `generate` to the module below, whose own unit (embeddings, head)
+    nobody gathers then: "'weight' must be 2-D". That unit is gathered for the call; blocks gather themselves."""
+    generate = getattr(model.module, "generate", None)
+    if generate is None:
+        return
+
+    def gathered_generate(*args: Any, **kwargs: Any) -> Any:
+        with FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False):
+            return generate(*args, **kwargs)
+
+    model.generate = gathered_generate  # type: ignore[assignment]  # found before the wrapper looks below
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """Accelerate's automatically named states, oldest first."""
+    found = [path for path in folder.glob("checkpoint_*") if path.name.removeprefix("checkpoint_").isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint_")))
 
 
 def adopt(accelerator: Accelerator) -> Accelerator:

@@ -1,11 +1,12 @@
 """A plain model sharded where Accelerate would wrap it, and what must hold for a model before it is trained."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.mesh import ParallelDims
@@ -46,13 +47,25 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
     )
     sharded = dict(model.named_parameters())
     for optimizer in optimizers:
-        if optimizer.state and any(parameter in names for parameter in optimizer.state):
-            raise ConfigError(
-                f"{type(optimizer).__name__} has state for the model's whole parameters, which sharding replaces. "
-                "Make the optimizer after the model is sharded: from_pretrained first, or prepare(model) first."
-            )
-        for group in optimizer.param_groups:
-            group["params"] = [sharded[names[p]] if p in names else p for p in group["params"]]
+        _hand_over(optimizer, {old: sharded[name] for old, name in names.items()})
+
+
+def _hand_over(optimizer: torch.optim.Optimizer, sharded: Mapping[torch.Tensor, nn.Parameter]) -> None:
+    """Give an optimizer the sharded parameters for the whole ones, with what state it has for these (Adagrad makes its
+    own at construction) cut alike: every rank has it whole, so nothing travels."""
+    for group in optimizer.param_groups:
+        group["params"] = [sharded.get(parameter, parameter) for parameter in group["params"]]
+    for old in [parameter for parameter in optimizer.state if parameter in sharded]:
+        new = sharded[old]
+        optimizer.state[new] = {key: _cut_like(new, value) for key, value in optimizer.state.pop(old).items()}
+
+
+def _cut_like(parameter: nn.Parameter, value: Any) -> Any:
+    """One entry of a parameter's optimizer state, sharded as the parameter is; steps and the like as they are."""
+    if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+        return value
+    cut = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return cut.to(device=parameter.device, dtype=parameter.dtype if value.is_floating_point() else None)
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module]) -> None:

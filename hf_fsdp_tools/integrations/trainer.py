@@ -1,21 +1,38 @@
-"""Our sharding, precision and saving under the HF Trainer and its subclasses."""
+"""Our sharding, precision, saving and resuming under the HF Trainer and its subclasses."""
 
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate.utils.fsdp_utils import save_fsdp_optimizer
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_fsdp_tools.checkpoint import save_pretrained
+from hf_fsdp_tools.checkpoint import agreed, load_weights, save_pretrained
+from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
+from hf_fsdp_tools.fsdp1 import load_weights_fsdp1
 
 from .accelerator import adopt
 from .frozen import FrozenModel
 from .plugin import HybridFSDPPlugin
+from .resume import (
+    complete_checkpoint,
+    saveable,
+    start_optimizer_state,
+    stored_format,
+    using_format,
+    warn_of_other_world,
+)
 from .state import start_state
 
 __all__ = ["FSDPTrainerMixin"]
 
 
 class FSDPTrainerMixin:
-    """Puts our sharding, precision and saving under a `Trainer` or a subclass of it.
+    """Puts our sharding, precision, saving and resuming under a `Trainer` or a subclass of it.
 
         class MyTrainer(FSDPTrainerMixin, Trainer): ...
 
@@ -27,6 +44,11 @@ class FSDPTrainerMixin:
     The model may also be plain, equal on every rank: it is sharded by the same policy when training starts. Settings come
     from `TrainingArguments(fsdp=True, fsdp_config=…)` where given, else from `accelerate launch`. `save_model` writes a
     normal Hugging Face checkpoint from all ranks at once, whatever the state dict type; no rank gathers the model.
+
+    A `checkpoint-N` folder is such a checkpoint too, in the precision of the master weights, with the optimizer's shards
+    (`optimizer_0`, torch's distributed checkpoint) and the Trainer's own files beside it. It can be resumed by another
+    number of ranks. `trainer_state.json` is written last and by agreement of all ranks; a folder without it is passed over
+    by `train(resume_from_checkpoint=True)`.
     """
 
     ref_model = FrozenModel()
@@ -44,17 +66,110 @@ class FSDPTrainerMixin:
             cpu=args.use_cpu,
             parallelism_config=args.parallelism_config,
         )
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]  # the Trainer's
+        # The Trainer refuses save_only_model, because its own sharded checkpoints hold no weights that anyone could open.
+        asked, args.save_only_model = args.save_only_model, False
+        try:
+            super().create_accelerator_and_postprocess()  # type: ignore[misc]  # the Trainer's
+        finally:
+            args.save_only_model = asked
         self.accelerator = adopt(self.accelerator)
+
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """False, whatever the Trainer notes here: a model that transformers sharded by its `DistributedConfig` is prepared,
+        saved and resumed as any other FSDP2 model; the Trainer itself can do neither of the last two."""
+        return False
+
+    @is_distributed_loading_by_transformers.setter
+    def is_distributed_loading_by_transformers(self, loaded: bool) -> None:
+        """Nothing to note; `prepare` looks at the model itself."""
+
+    # ---- saving ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write model, tokenizer and training arguments as a normal Hugging Face folder. Every rank must call."""
-        if not self.accelerator.is_fsdp2:
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]  # the Trainer's; gathers on rank 0
+        args = self.args  # type: ignore[attr-defined]  # the Trainer's
+        folder = Path(output_dir if output_dir is not None else args.output_dir)
+        tokenizer = self.processing_class  # type: ignore[attr-defined]  # the Trainer's
+        if tokenizer is None:
+            tokenizer = getattr(self.data_collator, "tokenizer", None)  # type: ignore[attr-defined]  # the Trainer's
+        save_pretrained(saveable(self.model), folder, tokenizer=tokenizer)  # type: ignore[attr-defined]  # the Trainer's
+        with agreed(f"writing the training arguments to {str(folder)!r}"):
+            if args.should_save:
+                torch.save(args, folder / "training_args.bin")
+        if args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=args.hub_revision)  # type: ignore[attr-defined]
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As the Trainer's; ranks go on, and older checkpoints are deleted, only when every rank has saved its part."""
+        step = self.state.global_step  # type: ignore[attr-defined]  # the Trainer's
+        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")  # type: ignore[attr-defined]
+        # What communicates in here agrees by itself; this is for what rank 0 does alone.
+        with agreed(f"saving {str(folder)!r}"):
+            if self.args.should_save:  # type: ignore[attr-defined]  # the Trainer's
+                (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # incomplete from here on
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]  # the Trainer's
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The optimizer's shards and the scheduler; the weights are there already, and need not be written twice."""
+        plugin = self.accelerator.state.fsdp_plugin
+        with using_format(plugin, "SHARDED_STATE_DICT"):
+            save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)  # type: ignore[attr-defined]
+        with agreed(f"saving the scheduler to {output_dir!r}"):
+            if self.args.should_save:  # type: ignore[attr-defined]  # the Trainer's
+                torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))  # type: ignore[attr-defined]
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """The last that every rank writes: none may fail for itself while rank 0 declares the checkpoint complete."""
+        with agreed(f"saving the random states to {output_dir!r}"):
+            super()._save_rng_state(output_dir)  # type: ignore[misc]  # the Trainer's
+
+    # ---- resuming ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; `True` resumes from the last checkpoint whose saving was not interrupted.
+
+        Raises:
+            CheckpointError: the checkpoint asked for is incomplete, or none is complete.
+        """
+        if resume_from_checkpoint:
+            resume_from_checkpoint = complete_checkpoint(resume_from_checkpoint, self.args.output_dir)  # type: ignore[attr-defined]
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]  # the Trainer's
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Weights into the shards, each rank its own: from our checkpoints, or from one that the plain Trainer made."""
+        model = model if model is not None else self.model  # type: ignore[attr-defined]  # the Trainer's
+        folder = Path(resume_from_checkpoint)
+        warn_of_other_world(folder, "rng_state*.pth")
+        if (folder / WEIGHTS).is_file() or (folder / WEIGHTS_INDEX).is_file():
+            _load_weights(model, folder)
             return
-        folder = Path(output_dir if output_dir is not None else self.args.output_dir)  # type: ignore[attr-defined]
-        save_pretrained(self.model, folder, tokenizer=self.processing_class)  # type: ignore[attr-defined]
-        if self.args.should_save:  # type: ignore[attr-defined]
-            torch.save(self.args, folder / "training_args.bin")  # type: ignore[attr-defined]
-        if self.args.push_to_hub and not _internal_call:  # type: ignore[attr-defined]
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+        with using_format(self.accelerator.state.fsdp_plugin, stored_format(folder)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]  # the Trainer's
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As the Trainer's, in the format that is there; says so where there is none."""
+        if checkpoint is None:
+            return
+        found = stored_format(Path(checkpoint))
+        if found is None:
+            warnings.warn(
+                f"{checkpoint!r} holds no optimizer (saved with save_only_model): optimizer and scheduler start anew.",
+                stacklevel=2,
+            )
+        if not self.accelerator.is_fsdp2:
+            start_optimizer_state(self.model, self.optimizer)  # type: ignore[attr-defined]  # the Trainer's
+        with using_format(self.accelerator.state.fsdp_plugin, found):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]  # the Trainer's
+
+    def _load_best_model(self) -> None:
+        """The weights of the best checkpoint into the shards; the Trainer's own way needs weights in Accelerate's format."""
+        self._load_from_checkpoint(self.state.best_model_checkpoint)  # type: ignore[attr-defined]  # the Trainer's
+
+
+def _load_weights(model: nn.Module, folder: Path) -> None:
+    """A checkpoint of ours back into the model that it was saved from, whole or not at all."""
+    if FullyShardedDataParallel.fsdp_modules(model):
+        load_weights_fsdp1(model, folder, strict=True)
+    else:
+        load_weights(getattr(model, "_orig_mod", model), folder, strict=True)

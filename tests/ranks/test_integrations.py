@@ -131,8 +131,8 @@ def _prepare(folder):
         accelerator.prepare(model, stray)
     used = AutoModelForCausalLM.from_pretrained(folder)
     adagrad = torch.optim.Adagrad(used.parameters())
-    with pytest.raises(ConfigError, match=r"Make the optimizer after the model is sharded"):
-        accelerator.prepare(used, adagrad)
+    accelerator.prepare(used, adagrad)
+    assert all(isinstance(adagrad.state[p]["sum"], DTensor) for p in used.parameters())
     with pytest.raises(ConfigError, match=r"device_placement"):
         accelerator.prepare(model, device_placement=[True])
     model = from_pretrained(folder, accelerator=accelerator)

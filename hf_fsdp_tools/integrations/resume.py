@@ -1,0 +1,184 @@
+"""Saving so that an interruption destroys nothing, and reading whatever format and number of ranks a run was saved with."""
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+
+from hf_fsdp_tools.checkpoint.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.fsdp1_shares import plain_view
+
+__all__ = [
+    "complete_checkpoint",
+    "replacing",
+    "saveable",
+    "start_optimizer_state",
+    "stored_format",
+    "using_format",
+    "warn_of_other_world",
+]
+
+_SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
+"""Folders that Accelerate writes under SHARDED_STATE_DICT; source: accelerate 1.15, utils/fsdp_utils.py."""
+
+_FULL = ("pytorch_model_fsdp.bin", "optimizer.bin")
+"""Files that Accelerate writes under FULL_STATE_DICT; same source."""
+
+
+def saveable(model: nn.Module) -> nn.Module:
+    """The model as `save_pretrained` takes it: below `torch.compile`, and an FSDP1 model as its plain view."""
+    model = getattr(model, "_orig_mod", model)
+    return plain_view(model) if FullyShardedDataParallel.fsdp_modules(model) else model
+
+
+# ---- saving ----
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` to write to, which takes its name when every rank has finished.
+
+    Until then an older `folder` stays as it is, whatever happens. What it has and the new one has not (a user's own
+    files) is kept, save for the random states of ranks that are no more.
+
+    Every rank must enter; at the end the ranks exchange whether they succeeded. Each rank may write to a disk of its own
+    machine. Must be on one file system with its parent.
+
+    Raises:
+        CheckpointError: writing failed on some rank; the same on every rank unless its own error says more.
+    """
+    rank, _ = rank_and_size()
+    staging = folder.with_name(f".{folder.name}.incomplete")
+    with agreed(f"making {str(staging)!r}"):
+        if rank == 0 and staging.exists():
+            shutil.rmtree(staging)  # of a save that was interrupted
+    staging.mkdir(parents=True, exist_ok=True)
+    with agreed(f"saving to {str(folder)!r} (what was saved there before is still there)"):
+        yield staging
+    with agreed(f"finishing {str(folder)!r}"):
+        if rank == 0:
+            _take_place(staging, folder)
+
+
+def _take_place(staging: Path, folder: Path) -> None:
+    """Two renames, so that at any moment a complete folder exists, under its own or its former name."""
+    former = folder.with_name(f".{folder.name}.former")
+    try:
+        if former.exists():
+            shutil.rmtree(former)
+        if folder.exists():
+            folder.rename(former)
+        staging.rename(folder)
+        if former.exists():
+            for path in former.iterdir():
+                if not (folder / path.name).exists() and not path.match("random_states_*.pkl"):
+                    path.rename(folder / path.name)
+            shutil.rmtree(former)
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot finish {str(folder)!r}: {error}. The new state is in {staging.name!r} or in place, the former one in "
+            f"{former.name!r} or in place, both in {str(folder.parent)!r}."
+        ) from error
+
+
+# ---- reading ----
+
+
+def stored_format(folder: Path) -> str | None:
+    """The state dict type in which Accelerate wrote `folder`; None if it holds nothing of Accelerate's."""
+    if any((folder / name).is_dir() for name in _SHARDED):
+        return "SHARDED_STATE_DICT"
+    return "FULL_STATE_DICT" if any((folder / name).is_file() for name in _FULL) else None
+
+
+@contextmanager
+def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
+    """Let Accelerate write or read in this format for a while, whatever the plugin is set to; None leaves it."""
+    asked = plugin.state_dict_type
+    plugin.set_state_dict_type(state_dict_type or asked)
+    try:
+        yield
+    finally:
+        plugin.set_state_dict_type(asked)
+
+
+def start_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer that never stepped its state, for a checkpoint to be read into. Call it before the weights are read.
+
+    Accelerate reads FSDP1's optimizer into the state that is there, which is none in a new process: Adam's moments were
+    lost without a word (22 entries before saving, 0 after loading; measured with Accelerate 1.15).
+    """
+    get_optimizer_state_dict(model, getattr(optimizer, "optimizer", optimizer))
+
+
+def warn_of_other_world(folder: Path, pattern: str) -> int:
+    """Say once what a checkpoint of another number of ranks means; return the number of ranks that saved it.
+
+    Args:
+        folder: of the checkpoint.
+        pattern: of the files with one rank's random state each.
+    """
+    rank, now = rank_and_size()
+    then = len(list(folder.glob(pattern)))
+    if then not in (0, now) and rank == 0:
+        warnings.warn(
+            f"{str(folder)!r} was saved by {then} process(es) and is read by {now}. Weights, optimizer and scheduler go on "
+            "exactly; random draws (dropout) go on otherwise. Keep rows per step as they were (batch size x processes x "
+            "accumulation steps), or the position in the data and the schedule mean something else.",
+            stacklevel=3,
+        )
+    return then
+
+
+def complete_checkpoint(wanted: str | bool, output_dir: str) -> str | bool:
+    """The Trainer's checkpoint to resume from, the same on every rank: `wanted`, or the last one that was saved completely.
+
+    The Trainer writes `trainer_state.json` last, so a folder without it is of a save that was interrupted.
+
+    Returns True where there is no checkpoint at all, for the Trainer to answer.
+
+    Raises:
+        CheckpointError: `wanted` is incomplete, or all checkpoints are.
+    """
+    folders = [Path(path) for path in sort_checkpoints(output_dir)] if Path(output_dir).is_dir() else []
+    complete = [folder for folder in folders if _is_complete(folder)]
+    last = complete[-1] if complete else None
+    problem, chosen = "", wanted
+    if wanted is True and folders:
+        chosen = str(last) if last else True
+        newer = [folder.name for folder in folders[folders.index(last) + 1 if last else 0 :]]
+        if newer and last and rank_and_size()[0] == 0:
+            warnings.warn(f"Resuming from {last.name}: saving {', '.join(newer)} was interrupted.", stacklevel=3)
+        problem = (
+            "" if last else f"No checkpoint in {output_dir!r} is complete ({', '.join(newer)}): saving was interrupted"
+        )
+    elif wanted is not True and not _is_complete(Path(str(wanted))):
+        problem = (
+            f"{str(wanted)!r} has no readable {TRAINER_STATE_NAME}: it is no checkpoint, or saving it was interrupted"
+        )
+    chosen, problem = all_ranks((chosen, problem))[0]
+    if problem:
+        cure = (
+            f"Resume from {str(last)!r}" if last else f"Start anew, or give a complete {PREFIX_CHECKPOINT_DIR} folder"
+        )
+        raise CheckpointError(f"{problem}. {cure}.")
+    return chosen
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
