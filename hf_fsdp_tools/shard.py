@@ -1,8 +1,9 @@
 """Apply a wrap plan to a model with FSDP2: activation checkpointing first, then every unit, the root last."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,12 +12,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.compiled import compile_blocks
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.mesh import ParallelDims
+from hf_fsdp_tools.release import copy_released
 from hf_fsdp_tools.sizes import show_bytes
 from hf_fsdp_tools.wrap import WrapPlan, check_wrap_plan
 
-__all__ = ["Sharding", "agree_on_plan", "apply_sharding", "describe_sharding", "shard_model", "sharding_of"]
+__all__ = [
+    "Sharding",
+    "agree_on_plan",
+    "apply_sharding",
+    "average_gradients",
+    "count_units",
+    "describe_sharding",
+    "shard_model",
+    "sharding_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +50,9 @@ class Sharding:
     activation_checkpointing: bool
     """Whether the blocks recompute their activations in the backward pass."""
 
+    compile: Mapping[str, Any] | None = None
+    """What `torch.compile` was told for the blocks; None where they are not compiled."""
+
     @property
     def device(self) -> torch.device:
         """Where the shards live: the mesh's device, or the CPU under CPU offload."""
@@ -53,6 +68,7 @@ def shard_model(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     activation_checkpointing: bool = False,
+    compile: bool | Mapping[str, Any] = False,
 ) -> nn.Module:
     """Shard `model` by `plan` with FSDP2, in place, and return the same model.
 
@@ -63,30 +79,38 @@ def shard_model(
         plan: from `make_wrap_plan` of this model or of one of the same structure.
         mesh: one axis for FSDP, two (replicate, shard) for HSDP; None means FSDP over all processes.
         mp_policy: dtypes of computation and reduction; None computes in each parameter's own dtype.
-        offload_policy: `CPUOffloadPolicy()` keeps shards on the CPU; None keeps them on the device.
+        offload_policy: `CPUOffloadPolicy()` keeps shards on the CPU; None keeps them on the device. Memory is pinned only
+            where there is a device to pin it for.
         activation_checkpointing: recompute each block's activations in the backward pass (non-reentrant), which saves
             memory for about a third more computation. Turns `use_cache` off.
+        compile: compile each block in place, True or with options for `torch.compile` (`{"mode": "max-autotune"}`).
 
     Every rank of the mesh must call. The ranks exchange the plan's digest (64 bytes each) before anything is sharded.
 
     Raises:
         WrapPlanError: the plan breaks a rule for this model, or differs between ranks.
-        ConfigError: the model is sharded already, or cannot checkpoint activations.
+        ConfigError: the model or a part of it is sharded already, it cannot checkpoint activations, or CPU offload lacks
+            a backend that communicates between CPUs.
     """
-    if isinstance(model, FSDPModule):
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is.")
     if problems := check_wrap_plan(model, plan):
         raise WrapPlanError(f"The plan does not fit {type(model).__name__}: " + "; ".join(problems))
     mesh = _without_names(mesh if mesh is not None else ParallelDims().build_mesh())
     agree_on_plan(plan, mesh)
+    offload_policy = _offload_policy(offload_policy, mesh)
     if activation_checkpointing:
         _checkpoint_activations(model)
+    options = None if compile is False else {} if compile is True else dict(compile)
+    if options is not None:
+        compile_blocks(model, plan, options)
     sharding = Sharding(
         plan=plan,
         mesh=mesh,
         mp_policy=mp_policy or MixedPrecisionPolicy(),
-        offload_policy=offload_policy or OffloadPolicy(),
+        offload_policy=offload_policy,
         activation_checkpointing=activation_checkpointing,
+        compile=options,
     )
     apply_sharding(model, sharding)
     return model
@@ -127,6 +151,8 @@ def describe_sharding(model: nn.Module) -> str:
         f"reduction    {_dtype_name(reduce) if reduce else 'in the dtype of the weights'}",
         f"activations  {'recomputed block by block' if sharding.activation_checkpointing else 'kept'}",
     ]
+    if sharding.compile is not None:
+        lines.append(f"compilation  block by block, {sharding.compile.get('backend', 'inductor')}")
     return "\n".join(lines)
 
 
@@ -165,6 +191,22 @@ def agree_on_plan(plan: WrapPlan, mesh: DeviceMesh) -> None:
         )
 
 
+def _offload_policy(policy: OffloadPolicy | None, mesh: DeviceMesh) -> OffloadPolicy:
+    """The policy as this mesh can honour it: the norm of gradients on the CPU is summed between CPUs."""
+    if not isinstance(policy, CPUOffloadPolicy):
+        return policy or OffloadPolicy()
+    if mesh.device_type == "cpu":
+        return CPUOffloadPolicy(pin_memory=False)
+    lacking = [config for group in mesh.get_all_groups() if "cpu" not in (config := dist.get_backend_config(group))]
+    if lacking:
+        raise ConfigError(
+            f"CPU offload clips gradients on the CPU, and the process group communicates by {lacking[0]!r} only. Start it with "
+            f'"cpu:gloo,{lacking[0]}": make_accelerator() and ParallelDims.build_mesh() do so when called before '
+            "anything else starts one (TrainingArguments does), or set FSDP_OFFLOAD_PARAMS=true for the launch."
+        )
+    return policy
+
+
 def _checkpoint_activations(model: nn.Module) -> None:
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ConfigError(
@@ -194,15 +236,21 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
             offload_policy=sharding.offload_policy,
             ignored_params=replicated or None,
         )
+        for module in members if unit.modules != ("",) else ():
+            module.__deepcopy__ = partial(copy_released, module)  # type: ignore[assignment]  # found on the instance
     for parameter in replicated:
-        if parameter.requires_grad:
-            hook = partial(_average_gradient, mesh=sharding.mesh)
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
+        if not parameter.is_meta:  # FSDP2 moves only what it shards
+            parameter.data = parameter.data.to(sharding.mesh.device_type)
+    average_gradients(replicated, sharding.mesh)
     for module in model.modules():
         # transformers' own mark: `generate` goes on until every rank has finished, and layer drop runs each layer
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
+    for key in [key for key, hook in model._forward_hooks.items() if hook is _reshard_after_evaluation]:
+        del model._forward_hooks[
+            key
+        ]  # it must come after FSDP2's own hook, which is new where a model is sharded again
     model.register_forward_hook(_reshard_after_evaluation)
-    made = _count_units(model.modules())
+    made = count_units(model)
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"
     model._fsdp_sharding = sharding  # type: ignore[assignment]  # a plain attribute of our own
 
@@ -219,6 +267,14 @@ def _reshard_after_evaluation(model: nn.Module, args: object, output: object) ->
                 module.reshard()
 
 
+def average_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
+    """From now on, average the gradients of trainable parameters that every rank holds whole after each backward pass."""
+    for parameter in parameters:
+        if parameter.requires_grad and not parameter._post_accumulate_grad_hooks:
+            hook = partial(_average_gradient, mesh=mesh)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
+
+
 def _average_gradient(parameter: torch.Tensor, *, mesh: DeviceMesh) -> None:
     """FSDP2 does not reduce what it does not shard. Averaging after every micro-batch is right under accumulation too:
     what was averaged before is equal on all ranks, and averaging equals leaves them as they are."""
@@ -228,5 +284,6 @@ def _average_gradient(parameter: torch.Tensor, *, mesh: DeviceMesh) -> None:
     parameter.grad /= mesh.size()
 
 
-def _count_units(modules: Iterable[nn.Module]) -> int:
-    return len({module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)})
+def count_units(model: nn.Module) -> int:
+    """How many units FSDP2 manages in a model: what a plan's number of units must equal."""
+    return len({module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)})
