@@ -41,7 +41,7 @@ def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         cached = any(isinstance(value, Cache) for value in kwargs.values())
-        return module._call_impl(*args, **kwargs) if cached else compiled(*args, **kwargs)
+        return (module._call_impl if cached else compiled)(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
 
     module._compiled_call_impl = call
 

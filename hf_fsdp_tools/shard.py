@@ -1,7 +1,7 @@
 """Apply a wrap plan to a model with FSDP2: activation checkpointing first, then every unit, the root last."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ __all__ = [
     "agree_on_plan",
     "apply_sharding",
     "average_gradients",
+    "compile_sharded",
     "count_units",
     "describe_sharding",
     "shard_model",
@@ -123,6 +124,15 @@ def sharding_of(model: nn.Module) -> Sharding | None:
         if isinstance(sharding, Sharding):
             return sharding
     return None
+
+
+def compile_sharded(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Compile the blocks of a model that is sharded already, unless they are: as `shard_model(..., compile=options)`."""
+    for module in model.modules():
+        sharding = module.__dict__.get("_fsdp_sharding")
+        if isinstance(sharding, Sharding) and sharding.compile is None:
+            compile_blocks(module, sharding.plan, options)
+            module._fsdp_sharding = replace(sharding, compile=dict(options))  # type: ignore[assignment]
 
 
 def describe_sharding(model: nn.Module) -> str:
@@ -237,7 +247,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
             ignored_params=replicated or None,
         )
         for module in members if unit.modules != ("",) else ():
-            module.__deepcopy__ = partial(copy_released, module)  # type: ignore[assignment]  # found on the instance
+            module.__deepcopy__ = partial(copy_released, module)
     for parameter in replicated:
         if not parameter.is_meta:  # FSDP2 moves only what it shards
             parameter.data = parameter.data.to(sharding.mesh.device_type)

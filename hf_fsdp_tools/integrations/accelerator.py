@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.checkpoint import save_pretrained
 from hf_fsdp_tools.checkpoint.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 
-from .placement import check_managed, check_optimizers, check_precision, shard_in_place
+from .placement import check_managed, check_optimizers, check_precision, prepare_for_training, shard_in_place
 from .plugin import HybridFSDPPlugin
 from .resume import (
     replacing,
@@ -38,7 +39,12 @@ def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerat
         model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
 
     Its `prepare` keeps the units and the optimizer of a model that `from_pretrained` made, and shards any other model by
-    the plugin's policy. It takes models with or without their optimizer, several of them too.
+    the plugin's policy. It takes models with or without their optimizer, several of them too. `dynamo_backend` or
+    `dynamo_plugin` compile the plan's blocks, in place.
+
+    Under gradient accumulation the gradients of each micro-batch are reduced and sharded at once, so that no rank keeps
+    whole ones (in fp32: 4 bytes per trainable parameter of the model). Your own `gradient_accumulation_plugin` decides
+    itself: `GradientAccumulationPlugin(num_steps=8)` spares the communication and keeps them.
 
     Args:
         fsdp_plugin: None makes one from the variables that `accelerate launch` sets.
@@ -61,10 +67,13 @@ def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerat
         mixed_precision=accelerate_kwargs.get("mixed_precision"),
         cpu=bool(accelerate_kwargs.get("cpu")),
         parallelism_config=accelerate_kwargs.get("parallelism_config"),
+        dynamo_plugin=accelerate_kwargs.get("dynamo_plugin")
+        or TorchDynamoPlugin(backend=accelerate_kwargs.get("dynamo_backend")),
     )
     # As the Trainer does: the order of shuffled rows follows from seed and epoch alone, so a resumed run can find it again.
     accelerate_kwargs.setdefault("dataloader_config", DataLoaderConfiguration(use_seedable_sampler=True))
-    return ShardedAccelerator(fsdp_plugin=plugin, **accelerate_kwargs)
+    accelerator = ShardedAccelerator(fsdp_plugin=plugin, **accelerate_kwargs)
+    return adopt(accelerator, sync_each_batch="gradient_accumulation_plugin" not in accelerate_kwargs)
 
 
 class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not typed
@@ -117,9 +126,16 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         if not any(isinstance(module, FSDPModule) for module in model.modules()):
             shard_in_place(model, self, optimizers)
         check_managed(model)
-        check_precision(model, self.mixed_precision)
+        check_precision(model, self)
+        prepare_for_training(model, self)
         self._models.append(model)
         model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's own mark
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """As `Accelerator.clip_grad_norm_`; the norm of the whole model's gradients comes back as a plain tensor. Every rank
+        must call, whether its own shards have gradients or not."""
+        norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     # ---- saving and resuming ----
 
@@ -133,7 +149,9 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         naming = self.project_configuration
         automatic = naming.automatic_checkpoint_naming
         if output_dir is None and not automatic:
-            raise ConfigError("save_state: give output_dir, or a ProjectConfiguration with automatic_checkpoint_naming.")
+            raise ConfigError(
+                "save_state: give output_dir, or a ProjectConfiguration with automatic_checkpoint_naming."
+            )
         folder = Path(output_dir or "")
         if automatic:
             folder = Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
@@ -213,7 +231,13 @@ def _numbered(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint_")))
 
 
-def adopt(accelerator: Accelerator) -> Accelerator:
-    """Give an Accelerator that someone else made our `prepare`, in place; `ShardedAccelerator` adds no state to it."""
+def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:
+    """Give an Accelerator that someone else made our `prepare`, in place; `ShardedAccelerator` adds no state to it.
+
+    Args:
+        sync_each_batch: reduce and shard the gradients of each micro-batch; False leaves what the Accelerator is set to.
+    """
     accelerator.__class__ = ShardedAccelerator
+    if sync_each_batch:
+        accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     return accelerator

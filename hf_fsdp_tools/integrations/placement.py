@@ -5,27 +5,29 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.mesh import ParallelDims
-from hf_fsdp_tools.shard import shard_model, sharding_of
+from hf_fsdp_tools.shard import compile_sharded, count_units, shard_model, sharding_of
 from hf_fsdp_tools.wrap import make_wrap_plan
 
 from .plugin import LOW_PRECISION
+from .rank0 import send_weights, weights_to_send
 
-__all__ = ["check_managed", "check_optimizers", "check_precision", "shard_in_place"]
+__all__ = ["check_managed", "check_optimizers", "check_precision", "prepare_for_training", "shard_in_place"]
 
 
 def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Shard a plain model, equal on every rank, and hand its new parameters to the optimizers that hold the old ones."""
-    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if on_meta:
+    """Shard a plain model, and hand its new parameters to the optimizers that hold the old ones."""
+    if hasattr(model, "_orig_mod"):
         raise ConfigError(
-            f"{len(on_meta)} parameters of {type(model).__name__} are on meta (first: {on_meta[0]}): it was never loaded. "
-            "Load it with from_pretrained(..., accelerator=accelerator), or call load_weights after shard_model."
+            "The model is compiled as a whole, which FSDP2's gathering of one unit after another would break up. Pass the plain "
+            "model, and make_accelerator(dynamo_backend=…) or TrainingArguments(torch_compile=True): blocks are compiled then."
         )
+    others = weights_to_send(model)
     plugin = accelerator.state.fsdp_plugin
     if accelerator.mixed_precision in LOW_PRECISION:
         for parameter in model.parameters():
@@ -35,7 +37,7 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
     config = accelerator.parallelism_config
     shard_model(
         model,
-        make_wrap_plan(model, policy=plugin.policy),
+        make_wrap_plan(model, policy=plugin.policy_for(model)),
         mesh=(
             accelerator.torch_device_mesh[tuple(config.fsdp_dim_names)]
             if config is not None
@@ -45,6 +47,7 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
         offload_policy=plugin.cpu_offload,
         activation_checkpointing=plugin.activation_checkpointing,
     )
+    send_weights(model, others)
     sharded = dict(model.named_parameters())
     for optimizer in optimizers:
         _hand_over(optimizer, {old: sharded[name] for old, name in names.items()})
@@ -83,10 +86,22 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterab
 
 
 def check_managed(model: nn.Module) -> None:
-    """A trainable parameter outside FSDP's care would be trained by each rank for itself, without a word."""
+    """A trainable parameter outside FSDP's care would be trained by each rank for itself, without a word; weights on meta
+    would fail in the first forward pass, and other units than the plan's gather more, or hang."""
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta:
+        raise ConfigError(
+            f"{len(on_meta)} parameters of {type(model).__name__} are on meta (first: {on_meta[0]}): it was never loaded. "
+            "Load it with from_pretrained(..., accelerator=accelerator), or call load_weights after shard_model."
+        )
     sharding = sharding_of(model)
     if sharding is None:
         return  # sharded by someone else, who answers for it
+    if (made := count_units(model)) != (planned := len(sharding.plan.units)):
+        raise ConfigError(
+            f"{type(model).__name__} has {made} FSDP units and a plan of {planned}: parts of it were sharded beside the plan. "
+            "Give shard_model or prepare a model of which nothing is sharded."
+        )
     averaged = {id(p) for p in model.parameters() if p._post_accumulate_grad_hooks}
     alone = [
         name
@@ -101,8 +116,15 @@ def check_managed(model: nn.Module) -> None:
         )
 
 
-def check_precision(model: nn.Module, mixed_precision: str) -> None:
-    """A model sharded without a precision policy would compute in fp32 however the Accelerator is set."""
+def check_precision(model: nn.Module, accelerator: Accelerator) -> None:
+    """A model sharded without a precision policy would compute in fp32 however the Accelerator is set, and fp16 without
+    loss scaling would lose small gradients."""
+    mixed_precision = accelerator.mixed_precision
+    if mixed_precision == "fp16" and accelerator.scaler is None and any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(
+            f"mixed_precision 'fp16' needs a scaled loss, which Accelerate has for GPUs and not for {accelerator.device.type}. "
+            "Use 'bf16', which needs none, or 'no'."
+        )
     sharding = sharding_of(model)
     wanted = LOW_PRECISION.get(mixed_precision)
     if sharding is None or wanted is None or sharding.mp_policy.param_dtype == wanted:
@@ -115,3 +137,18 @@ def check_precision(model: nn.Module, mixed_precision: str) -> None:
         f"{sharding.mp_policy.param_dtype or 'the dtype of its weights'}. Pass accelerator= (or the same mp_policy) to "
         "from_pretrained, made with the same mixed_precision as the Trainer's arguments."
     )
+
+
+def prepare_for_training(model: nn.Module, accelerator: Accelerator) -> None:
+    """Compile the plan's blocks if the Accelerator is to compile; let a model that is trained keep no cache of keys and
+    values (`generate` asks for its own)."""
+    dynamo = accelerator.state.dynamo_plugin
+    if dynamo.backend != DynamoBackend.NO:
+        compile_sharded(model, dynamo.to_kwargs())
+    config = getattr(model, "config", None)
+    if (
+        config is not None
+        and hasattr(config, "use_cache")
+        and any(parameter.requires_grad for parameter in model.parameters())
+    ):
+        config.use_cache = False

@@ -8,17 +8,25 @@ import torch
 import torch.distributed as dist
 from accelerate import DistributedType, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import TorchDynamoPlugin
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.mesh import ensure_process_group, local_device
 
-from .plugin import HybridFSDPPlugin, is_set
+from .plugin import HybridFSDPPlugin
+from .settings import is_set
 
 __all__ = ["start_state"]
 
 
-def start_state(plugin: HybridFSDPPlugin, *, mixed_precision: str | None, cpu: bool, parallelism_config: Any) -> None:
+def start_state(
+    plugin: HybridFSDPPlugin,
+    *,
+    mixed_precision: str | None,
+    cpu: bool,
+    parallelism_config: Any,
+    dynamo_plugin: TorchDynamoPlugin | None = None,
+) -> None:
     """Bring Accelerate's shared state up with FSDP in it, before an Accelerator is made.
 
     Accelerate 1.15 promotes only GPU-like process groups to FSDP: on CPUs, or in a world of 1, it drops the plugin without
@@ -33,9 +41,13 @@ def start_state(plugin: HybridFSDPPlugin, *, mixed_precision: str | None, cpu: b
                 f"An Accelerator of distributed type {state.distributed_type} exists already in this process. "
                 "Call make_accelerator() before anything else makes one."
             )
+        if dynamo_plugin is not None and dynamo_plugin.backend != DynamoBackend.NO:
+            state.dynamo_plugin = dynamo_plugin
         return
     if PartialState._shared_state and PartialState().distributed_type == DistributedType.NO and _is_launched():
         PartialState._reset_state()  # TrainingArguments without use_cpu made it, where each process would train alone
+    if not cpu:
+        ensure_process_group(local_device().type)  # with gloo beside NCCL, which Accelerate does on some variables only
     PartialState(cpu=cpu)
     if PartialState().distributed_type == DistributedType.NO:
         ensure_process_group("cpu" if cpu else local_device().type)
@@ -44,7 +56,7 @@ def start_state(plugin: HybridFSDPPlugin, *, mixed_precision: str | None, cpu: b
     state = AcceleratorState(
         mixed_precision=mixed_precision,
         cpu=cpu,
-        dynamo_plugin=TorchDynamoPlugin(),
+        dynamo_plugin=dynamo_plugin or TorchDynamoPlugin(),
         fsdp_plugin=plugin,
         parallelism_config=parallelism_config,
         _from_accelerator=True,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import TorchDynamoPlugin
 from accelerate.utils.fsdp_utils import save_fsdp_optimizer
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -26,6 +27,7 @@ from .resume import (
     using_format,
     warn_of_other_world,
 )
+from .settings import plugin_arguments
 from .state import start_state
 
 __all__ = ["FSDPTrainerMixin"]
@@ -59,12 +61,13 @@ class FSDPTrainerMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """Called by `Trainer.__init__`. Starts FSDP before the Trainer makes its own Accelerator, which then finds it."""
         args = self.args  # type: ignore[attr-defined]  # the Trainer's
-        plugin = HybridFSDPPlugin(**(args.fsdp_plugin_args or {}))
+        plugin = HybridFSDPPlugin(**plugin_arguments(args))
         start_state(
             plugin,
             mixed_precision=args.mixed_precision,
             cpu=args.use_cpu,
             parallelism_config=args.parallelism_config,
+            dynamo_plugin=TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode),
         )
         # The Trainer refuses save_only_model, because its own sharded checkpoints hold no weights that anyone could open.
         asked, args.save_only_model = args.save_only_model, False
@@ -72,7 +75,8 @@ class FSDPTrainerMixin:
             super().create_accelerator_and_postprocess()  # type: ignore[misc]  # the Trainer's
         finally:
             args.save_only_model = asked
-        self.accelerator = adopt(self.accelerator)
+        asked = args.accelerator_config.gradient_accumulation_kwargs or {}
+        self.accelerator = adopt(self.accelerator, sync_each_batch=asked.get("sync_each_batch", True))
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
