@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, agreed, load_weights
 from hf_fsdp_tools.checkpoint.dcp import find_dcp_folder
+from hf_fsdp_tools.checkpoint.vocabulary import resize_vocabulary
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.mesh import ParallelDims
 from hf_fsdp_tools.meta import build_meta_model, config_dtype, load_config
@@ -43,6 +44,9 @@ def from_pretrained(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     activation_checkpointing: bool | None = None,
+    num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
     allow_pickle: bool = False,
     output_loading_info: bool = False,
     trust_remote_code: bool = False,
@@ -63,7 +67,7 @@ def from_pretrained(
         name_or_path: a hub name, or a folder with `config.json` and safetensors; or a DCP folder, as `dcp.save`, Accelerate's
             `save_state` and the Trainer (`checkpoint-500`) write it, with `config.json` in it or up to two folders above.
         auto_class: the `AutoModelFor…` class, or a model class.
-        policy: what becomes a unit; None means `HybridPolicy()`.
+        policy: what becomes a unit; None means the accelerator's, or `HybridPolicy()`.
         mesh: one axis for FSDP, two for HSDP; None means the accelerator's, or FSDP over all processes.
         accelerator: takes mesh, precision, offload and activation checkpointing from its FSDP plugin, where they are
             not given here.
@@ -72,6 +76,10 @@ def from_pretrained(
         mp_policy: dtypes of computation and reduction.
         offload_policy: `CPUOffloadPolicy()` keeps the shards on the CPU between uses.
         activation_checkpointing: recompute each block's activations in the backward pass; None means the plugin's choice.
+        num_tokens: resize the vocabulary while loading, usually to `len(tokenizer)`. As `resize_token_embeddings` does it,
+            but old rows are read slice by slice, and new rows are the same for any number of ranks. Fewer tokens drop rows.
+        pad_to_multiple_of: round the number of rows up; alone, of the vocabulary as it is.
+        mean_resizing: new rows are the mean of the old ones; False: the model's own initialisation.
         allow_pickle: read legacy `pytorch_model*.bin` where there are no safetensors; no code of the file is run.
         output_loading_info: return `(model, LoadReport)`.
         trust_remote_code: run model code that comes with the checkpoint.
@@ -96,6 +104,8 @@ def from_pretrained(
         # 2 what the checkpoint holds: its config and the headers of its files
         home = _config_home(name_or_path)
         config = load_config(home, trust_remote_code=trust_remote_code, **hub_kwargs)
+        if config._commit_hash:  # on the hub; weights of the same commit, whatever is pushed meanwhile
+            hub_kwargs = hub_kwargs | {"revision": config._commit_hash}
         index = CheckpointIndex.open(name_or_path, allow_pickle=allow_pickle, **hub_kwargs)
         # 3 the model without storage
         if dtype is None:
@@ -104,9 +114,13 @@ def from_pretrained(
         model = build_meta_model(
             config, auto_class=auto_class, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
         )
+        if num_tokens is not None or pad_to_multiple_of is not None:
+            resize_vocabulary(model, num_tokens, pad_to_multiple_of)
+            added_tokens = "mean" if mean_resizing else "random"
+            load_kwargs = {"added_tokens": added_tokens} | (load_kwargs or {})
         _set_generation_config(model, home, hub_kwargs)
         # 4 what is gathered together
-        plan = make_wrap_plan(model, policy=policy or HybridPolicy())
+        plan = make_wrap_plan(model, policy=policy or _policy_from(accelerator, model))
     # 5 shards without storage
     shard_model(
         model,
@@ -137,6 +151,13 @@ def _from_accelerator(
             f"The accelerator does not run FSDP2 (distributed type {accelerator.distributed_type}). "
             "Make it with make_accelerator(), or give Accelerator a HybridFSDPPlugin()."
         )
+    if hasattr(plugin, "adopt"):
+        plugin.adopt(accelerator)
+    elif plugin.auto_wrap_policy is not None or plugin.activation_checkpointing:
+        raise ConfigError(
+            f"A plain {type(plugin).__name__} looks for layers by class names that sharding changes. Give it "
+            "auto_wrap_policy='no_wrap' and no activation_checkpointing, or use make_accelerator()."
+        )
     if mesh is None:
         config = accelerator.parallelism_config
         whole = accelerator.torch_device_mesh
@@ -149,6 +170,13 @@ def _from_accelerator(
         offload_policy or plugin.cpu_offload,
         activation_checkpointing,
     )
+
+
+def _policy_from(accelerator: Any, model: PreTrainedModel) -> HybridPolicy:
+    """The policy of the accelerator's plugin for this model; the default one without."""
+    plugin: Any = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
+    policy: HybridPolicy = plugin.policy_for(model) if hasattr(plugin, "policy_for") else HybridPolicy()
+    return policy
 
 
 def _config_home(name_or_path: str | PathLike[str]) -> str | PathLike[str]:
@@ -166,6 +194,8 @@ def _set_generation_config(
     """As `from_pretrained` does: the checkpoint's own generation settings, where it has any."""
     if not model.can_generate():
         return
+    if model.config._commit_hash:  # from the hub: fetched with the config, or not there
+        hub_kwargs = hub_kwargs | {"local_files_only": True}
     try:
         model.generation_config = GenerationConfig.from_pretrained(name_or_path, **hub_kwargs)
     except OSError:

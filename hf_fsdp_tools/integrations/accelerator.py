@@ -161,7 +161,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                 )
         naming.automatic_checkpoint_naming = False
         try:
-            with replacing(folder) as staging:
+            with replacing(folder) as staging, using_format(self.state.fsdp_plugin, None):
                 super().save_state(str(staging), safe_serialization, **options)
         finally:
             naming.automatic_checkpoint_naming = automatic

@@ -2,10 +2,12 @@
 
 import os
 import warnings
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
@@ -15,7 +17,10 @@ from hf_fsdp_tools.fsdp1_policy import hybrid_auto_wrap_policy
 from hf_fsdp_tools.mesh import local_device
 from hf_fsdp_tools.wrap import HybridPolicy
 
-__all__ = ["LOW_PRECISION", "HybridFSDPPlugin", "is_set"]
+from .settings import drop_fsdp1_settings, is_set, reshard_after_forward, warn_of_unknown_variables
+from .wrapping import narrowed, policy_from_wrap, without_modules
+
+__all__ = ["LOW_PRECISION", "HybridFSDPPlugin"]
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Accelerate's names of the precisions in which trainable weights are kept in fp32 beside the computation."""
@@ -26,10 +31,10 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     """Accelerate's FSDP plugin with a `HybridPolicy`, for FSDP2 and FSDP1.
 
     What differs from the plugin that it extends: version 2 is the default; the units are those of `policy`, on every
-    model and for both versions (`TRANSFORMER_BASED_WRAP` with class names and `SIZE_BASED_WRAP` with a size are
-    translated into it); mixed precision reduces gradients in fp32 and leaves outputs and buffers as they are
-    (Accelerate's own reduces in low precision and rounds them); CPU offload works where there is no device to pin for;
-    RAM-efficient loading is off, because `from_pretrained` reads shards and never a whole model.
+    model and for both versions (`TRANSFORMER_BASED_WRAP` with class names, `SIZE_BASED_WRAP` with a size, torch's policies
+    and functions are translated into it); mixed precision reduces gradients in fp32 and leaves outputs and buffers as they
+    are (Accelerate's own reduces in low precision and rounds them); CPU offload works where there is no device to pin for.
+    `docs/settings.md` says what becomes of every setting.
 
     FSDP1 (`fsdp_version=1`, deprecated in PyTorch) shards plain models in `prepare`; `from_pretrained` is for FSDP2.
 
@@ -40,73 +45,121 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     policy: HybridPolicy | None = field(default=None, metadata={"help": "What becomes a unit."})
     """What becomes a unit; None: what the other fields and variables ask for, else `HybridPolicy()`."""
 
+    accelerator_class: ClassVar[type[Accelerator] | None] = None
+    """What `adopt` makes of an Accelerator; `integrations.accelerator`, which lies above, says it."""
+
     def __post_init__(self) -> None:
+        warn_of_unknown_variables()
         self.fsdp_version = int(self.fsdp_version or os.environ.get("FSDP_VERSION", "2"))
-        if self.fsdp_version == 2 and self.reshard_after_forward is None:
-            self.reshard_after_forward = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true")
-        if self.cpu_ram_efficient_loading or is_set("FSDP_CPU_RAM_EFFICIENT_LOADING"):
-            warnings.warn(
-                "cpu_ram_efficient_loading is off: from_pretrained reads each rank's shards and needs no full copy on rank 0.",
-                stacklevel=3,
-            )
-        self.cpu_ram_efficient_loading = False
         on_cpu = local_device().type == "cpu"
-        if self.fsdp_version == 1 and on_cpu and self.sync_module_states is None:
-            self.sync_module_states = False  # torch can broadcast weights between accelerators only
-        if self.fsdp_version == 1 and on_cpu and "FSDP_STATE_DICT_TYPE" not in os.environ:
-            self.state_dict_type = self.state_dict_type or "SHARDED_STATE_DICT"  # the other one crashes on CPUs
+        if self.fsdp_version == 2:
+            self.reshard_after_forward = reshard_after_forward(self)
+            self.sharding_strategy = None
+            drop_fsdp1_settings(self)
+        else:
+            self._prefer_what_fsdp1_can(on_cpu=on_cpu)
+        self.mixed_precision_policy = _as_given(self.mixed_precision_policy, self.fsdp_version)
         super().__post_init__()
-        self.policy = self.policy or _policy_of(self)
+        self.cpu_ram_efficient_loading = False  # Accelerate's way of it; `placement` sends rank 0's weights out
+        self.ignored_modules = self.ignored_modules or None
+        self.translated = self.policy is None
+        self.policy = self.policy or self._translate_wrap()
         self.auto_wrap_policy = None  # ours decides, when it sees the model
+        if self.activation_checkpointing_offload:
+            raise ConfigError(
+                "activation_checkpointing_offload is not part of this package. Leave it out; CPU offload of parameters "
+                "(offload_params) saves more."
+            )
         if self.fsdp_version == 1:
             _check_fsdp1(self, on_cpu=on_cpu)
         elif isinstance(self.cpu_offload, CPUOffloadPolicy) and on_cpu:
             self.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
 
+    def adopt(self, accelerator: Accelerator) -> None:
+        """Give an `Accelerator(fsdp_plugin=HybridFSDPPlugin())` our `prepare`, in place; one that has it stays as it is."""
+        if self.accelerator_class is not None and not isinstance(accelerator, self.accelerator_class):
+            accelerator.__class__ = self.accelerator_class
+
+    def policy_for(self, model: nn.Module) -> HybridPolicy:
+        """`policy` for one of the models of this process: without layer classes that it lacks, with its ignored modules.
+
+        Raises:
+            ConfigError: `ignored_modules` means none of its modules.
+        """
+        assert self.policy is not None
+        policy = narrowed(self.policy, model) if self.translated else self.policy
+        return policy if self.fsdp_version == 1 else without_modules(policy, self.ignored_modules, model)
+
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Accelerate calls this with the model that it is about to wrap with FSDP1; FSDP2 models are sharded by then."""
-        if self.fsdp_version == 1:
-            policy = hybrid_auto_wrap_policy(model, policy=self.policy)
-            if policy.ignored:
-                raise ConfigError(
-                    f"FSDP1 cannot shard {', '.join(policy.ignored)}, and Accelerate cannot leave single parameters out. "
-                    "Use fsdp_version 2, or wrap_fsdp1(model, plan) in place of prepare."
-                )
-            self.auto_wrap_policy = policy  # type: ignore[assignment]  # the field takes any callable
+        """Accelerate calls this with the model that it is about to wrap: FSDP1, or FSDP2 by an `Accelerator` of its own."""
+        if self.fsdp_version == 2:
+            raise ConfigError(
+                "This Accelerator would wrap by Accelerate's rules. Make it with make_accelerator(fsdp_plugin=…), or pass it to "
+                "from_pretrained(…, accelerator=accelerator) first."
+            )
+        policy = hybrid_auto_wrap_policy(model, policy=self.policy_for(model))
+        if policy.ignored:
+            raise ConfigError(
+                f"FSDP1 cannot shard {', '.join(policy.ignored)}, and Accelerate cannot leave single parameters out. "
+                "Use fsdp_version 2, or wrap_fsdp1(model, plan) in place of prepare."
+            )
+        self.auto_wrap_policy = policy  # type: ignore[assignment]  # the field takes any callable
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Compute in `mixed_precision`, reduce gradients in fp32, cast neither outputs nor buffers."""
-        if self.mixed_precision_policy is not None and not override:
-            return
-        dtype = LOW_PRECISION.get(mixed_precision) if isinstance(mixed_precision, str) else mixed_precision
-        kind = MixedPrecisionPolicy if self.fsdp_version == 2 else MixedPrecision
-        self.mixed_precision_policy = kind(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
+        if self.mixed_precision_policy is None or override:
+            self.mixed_precision_policy = _precision(mixed_precision, self.fsdp_version)
 
-
-def is_set(variable: str) -> bool:
-    """Whether a variable of Accelerate's is switched on."""
-    return os.environ.get(variable, "false").lower() in ("true", "1", "yes")
-
-
-def _policy_of(plugin: FullyShardedDataParallelPlugin) -> HybridPolicy:
-    """What Accelerate's own fields and variables ask for, as a HybridPolicy."""
-    settings: dict[str, Any] = {}
-    wrap = getattr(plugin.auto_wrap_policy, "__name__", None)
-    if wrap == "transformer_auto_wrap_policy" and plugin.transformer_cls_names_to_wrap:
-        settings["block_types"] = tuple(name.strip() for name in plugin.transformer_cls_names_to_wrap)
-    elif wrap == "size_based_auto_wrap_policy" and plugin.min_num_params:
-        settings["min_unit_params"] = plugin.min_num_params
-    elif plugin.auto_wrap_policy is not None and wrap not in (
-        "transformer_auto_wrap_policy",
-        "size_based_auto_wrap_policy",
-    ):
-        raise ConfigError(
-            f"auto_wrap_policy is {plugin.auto_wrap_policy!r}, which this plugin would not use. Give a HybridPolicy as "
-            "`policy`: it takes classes, class names, patterns, sizes and predicates."
+    def _translate_wrap(self) -> HybridPolicy:
+        return policy_from_wrap(
+            self.auto_wrap_policy,
+            class_names=self.transformer_cls_names_to_wrap or (),
+            min_num_params=self.min_num_params or 0,
+            reshard=self.reshard_after_forward is not False,
         )
-    if plugin.reshard_after_forward is False:
-        settings["reshard_after_forward"] = {"*": False}
-    return HybridPolicy(**settings)
+
+    def _prefer_what_fsdp1_can(self, *, on_cpu: bool) -> None:
+        """Defaults that FSDP1 dies of on CPUs, and RAM-efficient loading, which nothing but Accelerate's own prepare undoes."""
+        if self.cpu_ram_efficient_loading or is_set("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+            warnings.warn(
+                "cpu_ram_efficient_loading is off under FSDP1: every rank reads the model. FSDP2 honours it.",
+                stacklevel=4,
+            )
+        self.cpu_ram_efficient_loading = False
+        if on_cpu and self.sync_module_states is None:
+            self.sync_module_states = False  # torch can broadcast weights between accelerators only
+        if on_cpu and "FSDP_STATE_DICT_TYPE" not in os.environ:
+            self.state_dict_type = self.state_dict_type or "SHARDED_STATE_DICT"  # the other one crashes on CPUs
+
+
+def _as_given(policy: Any, version: int) -> Any:
+    """`mixed_precision_policy` as a policy object: Accelerate also takes a name, or a mapping of dtypes or their names."""
+    if isinstance(policy, str):
+        return _precision(policy, version)
+    if not isinstance(policy, Mapping):
+        return policy
+    kind = MixedPrecisionPolicy if version == 2 else MixedPrecision
+    known = {each.name for each in fields(kind)}
+    if unknown := sorted(set(policy) - known):
+        raise ConfigError(
+            f"mixed_precision_policy has no {', '.join(unknown)}; FSDP{version} takes {', '.join(sorted(known))}."
+        )
+    values: dict[str, Any] = {n: _dtype(v) if n.endswith("dtype") else v for n, v in policy.items()}
+    return kind(**values)
+
+
+def _precision(name: Any, version: int) -> MixedPrecisionPolicy | MixedPrecision:
+    dtype = None if name in (None, "no") else _dtype(name)
+    kind = MixedPrecisionPolicy if version == 2 else MixedPrecision
+    return kind(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
+
+
+def _dtype(name: Any) -> torch.dtype | None:
+    dtype = (LOW_PRECISION | {"fp32": torch.float32}).get(name, name)
+    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"mixed precision {name!r} is not supported. Use no, bf16, fp16 or fp32.")
+    return dtype
 
 
 def _check_fsdp1(plugin: FullyShardedDataParallelPlugin, *, on_cpu: bool) -> None:

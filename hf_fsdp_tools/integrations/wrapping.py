@@ -1,0 +1,165 @@
+"""What Accelerate, torch and PEFT say about wrapping, said as a HybridPolicy: names, sizes, classes and callables."""
+
+import functools
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    _or_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.policy import HybridPolicy, UnitPredicate, matching_nodes, nearest_names
+from hf_fsdp_tools.tree import ModuleTree
+
+__all__ = ["narrowed", "policy_from_wrap", "without_modules"]
+
+
+def policy_from_wrap(wrap: Any, *, class_names: Iterable[str], min_num_params: int, reshard: bool) -> HybridPolicy:
+    """The policy that an `auto_wrap_policy` of Accelerate's or torch's asks for; every kind of it is understood.
+
+    | `wrap` | becomes |
+    |---|---|
+    | None | the detected blocks |
+    | `transformer_auto_wrap_policy`, `ModuleWrapPolicy` | `block_types` |
+    | `size_based_auto_wrap_policy` | `min_unit_params` |
+    | `CustomPolicy`, `lambda_auto_wrap_policy` | a predicate in `units` |
+    | a function of (module), (name, module), or FSDP1's (module, recurse, nonwrapped_numel) | a predicate in `units` |
+    | `_or_policy` (PEFT's) | all of its parts together |
+
+    Args:
+        wrap: the policy, also in a `functools.partial` with its keywords.
+        class_names: of blocks, for `transformer_auto_wrap_policy`.
+        min_num_params: for `size_based_auto_wrap_policy`; 0 is as if not said.
+        reshard: False keeps every unit gathered between forward and backward.
+
+    Raises:
+        ConfigError: no policy at all.
+    """
+    settings = _settings(wrap, tuple(name.strip() for name in class_names if name.strip()), min_num_params)
+    if not reshard:
+        settings["reshard_after_forward"] = {"*": False}
+    return HybridPolicy(**settings)
+
+
+def _settings(wrap: Any, class_names: tuple[str, ...], min_num_params: int) -> dict[str, Any]:
+    function, keywords = (wrap.func, wrap.keywords) if isinstance(wrap, functools.partial) else (wrap, {})
+    if wrap is None:
+        return {}
+    if isinstance(wrap, ModuleWrapPolicy):
+        return _block_types(wrap._module_classes)
+    if isinstance(wrap, CustomPolicy):
+        return {"units": (_of_module(wrap._lambda_fn),)}
+    if function is transformer_auto_wrap_policy:
+        return _block_types(keywords.get("transformer_layer_cls") or class_names)
+    if function is size_based_auto_wrap_policy:
+        size = keywords.get("min_num_params") or min_num_params
+        return {"min_unit_params": size} if size else {}
+    if function is lambda_auto_wrap_policy:
+        return {"units": (_of_module(keywords["lambda_fn"]),)}
+    if function is _or_policy:
+        return _together([_settings(part, class_names, min_num_params) for part in keywords["policies"]])
+    if not callable(wrap):
+        raise ConfigError(
+            f"auto_wrap_policy is {wrap!r}; expected TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, one of torch's "
+            "policies or a function of a module. Or give a HybridPolicy as `policy`."
+        )
+    return {"units": (_predicate(wrap),)}
+
+
+def _block_types(classes: Iterable[Any]) -> dict[str, Any]:
+    """Sets (torch keeps classes in them) are sorted, because all ranks must make the same plan."""
+    if isinstance(classes, set | frozenset):
+        classes = sorted(classes, key=lambda item: item if isinstance(item, str) else item.__qualname__)
+    return {"block_types": types} if (types := tuple(classes)) else {}
+
+
+def _together(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    whole: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            known = whole.get(name)
+            whole[name] = value if known is None else min(known, value) if name == "min_unit_params" else known + value
+    return whole
+
+
+def _predicate(function: Callable[..., Any]) -> UnitPredicate:
+    """A callable by the number of its arguments: (module), (name, module), or FSDP1's (module, recurse, nonwrapped_numel)."""
+    wanted = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    if len(wanted) <= 1:
+        return _of_module(function)
+    if len(wanted) == 2:
+        return function
+
+    def ask(fqn: str, module: nn.Module) -> bool:
+        size = sum(parameter.numel() for parameter in module.parameters())
+        return bool(fqn and function(module=module, recurse=False, nonwrapped_numel=size))
+
+    return ask
+
+
+def _of_module(function: Callable[[nn.Module], Any]) -> UnitPredicate:
+    return lambda fqn, module: bool(fqn and function(module))
+
+
+def narrowed(policy: HybridPolicy, model: nn.Module) -> HybridPolicy:
+    """`policy` without the block types that `model` does not have; one line says which, and what is used in their place.
+
+    Accelerate's names of classes are one setting for all models of a process: a reference or reward model of another
+    architecture has none of them.
+    """
+    if policy.block_types is None:
+        return policy
+    tree = ModuleTree(model)
+    absent = {wanted: lines for wanted in policy.block_types if (lines := _lines(tree, wanted))}
+    if not absent:
+        return policy
+    found = tuple(wanted for wanted in policy.block_types if wanted not in absent)
+    warnings.warn(
+        f"Layer classes to wrap, in {type(model).__name__}: {' '.join(line for lines in absent.values() for line in lines)} "
+        f"{'The others are used' if found else 'The blocks that its structure shows are used'}.",
+        stacklevel=2,
+    )
+    return replace(policy, block_types=found or None)
+
+
+def _lines(tree: ModuleTree, wanted: type[nn.Module] | str) -> list[str]:
+    problems: list[str] = []
+    matching_nodes(tree, wanted, problems=problems)
+    return problems
+
+
+def without_modules(policy: HybridPolicy, ignored: Iterable[nn.Module] | str | None, model: nn.Module) -> HybridPolicy:
+    """`policy` that keeps Accelerate's `ignored_modules` of `model` whole on every rank.
+
+    Args:
+        ignored: a regular expression that whole module names match, or the modules themselves.
+
+    Raises:
+        ConfigError: none of the model's modules is meant.
+    """
+    if ignored is None:
+        return policy
+    modules = {name: module for name, module in model.named_modules() if name}
+    if isinstance(ignored, str):
+        names = tuple(name for name in modules if re.fullmatch(ignored, name))
+    else:
+        meant = {id(module) for module in ignored}
+        names = tuple(name for name, module in modules.items() if id(module) in meant)
+    if not names:
+        hint = (
+            nearest_names(ModuleTree(model), ignored) if isinstance(ignored, str) else "they belong to another model."
+        )
+        raise ConfigError(f"ignored_modules {ignored!r} matches no module of {type(model).__name__}; {hint}")
+    with_parameters = tuple(name for name in names if any(True for _ in modules[name].parameters()))
+    return replace(policy, replicate=(*policy.replicate, *with_parameters))
