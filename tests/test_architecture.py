@@ -14,7 +14,7 @@ import hf_fsdp_tools
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
 LEVELS = (
-    {"errors", "host_memory"},
+    {"bare", "errors", "host_memory", "release"},
     {"hub"},
     {"accelerate_keys", "integrations.settings", "meta", "mesh", "sizes", "tree"},
     {"plan", "checkpoint.agreement", "checkpoint.progress", "checkpoint.report", "checkpoint.slices"},
@@ -26,6 +26,7 @@ LEVELS = (
     {"arrange", "choose", "checkpoint.fit"},
     {"wrap", "checkpoint.load", "checkpoint.save"},
     {"checkpoint", "fsdp1_policy", "shard"},
+    {"adapters"},
     {"diagnostics", "fsdp1", "prepare", "resize"},
     {"doctor", "integrations.plugin", "integrations.rank0"},
     {"integrations.placement", "integrations.resume", "integrations.state"},
@@ -80,7 +81,8 @@ def test_only_integrations_imports_accelerate_and_the_trainer():
         roots = {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
         roots |= {alias.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
         assert ("accelerate" in roots) <= name.startswith("integrations"), name
-        assert not roots & {"datasets", "trl", "peft"}, name
+        assert not roots & {"datasets", "trl"}, name
+        assert ("peft" in roots) <= (name == "adapters"), name
 
 
 def test_the_environment_is_read_in_two_places():

@@ -1,0 +1,93 @@
+"""FSDP2 taken off a model again, so that it can be sharded anew with what was added to it: every rank keeps its shards.
+
+torch has no public way back from `fully_shard`. What it registered is undone here through private attributes of torch 2.11
+to 2.13 (`_fsdp_state.py`, `_fsdp_param_group.py`, `_composable/contract.py`); nothing else of the package does so.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule
+
+__all__ = ["copy_released", "make_root", "managed_parameters", "release"]
+
+
+def managed_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The shards that FSDP2 manages below `model`, tied ones once; what it keeps gathered is sharded first."""
+    found = []
+    for state in _states(model):
+        for group in _groups(state):
+            group.reshard()
+            found += [managed.sharded_param for managed in group.fsdp_params]
+    return found
+
+
+def release(model: nn.Module) -> None:
+    """Take FSDP2 off `model` and all below it, in place: own classes, no hooks of FSDP2, parameters left as DTensor shards.
+
+    Not between a forward and its backward pass. Nothing is communicated.
+    """
+    for state in _states(model):
+        for group in _groups(state):
+            group.reshard()
+        for handle in _handles(state):
+            handle.remove()
+        for module in state._modules:
+            module.__class__ = _own_class(module)
+            del module.__dict__[STATE_KEY], module.__dict__[REGISTRY_KEY]
+            module.__dict__.pop("__deepcopy__", None)
+            _module_state_mapping.pop(module)
+
+
+def make_root(model: nn.Module) -> None:
+    """Make a sharded, loaded model the root of its units now: the first of them to run would make itself the root otherwise.
+
+    PEFT's prompt methods run the embedding alone before the model.
+    """
+    state: Any = model._get_fsdp_state()  # type: ignore[operator]  # an FSDPModule
+    state._lazy_init()
+
+
+def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a module of an FSDP2 unit, as PEFT makes one to train it whole (`modules_to_save`).
+
+    The copy has the module's own class, its own shards, and no hooks; FSDP2 does not manage it. FSDP2 itself refuses to copy.
+    """
+    twin: nn.Module = object.__new__(_own_class(module))
+    memo[id(module)] = twin
+    fresh = nn.Module().__dict__
+    own = {key for key in module.__dict__ if key not in fresh} | {"_parameters", "_buffers", "_modules", "training"}
+    twin.__dict__.update(fresh)
+    for key in own - {STATE_KEY, REGISTRY_KEY, "__deepcopy__"}:
+        twin.__dict__[key] = copy.deepcopy(module.__dict__[key], memo)
+    return twin
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    cls = type(module)
+    return cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+
+
+def _states(model: nn.Module) -> list[Any]:
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    return list({id(state): state for state in states}.values())
+
+
+def _groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one group before torch 2.13
+    return [group for group in groups if group is not None]
+
+
+def _handles(state: Any) -> Iterator[Any]:
+    """The hooks of one unit."""
+    yield state._pre_forward_hook_handle
+    yield state._post_forward_hook_handle
+    for group in _groups(state):
+        yield from group._module_to_pre_save_state_dict_hook_handle.values()
+        yield from group._module_to_pre_load_state_dict_hook_handle.values()
+        for managed in group.fsdp_params:
+            yield managed._post_load_hook_handle
