@@ -16,7 +16,14 @@ from hf_fsdp_tools.checkpoint import save_pretrained
 from hf_fsdp_tools.checkpoint.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 
-from .placement import check_managed, check_optimizers, check_precision, prepare_for_training, shard_in_place
+from .placement import (
+    check_managed,
+    check_optimizers,
+    check_precision,
+    prepare_for_training,
+    shard_additions,
+    shard_in_place,
+)
 from .plugin import HybridFSDPPlugin
 from .resume import (
     replacing,
@@ -125,6 +132,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             return
         if not any(isinstance(module, FSDPModule) for module in model.modules()):
             shard_in_place(model, self, optimizers)
+        else:
+            shard_additions(model, optimizers)
         check_managed(model)
         check_precision(model, self)
         prepare_for_training(model, self)
@@ -159,12 +168,13 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                 raise ConfigError(
                     f"save_state: {str(folder)!r} exists already. Set ProjectConfiguration(iteration=…) to go on after it."
                 )
-        naming.automatic_checkpoint_naming = False
+        naming.automatic_checkpoint_naming, iteration = False, naming.iteration
         try:
             with replacing(folder) as staging, using_format(self.state.fsdp_plugin, None):
                 super().save_state(str(staging), safe_serialization, **options)
-        finally:
-            naming.automatic_checkpoint_naming = automatic
+            iteration += 1
+        finally:  # a rank whose own part succeeded has counted on
+            naming.automatic_checkpoint_naming, naming.iteration = automatic, iteration
         if automatic and naming.total_limit is not None and self.is_main_process:
             for old in _numbered(folder.parent)[: -naming.total_limit]:
                 shutil.rmtree(old)

@@ -9,19 +9,28 @@ from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from hf_fsdp_tools.adapters import plan_with_adapters, shard_added
+from hf_fsdp_tools.bare import base_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.mesh import ParallelDims
 from hf_fsdp_tools.shard import compile_sharded, count_units, shard_model, sharding_of
-from hf_fsdp_tools.wrap import make_wrap_plan
 
 from .plugin import LOW_PRECISION
 from .rank0 import send_weights, weights_to_send
 
-__all__ = ["check_managed", "check_optimizers", "check_precision", "prepare_for_training", "shard_in_place"]
+__all__ = [
+    "check_managed",
+    "check_optimizers",
+    "check_precision",
+    "prepare_for_training",
+    "shard_additions",
+    "shard_in_place",
+]
 
 
 def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Shard a plain model, and hand its new parameters to the optimizers that hold the old ones."""
+    """Shard a plain model (of a PEFT model: its base, with the adapters), and hand its new parameters to the optimizers
+    that hold the old ones."""
     if hasattr(model, "_orig_mod"):
         raise ConfigError(
             "The model is compiled as a whole, which FSDP2's gathering of one unit after another would break up. Pass the plain "
@@ -35,9 +44,10 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
                 parameter.data = parameter.data.float()  # master weights, as Accelerate keeps them
     names = {parameter: name for name, parameter in model.named_parameters()}
     config = accelerator.parallelism_config
+    base = base_of(model)
     shard_model(
-        model,
-        make_wrap_plan(model, policy=plugin.policy_for(model)),
+        base,
+        plan_with_adapters(base, plugin.policy_for(base)),
         mesh=(
             accelerator.torch_device_mesh[tuple(config.fsdp_dim_names)]
             if config is not None
@@ -48,9 +58,17 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
         activation_checkpointing=plugin.activation_checkpointing,
     )
     send_weights(model, others)
+    shard_added(model)  # what PEFT keeps outside the base
     sharded = dict(model.named_parameters())
     for optimizer in optimizers:
         _hand_over(optimizer, {old: sharded[name] for old, name in names.items()})
+
+
+def shard_additions(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Shard what was added to a model after it was sharded (`get_peft_model` in a script or a trainer of TRL)."""
+    replaced = shard_added(model)
+    for optimizer in optimizers:
+        _hand_over(optimizer, replaced)
 
 
 def _hand_over(optimizer: torch.optim.Optimizer, sharded: Mapping[torch.Tensor, nn.Parameter]) -> None:
@@ -111,8 +129,8 @@ def check_managed(model: nn.Module) -> None:
     if alone:
         raise ConfigError(
             f"{len(alone)} trainable parameter(s) are not sharded and their gradients would not be averaged: "
-            f"{', '.join(alone[:4])}{', …' if len(alone) > 4 else ''}. They were added after sharding. Add adapters or heads to "
-            "the plain model, and let prepare() shard the whole."
+            f"{', '.join(alone[:4])}{', …' if len(alone) > 4 else ''}. They were added after prepare(). Add adapters or heads "
+            "before it."
         )
 
 
