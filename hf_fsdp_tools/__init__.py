@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from hf_fsdp_tools.mesh import ParallelDims
     from hf_fsdp_tools.meta import build_meta_model
     from hf_fsdp_tools.prepare import from_pretrained
+    from hf_fsdp_tools.resize import resize_token_embeddings
     from hf_fsdp_tools.shard import Sharding, describe_sharding, shard_model, sharding_of
+    from hf_fsdp_tools.tokens import tokens_per_rank
     from hf_fsdp_tools.wrap import HybridPolicy, WrapPlan, WrapUnit, check_wrap_plan, make_wrap_plan
 
 _MODULE_OF = {
@@ -71,9 +73,11 @@ _MODULE_OF = {
     "make_accelerator": "integrations",
     "make_demo_model": "demo",
     "make_wrap_plan": "wrap",
+    "resize_token_embeddings": "resize",
     "save_pretrained": "checkpoint",
     "shard_model": "shard",
     "sharding_of": "shard",
+    "tokens_per_rank": "tokens",
     "wrap_fsdp1": "fsdp1",
 }
 
@@ -112,9 +116,11 @@ __all__ = [
     "make_accelerator",
     "make_demo_model",
     "make_wrap_plan",
+    "resize_token_embeddings",
     "save_pretrained",
     "shard_model",
     "sharding_of",
+    "tokens_per_rank",
     "wrap_fsdp1",
 ]
 

@@ -79,7 +79,7 @@ def shard_model(
     Args:
         plan: from `make_wrap_plan` of this model or of one of the same structure.
         mesh: one axis for FSDP, two (replicate, shard) for HSDP; None means FSDP over all processes.
-        mp_policy: dtypes of computation and reduction; None computes in each parameter's own dtype.
+        mp_policy: dtypes of computation and reduction; None computes in each parameter's own dtype and reduces in fp32.
         offload_policy: `CPUOffloadPolicy()` keeps shards on the CPU; None keeps them on the device. Memory is pinned only
             where there is a device to pin it for.
         activation_checkpointing: recompute each block's activations in the backward pass (non-reentrant), which saves
@@ -108,7 +108,7 @@ def shard_model(
     sharding = Sharding(
         plan=plan,
         mesh=mesh,
-        mp_policy=mp_policy or MixedPrecisionPolicy(),
+        mp_policy=mp_policy or MixedPrecisionPolicy(reduce_dtype=torch.float32),
         offload_policy=offload_policy,
         activation_checkpointing=activation_checkpointing,
         compile=options,
