@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.trainer import TRAINER_STATE_NAME
@@ -104,11 +105,20 @@ def stored_format(folder: Path) -> str | None:
 
 @contextmanager
 def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
-    """Let Accelerate write or read in this format for a while, whatever the plugin is set to; None leaves it."""
+    """Let Accelerate write or read in this format for a while, whatever the plugin is set to; None leaves it.
+
+    Raises:
+        CheckpointError: in place of torch's `CheckpointException`, which is no `Exception`, so that nobody catches it.
+    """
     asked = plugin.state_dict_type
     plugin.set_state_dict_type(state_dict_type or asked)
     try:
         yield
+    except CheckpointException as error:  # torch has exchanged it: it is the same on every rank
+        lines = [f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items())]
+        raise CheckpointError(
+            f"torch's distributed checkpoint failed on {len(lines)} rank(s).\n" + "\n".join(lines)
+        ) from error
     finally:
         plugin.set_state_dict_type(asked)
 

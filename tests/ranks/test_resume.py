@@ -83,7 +83,11 @@ class Loop:
         return losses
 
 
-ROUTES = (("qwen2_moe", True, torch.optim.AdamW), ("tied", False, torch.optim.AdamW), ("llama", False, torch.optim.Adagrad))
+ROUTES = (
+    ("qwen2_moe", True, torch.optim.AdamW),
+    ("tied", False, torch.optim.AdamW),
+    ("llama", False, torch.optim.Adagrad),
+)
 
 
 def _loop(sources, folder):
@@ -129,3 +133,198 @@ def test_complaint_23_a_state_is_resumed_exactly_and_by_other_numbers_of_ranks(c
     run_ranks(_loop, 2, checkpoints, tmp_path)
     for ranks in (1, 3):
         run_ranks(_elsewhere, ranks, checkpoints, tmp_path)
+
+
+# ---- the Trainer ----
+
+
+class ShardedTrainer(FSDPTrainerMixin, Trainer):
+    pass
+
+
+class MovingAverage(TrainerCallback):
+    """What people write: an average of the parameters that evaluation uses, and the norm of the weights after each step."""
+
+    def __init__(self):
+        self.average, self.norms = None, []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        parameters = [parameter.detach() for parameter in model.parameters()]
+        self.norms.append(sum(p.full_tensor().square().sum().item() for p in parameters))
+        self.average = self.average or [torch.zeros_like(p) for p in parameters]
+        torch._foreach_lerp_(self.average, parameters, 0.5)
+
+    def swap(self, model):
+        for parameter, average in zip(model.parameters(), self.average, strict=True):
+            kept = parameter.detach().clone()
+            parameter.data.copy_(average)
+            average.copy_(kept)
+
+
+class Evaluation(TrainerCallback):
+    """Generation in a callback, with the moving average in place of the weights."""
+
+    def __init__(self, average):
+        self.average, self.texts = average, []
+
+    def on_evaluate(self, args, state, control, model=None, **kwargs):
+        self.average.swap(model)
+        self.texts.append(model.generate(torch.tensor([[3, 4]]), max_new_tokens=4, do_sample=False).tolist())
+        self.average.swap(model)
+
+
+def _accuracy(prediction):
+    hits = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
+    return {"accuracy": float(hits.mean())}
+
+
+def _trainer(model, folder: Path, kind=ShardedTrainer, **settings) -> Trainer:
+    defaults = {
+        "max_steps": 6, "learning_rate": 1e-2, "max_grad_norm": 0.5, "logging_steps": 1, "per_device_train_batch_size": 2,
+        "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "report_to": "none", "disable_tqdm": True,
+        "use_cpu": ON_CPU, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    callbacks = settings.pop("callbacks", None)
+    args = TrainingArguments(output_dir=str(folder), **{**defaults, **settings})
+    rows = _rows(64)
+    return kind(
+        model=model,
+        args=args,
+        train_dataset=rows,
+        eval_dataset=rows[:8],
+        compute_metrics=_accuracy,
+        callbacks=callbacks,
+    )
+
+
+def _history(trainer: Trainer, key="loss") -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def _model(source, *, sharded_before=True):
+    options = {"attention_dropout": 0.1}
+    if sharded_before:
+        return from_pretrained(source, accelerator=make_accelerator(cpu=ON_CPU), **options)
+    return AutoModelForCausalLM.from_pretrained(source, **options)
+
+
+def _equal(model, other) -> bool:
+    whole = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    return all(torch.equal(whole[name], parameter) for name, parameter in other.named_parameters())
+
+
+def _life(source, out):
+    # a run without interruption
+    average = MovingAverage()
+    evaluation = Evaluation(average)
+    first = _trainer(_model(source), out / "a", callbacks=[average, evaluation], save_total_limit=2)
+    first.train()
+    assert len(set(average.norms)) == 6 and len(evaluation.texts) == 3
+    assert sorted(path.name for path in (out / "a").iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    assert _equal(first.model, AutoModelForCausalLM.from_pretrained(out / "a" / "checkpoint-6")), "opens as it is"
+    held = {path.name for path in (out / "a" / "checkpoint-6").iterdir()}
+    assert {"model.safetensors", "optimizer_0", "scheduler.pt", "trainer_state.json", "rng_state_1.pth"} <= held
+    assert not any(name.startswith("pytorch_model") for name in held), "the weights are there once"
+    # the same after step 4, in another process's place: while step 6 was being saved
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (out / "a" / "checkpoint-6" / "trainer_state.json").unlink()
+    dist.barrier()
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-6' has no readable trainer_state.json.*Resume from .*checkpoint-4"
+    ):
+        _trainer(_model(source), out / "a").train(resume_from_checkpoint=str(out / "a" / "checkpoint-6"))
+    for wanted in (True, str(out / "a" / "checkpoint-4")):
+        second = _trainer(_model(source, sharded_before=wanted is True), out / "a", save_strategy="no")
+        second.train(resume_from_checkpoint=wanted)
+        assert _history(second)[-2:] == _history(first)[-2:], wanted
+        assert _history(second, "grad_norm")[-2:] == _history(first, "grad_norm")[-2:]
+        assert _equal(second.model, _whole_model(first.model, source))
+    # predictions after it all are those of the plain model
+    metrics = first.predict(_rows(8)).metrics
+    plain = _whole_model(first.model, source).eval()
+    losses = [plain(**{key: value[None] for key, value in row.items()}).loss.item() for row in _rows(8)]
+    close(torch.tensor(metrics["test_loss"]), torch.tensor(losses).mean(), rtol=1e-4, atol=1e-4)
+
+
+def _whole_model(model, source):
+    plain = AutoModelForCausalLM.from_pretrained(source)
+    plain.load_state_dict({name: p.full_tensor() for name, p in model.named_parameters()}, strict=False)
+    plain.tie_weights()
+    return plain
+
+
+def test_complaint_22_a_trainer_that_was_killed_goes_on_exactly(checkpoints, tmp_path):
+    run_ranks(_life, 2, checkpoints["tied"], tmp_path)
+
+
+def _no_space(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+FAULTS = (
+    (1, "hf_fsdp_tools.checkpoint.save.write_transfers"),  # weights
+    (1, "torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data"),  # optimizer
+    (1, "numpy.random.get_state"),  # random states
+    (0, "transformers.trainer_callback.TrainerState.save_to_json"),  # what declares a checkpoint complete
+)
+"""A rank, and what fails on it alone in the middle of saving."""
+
+
+def _faults(source, out):
+    trainer = _trainer(_model(source), out, max_steps=2, save_total_limit=1, eval_strategy="no")
+    trainer.train()
+    good = {path.name: path.stat().st_size for path in (out / "checkpoint-2").rglob("*") if path.is_file()}
+    trainer.args.max_steps = 4
+    for rank, target in FAULTS:
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == rank:
+                patch.setattr(target, _no_space)
+            with pytest.raises(Exception, match="No space left on device"):
+                trainer.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+        assert good == {p.name: p.stat().st_size for p in (out / "checkpoint-2").rglob("*") if p.is_file()}, target
+        dist.barrier()
+    with pytest.raises(CheckpointError, match="checkpoint-4"):
+        trainer.train(resume_from_checkpoint=str(out / "checkpoint-4"))
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 4
+    assert [path.name for path in out.iterdir()] == ["checkpoint-4"], "the older one is deleted now"
+
+
+def _state_faults(source, out):
+    project = ProjectConfiguration(project_dir=str(out), automatic_checkpoint_naming=True, total_limit=1)
+    for named in (None, out / "state"):
+        accelerator = make_accelerator(cpu=ON_CPU, project_config=project)
+        project.automatic_checkpoint_naming = named is None
+        loop = Loop(accelerator, source, sharded_before=True)
+        loop.train(1)
+        folder = accelerator.save_state(named)
+        saved = _whole(loop.model, loop.optimizer)
+        if dist.get_rank() == 0:
+            (folder / "notes.txt").write_text("a user's own")
+        loop.train(1)
+        for target in ("torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data", "random.getstate"):
+            with pytest.MonkeyPatch.context() as patch:
+                if dist.get_rank() == 1:
+                    patch.setattr(target, _no_space)
+                with pytest.raises(Exception, match="No space left on device"):
+                    accelerator.save_state(named)
+        accelerator.load_state(named)
+        loaded = _whole(loop.model, loop.optimizer)
+        assert all(torch.equal(tensor, loaded[name]) for name, tensor in saved.items())
+        loop.train(1)
+        later = accelerator.save_state(named)
+        dist.barrier()
+        assert later.is_dir() and folder.exists() == (named is not None), "the older one goes when the new one is there"
+        assert (later / "notes.txt").exists() == (named is not None)
+        assert not list(out.rglob("*.incomplete")) and not list(out.rglob("*.former"))
+
+
+def _all_faults(source, out):
+    _faults(source, out / "trainer")
+    _state_faults(source, out / "states")
+
+
+def test_complaint_20_an_interrupted_save_destroys_nothing_and_stops_all_ranks(checkpoints, tmp_path):
+    (tmp_path / "states").mkdir()
+    run_ranks(_all_faults, 2, checkpoints["llama"], tmp_path)
