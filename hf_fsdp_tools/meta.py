@@ -3,7 +3,7 @@
 import copy
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike, fspath
@@ -19,9 +19,17 @@ from transformers import initialization as init
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.host_memory import empty_on_host
-from hf_fsdp_tools.hub import fetch_files, is_hub_name
+from hf_fsdp_tools.hub import HubRepository, is_hub_name
 
-__all__ = ["allocate", "build_meta_model", "config_dtype", "initialize_missing", "load_config", "original_classes"]
+__all__ = [
+    "allocate",
+    "build_meta_model",
+    "config_dtype",
+    "draw_values",
+    "initialize_missing",
+    "load_config",
+    "original_classes",
+]
 
 
 def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kwargs: Any) -> PreTrainedConfig:
@@ -51,12 +59,16 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
                 f"No such folder: {name!r}. Give an existing local folder, a config.json, or a hub name."
             )
         hub_kwargs = _fetch_config(name, **hub_kwargs)
+        commit = hub_kwargs["revision"]
+    else:
+        commit = None
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, **hub_kwargs)
     except ValueError as error:
         raise ConfigError(f"The configuration of {name!r} cannot be used: {_first_line(error)}") from error
     except OSError as error:
         raise CheckpointError(f"The configuration in {name!r} cannot be read: {_first_line(error)}") from error
+    config._commit_hash = commit  # older versions of transformers set it; never written to a file
     return config
 
 
@@ -183,6 +195,51 @@ def initialize_missing(model: nn.Module, *, missing_keys: Collection[str], seed:
         )
 
 
+def draw_values(model: nn.Module, shapes: Mapping[str, Sequence[int]], *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """What the model's own initialisation makes of some of its tensors if they had other shapes: rows for added tokens.
+
+    Drawn per module on the CPU, as `initialize_missing` does, in the dtypes of the model. The model is not changed.
+
+    Args:
+        model: sharded or not.
+        shapes: state-dict key to shape.
+        seed: of the whole model.
+
+    No rank communicates; the values are the same on all.
+
+    Raises:
+        CheckpointError: the model's own code does not initialise one of them.
+    """
+    _mark_initialized(model, except_for=set())
+    drawn: dict[str, torch.Tensor] = {}
+    with original_classes(model):
+        for path in _module_paths(model):
+            name, module = path[-1]
+            own = {key: f"{name}.{key}" if name else key for key, _ in _own_tensors(module)}
+            wanted = {key: shapes[fqn] for key, fqn in own.items() if fqn in shapes}
+            if wanted:
+                with _without_padding(module):
+                    made = _draw(path, wanted, seed ^ zlib.crc32(name.encode()))
+                drawn |= {own[key]: value for key, value in made.items()}
+    if untouched := sorted(shapes.keys() - drawn.keys()):
+        raise CheckpointError(f"Not initialised by the model's own code: {', '.join(untouched)}.")
+    return drawn
+
+
+@contextmanager
+def _without_padding(module: nn.Module) -> Iterator[None]:
+    """An embedding without its padding row, which is an index of its own shape and of no other."""
+    padding = getattr(module, "padding_idx", None)
+    if padding is None:
+        yield
+        return
+    module.padding_idx = None  # type: ignore[assignment]  # as nn.Embedding has it
+    try:
+        yield
+    finally:
+        module.padding_idx = padding
+
+
 @contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
     """The modules of a model under their own classes for a while: FSDP2 gives each of its modules a class of its own, and
@@ -209,7 +266,7 @@ def _fetch_config(name: str, **hub_kwargs: Any) -> dict[str, Any]:
     folder = f"{hub_kwargs['subfolder']}/" if hub_kwargs.get("subfolder") else ""
     own_code = bool(hub_kwargs.get("trust_remote_code"))
     files = [f"{folder}config.json", f"{folder}generation_config.json", *(["*.py"] if own_code else [])]
-    snapshot = fetch_files(name, files, **fetched)
+    snapshot = HubRepository.open(name, **fetched).fetch(*files)
     if not (snapshot / files[0]).is_file():
         raise CheckpointError(
             f"No {files[0]} in {name!r} (commit {snapshot.name}). Give the name of a transformers model, or its subfolder."
@@ -331,12 +388,25 @@ def _mark_initialized(model: nn.Module, *, except_for: set[str]) -> None:
 
 def _initialize_module(path: ModulePath, wanted: dict[str, torch.Tensor], seed: int) -> list[str]:
     """Initialise the `wanted` tensors of the last module of `path`; return the names of those that nobody wrote."""
-    name, module = path[-1]
-    whole = {key: _whole_on_cpu(tensor) for key, tensor in wanted.items()}
-    versions = {key: tensor._version for key, tensor in whole.items()}
+    name = path[-1][0]
+    made = _draw(path, {key: tensor.shape for key, tensor in wanted.items()}, seed)
+    for key, tensor in wanted.items():
+        if key in made:
+            _copy_into(tensor, made[key])
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
+    return [f"{name}.{key}" if name else key for key in wanted if key not in made]
+
+
+def _draw(path: ModulePath, shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, torch.Tensor]:
+    """What the model's own initialisers make of tensors of these shapes in the last module of `path`, on the CPU; those that
+    nobody wrote are left out. The module keeps its own tensors."""
+    module = path[-1][1]
     stores: dict[str, dict[str, Any]] = {
-        key: module._parameters if key in module._parameters else module._buffers for key in wanted
+        key: module._parameters if key in module._parameters else module._buffers for key in shapes
     }
+    own = {key: stores[key][key] for key in shapes}
+    whole = {key: _zeros_on_cpu(own[key], shape) for key, shape in shapes.items()}
+    versions = {key: tensor._version for key, tensor in whole.items()}
     for key, tensor in whole.items():
         stores[key][key] = tensor
     try:
@@ -344,16 +414,11 @@ def _initialize_module(path: ModulePath, wanted: dict[str, torch.Tensor], seed: 
             torch.manual_seed(seed)
             for initialize in _initializers(path):
                 initialize()
-        made = {key: stores[key][key] for key in wanted}  # a module may have set a new tensor in its place
+        made = {key: stores[key][key] for key in shapes}  # a module may have set a new tensor in its place
     finally:
-        for key, tensor in wanted.items():
+        for key, tensor in own.items():
             stores[key][key] = tensor
-    untouched = [key for key in wanted if made[key] is whole[key] and made[key]._version == versions[key]]
-    for key, tensor in wanted.items():
-        if key not in untouched:
-            _copy_into(tensor, made[key])
-        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
-    return [f"{name}.{key}" if name else key for key in untouched]
+    return {key: t for key, t in made.items() if t is not whole[key] or t._version != versions[key]}
 
 
 def _initializers(path: ModulePath) -> Iterator[Callable[[], object]]:
@@ -369,9 +434,9 @@ def _initializers(path: ModulePath) -> Iterator[Callable[[], object]]:
             yield partial(owners[-1]._init_weights, module)
 
 
-def _whole_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return nn.Parameter(whole, requires_grad=False) if isinstance(tensor, nn.Parameter) else whole
+def _zeros_on_cpu(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    zeros = torch.zeros(tuple(shape), dtype=like.dtype, device="cpu")
+    return nn.Parameter(zeros, requires_grad=False) if isinstance(like, nn.Parameter) else zeros
 
 
 def _copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:

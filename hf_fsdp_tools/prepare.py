@@ -1,5 +1,6 @@
 """The way in: from a model name to a sharded, loaded, ready model. Every step is a public function of its own."""
 
+import json
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -8,11 +9,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file
 
+from hf_fsdp_tools.adapters import add_adapter, load_adapter
 from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, agreed, load_weights
 from hf_fsdp_tools.checkpoint.dcp import find_dcp_folder
 from hf_fsdp_tools.checkpoint.vocabulary import resize_vocabulary
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.mesh import ParallelDims
 from hf_fsdp_tools.meta import build_meta_model, config_dtype, load_config
 from hf_fsdp_tools.shard import shard_model
@@ -36,6 +39,8 @@ def from_pretrained(
 def from_pretrained(
     name_or_path: str | PathLike[str],
     *,
+    peft_config: Any = None,
+    is_trainable: bool = False,
     auto_class: Any = AutoModelForCausalLM,
     policy: HybridPolicy | None = None,
     mesh: DeviceMesh | None = None,
@@ -65,7 +70,11 @@ def from_pretrained(
 
     Args:
         name_or_path: a hub name, or a folder with `config.json` and safetensors; or a DCP folder, as `dcp.save`, Accelerate's
-            `save_state` and the Trainer (`checkpoint-500`) write it, with `config.json` in it or up to two folders above.
+            `save_state` and the Trainer (`checkpoint-500`) write it, with `config.json` in it or up to two folders above; or a
+            PEFT adapter (hub name or folder), whose base is loaded first.
+        peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`: adds a new adapter to the loaded
+            shards (`add_adapter`) and returns the `PeftModel`, of which only the adapter is trainable.
+        is_trainable: where `name_or_path` is an adapter, whether to train it on; it is frozen otherwise, as in PEFT.
         auto_class: the `AutoModelFor…` class, or a model class.
         policy: what becomes a unit; None means the accelerator's, or `HybridPolicy()`.
         mesh: one axis for FSDP, two for HSDP; None means the accelerator's, or FSDP over all processes.
@@ -73,6 +82,7 @@ def from_pretrained(
             not given here.
         dtype: of the weights that each rank keeps (the master weights). None means float32 where computation is in a
             lower precision (`mp_policy.param_dtype`, or the accelerator's mixed precision), else the checkpoint's dtype.
+            A base with an adapter is frozen and needs no masters: None means the checkpoint's dtype. Adapters are float32.
         mp_policy: dtypes of computation and reduction.
         offload_policy: `CPUOffloadPolicy()` keeps the shards on the CPU between uses.
         activation_checkpointing: recompute each block's activations in the backward pass; None means the plugin's choice.
@@ -95,6 +105,10 @@ def from_pretrained(
         ConfigError, WrapPlanError, MeshError: as the steps say.
     """
     hub_kwargs = hub_kwargs or {}
+    adapter, adapter_kwargs = None, hub_kwargs
+    with agreed(f"looking for {fspath(name_or_path)!r}"):
+        if (base := _base_of_adapter(name_or_path, peft_config, hub_kwargs)) is not None:
+            adapter, (name_or_path, hub_kwargs) = name_or_path, base
     # 1 what the accelerator decides, where the caller did not
     mesh, mp_policy, offload_policy, activation_checkpointing = _from_accelerator(
         accelerator, mesh, mp_policy, offload_policy, activation_checkpointing
@@ -109,7 +123,8 @@ def from_pretrained(
         index = CheckpointIndex.open(name_or_path, allow_pickle=allow_pickle, **hub_kwargs)
         # 3 the model without storage
         if dtype is None:
-            lower = mp_policy is not None and mp_policy.param_dtype is not None
+            is_trained = peft_config is None and adapter is None
+            lower = is_trained and mp_policy is not None and mp_policy.param_dtype is not None
             dtype = torch.float32 if lower else config_dtype(config) or index.dtype
         model = build_meta_model(
             config, auto_class=auto_class, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
@@ -132,7 +147,41 @@ def from_pretrained(
     )
     # 6 this rank's bytes
     report = load_weights(model, index, **(load_kwargs or {}))
+    # 7 the adapter, which PEFT makes or reads
+    if adapter is not None:
+        model = load_adapter(model, adapter, is_trainable=is_trainable, **adapter_kwargs)
+    elif peft_config is not None:
+        model = add_adapter(model, peft_config, seed=(load_kwargs or {}).get("seed", 0))
     return (model, report) if output_loading_info else model
+
+
+def _base_of_adapter(
+    name_or_path: str | PathLike[str], peft_config: Any, hub_kwargs: dict[str, Any]
+) -> tuple[str, dict[str, Any]] | None:
+    """The base that an adapter names, and how to fetch it; None for a folder or repository with a model of its own."""
+    name = fspath(name_or_path)
+    if (Path(name) / "config.json").is_file():
+        return None
+    file = find_adapter_config_file(name, **hub_kwargs)
+    if file is None:
+        return None
+    if peft_config is not None:
+        raise ConfigError(
+            f"{name!r} is an adapter, and peft_config asks for another. Give the base, or leave peft_config out."
+        )
+    try:
+        written: dict[str, Any] = json.loads(Path(file).read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{file!r} is not JSON: {error}. Copy the adapter again.") from error
+    base = written.get("base_model_name_or_path")
+    if not base:
+        raise CheckpointError(
+            f"The adapter {name!r} names no base model (base_model_name_or_path in {Path(file).name}). Write the base's name or "
+            "folder there, or load the base and call load_adapter(model, folder)."
+        )
+    revision = {"revision": written["revision"]} if written.get("revision") else {}
+    kept = {key: value for key, value in hub_kwargs.items() if key not in ("revision", "subfolder")}
+    return base, kept | revision
 
 
 def _from_accelerator(
@@ -194,7 +243,7 @@ def _set_generation_config(
     """As `from_pretrained` does: the checkpoint's own generation settings, where it has any."""
     if not model.can_generate():
         return
-    if model.config._commit_hash:  # from the hub: fetched with the config, or not there
+    if not Path(name_or_path).exists():  # a hub name: fetched with the config, or not there
         hub_kwargs = hub_kwargs | {"local_files_only": True}
     try:
         model.generation_config = GenerationConfig.from_pretrained(name_or_path, **hub_kwargs)

@@ -21,19 +21,23 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers", "transformers.modeling_utils"])
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, fresh: bool = False
+) -> list[Any]:
     """Each rank's return value of ``fn(*args)``, in rank order.
 
     ``fn`` must be a module-level function, its arguments and result picklable. In it the default process group (gloo)
-    is up, RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set, and torch runs one thread.
+    is up, RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set, and torch runs one thread. ``fresh`` ranks import
+    everything anew (5 s), for what libraries read from the environment at import.
 
     Raises:
         AssertionError: A rank raised, died or was still running at ``timeout_s``; holds every failing rank's traceback.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         deadline = time.monotonic() + timeout_s
+        context = multiprocessing.get_context("spawn") if fresh else _CONTEXT
         ranks = [
-            _CONTEXT.Process(target=_rank_main, args=(fn, rank, world_size, folder, timeout_s, args), daemon=True)
+            context.Process(target=_rank_main, args=(fn, rank, world_size, folder, timeout_s, args), daemon=True)
             for rank in range(world_size)
         ]
         for process in ranks:

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.hub import HubRepository, is_hub_name
 
 from .dcp import METADATA, find_dcp_folder, model_part, parse_dcp
 from .header import parse_header, parse_json, shortened
@@ -139,7 +140,7 @@ class CheckpointIndex:
                     _refuse_pickled([path])
                 return cls._from_files(name, [path], None)
             if not path.is_dir():
-                path = _download(name, path, revision, token, cache_dir, local_files_only, subfolder, allow_pickle)
+                path = _download(name, revision, token, cache_dir, local_files_only, subfolder, allow_pickle)
             folder = path / subfolder if subfolder else path
             if not _has_safetensors(folder) and (saved := find_dcp_folder(folder)):
                 return cls._from_dcp(name, saved)
@@ -285,7 +286,6 @@ def _read_listing(file: Path, suffix: str) -> _Listing:
 
 def _download(
     name: str,
-    path: Path,
     revision: str | None,
     token: str | bool | None,
     cache_dir: str | PathLike[str] | None,
@@ -294,47 +294,27 @@ def _download(
     allow_pickle: bool,
 ) -> Path:
     """The local snapshot of a hub checkpoint: its index, then exactly the files that the index names."""
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name or not name:
+    if not is_hub_name(name):
         raise CheckpointError(
             f"No such folder: {name!r}. Give a folder with {WEIGHTS}, or a hub name such as 'org/model'."
         )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
+    repository = HubRepository.open(
+        name, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+    )
     prefix = f"{subfolder}/" if subfolder else ""
 
     def fetch(*patterns: str) -> Path:
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                token=token,
-                cache_dir=None if cache_dir is None else fspath(cache_dir),
-                local_files_only=local_files_only,
-                allow_patterns=[prefix + pattern for pattern in patterns],
-            )
-        )
+        return repository.fetch(*(prefix + pattern for pattern in patterns))
 
-    try:
-        snapshot = fetch(WEIGHTS, WEIGHTS_INDEX)
-        folder = snapshot / prefix
-        if not (folder / WEIGHTS).is_file():
-            fetch(*_names_listed(folder / WEIGHTS_INDEX) or ["*.safetensors"])
-            if allow_pickle and not any(folder.glob("*.safetensors")):
-                fetch(PICKLED, PICKLED_INDEX)
-                if shards := _names_listed(folder / PICKLED_INDEX):
-                    fetch(*shards)
-        return snapshot
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        where = f" at revision {revision!r}" if revision else ""
-        raise CheckpointError(
-            f"No checkpoint {name!r}{where}: it is not a local folder, and the hub did not give it "
-            f"({type(error).__name__}: {reason}). Check the name, the revision, the token and the network, or download it "
-            "first and give the folder."
-        ) from error
+    snapshot = fetch(WEIGHTS, WEIGHTS_INDEX)
+    folder = snapshot / prefix
+    if not (folder / WEIGHTS).is_file():
+        fetch(*_names_listed(folder / WEIGHTS_INDEX) or ["*.safetensors"])
+        if allow_pickle and not any(folder.glob("*.safetensors")):
+            fetch(PICKLED, PICKLED_INDEX)
+            if shards := _names_listed(folder / PICKLED_INDEX):
+                fetch(*shards)
+    return snapshot
 
 
 def _names_listed(file: Path) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -74,24 +73,6 @@ def test_empty_tensors_and_empty_files_are_fine(tmp_path: Path) -> None:
     save_file({"e": torch.zeros(0, 3), "x": torch.ones(2)}, tmp_path / "model.safetensors")
     assert CheckpointIndex.open(tmp_path).tensors["e"].num_bytes == 0
     assert parse_header(write(tmp_path / "none.safetensors", {})) == ([], 10)
-
-
-def test_a_hub_name_fetches_only_the_files_that_the_index_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The download itself is huggingface_hub's; here it copies nothing and notes what it is asked for."""
-    make_checkpoint("llama", tmp_path)
-    asked: list[list[str]] = []
-
-    def snapshot_download(repo_id: str, *, allow_patterns: list[str], revision: str | None, **_: Any) -> str:
-        assert (repo_id, revision) == ("org/model", "v1")
-        asked.append(allow_patterns)
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    index = CheckpointIndex.open("org/model", revision="v1")
-    assert asked[0] == ["model.safetensors", "model.safetensors.index.json"]
-    assert asked[1] == ["model.safetensors.index.json", *sorted({t.file.name for t in index.tensors.values()})]
 
 
 # ---- bad ones ----

@@ -1,0 +1,107 @@
+"""Hub names, downloaded for real by huggingface_hub from a small hub on this machine."""
+
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from hf_fsdp_tools import from_pretrained, hub
+from hf_fsdp_tools.checkpoint.agreement import all_ranks
+from hf_fsdp_tools.errors import CheckpointError
+from tests._checkpoints import make_checkpoint
+from tests._dist import run_ranks
+from tests._hub import commit_of, fake_hub
+
+
+def assert_equal(model: torch.nn.Module, folder: Path) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor, expected[key]), key
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """The message of the error that all ranks raise."""
+    start = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        call()
+    assert time.monotonic() - start < 30
+    messages = all_ranks(str(caught.value))
+    assert len(set(messages)) == 1, messages
+    return messages[0]
+
+
+def use_the_hub(main: Path, tagged: Path, url: str) -> dict[str, float]:
+    seconds = {}
+    hub._QUIET_S = 2  # 10 s by default
+
+    def load(name: str, **hub_kwargs: Any) -> Any:
+        start = time.monotonic()
+        try:
+            return from_pretrained(name, hub_kwargs=hub_kwargs)
+        finally:
+            seconds[f"{name} {' '.join(hub_kwargs)}".strip()] = time.monotonic() - start
+            dist.barrier()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = load("org/model")
+        assert_equal(model, main)
+        assert model.config._name_or_path == "org/model" and model.config._commit_hash == commit_of("main")
+        assert model.generation_config.max_new_tokens == 17
+        assert_equal(load("org/model", revision="v1"), tagged)
+        assert_equal(load("org/model", revision=commit_of("v1")), tagged)
+        assert_equal(load("org/model", local_files_only=True), main)
+
+    assert "token does not open it" in refusal(lambda: load("org/private"))
+    assert_equal(load("org/private", token="secret"), main)
+    message = refusal(lambda: load("org/model", revision="v9"))
+    assert "'org/model' at revision 'v9'" in message and "has no such revision. Give a branch, a tag" in message
+    message = refusal(lambda: load("org/absent"))
+    assert "RepositoryNotFoundError" in message and "does not exist, or it is private" in message
+    assert f"gated. Ask for access at {url}/org/gated" in refusal(lambda: load("org/gated"))
+    assert "No config.json in 'org/empty'" in refusal(lambda: load("org/empty"))
+    assert "in the cache of the hub" in refusal(lambda: load("org/other", local_files_only=True))
+    message = refusal(lambda: load("org/silent"))
+    assert "Timeout" in message and f"{url} cannot be reached or does not answer" in message
+
+    message = refusal(lambda: load("org/stalls"))  # and the hub is silent from here on
+    assert "'org/stalls'" in message and "Timeout" in message and "does not answer" in message
+    with pytest.warns(
+        UserWarning, match=r"did not give 'org/model' \(ReadTimeout.* Using what is cached, in .*org--model"
+    ):
+        assert_equal(load("org/model"), main)
+    return seconds
+
+
+def test_hub_names_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main, tagged = make_checkpoint("llama", tmp_path / "main"), make_checkpoint("llama", tmp_path / "tagged", seed=1)
+    (main / "generation_config.json").write_text('{"max_new_tokens": 17}')
+    (main / "consolidated.safetensors").write_bytes(b"named by no index")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "README.md").write_text("")
+    repositories = {
+        "org/model": {"main": main, "v1": tagged},
+        "org/private": {"main": main},
+        "org/stalls": {"main": main},
+    }
+    with fake_hub(repositories | {"org/empty": {"main": tmp_path / "empty"}}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "2")  # 10 s by default
+        for seconds in run_ranks(use_the_hub, 2, main, tagged, server.url, fresh=True):
+            assert seconds["org/silent"] < 8 and seconds["org/stalls"] < 20 and seconds["org/model"] < 15
+        files = {f.name for f in main.glob("model-*.safetensors")}
+        for name in ("org/model", "org/private"):
+            count = {
+                f: n
+                for (method, repo, f), n in server.requests.items()
+                if method == "GET" and repo == name and f in files
+            }
+            assert set(count) == files
+            assert set(count.values()) == {2 if name == "org/model" else 1}, "each revision, once for both ranks"
