@@ -162,7 +162,10 @@ def _base_of_adapter(
     name = fspath(name_or_path)
     if (Path(name) / "config.json").is_file():
         return None
-    file = find_adapter_config_file(name, **hub_kwargs)
+    try:
+        file = find_adapter_config_file(name, **hub_kwargs)
+    except OSError:
+        return None  # no such repository: said better where the config is opened
     if file is None:
         return None
     if peft_config is not None:
