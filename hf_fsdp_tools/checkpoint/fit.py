@@ -15,6 +15,7 @@ from .reader import read_transfers
 from .shares import local_boxes_of, memory_view
 from .slices import Box, slice_piece
 from .transfer import Transfer
+from .vocabulary import AddedRows, vocabulary_dims
 
 __all__ = ["Fit", "check_ties", "fit_checkpoint", "transfers_of"]
 
@@ -44,13 +45,33 @@ class Fit:
     mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     """(key, checkpoint shape, model shape)."""
 
+    resized: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    """(key, checkpoint shape, model shape) of what is loaded although the model has another number of tokens."""
+
+    added: Mapping[str, AddedRows]
+    """Of these, the loaded keys with rows that the checkpoint lacks."""
+
 
 def fit_checkpoint(
-    model: nn.Module, load_map: LoadMap, index: CheckpointIndex, *, ignore_mismatched_sizes: bool, strict: bool
+    model: nn.Module,
+    load_map: LoadMap,
+    index: CheckpointIndex,
+    *,
+    ignore_mismatched_sizes: bool,
+    strict: bool,
+    resize_vocabulary: bool = False,
 ) -> Fit:
-    """Sort every key of the model into loaded, missing and mismatched; raise for what must not be."""
+    """Sort every key of the model into loaded, missing and mismatched; raise for what must not be.
+
+    With ``resize_vocabulary``, tensors that differ in their number of tokens alone are loaded token by token.
+    """
     state = persistent_tensors(model)
-    found = load_map.tensors
+    found, added = _resized(model, state, load_map) if resize_vocabulary else (load_map.tensors, {})
+    resized = tuple(
+        (k, tuple(load_map.tensors[k].shape), tuple(t.shape))
+        for k, t in found.items()
+        if t.shape != load_map.tensors[k].shape
+    )
     mismatched = tuple(
         (k, tuple(t.shape), tuple(state[k].shape)) for k, t in found.items() if t.shape != state[k].shape
     )
@@ -60,7 +81,8 @@ def fit_checkpoint(
         raise CheckpointError(
             f"{len(mismatched)} tensors of {index.name!r} have another shape than the model's:\n{rows}{more}\nUse "
             "the config that "
-            "belongs to the checkpoint, or pass ignore_mismatched_sizes=True to initialise these anew."
+            "belongs to the checkpoint, or pass ignore_mismatched_sizes=True to initialise these anew"
+            + (" (or added_tokens, where the vocabulary alone was resized)." if not resize_vocabulary else ".")
         )
     _refuse_untied(model, state)
     wrong = {key for key, _, _ in mismatched}
@@ -94,7 +116,28 @@ def fit_checkpoint(
         missing_keys=missing_keys,
         unexpected_keys=unexpected_keys,
         mismatched=mismatched,
+        resized=resized,
+        added={key: rows for key, rows in added.items() if key in loaded},
     )
+
+
+def _resized(
+    model: nn.Module, state: Mapping[str, torch.Tensor], load_map: LoadMap
+) -> tuple[dict[str, PieceTensor], dict[str, AddedRows]]:
+    """What the checkpoint holds, with the vocabulary's tensors cut or extended to the model's number of tokens."""
+    found, added = dict(load_map.tensors), {}
+    dims = vocabulary_dims(model)
+    for key, tensor in load_map.tensors.items():
+        dim = dims.get(key)
+        if dim is None or tensor.pieces is None or tensor.dim() != state[key].dim():
+            continue
+        old, new = tensor.shape[dim], state[key].shape[dim]
+        extended = tensor.extended(dim, new)
+        if old != new and extended.shape == state[key].shape:
+            found[key] = extended
+            if new > old:
+                added[key] = AddedRows(dim=dim, start=old)
+    return found, added
 
 
 def _refuse_untied(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
@@ -116,7 +159,7 @@ def check_ties(fit: Fit, index: CheckpointIndex, staging_bytes: int) -> None:
             continue
         for box, _ in local_boxes_of(fit.state[name]):
             for slab in _slabs(box, first.dtype, staging_bytes // 4):
-                values = [torch.empty(slab.length, dtype=first.dtype) for _ in range(2)]
+                values = [torch.zeros(slab.length, dtype=first.dtype) for _ in range(2)]  # rows of added tokens stay 0
                 for tensor, value in zip((first, second), values, strict=True):
                     transfers = transfers_of(tensor, slab, value, (0,) * len(slab.start), index)
                     read_transfers(transfers, staging_bytes=staging_bytes // 2)

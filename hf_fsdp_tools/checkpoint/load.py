@@ -30,6 +30,7 @@ from .report import LoadReport, MemoryWatch
 from .rollback import aftermath, rolled_back
 from .shares import is_sharded, local_boxes_of, local_tensor, memory_view
 from .transfer import Transfer
+from .vocabulary import AddedTokens, fill_added
 
 __all__ = ["load_weights"]
 
@@ -42,6 +43,7 @@ def load_weights(
     device: torch.device | None = None,
     ignore_mismatched_sizes: bool = False,
     strict: bool = False,
+    added_tokens: AddedTokens | None = None,
     check_finite: bool = False,
     seed: int = 0,
     staging_bytes: int = 64 * 2**20,
@@ -67,6 +69,10 @@ def load_weights(
         device: Where storage goes. None: the mesh's device, the CPU for a CPU-offloaded or plain model.
         ignore_mismatched_sizes: Initialise tensors of other shape than the checkpoint's instead of refusing them.
         strict: Refuse missing and unexpected keys instead of reporting them.
+        added_tokens: Where the model's vocabulary was resized (``model.resize_token_embeddings`` on meta, before sharding, or
+            ``num_tokens`` of ``from_pretrained``): old rows are read from the files slice by slice, and new ones are the
+            mean of the old ("mean") or drawn by the model's own initialisation ("random"); the same values for any number
+            of ranks. None refuses a checkpoint of another vocabulary.
         check_finite: Refuse NaN and infinity in what was read; each rank looks at its own shards.
         seed: Of what the model initialises itself; the values do not depend on the number of ranks.
         staging_bytes: Bound of host memory above the shards; at least 1 MiB.
@@ -104,7 +110,14 @@ def load_weights(
         index = index.of_model(persistent_tensors(model))
         load_map = map_loading(model, index.tensors, layout=index.layout)
         refuse_quantized(model, load_map, index)
-        fit = fit_checkpoint(model, load_map, index, ignore_mismatched_sizes=ignore_mismatched_sizes, strict=strict)
+        fit = fit_checkpoint(
+            model,
+            load_map,
+            index,
+            ignore_mismatched_sizes=ignore_mismatched_sizes,
+            strict=strict,
+            resize_vocabulary=added_tokens is not None,
+        )
         check_ties(fit, index, staging_bytes)
     after = aftermath(model)
     with rolled_back(model):
@@ -120,6 +133,8 @@ def load_weights(
         with _timed(seconds, "initialize"), agreed(f"initialising what is in no file ({after})"):
             initialize_missing(model, missing_keys=fit.to_initialize, seed=seed)
             set_conversions(model, load_map)
+        if added_tokens is not None:
+            fill_added(model, fit.added, added_tokens, seed)
     report = LoadReport(
         checkpoint=index.name,
         rank=rank,
@@ -127,6 +142,7 @@ def load_weights(
         missing_keys=tuple(sorted(fit.missing_keys)),
         unexpected_keys=tuple(sorted(fit.unexpected_keys)),
         mismatched_keys=fit.mismatched,
+        resized_keys=fit.resized,
         initialized_keys=tuple(sorted(fit.to_initialize)),
         bytes_read=stats.num_bytes + whole.num_bytes,
         share_bytes=share.num_bytes,

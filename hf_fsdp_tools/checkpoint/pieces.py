@@ -52,6 +52,12 @@ class PieceTensor(torch.Tensor):
         """A tensor of a checkpoint, as it will be once it is cast to ``dtype``."""
         return cls(tensor.shape, dtype, tensor.pieces(), frozenset(tensor.sources))
 
+    def extended(self, dim: int, size: int) -> "PieceTensor":
+        """The same with another number of indices along ``dim``: fewer, or more that come from nowhere."""
+        kept = _slice(self, dim, 0, size)
+        assert kept is not None
+        return _remade(self, [size if d == dim else n for d, n in enumerate(self.shape)], kept.pieces or ())
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's names differ
         """Shape, dtype and number of pieces."""
         count = "opaque" if self.pieces is None else f"{len(self.pieces)} pieces"

@@ -33,6 +33,9 @@ class LoadReport:
     mismatched_keys: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     """(key, shape in the checkpoint, shape in the model) where they differ; only with ``ignore_mismatched_sizes``."""
 
+    resized_keys: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    """The same of tensors that were loaded token by token, because the model has another vocabulary."""
+
     initialized_keys: tuple[str, ...]
     """Keys that the model initialised itself: missing and mismatched ones."""
 
@@ -130,6 +133,8 @@ class LoadReport:
             rows.append(
                 ("read whole", f"{show_bytes(self.converted_bytes)}, for conversions that do more than move data")
             )
+        if self.resized_keys:
+            rows.append(("other vocabulary", _keys(tuple(key for key, _, _ in self.resized_keys))))
         if self.mismatched_keys:
             rows.append(("other shape", _keys(tuple(key for key, _, _ in self.mismatched_keys))))
         return _table(rows)

@@ -1,0 +1,170 @@
+"""Added tokens: a vocabulary resized while loading, or on a model that is sharded already, equals a plain resize."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
+
+from hf_fsdp_tools import ConfigError, from_pretrained, resize_token_embeddings, save_pretrained, sharding_of
+from hf_fsdp_tools.checkpoint import load_weights
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.meta import build_meta_model
+from tests._checkpoints import make_checkpoint, make_model
+from tests._dist import run_ranks
+from tests.ranks.test_load import assert_same, full, sharded_meta_model
+
+KINDS = ("llama", "tied", "gpt2", "bert", "t5")
+SIZES = (140, 133, 77)
+"""Of 131 tokens: a few more, fewer more than ranks, and less."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {kind: make_checkpoint(kind, root / kind) for kind in KINDS}
+
+
+def expected(kind: str, folder: Path, size: int) -> PreTrainedModel:
+    """The plain model resized by transformers, new rows made the mean of the old ones without its noise."""
+    model = type(make_model(kind)).from_pretrained(folder)
+    old = {id(p): p.detach().clone() for p in model.parameters()}
+    names = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    model.resize_token_embeddings(size, mean_resizing=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            before = old[names[name]]
+            if parameter.shape[0] > before.shape[0]:
+                parameter[before.shape[0] :] = before.double().mean(0).float()
+    return model
+
+
+def inputs_of(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    decoder = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
+    return {"input_ids": tokens, "labels": tokens} | decoder
+
+
+def losses_of(model: PreTrainedModel, size: int, steps: int = 2) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = (torch.arange(24).reshape(2, 12) * 7) % size
+    tokens[:, 3] = size - 1  # the newest
+    inputs = inputs_of(model, tokens)
+    losses = []
+    for _ in range(steps):
+        loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def check(kind: str, model: PreTrainedModel, reference: PreTrainedModel, size: int) -> None:
+    assert_close_rows(model, reference, kind)
+    assert model.config.get_text_config().vocab_size == size == model.get_input_embeddings().num_embeddings
+    torch.testing.assert_close(losses_of(model, size), losses_of(reference, size), rtol=1e-5, atol=1e-6)
+
+
+def assert_close_rows(model: PreTrainedModel, reference: PreTrainedModel, kind: str) -> None:
+    """Bit for bit, ties included, but for the last bit of a mean, which torch's own sum rounds otherwise."""
+    state, other = model.state_dict(), reference.state_dict()
+    for key, tensor in other.items():
+        torch.testing.assert_close(full(state[key]), tensor, rtol=1e-6, atol=1e-9)
+        if key in state and tensor.shape[:1] and tensor.shape[0] > 131:
+            assert torch.equal(full(state[key])[:131], tensor[:131]), (kind, key)
+            with torch.no_grad():
+                tensor.copy_(full(state[key]))  # now the very same start for training
+    assert_same(model, reference, kind)
+
+
+def resize_in_every_way(folders: dict[str, Path], root: Path) -> dict[str, Any]:
+    drawn = {}
+    for kind, folder in folders.items():
+        for size in SIZES:
+            loaded = build_meta_model(folder, auto_class=type(make_model(kind)))
+            with torch.device("meta"):
+                loaded.resize_token_embeddings(size, mean_resizing=False)
+            fully_shard(loaded)
+            report = load_weights(loaded, folder, added_tokens="mean")
+            assert report.resized_keys and not report.missing_keys and not report.initialized_keys
+            assert report.bytes_read <= report.share_bytes
+            check(kind, loaded, expected(kind, folder, size), size)
+
+            live = sharded_meta_model(kind, folder)
+            load_weights(live, folder)
+            if size == SIZES[0]:
+                with torch.no_grad():
+                    live(**inputs_of(live, torch.ones(1, 4, dtype=torch.int64)))
+            assert resize_token_embeddings(live, size) is live.get_input_embeddings()
+            check(kind, live, expected(kind, folder, size), size)
+        live = sharded_meta_model(kind, folder)
+        load_weights(live, folder)
+        resize_token_embeddings(live, 140, mean_resizing=False, seed=3)
+        again = from_pretrained(
+            folder, auto_class=type(make_model(kind)), num_tokens=135, pad_to_multiple_of=4, mean_resizing=False,
+            load_kwargs={"seed": 3},
+        )  # fmt: skip
+        for key, tensor in live.state_dict().items():
+            assert torch.equal(full(again.state_dict()[key])[:131], full(tensor)[:131]), key
+        rows = full(live.get_input_embeddings().weight)[131:].detach()
+        assert 0.005 < rows.std() < 1.5, (kind, rows.std())
+        assert torch.equal(full(again.get_input_embeddings().weight)[131:], rows[:5]) or kind != "llama"
+        drawn[kind] = rows
+    resized = from_pretrained(folders["tied"], num_tokens=140)
+    assert sharding_of(resized).plan.num_params == sum(p.numel() for p in resized.parameters())
+    live = from_pretrained(folders["tied"])
+    resize_token_embeddings(live, 140)
+    assert sharding_of(live).plan == sharding_of(resized).plan
+    save_pretrained(live, root / f"saved{dist.get_world_size()}")
+    return drawn
+
+
+def test_resizing_equals_a_plain_resize_and_does_not_depend_on_the_ranks(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    results = {n: run_ranks(resize_in_every_way, n, folders, tmp_path) for n in (2, 3)}
+    for kind in KINDS:
+        rows = [result[kind] for n in (2, 3) for result in results[n]]
+        assert all(torch.equal(other, rows[0]) for other in rows), kind
+    for n in (2, 3):
+        assert json.loads((tmp_path / f"saved{n}" / "config.json").read_text())["vocab_size"] == 140
+        saved = type(make_model("tied")).from_pretrained(tmp_path / f"saved{n}")
+        assert torch.equal(saved.lm_head.weight, type(saved).from_pretrained(tmp_path / "saved2").lm_head.weight)
+        assert saved.lm_head.weight.shape == (140, 48) and saved.lm_head.weight is saved.model.embed_tokens.weight
+
+
+def resize_otherwise(folders: dict[str, Path]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    live = sharded_meta_model("llama", folders["llama"], mesh=mesh)
+    load_weights(live, folders["llama"])
+    resize_token_embeddings(live, 140)
+    check("llama", live, expected("llama", folders["llama"], 140), 140)
+    with pytest.raises(ConfigError, match="num_tokens is 0; it must be at least 1"):
+        resize_token_embeddings(live, 0)
+    live(**inputs_of(live, torch.ones(1, 4, dtype=torch.int64))).loss.backward()
+    with pytest.raises(ConfigError, match=r"have gradients .*Resize before training, then make the optimizer"):
+        resize_token_embeddings(live, 150)
+    with pytest.raises(ConfigError, match=r"have no weights yet .*num_tokens="):
+        resize_token_embeddings(sharded_meta_model("llama", folders["llama"]), 150)
+    other = build_meta_model(folders["llama"], vocab_size=140)
+    with pytest.raises(
+        CheckpointError, match=r"\[131, 48\] in the checkpoint, \[140, 48\] in the model(.|\n)*added_tokens"
+    ):
+        load_weights(other, folders["llama"])
+    with pytest.raises(CheckpointError, match=r"another shape"):
+        load_weights(build_meta_model(folders["llama"], intermediate_size=60), folders["llama"], added_tokens="mean")
+
+
+def test_replicated_shards_and_refusals(folders: dict[str, Path]) -> None:
+    run_ranks(resize_otherwise, 4, folders)
+
+
+def test_one_process_without_a_group(folders: dict[str, Path]) -> None:
+    plain = type(make_model("bert")).from_pretrained(folders["bert"])
+    resize_token_embeddings(plain, 140)
+    assert_close_rows(plain, expected("bert", folders["bert"], 140), "bert")
