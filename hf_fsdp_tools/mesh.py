@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_fsdp_tools.errors import MeshError
 
-__all__ = ["ParallelDims", "ensure_process_group", "local_device"]
+__all__ = ["ParallelDims", "ensure_process_group", "local_device", "rank_on_node"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,11 @@ def local_device() -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def rank_on_node() -> tuple[int, int]:
+    """This process's rank among those of its machine, and how many these are, as the launcher says; (0, 1) without one."""
+    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def ensure_process_group(device_type: str) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,29 @@ def test_read_ahead_is_off_so_that_neighbours_bytes_stay_on_the_disk(
     file.write_bytes(raw(torch.ones(4)))
     read_transfers([whole(file, torch.ones(4), torch.zeros(4))], staging_bytes=MIB)
     write_transfers([whole(file, torch.ones(4), torch.ones(4))], staging_bytes=MIB)
+    read_transfers([whole(file, torch.ones(4), torch.zeros(4))], staging_bytes=MIB, read_ahead=True)
     assert advice == [(0, 0, os.POSIX_FADV_RANDOM)]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice about reading")
+def test_prefetch_asks_for_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts meet within a file and across files; a file that is not there is somebody else's error."""
+    asked: list[tuple[str, int, int]] = []
+
+    def advise(descriptor: int, start: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        asked.append((os.readlink(f"/proc/self/fd/{descriptor}").rsplit("/", 1)[1], start, length))
+
+    monkeypatch.setattr(reader.os, "posix_fadvise", advise)
+    for name, size in (("a", 10), ("b", 10), ("c", 10)):
+        (tmp_path / name).write_bytes(bytes(size))
+    files = [tmp_path / name for name in ("a", "absent", "b", "c")]
+    for part in range(2):
+        reader.prefetch(files, part=part, parts=2, num_bytes=24)
+        for thread in threading.enumerate():
+            if thread.name == "prefetch":
+                thread.join()
+    assert asked == [("a", 0, 10), ("b", 0, 2), ("b", 2, 8), ("c", 0, 4)]
 
 
 def test_staging_stays_within_its_bound(tmp_path: Path) -> None:
