@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -14,9 +15,10 @@ from transformers.utils import find_adapter_config_file
 from hf_fsdp_tools.adapters import add_adapter, load_adapter
 from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, agreed, load_weights
 from hf_fsdp_tools.checkpoint.dcp import find_dcp_folder
+from hf_fsdp_tools.checkpoint.reader import prefetch
 from hf_fsdp_tools.checkpoint.vocabulary import resize_vocabulary
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.mesh import ParallelDims
+from hf_fsdp_tools.mesh import ParallelDims, rank_on_node
 from hf_fsdp_tools.meta import build_meta_model, config_dtype, load_config
 from hf_fsdp_tools.shard import shard_model
 from hf_fsdp_tools.wrap import HybridPolicy, make_wrap_plan
@@ -121,6 +123,7 @@ def from_pretrained(
         if config._commit_hash:  # on the hub; weights of the same commit, whatever is pushed meanwhile
             hub_kwargs = hub_kwargs | {"revision": config._commit_hash}
         index = CheckpointIndex.open(name_or_path, allow_pickle=allow_pickle, **hub_kwargs)
+        _start_reading(index)
         # 3 the model without storage
         if dtype is None:
             is_trained = peft_config is None and adapter is None
@@ -185,6 +188,13 @@ def _base_of_adapter(
     revision = {"revision": written["revision"]} if written.get("revision") else {}
     kept = {key: value for key, value in hub_kwargs.items() if key not in ("revision", "subfolder")}
     return base, kept | revision
+
+
+def _start_reading(index: CheckpointIndex) -> None:
+    """Where all ranks share one machine, the disk need not wait until the model is built: every byte is wanted here."""
+    rank, ranks = rank_on_node()
+    if ranks == dist.get_world_size():
+        prefetch(list(dict.fromkeys(tensor.file for tensor in index.tensors.values())), part=rank, parts=ranks)
 
 
 def _from_accelerator(

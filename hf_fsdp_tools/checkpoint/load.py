@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.mesh import rank_on_node
 from hf_fsdp_tools.meta import allocate, initialize_missing
 
 from .agreement import agreed, all_ranks, rank_and_size
@@ -125,7 +126,11 @@ def load_weights(
             allocate(model, device=device or _device_of(model), dtype=dtype)
             share = _share_of(model, load_map, fit, index)
             with loading_bar(share.transfer_bytes, rank=rank, world_size=world_size, progress=progress) as on_bytes:
-                stats = read_transfers(share.transfers, staging_bytes=staging_bytes, on_bytes=on_bytes)
+                # Where all ranks share this machine, what one does not want another does.
+                is_shared = rank_on_node()[1] == world_size
+                stats = read_transfers(
+                    share.transfers, staging_bytes=staging_bytes, read_ahead=is_shared, on_bytes=on_bytes
+                )
                 whole = _convert_whole(model, share, fit, index, staging_bytes, on_bytes)
         if check_finite:
             with _timed(seconds, "check"), agreed(f"checking the values ({after})"):
