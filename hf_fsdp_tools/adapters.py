@@ -30,7 +30,7 @@ from hf_fsdp_tools.wrap import make_wrap_plan
 __all__ = ["add_adapter", "load_adapter", "plan_with_adapters", "shard_added"]
 
 _NEEDS_BASE = ("corda", "eva", "loftq", "lora_ga", "mica", "olora", "pissa")
-"""Values of LoRA's `init_lora_weights` that decompose, or change, whole weights of the base (PEFT 0.21)."""
+"""Values of LoRA's `init_lora_weights` that look into whole weights of the base; all but EVA change them too (PEFT 0.21)."""
 
 
 def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "default", seed: int = 0) -> Any:
@@ -78,8 +78,9 @@ def load_adapter(
     """
     peft = _peft()
     config = peft.PeftConfig.from_pretrained(fspath(name_or_path), **hub_kwargs)
-    if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # the files hold the values; no decomposition of the base is repeated
+    if getattr(config, "init_lora_weights", None) == "eva":
+        config.init_lora_weights = True  # the files hold the values
+    _refuse_whole_base(config)
     with _on_shards(config), _one_axis(model):
         adapted = peft.PeftModel.from_pretrained(
             model, fspath(name_or_path), config=config, is_trainable=is_trainable, torch_device="cpu", **hub_kwargs
@@ -160,8 +161,9 @@ def _refuse_whole_base(config: Any) -> None:
     start = getattr(config, "init_lora_weights", None)
     if isinstance(start, str) and start.lower().startswith(_NEEDS_BASE):
         raise ConfigError(
-            f"init_lora_weights={start!r} decomposes whole weights of the base, and no rank has them. Make this adapter once on a "
-            "plain model, save it with PEFT, and give its folder to from_pretrained; or use True, 'gaussian' or 'orthogonal'."
+            f"init_lora_weights={start!r} decomposes whole weights of the base, and no rank has them. Use True, 'gaussian' or "
+            "'orthogonal'; or make the adapter on the plain model and let prepare() shard the whole. A saved one: convert it with "
+            "PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)."
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["BareModel", "base_of", "bare_model", "is_adapted", "is_wrapper"]
+__all__ = ["BareModel", "bare_model", "base_of", "is_adapted", "is_wrapper", "own_class"]
 
 _INSIDE = ("base_layer", "original_module", "token_adapter")
 """Where PEFT's wrappers (0.21) keep the module that they wrap; a wrapper may hold another wrapper."""
@@ -33,6 +33,12 @@ def is_wrapper(module: nn.Module) -> bool:
     return hasattr(type(module), "adapter_layer_names") and any(
         module._modules.get(part) is not None for part in _INSIDE
     )
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before FSDP2 gave it one of its own."""
+    cls = type(module)
+    return cls.__mro__[cls.__mro__.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else cls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +88,7 @@ class _View:
         self.names.setdefault(bare, name)
         if core in self.copies:
             return self.copies[core]
-        copy: nn.Module = object.__new__(_own_class(core))
+        copy: nn.Module = object.__new__(own_class(core))
         self.copies[core] = copy
         copy.__dict__.update(core.__dict__)
         copy.__dict__.pop("__deepcopy__", None)  # of a unit: it copies the sharded module
@@ -109,12 +115,6 @@ class _View:
             part, module = next((part, child) for part in _INSIDE if (child := module._modules.get(part)) is not None)
             parts.append(part)
         return module, parts
-
-
-def _own_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before FSDP2 gave it one of its own."""
-    cls = type(module)
-    return cls.__mro__[cls.__mro__.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else cls
 
 
 def _join(name: str, part: str) -> str:

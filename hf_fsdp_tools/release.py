@@ -13,6 +13,8 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 
+from hf_fsdp_tools.bare import own_class
+
 __all__ = ["copy_released", "make_root", "managed_parameters", "release"]
 
 
@@ -37,7 +39,7 @@ def release(model: nn.Module) -> None:
         for handle in _handles(state):
             handle.remove()
         for module in state._modules:
-            module.__class__ = _own_class(module)
+            module.__class__ = own_class(module)
             del module.__dict__[STATE_KEY], module.__dict__[REGISTRY_KEY]
             module.__dict__.pop("__deepcopy__", None)
             _module_state_mapping.pop(module)
@@ -57,7 +59,7 @@ def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
     The copy has the module's own class, its own shards, and no hooks; FSDP2 does not manage it. FSDP2 itself refuses to copy.
     """
-    twin: nn.Module = object.__new__(_own_class(module))
+    twin: nn.Module = object.__new__(own_class(module))
     memo[id(module)] = twin
     fresh = nn.Module().__dict__
     own = {key for key in module.__dict__ if key not in fresh} | {"_parameters", "_buffers", "_modules", "training"}
@@ -65,11 +67,6 @@ def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for key in own - {STATE_KEY, REGISTRY_KEY, "__deepcopy__"}:
         twin.__dict__[key] = copy.deepcopy(module.__dict__[key], memo)
     return twin
-
-
-def _own_class(module: nn.Module) -> type[nn.Module]:
-    cls = type(module)
-    return cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
 
 
 def _states(model: nn.Module) -> list[Any]:

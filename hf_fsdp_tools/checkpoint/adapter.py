@@ -8,17 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.bare import bare_model, base_of
 from hf_fsdp_tools.errors import CheckpointError
 
-from .agreement import agreed, rank_and_size
+from .agreement import agreed, all_ranks, rank_and_size
 from .report import SaveReport
 
-__all__ = ["is_adapted", "save_adapter"]
-
-
-def is_adapted(model: nn.Module) -> bool:
-    """Whether this is a PEFT model, whose base is not to be saved again with every adapter."""
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+__all__ = ["save_adapter"]
 
 
 def save_adapter(
@@ -67,12 +63,32 @@ def save_adapter(
 
 
 def _gather_adapter(model: nn.Module, dtype: torch.dtype | None, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Every tensor that is trained, or named as the tuner names its own, whole on the CPU; empty stand-ins unless kept."""
-    prefix = getattr(getattr(model, "base_model", None), "prefix", None) or "lora_"
+    """Every tensor that PEFT may write, whole on the CPU; empty stand-ins unless kept.
+
+    These are the tensors of PEFT's wrappers without what they wrap, of its prompt encoders, whatever is trained, and what
+    PEFT chooses beside that (embeddings that were resized, or have an adapter).
+    """
+    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    base = {id(tensor) for tensor in bare_model(base_of(model)).model.state_dict(keep_vars=True).values()}
+    # Rank 0 decides for all: PEFT may ask the hub whether the base has the same vocabulary.
+    chosen = all_ranks(_chosen_by_peft(model, state) if keep else None)[0] or frozenset()
     whole = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.requires_grad or prefix in name:
+    for name, tensor in state.items():
+        if tensor.requires_grad or id(tensor) not in base or name in chosen:
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             full = full.detach().to(dtype if full.is_floating_point() else None)
             whole[name] = full.cpu() if keep else full.to("meta")
     return whole
+
+
+def _chosen_by_peft(model: Any, state: dict[str, torch.Tensor]) -> frozenset[str]:
+    """Names of the tensors that PEFT would write as they are; prompt methods write what their encoders give instead."""
+    from peft import get_peft_model_state_dict
+
+    ids = {
+        id(tensor)
+        for adapter, config in model.peft_config.items()
+        if not config.is_prompt_learning
+        for tensor in get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter).values()
+    }
+    return frozenset(name for name, tensor in state.items() if id(tensor) in ids)

@@ -14,17 +14,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
+from hf_fsdp_tools.bare import is_adapted
 from hf_fsdp_tools.errors import CheckpointError
 
-from .adapter import is_adapted, save_adapter
+from .adapter import save_adapter
 from .agreement import agreed, all_ranks, rank_and_size
 from .conversion import persistent_tensors, revert_group
+from .gather import gather_to_first
 from .index import WEIGHTS, WEIGHTS_INDEX
 from .layout import Layout, Place, plan_layout
+from .merge import merged_model
 from .reader import TransferStats, write_transfers
 from .report import SaveReport
 from .shares import is_first_replica, local_boxes_of, local_tensor, memory_view
@@ -45,9 +47,10 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     staging_bytes: int = 64 * 2**20,
+    merge_adapters: bool = False,
 ) -> SaveReport:
     """Write a model, sharded or not, as the checkpoint that plain ``save_pretrained`` would write: same keys, dtypes,
-    shapes. Of a PEFT model, the adapter only, as PEFT writes it.
+    shapes. Of a PEFT model, the adapter only, as PEFT writes it; or, merged, a checkpoint that needs no PEFT.
 
     The layout is the hub's again (experts one by one, tied weights once), by transformers' own reverse conversions. No
     rank gathers the model: all compute the same layout, rank 0 makes the files at full length, every rank writes its
@@ -64,6 +67,9 @@ def save_pretrained(
         dtype: What floating-point tensors become in the files; None keeps the model's.
         max_shard_size: Largest weight file, in bytes or as "5GB".
         staging_bytes: Bound of host memory used for casting and scattering.
+        merge_adapters: Write the base of a PEFT model with the active adapters merged into it, equal to PEFT's
+            ``merge_and_unload`` bit for bit; the model stays as it is. Adapted modules are gathered one at a time, and this
+            rank's merged shards of them are held until they are written.
 
     Every rank of the default process group must call. The ranks exchange errors and, for what is gathered, tensors.
 
@@ -74,7 +80,9 @@ def save_pretrained(
     start = time.perf_counter()
     rank, _ = rank_and_size()
     folder = Path(folder)
-    if is_adapted(model):
+    if merge_adapters:
+        model = merged_model(model)
+    elif is_adapted(model):
         return save_adapter(model, folder, tokenizer=tokenizer, dtype=dtype)
     mark = all_ranks(secrets.token_hex(4))[0]
     with agreed("planning the checkpoint"):
@@ -278,14 +286,14 @@ def _is_scattered(transfers: list[Transfer]) -> bool:
 
 
 def _write_gathered(model: nn.Module, key: str, layout: Layout, staging_bytes: int) -> TransferStats:
-    """Gather the model tensors that one saved tensor comes from, revert the conversion for real, write it on rank 0."""
+    """Gather on rank 0 the model tensors that one saved tensor comes from, revert the conversion for real, and write it."""
     place = layout.places[key]
     state = persistent_tensors(model)
-    whole = {name: _whole(state[name]) for name in sorted(place.tensor.sources)}
+    whole = {n: gather_to_first(state[n], staging_bytes=staging_bytes) for n in sorted(place.tensor.sources)}
     stats = TransferStats()
     with agreed(f"writing {key!r}"):
         if rank_and_size()[0] == 0:
-            result = revert_group(model, whole)[key]
+            result = revert_group(model, {name: t for name, t in whole.items() if t is not None})[key]
             stored = View(offset=0, length=tuple(result.shape), strides=row_major_strides(result.shape))
             transfer = Transfer(
                 key=key,
@@ -297,9 +305,3 @@ def _write_gathered(model: nn.Module, key: str, layout: Layout, staging_bytes: i
             )
             stats = write_transfers([transfer], staging_bytes=staging_bytes)
     return stats
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor on every rank; all ranks must call."""
-    with torch.no_grad():
-        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
