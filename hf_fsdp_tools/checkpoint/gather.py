@@ -1,0 +1,57 @@
+"""A sharded tensor brought together on rank 0 alone, in pieces: where a conversion needs whole values."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from .agreement import agreed, all_ranks, rank_and_size
+from .shares import is_first_replica, local_boxes_of, local_tensor, memory_view
+from .slices import Box
+
+__all__ = ["gather_to_first"]
+
+
+def gather_to_first(tensor: torch.Tensor, *, staging_bytes: int) -> torch.Tensor | None:
+    """The whole of a sharded (or plain) tensor on the host of rank 0; None on every other rank.
+
+    Every rank of the default process group must call. Each rank that holds a part sends it, at most `staging_bytes` at a
+    time, so that no rank but the first holds more than its shard and such a piece.
+
+    Raises:
+        CheckpointError: rank 0 has no memory for it; the same on every rank, before anything is sent.
+    """
+    rank, _ = rank_and_size()
+    whole = None
+    with agreed("gathering a tensor"):
+        if rank == 0:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    parts = list(_parts(tensor, staging_bytes)) if is_first_replica(tensor) else []
+    device = torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
+    for sender, boxes in enumerate(all_ranks([box for box, _ in parts])):
+        for i, box in enumerate(boxes):
+            if rank == sender:
+                part = parts[i][1]
+                if rank != 0:
+                    dist.send(part.contiguous().to(device), dst=0)
+            elif rank == 0:
+                part = torch.empty(box.length, dtype=tensor.dtype, device=device)
+                dist.recv(part, src=sender)
+            if whole is not None:
+                place = tuple(slice(s, s + n) for s, n in zip(box.start, box.length, strict=True))
+                whole[place] = part.to("cpu")
+    return whole
+
+
+def _parts(tensor: torch.Tensor, num_bytes: int) -> Iterator[tuple[Box, torch.Tensor]]:
+    """This rank's boxes with their memory, cut along dimension 0 to at most `num_bytes`, or single rows."""
+    local = local_tensor(tensor)
+    for box, start in local_boxes_of(tensor):
+        memory = memory_view(local, start, box.length)
+        if not box.length:
+            yield box, memory
+            continue
+        step = max(1, num_bytes * box.length[0] // (box.numel * tensor.element_size()))
+        for i, slab in enumerate(torch.split(memory, step)):
+            yield Box(start=(box.start[0] + i * step, *box.start[1:]), length=tuple(slab.shape)), slab
