@@ -110,8 +110,11 @@ def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
     Raises:
         CheckpointError: in place of torch's `CheckpointException`, which is no `Exception`, so that nobody catches it.
     """
-    asked = plugin.state_dict_type
-    plugin.set_state_dict_type(state_dict_type or asked)
+    names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
+    asked = {name: getattr(plugin, name) for name in names}
+    if state_dict_type is not None and state_dict_type not in str(plugin.state_dict_type):
+        plugin.state_dict_config = plugin.optim_state_dict_config = None  # or they stay those of the other type
+        plugin.set_state_dict_type(state_dict_type)
     try:
         yield
     except CheckpointException as error:  # torch has exchanged it: it is the same on every rank
@@ -120,7 +123,8 @@ def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
             f"torch's distributed checkpoint failed on {len(lines)} rank(s).\n" + "\n".join(lines)
         ) from error
     finally:
-        plugin.set_state_dict_type(asked)
+        for name, value in asked.items():
+            setattr(plugin, name, value)
 
 
 def start_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -1,7 +1,6 @@
 """A run that was interrupted goes on as if it had not been: states, checkpoints, and what an interruption leaves behind."""
 
 import os
-import shutil
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from hf_fsdp_tools import CheckpointError, FSDPTrainerMixin, HybridFSDPPlugin, from_pretrained, make_accelerator
+from hf_fsdp_tools import CheckpointError, FSDPTrainerMixin, from_pretrained, make_accelerator
+from hf_fsdp_tools.integrations.resume import using_format
 from hf_fsdp_tools.mesh import local_device
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks
@@ -328,3 +328,68 @@ def _all_faults(source, out):
 def test_complaint_20_an_interrupted_save_destroys_nothing_and_stops_all_ranks(checkpoints, tmp_path):
     (tmp_path / "states").mkdir()
     run_ranks(_all_faults, 2, checkpoints["llama"], tmp_path)
+
+
+class GrowsWorse(TrainerCallback):
+    """Makes every evaluation worse than the first, so that the best checkpoint is not the last."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step > 2:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+
+
+def _best(source, out):
+    for name, settings in {
+        "all": {"save_steps": 2},
+        "only": {"save_steps": 2, "save_only_model": True, "save_total_limit": 1},
+        "best": {"save_strategy": "best"},
+        "epoch": {"save_strategy": "epoch", "eval_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2},
+    }.items():
+        trainer = _trainer(
+            _model(source), out / name, load_best_model_at_end=True, metric_for_best_model="loss", callbacks=[GrowsWorse()],
+            **settings,
+        )  # fmt: skip
+        trainer.train_dataset = _rows(8 if name == "epoch" else 64)
+        trainer.train()
+        assert trainer.state.best_model_checkpoint == str(out / name / "checkpoint-2"), name
+        best = AutoModelForCausalLM.from_pretrained(out / name / "checkpoint-2")
+        assert _equal(trainer.model, best), name
+        close(trainer.evaluate()["eval_loss"], min(_history(trainer, "eval_loss")))
+        trainer.save_model(out / name / "final")
+        assert _equal(trainer.model, AutoModelForCausalLM.from_pretrained(out / name / "final")), name
+    with pytest.warns(UserWarning, match="holds no optimizer"):
+        _trainer(_model(source), out / "only", max_steps=3).train(resume_from_checkpoint=True)
+
+
+class AsAccelerateSaves(ShardedTrainer):
+    """What the plain Trainer leaves behind under FSDP."""
+
+    _save_optimizer_and_scheduler = Trainer._save_optimizer_and_scheduler
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        os.makedirs(output_dir, exist_ok=True)
+
+
+def _foreign(source, out):
+    """Checkpoints in Accelerate's own formats, as the Trainer writes them without us."""
+    for state_dict_type in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        folder = out / state_dict_type
+        first = _trainer(_model(source), folder, kind=AsAccelerateSaves, save_steps=4)
+        with using_format(first.accelerator.state.fsdp_plugin, state_dict_type):
+            first.train()
+        held = {path.name for path in (folder / "checkpoint-4").iterdir()}
+        assert ("optimizer_0" in held) == (state_dict_type == "SHARDED_STATE_DICT") and "model.safetensors" not in held
+        second = _trainer(_model(source), folder, save_strategy="no")
+        second.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+        assert _history(second)[-2:] == _history(first)[-2:], state_dict_type
+
+
+def _formats(source, out):
+    _best(source, out / "best")
+    _foreign(source, out / "foreign")
+
+
+def test_complaint_18_checkpoints_hold_the_model_and_the_best_one_is_kept(checkpoints, tmp_path):
+    run_ranks(_formats, 2, checkpoints["llama"], tmp_path)
