@@ -1,0 +1,143 @@
+"""Missing, unexpected and mismatched keys are those that transformers reports of the same model and checkpoint."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BertForSequenceClassification,
+    LlamaForCausalLM,
+    LlamaModel,
+    PreTrainedModel,
+    T5EncoderModel,
+)
+
+from hf_fsdp_tools.checkpoint import load_weights
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.meta import build_meta_model
+from tests._checkpoints import make_checkpoint, make_model
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Quiet(LlamaForCausalLM):
+    """Says which keys it does not want to hear of."""
+
+    _keys_to_ignore_on_load_missing: ClassVar = [r"q_proj"]
+    _keys_to_ignore_on_load_unexpected: ClassVar = [r"adapter"]
+
+
+def drop(*parts: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {key: t for key, t in tensors.items() if not any(part in key for part in parts)}
+
+
+def add(*keys: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {key: torch.ones(3) for key in keys}
+
+
+def same(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+CASES: dict[str, tuple[str, Callable[[Tensors], Tensors], Any, dict[str, Any]]] = {
+    # name: (kind of checkpoint, what is changed, class that loads it, arguments)
+    "nothing wrong": ("llama", same, AutoModelForCausalLM, {}),
+    "another head": ("llama", same, AutoModelForSequenceClassification, {"num_labels": 5}),
+    "another head, BERT": ("bert", same, BertForSequenceClassification, {}),
+    "head to base": ("llama", same, AutoModel, {}),
+    "base to head": ("base", same, AutoModelForCausalLM, {}),
+    "base to another head": ("base", same, AutoModelForTokenClassification, {}),
+    "tied, embedding missing": ("tied", drop("embed_tokens"), AutoModelForCausalLM, {}),
+    "a layer missing, keys too many": (
+        "llama",
+        lambda t: add("model.layers.7.mlp.up_proj.weight", "junk")(drop("layers.1.")(t)),
+        AutoModelForCausalLM,
+        {},
+    ),
+    "a buffer missing": ("deepseek_v3", drop("e_score_correction_bias"), AutoModelForCausalLM, {}),
+    "a whole expert layer missing": (
+        "mixtral",
+        drop("layers.1.mlp", "layers.1.block_sparse_moe"),
+        AutoModelForCausalLM,
+        {},
+    ),
+    "ignored keys": (
+        "llama",
+        lambda t: add("model.adapter.x", "model.other.x")(drop("q_proj", "k_proj")(t)),
+        Quiet,
+        {},
+    ),
+    "half of T5": ("t5", same, T5EncoderModel, {}),
+    "other shapes": (
+        "llama",
+        drop("layers.0.mlp"),
+        AutoModelForCausalLM,
+        {"vocab_size": 77, "ignore_mismatched_sizes": True},
+    ),
+    "old names of norms": (
+        "bert",
+        lambda t: {key.replace("LayerNorm.weight", "LayerNorm.gamma"): value for key, value in t.items()},
+        BertForSequenceClassification,
+        {},
+    ),
+}
+
+
+def checkpoint(kind: str, change: Callable[[Tensors], Tensors], folder: Path) -> Path:
+    """One file, changed."""
+    if kind == "base":
+        base: PreTrainedModel = make_model("llama").model
+        assert type(base) is LlamaModel
+        base.save_pretrained(folder)
+    else:
+        make_checkpoint(kind, folder)
+    tensors: Tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    save_file(change(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_keys_as_transformers(tmp_path: Path, name: str) -> None:
+    kind, change, auto_class, arguments = CASES[name]
+    folder = checkpoint(kind, change, tmp_path)
+    reference, expected = auto_class.from_pretrained(folder, output_loading_info=True, **arguments)
+    ignore = arguments.get("ignore_mismatched_sizes", False)
+    config = {key: value for key, value in arguments.items() if key != "ignore_mismatched_sizes"}
+    model = build_meta_model(folder, auto_class=auto_class, **config)
+    report = load_weights(model, folder, ignore_mismatched_sizes=ignore)
+    info = report.loading_info()
+    assert set(info) == set(expected)
+    assert info["missing_keys"] == set(expected["missing_keys"])
+    assert info["unexpected_keys"] == set(expected["unexpected_keys"])
+    mismatched = {(key, tuple(a), tuple(b)) for key, a, b in expected["mismatched_keys"]}
+    assert info["mismatched_keys"] == mismatched
+    state, values = model.state_dict(keep_vars=True), reference.state_dict()
+    drawn = {id(state[key]) for key in report.initialized_keys}  # tied tensors have several keys
+    assert all(id(tensor) in drawn or torch.equal(tensor, values[key]) for key, tensor in state.items())
+    # strict: whatever is reported is refused
+    again = build_meta_model(folder, auto_class=auto_class, **config)
+    if info["missing_keys"] or info["unexpected_keys"]:
+        with pytest.raises(CheckpointError, match="does not hold exactly what the model needs") as caught:
+            load_weights(again, folder, strict=True, ignore_mismatched_sizes=ignore)
+        assert all(key in str(caught.value) for key in info["missing_keys"] | info["unexpected_keys"])
+    else:
+        load_weights(again, folder, strict=True)
+
+
+def test_other_shapes_stop_both_unless_ignored(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        AutoModelForCausalLM.from_pretrained(folder, vocab_size=77)
+    with pytest.raises(CheckpointError, match="ignore_mismatched_sizes"):
+        load_weights(build_meta_model(folder, vocab_size=77), folder)

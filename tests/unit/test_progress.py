@@ -1,0 +1,86 @@
+"""The bar while loading: right total, only where it is wanted."""
+
+import io
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+from transformers.utils import logging
+
+from hf_fsdp_tools.checkpoint import CheckpointIndex, load, load_weights, progress
+from hf_fsdp_tools.checkpoint.progress import loading_bar
+from hf_fsdp_tools.meta import build_meta_model
+from tests._checkpoints import make_checkpoint
+
+
+class Terminal(io.StringIO):
+    """What is written to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    monkeypatch.setattr(progress, "_DELAY_S", 0)
+    yield Terminal()
+    enable_progress_bars()
+    logging.enable_progress_bar()
+
+
+def shown(stream: io.StringIO, **options: Any) -> str:
+    start = len(stream.getvalue())
+    options = {"rank": 0, "world_size": 8, "progress": None} | options
+    with redirect_stderr(stream), loading_bar(4_000_000_000, **options) as on_bytes:
+        for _ in range(4):
+            on_bytes(1_000_000_000)
+    return stream.getvalue()[start:]
+
+
+def test_rank_0_shows_its_bytes_and_speed_on_a_terminal(terminal: Terminal) -> None:
+    text = shown(terminal)
+    assert "Loading weights (rank 0 of 8): 100%" in text and "4.00G/4.00G" in text and "B/s" in text
+    assert "Loading weights: 100%" in shown(terminal, world_size=1)
+    assert shown(terminal, rank=1) == shown(terminal, rank=1, progress=True) == ""
+    assert shown(terminal, progress=False) == ""
+
+
+def test_what_is_over_soon_shows_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_DELAY_S", 60)
+    assert shown(terminal) == ""
+
+
+def test_bars_that_are_switched_off_or_go_to_no_terminal(terminal: Terminal) -> None:
+    logging.disable_progress_bar()
+    assert shown(terminal) == "" and "100%" in shown(terminal, progress=True)
+    logging.enable_progress_bar()
+    disable_progress_bars()
+    assert shown(terminal) == ""
+    enable_progress_bars()
+    assert "100%" in shown(terminal)
+    assert shown(io.StringIO()) == "" and "100%" in shown(io.StringIO(), progress=True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2"])
+def test_the_bar_ends_at_its_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Every byte is counted once: fused experts, transposed layers, tied weights."""
+    totals: list[int] = []
+    arrived: list[int] = []
+
+    class Bar:
+        def __init__(self, num_bytes: int, **_: Any) -> None:
+            totals.append(num_bytes)
+
+        def __enter__(self) -> Any:
+            return arrived.append
+
+        def __exit__(self, *_: object) -> None:
+            """Nothing to close."""
+
+    monkeypatch.setattr(load, "loading_bar", Bar)
+    folder = make_checkpoint(kind, tmp_path)
+    load_weights(build_meta_model(folder), folder)
+    assert totals == [sum(arrived)] == [CheckpointIndex.open(folder).num_bytes]
