@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,17 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
 from hf_fsdp_tools.checkpoint import CheckpointIndex, SaveReport, load_weights, save_pretrained
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.fsdp1 import wrap_fsdp1
+from hf_fsdp_tools.fsdp1_shares import plain_view
 from hf_fsdp_tools.meta import build_meta_model
+from hf_fsdp_tools.wrap import make_wrap_plan
 from tests._checkpoints import KINDS, make_checkpoint, make_model, randomize
 from tests._dist import run_ranks
 from tests.ranks.test_load import full, last_even_dim, sharded_meta_model
@@ -121,7 +126,7 @@ class Doubled(ConversionOps):
 
 
 def save_what_cannot_be_written_in_place(folder: Path, tmp: Path) -> list[tuple[int, int, int]]:
-    """A conversion that computes, and one whose runs in the file are two bytes long."""
+    """A conversion that computes, and one whose runs in the file are two bytes long; FSDP2, then FSDP1."""
     found = []
     for name, operation in (("doubled", Doubled()), ("transposed", Transpose(0, 1))):
         converter = WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", operations=[operation])
@@ -132,8 +137,14 @@ def save_what_cannot_be_written_in_place(folder: Path, tmp: Path) -> list[tuple[
         model = sharded_meta_model("llama", folder)
         model._weight_conversions = plain._weight_conversions
         load = load_weights(model, folder)
-        report = save_pretrained(model, tmp / f"{name} ours")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DTensor, "full_tensor", None)  # no rank but the first may hold a whole tensor
+            report = save_pretrained(model, tmp / f"{name} ours", staging_bytes=2**12)
         found.append((load.converted_bytes, report.gathered_bytes, report.bytes_written))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            flat = wrap_fsdp1(plain, make_wrap_plan(plain))
+        save_pretrained(plain_view(flat), tmp / f"{name} flat", staging_bytes=2**12)
     return found
 
 
@@ -147,8 +158,10 @@ def test_what_cannot_be_written_in_place_is_gathered_and_counted(tmp_path: Path)
     for name, rows in zip(("doubled", "transposed"), zip(*per_rank, strict=True), strict=True):
         assert [row[1] for row in rows] == [down, down]
         assert rows[0][0] == (down if name == "doubled" else 0)
-        ours, theirs = stored(tmp_path / f"{name} ours"), stored(tmp_path / f"{name} theirs")
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], t) for k, t in theirs.items()), name
+        theirs = stored(tmp_path / f"{name} theirs")
+        for way in ("ours", "flat"):
+            ours = stored(tmp_path / f"{name} {way}")
+            assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], t) for k, t in theirs.items()), name
 
 
 def save_twice(folder: Path, target: Path) -> None:
