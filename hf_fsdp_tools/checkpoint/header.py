@@ -2,8 +2,11 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from reprlib import Repr
+from stat import S_ISREG
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +16,7 @@ from hf_fsdp_tools.errors import CheckpointError
 
 from .stored import StoredTensor
 
-__all__ = ["DTYPES", "parse_header", "parse_json", "shortened"]
+__all__ = ["DTYPES", "MAX_HEADER_BYTES", "parse_header", "parse_json", "shortened"]
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
 
@@ -52,7 +55,10 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
         CheckpointError: The first thing that is wrong.
     """
     try:
-        size = file.stat().st_size
+        status = file.stat()
+        if not S_ISREG(status.st_mode):  # to open a named pipe would wait for a writer for ever
+            raise OSError("it is not a regular file")
+        size = status.st_size
         with open(file, "rb") as stream:
             prefix = stream.read(8)
             length = int.from_bytes(prefix, "little")
@@ -77,11 +83,11 @@ def parse_json(file: Path, text: bytes) -> dict[str, Any]:
     """The header as a dict with unique keys."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        if len(set(keys)) < len(keys):
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise ValueError(f"key {twice!r} occurs twice")
-        return dict(pairs)
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+            raise ValueError(f"key {shortened(twice)} occurs twice")
+        return found
 
     try:
         entries = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
@@ -130,14 +136,19 @@ def _check_layout(file: Path, tensors: list[StoredTensor], data_start: int, size
 
 
 def _are_sizes(value: Any) -> bool:
-    """Whether it is a list of non-negative integers that a file could have (64 bit)."""
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+    """Whether it is a list of non-negative integers that a file could have: 64 bits each, no more than torch has
+    dimensions (their product would be a number of millions of digits).
+    """
+    return isinstance(value, list) and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
 def shortened(value: Any) -> str:
-    """Its ``repr`` in at most 80 characters, for messages."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    """Its ``repr`` in about 80 characters, for messages; takes no longer for a long or deep value."""
+    return _REPR.repr(value)[:120]
+
+
+_REPR = Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 
 def _damaged(file: Path, fact: str) -> CheckpointError:

@@ -1,5 +1,6 @@
 """Which file of a checkpoint holds which tensor, with dtype, shape and byte range: headers are read, data is not."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +15,7 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import HubRepository, is_hub_name
 
 from .dcp import METADATA, find_dcp_folder, model_part, parse_dcp
-from .header import parse_header, parse_json, shortened
+from .header import MAX_HEADER_BYTES, parse_header, parse_json, shortened
 from .pickled import locate_chunk, parse_pickled
 from .stored import ChunkedTensor, StoredTensor, TensorChunk, leaves_folder
 
@@ -263,6 +264,8 @@ def _listed_files(file: Path, suffix: str) -> tuple[list[Path], _Listing]:
 
 def _read_listing(file: Path, suffix: str) -> _Listing:
     """Parse and check an index file; a name that leaves the folder or is not there is refused."""
+    if (size := file.stat().st_size) > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{file}: is {size} bytes long; an index has at most {MAX_HEADER_BYTES}. Save it again.")
     text = file.read_bytes()
     content = parse_json(file, text)
     weight_map = content.get("weight_map")
@@ -271,13 +274,14 @@ def _read_listing(file: Path, suffix: str) -> _Listing:
             f"{file}: expected a 'weight_map' from keys to file names, found {shortened(weight_map)}."
         )
     problems = []
-    for name in sorted(set(weight_map.values())):
+    for name, count in sorted(Counter(weight_map.values()).items()):
         if leaves_folder(name) or not name.endswith(suffix):
-            problems.append(f"{file}: names the file {name!r}; expected a {suffix[1:]} file inside the folder.")
-        elif not (file.parent / name).is_file():
-            count = sum(v == name for v in weight_map.values())
             problems.append(
-                f"{file}: names {name!r} for {count} tensors, which is not there. Download or save it again."
+                f"{file}: names the file {shortened(name)}; expected a {suffix[1:]} file inside the folder."
+            )
+        elif not (file.parent / name).is_file():
+            problems.append(
+                f"{file}: names {shortened(name)} for {count} tensors, which is not there. Download or save it again."
             )
     if problems:
         raise CheckpointError(_joined(problems))

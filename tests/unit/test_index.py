@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,54 @@ def test_a_symlink_loop_and_a_folder_in_place_of_a_file(tmp_path: Path) -> None:
         CheckpointIndex.open(tmp_path)
 
 
+def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="cannot be read: it is not a regular file"):
+        CheckpointIndex.open(tmp_path)
+
+
+def test_a_folder_that_is_a_symlink_loop_and_an_index_that_is_one(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(CheckpointError, match=r"No such folder|annot (be )?read"):
+        CheckpointIndex.open(tmp_path / "loop")
+    (tmp_path / INDEX).symlink_to(tmp_path / INDEX)
+    with pytest.raises(CheckpointError, match=r"No weights in .*found loop, model\.safetensors\.index\.json"):
+        CheckpointIndex.open(tmp_path)
+
+
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "a key twice among 300,000": lambda: (
+        b'{"weight_map":{%s,"k0":"x"}}' % b",".join(b'"k%d":"x"' % i for i in range(300_000))
+    ),
+    "30,000 files that are not there": lambda: (
+        b'{"weight_map":{%s}}' % b",".join(b'"k%d":"f%d.safetensors"' % (i, i) for i in range(30_000))
+    ),
+    "one shape of 200,000 sizes": lambda: (
+        b'{"weight_map":{"dtype":"F32","data_offsets":[0,8],"shape":[%s]}}'
+        % b",".join([b"9223372036854775807"] * 200_000)
+    ),
+    "deep": lambda: b'{"weight_map":' + b"[" * 900 + b"]" * 900 + b"}",
+    "a number of 4,000 digits": lambda: (
+        b'{"weight_map":{"dtype":"F32","data_offsets":[0,%s],"shape":[2]}}' % (b"9" * 4000)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_made_to_take_long_does_not(tmp_path: Path, name: str) -> None:
+    """As an index file and as a header: one short error, in time that grows with the length of the file alone."""
+    text = HOSTILE[name]()
+    write(tmp_path / "model.safetensors", text, bytes(8))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / INDEX).write_bytes(text)
+    for place in (tmp_path, tmp_path / "folder"):
+        start = time.process_time()
+        with pytest.raises(CheckpointError) as caught:
+            CheckpointIndex.open(place)
+        assert time.process_time() - start < 5
+        assert len(str(caught.value)) < 2500
+
+
 # ---- fuzzing ----
 
 json_values = st.recursive(
@@ -229,7 +278,7 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     header=st.dictionaries(st.text(max_size=4), entries | json_values, max_size=4).map(lambda h: json.dumps(h).encode())
     | st.binary(max_size=60),
@@ -246,7 +295,7 @@ def test_no_header_does_anything_but_parse_or_raise(tmp_path: Path, header: byte
     assert sum(t.num_bytes for t in tensors) == len(data)
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, 400), value=st.integers(0, 255))
 def test_one_changed_byte_of_a_good_file_never_crashes(tmp_path: Path, position: int, value: int) -> None:
     file = tmp_path / "model.safetensors"
@@ -259,3 +308,29 @@ def test_one_changed_byte_of_a_good_file_never_crashes(tmp_path: Path, position:
     except CheckpointError:
         return
     assert all(start <= t.offset <= t.offset + t.num_bytes <= len(content) for t in tensors)
+
+
+names = st.sampled_from(["x.safetensors", "y.safetensors", "../x.safetensors", "gone.safetensors", ""]) | st.text(
+    max_size=12
+)
+maps = st.dictionaries(st.sampled_from(["a", "b"]) | st.text(max_size=3), names | json_values, max_size=4)
+
+
+@settings(max_examples=300, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    content=st.fixed_dictionaries({"weight_map": maps | json_values}).map(lambda c: json.dumps(c).encode())
+    | json_values.map(lambda c: json.dumps(c).encode())
+    | st.binary(max_size=60)
+)
+def test_no_index_file_does_anything_but_open_or_raise(tmp_path: Path, content: bytes) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+    save_file({"b": torch.ones(2)}, tmp_path / "y.safetensors")
+    (tmp_path / INDEX).write_bytes(content)
+    try:
+        index = CheckpointIndex.open(tmp_path)
+    except CheckpointError as error:
+        assert str(tmp_path) in str(error)
+        return
+    listed = json.loads(content)["weight_map"]
+    assert set(listed) <= set(index.tensors) <= {"a", "b"}
+    assert all(tensor.file.parent == tmp_path for tensor in index.tensors.values())
