@@ -208,6 +208,11 @@ def _from_accelerator(
     if accelerator is None:
         return mesh, mp_policy, offload_policy, activation_checkpointing
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if not hasattr(accelerator.state, "distributed_type"):
+        raise ConfigError(
+            "Accelerate's state was reset after this accelerator was made: TrainingArguments does that. Make the arguments "
+            "first, then the accelerator and the model."
+        )
     if plugin is None or plugin.fsdp_version != 2:
         raise ConfigError(
             f"The accelerator does not run FSDP2 (distributed type {accelerator.distributed_type}). "

@@ -143,7 +143,11 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """As `Accelerator.clip_grad_norm_`; the norm of the whole model's gradients comes back as a plain tensor. Every rank
         must call, whether its own shards have gradients or not."""
-        norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        if not self.is_fsdp2:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        self.unscale_gradients()
+        # What Accelerate's own comes to, less its comparison of tensor lists, which fails where several models are prepared.
+        norm = self._clip_grad_norm_dtensor_aware(list(parameters), max_norm, norm_type=norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     # ---- saving and resuming ----
