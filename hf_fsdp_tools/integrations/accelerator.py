@@ -255,3 +255,6 @@ def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:
     if sync_each_batch:
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     return accelerator
+
+
+HybridFSDPPlugin.accelerator_class = ShardedAccelerator  # the plugin lies below this class and cannot import it

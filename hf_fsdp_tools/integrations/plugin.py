@@ -17,7 +17,13 @@ from hf_fsdp_tools.fsdp1_policy import hybrid_auto_wrap_policy
 from hf_fsdp_tools.mesh import local_device
 from hf_fsdp_tools.wrap import HybridPolicy
 
-from .settings import drop_fsdp1_settings, is_set, reshard_after_forward, warn_of_unknown_variables
+from .settings import (
+    drop_fsdp1_settings,
+    is_set,
+    reshard_after_forward,
+    warn_of_idle_wrap_settings,
+    warn_of_unknown_variables,
+)
 from .wrapping import narrowed, policy_from_wrap, without_modules
 
 __all__ = ["LOW_PRECISION", "HybridFSDPPlugin"]
@@ -111,6 +117,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             self.mixed_precision_policy = _precision(mixed_precision, self.fsdp_version)
 
     def _translate_wrap(self) -> HybridPolicy:
+        warn_of_idle_wrap_settings(self)
         return policy_from_wrap(
             self.auto_wrap_policy,
             class_names=self.transformer_cls_names_to_wrap or (),
@@ -150,8 +157,9 @@ def _as_given(policy: Any, version: int) -> Any:
 
 def _precision(name: Any, version: int) -> MixedPrecisionPolicy | MixedPrecision:
     dtype = None if name in (None, "no") else _dtype(name)
-    kind = MixedPrecisionPolicy if version == 2 else MixedPrecision
-    return kind(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
+    if version == 1:
+        return MixedPrecision(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)  # for bf16 weights without a policy too
 
 
 def _dtype(name: Any) -> torch.dtype | None:

@@ -15,7 +15,14 @@ from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
 
 from hf_fsdp_tools.errors import ConfigError
 
-__all__ = ["drop_fsdp1_settings", "is_set", "plugin_arguments", "reshard_after_forward", "warn_of_unknown_variables"]
+__all__ = [
+    "drop_fsdp1_settings",
+    "is_set",
+    "plugin_arguments",
+    "reshard_after_forward",
+    "warn_of_idle_wrap_settings",
+    "warn_of_unknown_variables",
+]
 
 VARIABLES = (
     "FSDP_ACTIVATION_CHECKPOINTING",
@@ -100,7 +107,7 @@ def plugin_arguments(args: Any) -> dict[str, Any]:
         ConfigError: unknown keys, with the nearest names; XLA's, which run on TPUs.
     """
     config = args.fsdp_config or {}
-    if args.fsdp_plugin_args is None:
+    if not args.fsdp:
         if config:
             warnings.warn("TrainingArguments.fsdp_config has no effect without fsdp: add fsdp=True.", stacklevel=4)
         return {}
@@ -110,7 +117,7 @@ def plugin_arguments(args: Any) -> dict[str, Any]:
     ]
     if problems:
         raise ConfigError("TrainingArguments.fsdp_config cannot be used: " + "; ".join(problems) + ".")
-    arguments = dict(args.fsdp_plugin_args)
+    arguments = dict(args.fsdp_plugin_args or {})
     if "state_dict_type" not in config:
         arguments.pop("state_dict_type", None)
     for key, value in config.items():
@@ -155,7 +162,8 @@ def drop_fsdp1_settings(plugin: FullyShardedDataParallelPlugin) -> None:
         value = getattr(plugin, name)
         if value is None:
             value = _from_variable(name)
-        if getattr(value, "name", value) not in fulfilled:
+        said = getattr(value, "name", value)
+        if (said.upper() if isinstance(said, str) else said) not in fulfilled:
             asked.append(f"{name}={getattr(value, 'name', value)}")
         setattr(plugin, name, True if name == "limit_all_gathers" else None)
     if asked:
@@ -164,6 +172,19 @@ def drop_fsdp1_settings(plugin: FullyShardedDataParallelPlugin) -> None:
             "left out.",
             stacklevel=4,
         )
+
+
+def warn_of_idle_wrap_settings(plugin: FullyShardedDataParallelPlugin) -> None:
+    """One line for layer classes or a size that the chosen wrap policy does not look at."""
+    wrap = getattr(getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy), "__name__", "")
+    said = []
+    if plugin.transformer_cls_names_to_wrap and wrap != "transformer_auto_wrap_policy":
+        names = ",".join(plugin.transformer_cls_names_to_wrap)
+        said.append(f"transformer_cls_names_to_wrap={names} has effect only with TRANSFORMER_BASED_WRAP")
+    if plugin.min_num_params and wrap != "size_based_auto_wrap_policy":
+        said.append(f"min_num_params={plugin.min_num_params} has effect only with SIZE_BASED_WRAP")
+    if said:
+        warnings.warn(f"{'; '.join(said)}. Set auto_wrap_policy so.", stacklevel=5)
 
 
 def _from_variable(name: str) -> Any:

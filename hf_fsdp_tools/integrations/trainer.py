@@ -8,12 +8,13 @@ import torch
 from accelerate.utils import TorchDynamoPlugin
 from accelerate.utils.fsdp_utils import save_fsdp_optimizer
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_fsdp_tools.checkpoint import agreed, load_weights, save_pretrained
 from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.fsdp1 import load_weights_fsdp1
 
 from .accelerator import adopt
@@ -87,6 +88,20 @@ class FSDPTrainerMixin:
     @is_distributed_loading_by_transformers.setter
     def is_distributed_loading_by_transformers(self, loaded: bool) -> None:
         """Nothing to note; `prepare` looks at the model itself."""
+
+    def _update_auto_batch_size(self, batch_size: int) -> None:
+        """With auto_find_batch_size, before each attempt: the model stays sharded, and what the step that ran out of memory
+        left gathered is sharded again. All ranks must run out of memory in the same step; one alone leaves the others waiting."""
+        first = batch_size == self._train_batch_size  # type: ignore[attr-defined]  # the Trainer's
+        super()._update_auto_batch_size(batch_size)  # type: ignore[misc]  # the Trainer's
+        model: Any = self.model  # type: ignore[attr-defined]  # the Trainer's
+        if isinstance(model, FSDPModule) and not first:
+            if not hasattr(model, "reset_iter_state"):
+                raise ConfigError(
+                    f"auto_find_batch_size needs torch 2.13, which can drop a broken-off step; this is {torch.__version__}."
+                )
+            model.reset_iter_state()
+            model.zero_grad()
 
     # ---- saving ----
 

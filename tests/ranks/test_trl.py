@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -102,9 +102,12 @@ def _model(task: str, source: Path, accelerator: Any = None) -> Any:
 def _trainer(task: str, model: Any, folder: Path, *, mixed: bool, extra: Any = None, **settings: Any) -> Any:
     base = TRAINERS[task][0]
     kind = type(f"Sharded{base.__name__}", (FSDPTrainerMixin, base), {}) if mixed else base
-    extra = (extra or {}) | ({"reward_funcs": _reward} if task == "grpo" and "reward_funcs" not in (extra or {}) else {})
+    extra = (extra or {}) | (
+        {"reward_funcs": _reward} if task == "grpo" and "reward_funcs" not in (extra or {}) else {}
+    )
+    rows = load_from_disk(settings.pop("rows")) if "rows" in settings else _rows(task)
     args = _arguments(task, folder, **settings)
-    return kind(model=model, args=args, train_dataset=_rows(task), processing_class=_tokenizer(), **extra)
+    return kind(model=model, args=args, train_dataset=rows, processing_class=_tokenizer(), **extra)
 
 
 def _losses(trainer: Any) -> list[float]:
@@ -189,7 +192,8 @@ def _references(sources, folder):
     trainer = train("given, plain", _model("dpo", sources["tied"]), {"ref_model": _model("dpo", sources["tied"])})
     assert _units(trainer.ref_model) == len(sharding_of(trainer.model).plan.units)
     # TRL hashes the plain reference, shards it, runs it over the data set, and drops it again
-    trainer = train("precomputed", _model("dpo", sources["tied"], accelerator), precompute_ref_log_probs=True)
+    rows = {"rows": sources["rows"], "precompute_ref_log_probs": True}
+    trainer = train("precomputed", _model("dpo", sources["tied"], accelerator), **rows)
     assert trainer.ref_model is None
     trainer = train(
         "synced", _model("dpo", sources["tied"], accelerator), sync_ref_model=True, ref_model_sync_steps=1,
@@ -211,7 +215,8 @@ def _references(sources, folder):
 
 
 def test_complaint_31_reference_models_given_loaded_synced_precomputed_or_with_the_adapter_off(checkpoints, tmp_path):
-    results = run_ranks(_references, 2, checkpoints, tmp_path, timeout_s=240)
+    _rows("dpo").save_to_disk(tmp_path / "rows")  # the cache of precomputed values lies beside it, one for all ranks
+    results = run_ranks(_references, 2, checkpoints | {"rows": tmp_path / "rows"}, tmp_path, timeout_s=240)
     expected = _one_process("dpo", checkpoints["tied"], tmp_path / "one", max_steps=2)
     for losses in results:
         for name in ("given, sharded", "given, plain", "precomputed"):

@@ -1,0 +1,321 @@
+"""Settings as they reach real ranks: RAM-efficient loading, layer classes, a user's own Accelerator, TrainingArguments."""
+
+import os
+import subprocess
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from peft.utils.other import fsdp_auto_wrap_policy
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+from hf_fsdp_tools import (
+    ConfigError,
+    FSDPTrainerMixin,
+    HybridFSDPPlugin,
+    HybridPolicy,
+    build_meta_model,
+    from_pretrained,
+    make_accelerator,
+    sharding_of,
+)
+from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator
+from tests._checkpoints import make_checkpoint, make_model, tiny_config
+from tests._dist import run_ranks
+
+close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+
+
+class ShardedTrainer(FSDPTrainerMixin, Trainer):
+    pass
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return make_checkpoint("tied", tmp_path_factory.mktemp("model"))
+
+
+def _row() -> dict[str, torch.Tensor]:
+    ids = torch.arange(3, 15)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _arguments(folder: Path, **settings) -> TrainingArguments:
+    defaults = {"max_steps": 2, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+    return TrainingArguments(output_dir=str(folder), **{**defaults, "dataloader_pin_memory": False, **settings})
+
+
+def _units(model) -> int:
+    return len({m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)})
+
+
+def _blocks(model) -> set[str]:
+    """Modules that are units, below the root."""
+    return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)} - {""}
+
+
+# ---- RAM-efficient loading, weights that differ ----
+
+
+def _rank0_only(folder, out):
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_VERSION": "2"}
+    args = _arguments(out)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        # before any Accelerator, as most scripts do; transformers 5.23 leaves only what is in no file to rank 0
+        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3, pad_token_id=0)
+        head = model.score.weight
+        drawn = None if head.is_meta else head.detach().clone()
+        if dist.get_rank():  # and 5.17 all else too
+            model = model.to("meta")
+        trainer = ShardedTrainer(model=model, args=args, train_dataset=[_row() | {"labels": torch.tensor(1)}] * 8)
+        assert trainer.accelerator.is_fsdp2 and os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
+        loss = trainer.evaluate(eval_dataset=[_row() | {"labels": torch.tensor(1)}] * 4)["eval_loss"]
+    plain = make_model("tied").state_dict() | {"score.weight": drawn}
+    for name, parameter in trainer.model.named_parameters():
+        whole = parameter.full_tensor()
+        assert plain[name] is None or torch.equal(whole, plain[name]), name
+    trainer.train()
+    return drawn, loss
+
+
+def test_complaint_08_and_09_ram_efficient_loading_reaches_every_shard(checkpoint, tmp_path):
+    (drawn, loss0), (absent, loss1) = run_ranks(_rank0_only, 2, checkpoint, tmp_path)
+    assert absent is None, "transformers leaves it on meta"
+    plain = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=3, pad_token_id=0)
+    plain.score.weight.data.copy_(drawn)
+    expected = plain(input_ids=_row()["input_ids"][None], labels=torch.tensor([1])).loss.item()
+    close([loss0, loss1], [expected, expected])
+
+
+def _differing(folder):
+    rank = dist.get_rank()
+    accelerator = make_accelerator(cpu=True)
+    torch.manual_seed(rank)  # the mistake: each rank draws its own head
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
+    head = model.score.weight.detach().clone()
+    heads = [torch.empty_like(head) for _ in range(2)]
+    dist.all_gather(heads, head)
+    assert not torch.equal(*heads)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        accelerator.prepare(model)
+    assert torch.equal(model.score.weight.full_tensor(), heads[0])
+    # on meta on both: both stop, with the same words
+    with pytest.raises(ConfigError, match=r"parameters of Qwen3ForCausalLM are on meta.*from_pretrained") as stopped:
+        accelerator.prepare(build_meta_model(folder))
+    # and on rank 0 alone
+    half = build_meta_model(folder) if rank == 0 else AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"on meta"):
+        accelerator.prepare(half)
+    # another policy on each rank
+    accelerator.state.fsdp_plugin.policy = HybridPolicy(reshard_after_forward={"*": bool(rank)})
+    with pytest.raises(ValueError, match=r"The wrap plan differs between ranks"):
+        accelerator.prepare(AutoModelForCausalLM.from_pretrained(folder))
+    return [str(w.message) for w in seen if "differ between ranks" in str(w.message)], str(stopped.value)
+
+
+def test_weights_that_differ_between_ranks_become_rank_0s_and_what_cannot_stops_all(checkpoint):
+    (said, stopped), (silent, too) = run_ranks(_differing, 2, checkpoint)
+    assert len(said) == 1 and not silent and "score.weight" in said[0] and "Set the same seed" in said[0]
+    assert stopped == too
+
+
+# ---- what is wrapped ----
+
+
+def _wrapped(folder, out):
+    # 02: a function of a module, with activation checkpointing
+    plugin = HybridFSDPPlugin(auto_wrap_policy=lambda m: type(m).__name__ == "Qwen3MLP", activation_checkpointing=True)
+    accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin)
+    model = accelerator.prepare(make_model("tied"))
+    accelerator.backward(model(**{key: value[None] for key, value in _row().items()}).loss)
+    assert {"model.layers.0.mlp", "model.layers.1.mlp"} <= _blocks(model)
+    AcceleratorState._reset_state(True)
+    # 03: by size; no container is a unit
+    os.environ |= {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "5000"}
+    model = make_accelerator(cpu=True).prepare(make_model("llama"))
+    assert {"model.layers.0", "model.layers.1"} <= _blocks(model) and "model.layers" not in _blocks(model)
+    AcceleratorState._reset_state(True)
+    # 05: a class that the model does not have
+    classes = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayr"}
+    os.environ |= classes
+    accelerator = make_accelerator(cpu=True)
+    with pytest.warns(UserWarning, match=r"'LlamaDecoderLayr' matches no module; the nearest .*LlamaDecoderLayer"):
+        model = accelerator.prepare(make_model("llama"))
+    assert {"model.layers.0", "model.layers.1"} <= _blocks(model)
+    with pytest.warns(UserWarning, match=r"nearest"):  # and through from_pretrained
+        assert {"model.layers.0", "model.layers.1"} <= _blocks(from_pretrained(folder, accelerator=accelerator))
+    AcceleratorState._reset_state(True)
+    # 07: a model without class hints
+    del os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"], os.environ["FSDP_AUTO_WRAP_POLICY"]
+    deberta = AutoModelForSequenceClassification.from_config(tiny_config("deberta"))
+    assert not deberta._no_split_modules
+    model = make_accelerator(cpu=True).prepare(deberta)
+    assert {"deberta.encoder.layer.0", "deberta.encoder.layer.1"} <= _blocks(model)
+    AcceleratorState._reset_state(True)
+    # 01: PEFT's policy
+    plugin = HybridFSDPPlugin(auto_wrap_policy=fsdp_auto_wrap_policy(make_model("llama")))
+    with pytest.warns(UserWarning, match=r"PrefixEncoder.* matches no module"):  # PEFT names all of its own classes
+        model = make_accelerator(cpu=True, fsdp_plugin=plugin).prepare(make_model("llama"))
+    assert {"model.layers.0", "model.layers.1"} <= _blocks(model)
+    AcceleratorState._reset_state(True)
+    # ignored modules are whole on every rank, trained alike, also through from_pretrained
+    accelerator = make_accelerator(cpu=True, fsdp_plugin=HybridFSDPPlugin(ignored_modules=r".*\.q_norm"))
+    model = from_pretrained(folder, accelerator=accelerator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids = torch.arange(3, 15)[None] + dist.get_rank()
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+    optimizer.step()
+    norm = model.model.layers[0].self_attn.q_norm.weight
+    assert not isinstance(norm, DTensor) and isinstance(model.model.layers[0].self_attn.k_norm.weight, DTensor)
+    norms = [torch.empty_like(norm) for _ in range(2)]
+    dist.all_gather(norms, norm.detach())
+    assert torch.equal(*norms) and not torch.equal(norm, make_model("tied").model.layers[0].self_attn.q_norm.weight)
+
+
+def test_complaints_02_03_05_07_every_way_of_wrapping_gives_units(checkpoint, tmp_path):
+    run_ranks(_wrapped, 2, checkpoint, tmp_path)
+
+
+# ---- a user's own Accelerator ----
+
+
+def _as_on_accelerators(plugin) -> Accelerator:
+    """An Accelerator with its state as Accelerate leaves it on GPUs: distributed, FSDP, with the plugin."""
+    from hf_fsdp_tools.integrations.state import start_state
+
+    start_state(HybridFSDPPlugin(), mixed_precision=None, cpu=True, parallelism_config=None)
+    AcceleratorState().fsdp_plugin = plugin
+    return Accelerator(fsdp_plugin=plugin)
+
+
+def _own_accelerator(folder):
+    accelerator = _as_on_accelerators(HybridFSDPPlugin())
+    assert type(accelerator) is Accelerator and accelerator.is_fsdp2
+    plain = make_model("tied")
+    with pytest.raises(ConfigError, match=r"would wrap by Accelerate's rules.*make_accelerator"):
+        accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    accelerator = _as_on_accelerators(HybridFSDPPlugin())
+    model = from_pretrained(folder, accelerator=accelerator)
+    assert type(accelerator) is ShardedAccelerator
+    held = list(model.parameters())
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(held, lr=0.1))
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], held, strict=True))
+    accelerator.backward(model(**{key: value[None] for key, value in _row().items()}).loss)
+    optimizer.step()
+    assert _units(model) == len(sharding_of(model).plan.units)
+    AcceleratorState._reset_state(True)
+    accelerator = _as_on_accelerators(
+        FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    )
+    with pytest.raises(ConfigError, match=r"class names that sharding changes.*no_wrap"):
+        from_pretrained(folder, accelerator=accelerator)
+    AcceleratorState._reset_state(True)
+    accelerator = _as_on_accelerators(FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap"))
+    model = from_pretrained(folder, accelerator=accelerator)
+    units = _units(model)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(**{key: value[None] for key, value in _row().items()}).loss)
+    assert type(accelerator) is Accelerator and _units(model) == units
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=HybridFSDPPlugin())  # on CPUs, Accelerate drops the plugin
+    with pytest.raises(ConfigError, match=r"does not run FSDP2.*make_accelerator\(\)"):
+        from_pretrained(folder, accelerator=accelerator)
+
+
+def test_a_users_own_accelerator_runs_our_plugin_or_says_what_to_use(checkpoint):
+    run_ranks(_own_accelerator, 2, checkpoint)
+
+
+# ---- TrainingArguments, launchers ----
+
+
+class Crowded(ShardedTrainer):
+    """Runs out of memory in the middle of a forward pass with more than 2 rows."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        crowded = inputs["input_ids"].shape[0] > 2
+        handle = model.model.layers[1].mlp.register_forward_pre_hook(_fail) if crowded else None
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            if handle is not None:
+                handle.remove()
+
+
+def _fail(module, args):
+    raise RuntimeError("CUDA out of memory.")
+
+
+def _finds_batch_size(folder, out):
+    losses = []
+    for kind, batch in ((Crowded, 3), (ShardedTrainer, 2)):
+        args = _arguments(out, auto_find_batch_size=kind is Crowded, per_device_train_batch_size=batch, logging_steps=1)
+        for model in (from_pretrained(folder, accelerator=make_accelerator(cpu=True)), make_model("tied")):
+            rows = [{key: value + n % 3 for key, value in _row().items()} for n in range(16)]
+            trainer = kind(model=model, args=args, train_dataset=rows)
+            trainer.train()
+            assert trainer._train_batch_size == 2
+            assert _units(trainer.model) == len(sharding_of(trainer.model).plan.units)
+            losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    return losses
+
+
+def test_complaint_34_the_batch_size_finder_leaves_the_model_sharded_once(checkpoint, tmp_path):
+    for found_sharded, found_plain, sharded, plain in run_ranks(_finds_batch_size, 2, checkpoint, tmp_path):
+        close(found_sharded, sharded)
+        close(found_plain, plain)
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from hf_fsdp_tools import FSDPTrainerMixin, sharding_of
+
+class ShardedTrainer(FSDPTrainerMixin, Trainer):
+    pass
+
+source, folder = sys.argv[1:]
+config = {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"], "reshard_after_forward": False, "offload_params": True}
+args = TrainingArguments(output_dir=folder, max_steps=2, report_to="none", save_strategy="no", disable_tqdm=True,
+                         fsdp=True, fsdp_config=config)
+row = torch.arange(3, 15)
+trainer = ShardedTrainer(model=AutoModelForCausalLM.from_pretrained(source), args=args,
+                         train_dataset=[{"input_ids": row, "labels": row}] * 8)
+trainer.train()
+trainer.save_model()
+sharding = sharding_of(trainer.model)
+units = {unit.modules[0]: unit for unit in sharding.plan.units}
+print("RESULT", dist.get_world_size(), units["model.layers.0"].reshard_after_forward, type(sharding.offload_policy).__name__)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_training_arguments_shard_whoever_launches(checkpoint, tmp_path, launcher):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    start = [sys.executable]
+    if launcher == "torchrun":
+        start += ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--standalone"]
+    done = subprocess.run(
+        [*start, str(script), str(checkpoint), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    world = 2 if launcher == "torchrun" else 1
+    assert done.stdout.count(f"RESULT {world} False CPUOffloadPolicy") == world, done.stdout + done.stderr[-3000:]
+    assert (tmp_path / "out" / "model.safetensors").is_file() or list((tmp_path / "out").glob("model-*.safetensors"))

@@ -1,0 +1,306 @@
+"""Every FSDP setting that Accelerate and TrainingArguments know is known here too, and does what docs/settings.md says.
+
+The lists come from their sources: a setting that a later version adds fails here until somebody decides what becomes of it.
+"""
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import launch as launcher
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedStateDictConfig, StateDictType
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    _or_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from transformers import TrainingArguments
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+
+from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, HybridPolicy, make_wrap_plan
+from hf_fsdp_tools.integrations.settings import TRAINING_KEYS, VARIABLES, plugin_arguments
+from tests._checkpoints import make_model
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+# ---- the lists, from the sources ----
+
+
+def launcher_variables() -> set[str]:
+    read = re.findall(r'env_prefix \+ "([A-Z_]+)"', inspect.getsource(FullyShardedDataParallelPlugin))
+    return set(re.findall(r'"(FSDP_[A-Z_]+)"', inspect.getsource(launcher))) | {f"FSDP_{name}" for name in read}
+
+
+def launcher_options() -> set[str]:
+    options = {option for action in launch_command_parser()._actions for option in action.option_strings}
+    yaml_only = set(re.findall(r"args\.(fsdp_\w+)|\"(fsdp_\w+)\"", inspect.getsource(launcher)))
+    return {o.lstrip("-") for o in options if o.startswith("--fsdp_")} | {
+        name for pair in yaml_only for name in pair if name
+    }
+
+
+def training_keys() -> set[str]:
+    source = inspect.getsource(TrainingArguments._process_fsdp_args)
+    source += inspect.getsource(TrainingArguments._apply_legacy_fsdp_to_config)
+    read = re.findall(r'(?<!xla_)fsdp_config(?:\.get\(|\.setdefault\(|\[)"(\w+)"|"(\w+)" in self\.fsdp_config', source)
+    return {name for pair in read for name in pair if name}
+
+
+def plugin_fields() -> set[str]:
+    return {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
+
+
+def test_the_lists_are_those_of_the_sources():
+    assert len(launcher_variables()) >= 16 and len(launcher_options()) >= 15, "the sources are still read as they were"
+    assert len(training_keys()) >= 18 and len(plugin_fields()) >= 21
+    assert set(VARIABLES) == launcher_variables()
+    assert training_keys() <= set(TRAINING_KEYS)
+    assert {name for name in TRAINING_KEYS.values() if name} <= plugin_fields()
+
+
+@pytest.mark.parametrize("source", [launcher_variables, launcher_options, training_keys, plugin_fields])
+def test_every_setting_is_in_the_document(source):
+    absent = {name for name in source() if f"`{name}`" not in DOCUMENT}
+    assert not absent, f"docs/settings.md does not say what becomes of {sorted(absent)}"
+
+
+# ---- what becomes of each ----
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what the plugin writes is undone after the test
+        monkeypatch.delenv(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    said: dict[str, Any]
+    expected: Callable[[HybridFSDPPlugin], Any] | str
+
+
+def attribute(name: str, value: Any) -> Callable[[HybridFSDPPlugin], bool]:
+    return lambda plugin: getattr(plugin, name) == value
+
+
+def policy(**settings: Any) -> Callable[[HybridFSDPPlugin], bool]:
+    return lambda plugin: plugin.policy == HybridPolicy(**settings)
+
+
+def units(*wanted: str) -> Callable[[HybridFSDPPlugin], bool]:
+    """Those modules of a Llama model are units of their own."""
+    return lambda plugin: (
+        set(wanted)
+        <= {name for unit in make_wrap_plan(LLAMA, policy=plugin.policy_for(LLAMA)).units for name in unit.modules}
+    )
+
+
+def is_mlp(module):
+    return isinstance(module, LlamaMLP)
+
+
+def mlp_of_first(name, module):
+    return name.endswith("layers.0.mlp")
+
+
+def in_three(module, recurse, nonwrapped_numel):
+    return recurse or (isinstance(module, LlamaMLP) and nonwrapped_numel > 0)
+
+
+LLAMA = make_model("llama")
+MLPS = units("model.layers.0.mlp", "model.layers.1.mlp")
+PEFTS = functools.partial(
+    _or_policy,
+    policies=[
+        functools.partial(lambda_auto_wrap_policy, lambda_fn=is_mlp),
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaAttention}),
+    ],
+)
+LEFT_OUT = r"Only FSDP1 has {}=.*left out"
+CASES = [
+    Case("fsdp_version", {}, attribute("fsdp_version", 2)),
+    Case("fsdp_version", {"FSDP_VERSION": "1"}, attribute("fsdp_version", 1)),
+    Case("reshard_after_forward", {"FSDP_RESHARD_AFTER_FORWARD": "false"}, policy(reshard_after_forward={"*": False})),
+    Case("reshard_after_forward", {"FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"}, policy()),
+    Case("reshard_after_forward", {"reshard_after_forward": False}, policy(reshard_after_forward={"*": False})),
+    Case("sharding_strategy", {"FSDP_SHARDING_STRATEGY": "FULL_SHARD"}, policy()),
+    Case("sharding_strategy", {"sharding_strategy": "SHARD_GRAD_OP"}, policy(reshard_after_forward={"*": False})),
+    Case("sharding_strategy", {"FSDP_SHARDING_STRATEGY": "2"}, policy(reshard_after_forward={"*": False})),
+    Case("sharding_strategy", {"sharding_strategy": "HYBRID_SHARD"}, "ConfigError: .*HYBRID_SHARD.*dp_replicate_size"),
+    Case("sharding_strategy", {"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "ConfigError: .*NO_SHARD.*MULTI_GPU"),
+    Case("cpu_offload", {"FSDP_OFFLOAD_PARAMS": "true"}, lambda p: isinstance(p.cpu_offload, CPUOffloadPolicy)),
+    Case("cpu_offload", {"cpu_offload": True}, lambda p: p.cpu_offload.pin_memory is False),
+    Case("mixed_precision_policy", {"mixed_precision_policy": "bf16"}, attribute("mixed_precision_policy", BF16)),
+    Case(
+        "mixed_precision_policy",
+        {"mixed_precision_policy": {"param_dtype": "bf16", "reduce_dtype": torch.float32}},
+        attribute("mixed_precision_policy", BF16),
+    ),
+    Case("mixed_precision_policy", {"mixed_precision_policy": "fp8"}, "ConfigError: .*fp8.*Use no, bf16, fp16 or fp32"),
+    Case("mixed_precision_policy", {"mixed_precision_policy": {"dtype": "bf16"}}, "ConfigError: no dtype; FSDP2 takes"),
+    Case("auto_wrap_policy", {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, policy()),
+    Case("auto_wrap_policy", {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}, policy()),
+    Case("auto_wrap_policy", {"auto_wrap_policy": ModuleWrapPolicy({LlamaMLP})}, policy(block_types=(LlamaMLP,))),
+    Case("auto_wrap_policy", {"auto_wrap_policy": CustomPolicy(is_mlp)}, MLPS),
+    Case("auto_wrap_policy", {"auto_wrap_policy": is_mlp}, MLPS),
+    Case("auto_wrap_policy", {"auto_wrap_policy": in_three}, MLPS),
+    Case("auto_wrap_policy", {"auto_wrap_policy": mlp_of_first}, units("model.layers.0.mlp", "model.layers.1")),
+    Case("auto_wrap_policy", {"auto_wrap_policy": PEFTS}, units("model.layers.0.mlp", "model.layers.0.self_attn")),
+    Case(
+        "auto_wrap_policy",
+        {"auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=7)},
+        policy(min_unit_params=7),
+    ),
+    Case("auto_wrap_policy", {"auto_wrap_policy": 7}, "ConfigError: auto_wrap_policy is 7; expected"),
+    Case(
+        "transformer_cls_names_to_wrap",
+        {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaMLP, LlamaAttention"},
+        units("model.layers.0.mlp", "model.layers.0.self_attn"),
+    ),
+    Case(
+        "transformer_cls_names_to_wrap",
+        {"transformer_cls_names_to_wrap": ["LlamaMLP"]},
+        r"warning: transformer_cls_names_to_wrap.*only with TRANSFORMER_BASED_WRAP",
+    ),
+    Case(
+        "min_num_params",
+        {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "2000"},
+        policy(min_unit_params=2000),
+    ),
+    Case("min_num_params", {"min_num_params": 2000}, r"warning: min_num_params=2000.*only with SIZE_BASED_WRAP"),
+    Case(
+        "ignored_modules",
+        {"FSDP_IGNORED_MODULES": r".*\.mlp"},
+        lambda p: p.policy_for(LLAMA).replicate == ("model.layers.0.mlp", "model.layers.1.mlp"),
+    ),
+    Case(
+        "ignored_modules",
+        {"ignored_modules": [LLAMA.lm_head]},
+        lambda p: make_wrap_plan(LLAMA, policy=p.policy_for(LLAMA)).replicated == ("lm_head.weight",),
+    ),
+    Case(
+        "ignored_modules",
+        {"ignored_modules": "mlps"},
+        lambda p: raises(r"'mlps' matches no module", p.policy_for, LLAMA),
+    ),
+    Case("state_dict_type", {}, attribute("state_dict_type", StateDictType.SHARDED_STATE_DICT)),
+    Case("state_dict_type", {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, lambda p: "FULL" in p.state_dict_type.name),
+    Case(
+        "cpu_ram_efficient_loading", {"cpu_ram_efficient_loading": True}, attribute("cpu_ram_efficient_loading", False)
+    ),
+    Case(
+        "activation_checkpointing",
+        {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
+        attribute("activation_checkpointing", True),
+    ),
+    Case(
+        "activation_checkpointing_offload",
+        {"FSDP_ACTIVATION_CHECKPOINTING": "true", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"},
+        "ConfigError: activation_checkpointing_offload.*Leave it out",
+    ),
+    Case("backward_prefetch", {"FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE"}, policy()),
+    Case(
+        "backward_prefetch", {"backward_prefetch": "BACKWARD_POST"}, "warning: " + LEFT_OUT.format("backward_prefetch")
+    ),
+    Case("forward_prefetch", {"FSDP_FORWARD_PREFETCH": "true"}, "warning: " + LEFT_OUT.format("forward_prefetch")),
+    Case("use_orig_params", {"FSDP_USE_ORIG_PARAMS": "true"}, policy()),
+    Case("use_orig_params", {"use_orig_params": False}, "warning: " + LEFT_OUT.format("use_orig_params")),
+    Case("sync_module_states", {"FSDP_SYNC_MODULE_STATES": "true"}, policy()),
+    Case("sync_module_states", {"sync_module_states": False}, "warning: " + LEFT_OUT.format("sync_module_states")),
+    Case("limit_all_gathers", {"limit_all_gathers": False}, "warning: " + LEFT_OUT.format("limit_all_gathers")),
+    Case("param_init_fn", {"param_init_fn": is_mlp}, "warning: " + LEFT_OUT.format("param_init_fn")),
+    Case(
+        "state_dict_config",
+        {"state_dict_config": ShardedStateDictConfig()},
+        "warning: " + LEFT_OUT.format("state_dict_config"),
+    ),
+    Case(
+        "optim_state_dict_config",
+        {"optim_state_dict_config": 1},
+        "warning: " + LEFT_OUT.format("optim_state_dict_config"),
+    ),
+]
+
+
+def raises(match: str, function: Callable[..., Any], *args: Any) -> bool:
+    with pytest.raises(ConfigError, match=match):
+        function(*args)
+    return True
+
+
+@pytest.mark.filterwarnings("error")  # what is honoured or translated is so without a word
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{list(case.said.values())[:1]}")
+def test_what_becomes_of_each_setting(case, monkeypatch):
+    for name, value in case.said.items():
+        if name.isupper():
+            monkeypatch.setenv(name, value)
+    arguments = {name: value for name, value in case.said.items() if not name.isupper()}
+    if not isinstance(case.expected, str):
+        assert case.expected(HybridFSDPPlugin(**arguments))
+        return
+    kind, _, match = case.expected.partition(": ")
+    with (
+        pytest.raises(ConfigError, match=match)
+        if kind == "ConfigError"
+        else pytest.warns(UserWarning, match=match) as seen
+    ):
+        HybridFSDPPlugin(**arguments)
+    assert kind == "ConfigError" or len(seen) == 1, "one line"
+
+
+def test_no_field_of_the_plugin_is_without_a_case():
+    assert {case.name for case in CASES} == plugin_fields()
+
+
+def test_an_unknown_variable_is_answered_with_the_nearest_name(monkeypatch):
+    monkeypatch.setenv("FSDP_OFLOAD_PARAMS", "true")
+    with pytest.warns(UserWarning, match=r"FSDP_OFLOAD_PARAMS has no effect: did you mean FSDP_OFFLOAD_PARAMS"):
+        HybridFSDPPlugin()
+
+
+# ---- TrainingArguments ----
+
+
+def arguments_of(tmp_path: Path, config: dict[str, Any] | None, **settings: Any) -> dict[str, Any]:
+    args = TrainingArguments(output_dir=str(tmp_path), fsdp=True, fsdp_config=config, use_cpu=True, **settings)
+    return plugin_arguments(args)
+
+
+def test_training_arguments_reach_the_plugin(tmp_path):
+    config = {
+        "offload_params": True, "ignored_modules": "lm_head", "fsdp_reshard_after_forward": False, "version": 2,
+        "transformer_layer_cls_to_wrap": "LlamaMLP", "activation_checkpointing": True,
+    }  # fmt: skip
+    plugin = HybridFSDPPlugin(**arguments_of(tmp_path, config))
+    assert isinstance(plugin.cpu_offload, CPUOffloadPolicy) and plugin.activation_checkpointing
+    assert plugin.policy == HybridPolicy(block_types=("LlamaMLP",), reshard_after_forward={"*": False})
+    assert plugin.policy_for(LLAMA).replicate == ("lm_head",)
+    assert plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT, "not transformers' FULL, which nobody asked for"
+    full = HybridFSDPPlugin(**arguments_of(tmp_path, {"state_dict_type": "FULL_STATE_DICT"}))
+    assert full.state_dict_type == StateDictType.FULL_STATE_DICT
+    with pytest.warns(UserWarning, match=r"Only FSDP1 has backward_prefetch=backward_post, forward_prefetch=True"):
+        HybridFSDPPlugin(**arguments_of(tmp_path, {"backward_prefetch": "backward_post", "forward_prefetch": True}))
+
+
+def test_training_arguments_that_nobody_would_read_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"ofload_params: did you mean offload_params\?; xla: FSDP on TPUs"):
+        arguments_of(tmp_path, {"ofload_params": True, "xla": True})
+    args = TrainingArguments(output_dir=str(tmp_path), fsdp_config={"version": 2}, use_cpu=True)
+    with pytest.warns(UserWarning, match=r"no effect without fsdp: add fsdp=True"):
+        assert plugin_arguments(args) == {}
