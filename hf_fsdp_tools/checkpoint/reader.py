@@ -17,7 +17,7 @@ from hf_fsdp_tools.errors import CheckpointError
 
 from .transfer import Batch, Chunk, Transfer, cut_batches
 
-__all__ = ["TransferStats", "prefetch", "read_transfers", "write_transfers"]
+__all__ = ["TransferStats", "are_cached", "prefetch", "read_transfers", "write_transfers"]
 
 MAX_GAP_BYTES = 4096
 """Unwanted bytes that are read through rather than skipped with another system call: a page, which is read whole anyway."""
@@ -32,7 +32,9 @@ _BUFFER_BYTES = 8 * 2**20
 PREFETCH_BYTES = 256 * 2**20
 """What `prefetch` asks for per node: a fast disk gives that much while a model is built and sharded (assumed)."""
 
-_UNIT_BYTES = 16 * 2**20  # what a thread takes at a time, so that many small batches do not each pay for a hand-over
+_UNIT_BYTES = 4 * 2**20
+"""What a thread takes at a time: enough that small batches do not each pay for a hand-over, and little enough that the
+threads stay near each other in the file, where read-ahead helps all (16 MiB was 5 to 10 % slower from a cold disk)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +130,25 @@ def prefetch(files: Sequence[Path], *, part: int, parts: int, num_bytes: int = P
 
     if hasattr(os, "posix_fadvise"):
         threading.Thread(target=ask, name="prefetch", daemon=True).start()
+
+
+def are_cached(files: Sequence[Path]) -> bool:
+    """Whether the system has most of the files' bytes in memory: a few are asked for, on condition that nobody waits.
+
+    False where that cannot be asked (other systems than Linux, some network file systems).
+    """
+    if not hasattr(os, "RWF_NOWAIT"):
+        return False
+    answers = []
+    for file in files[:: max(1, len(files) // 16)]:
+        with suppress(OSError), open(file, "rb", buffering=0) as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # the question itself must bring nothing in
+            size = os.fstat(stream.fileno()).st_size
+            for position in (size // 3, size * 2 // 3, size - 1):
+                answers.append(False)
+                with suppress(OSError):
+                    answers[-1] = os.preadv(stream.fileno(), [bytearray(1)], position, os.RWF_NOWAIT) == 1
+    return 2 * sum(answers) > len(answers)
 
 
 def _run(
