@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration, set_seed
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 from hf_fsdp_tools import CheckpointError, FSDPTrainerMixin, from_pretrained, make_accelerator
 from hf_fsdp_tools.integrations.resume import using_format
@@ -393,3 +395,117 @@ def _formats(source, out):
 
 def test_complaint_18_checkpoints_hold_the_model_and_the_best_one_is_kept(checkpoints, tmp_path):
     run_ranks(_formats, 2, checkpoints["llama"], tmp_path)
+
+
+# ---- other models ----
+
+
+def _native(source):
+    """A model that transformers itself sharded while loading it."""
+    config = DistributedConfig(fsdp_size=dist.get_world_size())
+    return AutoModelForCausalLM.from_pretrained(source, distributed_config=config, attention_dropout=0.1)
+
+
+def _adapted(source):
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_pretrained(source, attention_dropout=0.1)
+    return get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def _goes_on(make, folder, **settings):
+    """Six steps with a checkpoint at the fourth, and the last two again by another trainer; both must be the same."""
+    first = _trainer(make(), folder, save_steps=4, eval_steps=4, **settings)
+    first.train()
+    second = _trainer(make(), folder, save_strategy="no", eval_steps=4)
+    second.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    assert len(_history(second)) == 6 and _history(second)[-2:] == _history(first)[-2:]
+    return first
+
+
+def _others(sources, out):
+    make_accelerator(cpu=ON_CPU)
+    first = _goes_on(partial(_native, sources["llama"]), out / "native")
+    first.save_model(out / "native" / "final")
+    assert _equal(first.model, AutoModelForCausalLM.from_pretrained(out / "native" / "final"))
+    adapted = partial(_adapted, sources["llama"])
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    first = _goes_on(adapted, out / "lora", **best)
+    assert first.state.best_model_checkpoint.endswith("checkpoint-4")
+    assert {path.name for path in (out / "lora" / "checkpoint-4").glob("*.safetensors")} == {
+        "adapter_model.safetensors"
+    }
+    base = AutoModelForCausalLM.from_pretrained(sources["llama"])
+    reopened = PeftModel.from_pretrained(base, out / "lora" / "checkpoint-4")
+    assert _equal(first.model, reopened), "the best step's adapter, whole"
+    # Accelerate's own ways of saving
+    accelerator = first.accelerator
+    accelerator.free_memory()
+    model = accelerator.prepare(from_pretrained(sources["qwen2_moe"], accelerator=accelerator))
+    accelerator.save_model(model, out / "moe")
+    assert _equal(model, AutoModelForCausalLM.from_pretrained(out / "moe"))
+    accelerator.unwrap_model(model).save_pretrained(
+        out / "gathered",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    dist.barrier()
+    assert _equal(model, AutoModelForCausalLM.from_pretrained(out / "gathered"))
+
+
+def test_natively_sharded_and_adapted_models_are_resumed_exactly_and_saved_whole(checkpoints, tmp_path):
+    run_ranks(_others, 2, checkpoints, tmp_path)
+
+
+def _fsdp1(source, out):
+    os.environ |= {"FSDP_VERSION": "1", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+    first = _goes_on(partial(_model, source, sharded_before=False), out)
+    with torch.no_grad():
+        text = first.model.generate(torch.tensor([[3, 4]]), max_new_tokens=4, do_sample=False)
+    first.save_model(out / "final")
+    reopened = AutoModelForCausalLM.from_pretrained(out / "final")
+    assert torch.equal(text, reopened.generate(torch.tensor([[3, 4]]), max_new_tokens=4, do_sample=False))
+    checkpoint = AutoModelForCausalLM.from_pretrained(out / "checkpoint-4")
+    assert not torch.equal(checkpoint.lm_head.weight, reopened.lm_head.weight)
+    losses = []
+    accelerator = first.accelerator
+    for go_on in (False, True):
+        accelerator.free_memory()
+        set_seed(3)
+        model = accelerator.prepare(AutoModelForCausalLM.from_pretrained(source))
+        optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        batch = {key: value[None] for key, value in _rows(2)[dist.get_rank()].items()}
+        for step in range(4):
+            if step == 2 and not go_on:
+                accelerator.save_state(out / "state")
+            if step < 2 and go_on:
+                continue
+            if step == 2 and go_on:
+                accelerator.load_state(out / "state")
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[4:] == losses[2:4]
+    accelerator.save_model(model, out / "model")
+    assert (out / "model" / "model.safetensors").is_file()
+
+
+def test_complaint_22_fsdp1_keeps_its_optimizer_saves_and_generates(checkpoints, tmp_path):
+    run_ranks(_fsdp1, 2, checkpoints["llama"], tmp_path)
+
+
+def _fewer(source, out):
+    settings = {"gradient_accumulation_steps": 2 // dist.get_world_size(), "save_steps": 3, "eval_strategy": "no"}
+    model = from_pretrained(source, accelerator=make_accelerator(cpu=ON_CPU))
+    trainer = _trainer(model, out, **settings)
+    trainer.train(resume_from_checkpoint=dist.get_world_size() == 1 and str(out / "checkpoint-3"))
+    return _history(trainer)
+
+
+def test_complaint_23_a_trainer_goes_on_with_fewer_ranks(checkpoints, tmp_path):
+    expected, _ = run_ranks(_fewer, 2, checkpoints["tied"], tmp_path)
+    (found,) = run_ranks(_fewer, 1, checkpoints["tied"], tmp_path)
+    assert found[:3] == expected[:3], "as the checkpoint remembers them"
+    close(torch.tensor(found), torch.tensor(expected), rtol=1e-3, atol=1e-3)
