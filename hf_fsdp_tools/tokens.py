@@ -41,6 +41,7 @@ def tokens_per_rank(batches: Iterable[Mapping[str, Any]], *, causal: bool = True
 
 
 def _count(batch: Mapping[str, Any], *, causal: bool) -> torch.Tensor:
+    labels: torch.Tensor
     if "shift_labels" in batch:
         labels = batch["shift_labels"]
     else:

@@ -33,6 +33,7 @@ from .resume import (
     using_format,
     warn_of_other_world,
 )
+from .scaler import ShardedScaler
 from .state import start_state
 
 __all__ = ["ShardedAccelerator", "adopt", "make_accelerator"]
@@ -252,6 +253,8 @@ def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:
         sync_each_batch: reduce and shard the gradients of each micro-batch; False leaves what the Accelerator is set to.
     """
     accelerator.__class__ = ShardedAccelerator
+    if type(accelerator.scaler) is torch.amp.GradScaler:
+        accelerator.scaler.__class__ = ShardedScaler
     if sync_each_batch:
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     return accelerator
