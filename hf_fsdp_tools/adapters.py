@@ -127,8 +127,6 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     managed = set(managed_parameters(base))
     known = dict(base.named_parameters(remove_duplicate=False))
     whole = {known[name] for name in sharding.plan.replicated if name in known}
-    if any(parameter not in managed and parameter not in whole for parameter in base.parameters()):
-        replaced = _shard_again(base, sharding, managed)
     outside = [
         p
         for p in model.parameters()
@@ -162,7 +160,7 @@ def _refuse_whole_base(config: Any) -> None:
     if isinstance(start, str) and start.lower().startswith(_NEEDS_BASE):
         raise ConfigError(
             f"init_lora_weights={start!r} decomposes whole weights of the base, and no rank has them. Use True, 'gaussian' or "
-            "'orthogonal'; or make the adapter on the plain model and let prepare() shard the whole. A saved one: convert it with "
+            "'orthogonal'; or make the adapter on the plain model and let prepare() shard the whole. Convert a saved one with "
             "PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)."
         )
 
