@@ -1,6 +1,6 @@
 """Apply a wrap plan to a model with FSDP2: activation checkpointing first, then every unit, the root last."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -147,16 +147,13 @@ def describe_sharding(model: nn.Module) -> str:
     if sharding is None:
         raise ConfigError(f"{type(model).__name__} was not sharded by shard_model, so there is no plan to describe.")
     parameters = [p for p in model.parameters() if p.is_floating_point()]
-    weights = sorted({_dtype_name(p.dtype) for p in parameters})
     compute = sharding.mp_policy.param_dtype
     reduce = sharding.mp_policy.reduce_dtype or compute
-    held = sum(_local_bytes(p) for p in parameters)
     axes = zip(sharding.mesh.mesh_dim_names or ("dp_shard",), sharding.mesh.shape, strict=True)
     lines = [
         str(sharding.plan),
         f"mesh         {', '.join(f'{name} {size}' for name, size in axes)} on {sharding.mesh.device_type}",
-        f"weights      {' and '.join(weights)}, {show_bytes(held)} on this rank"
-        + (" (kept on the CPU between uses)" if sharding.device.type != sharding.mesh.device_type else ""),
+        *_describe_weights(parameters, offloaded=sharding.device.type != sharding.mesh.device_type),
         f"computation  {_dtype_name(compute) if compute else 'in the dtype of the weights'}",
         f"reduction    {_dtype_name(reduce) if reduce else 'in the dtype of the weights'}",
         f"activations  {'recomputed block by block' if sharding.activation_checkpointing else 'kept'}",
@@ -164,6 +161,21 @@ def describe_sharding(model: nn.Module) -> str:
     if sharding.compile is not None:
         lines.append(f"compilation  block by block, {sharding.compile.get('backend', 'inductor')}")
     return "\n".join(lines)
+
+
+def _describe_weights(parameters: list[nn.Parameter], *, offloaded: bool) -> Iterator[str]:
+    """Dtype and size on this rank; where only some are trained, of these and of the frozen ones apart."""
+    trained = [p for p in parameters if p.requires_grad]
+    frozen = [p for p in parameters if not p.requires_grad]
+    parts = {"frozen": frozen, "trained": trained} if frozen and trained else {"weights": parameters}
+    for name, group in parts.items():
+        dtypes = " and ".join(sorted({_dtype_name(p.dtype) for p in group}))
+        share = sum(p.numel() for p in group) / sum(p.numel() for p in parameters)
+        yield (
+            f"{name:<13}{dtypes}, {show_bytes(sum(map(_local_bytes, group)))} on this rank"
+            + (f", {share:.2%} of the parameters" if name == "trained" else "")
+            + (" (kept on the CPU between uses)" if offloaded else "")
+        )
 
 
 def _without_names(mesh: DeviceMesh) -> DeviceMesh:
