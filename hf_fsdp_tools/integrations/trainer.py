@@ -101,7 +101,7 @@ class FSDPTrainerMixin:
                     f"auto_find_batch_size needs torch 2.13, which can drop a broken-off step; this is {torch.__version__}."
                 )
             model.reset_iter_state()
-            model.zero_grad()
+            model.zero_grad()  # type: ignore[attr-defined]  # a module, too
 
     # ---- saving ----
 

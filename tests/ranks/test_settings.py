@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
+from peft import LoraConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -79,7 +80,9 @@ def _rank0_only(folder, out):
             model = model.to("meta")
         trainer = ShardedTrainer(model=model, args=args, train_dataset=[_row() | {"labels": torch.tensor(1)}] * 8)
         assert trainer.accelerator.is_fsdp2 and os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
-        loss = trainer.evaluate(eval_dataset=[_row() | {"labels": torch.tensor(1)}] * 4)["eval_loss"]
+        trainer.accelerator.prepare(model)
+    with torch.no_grad():
+        loss = model(input_ids=_row()["input_ids"][None], labels=torch.tensor([1])).loss.item()
     plain = make_model("tied").state_dict() | {"score.weight": drawn}
     for name, parameter in trainer.model.named_parameters():
         whole = parameter.full_tensor()
@@ -164,10 +167,11 @@ def _wrapped(folder, out):
     assert {"deberta.encoder.layer.0", "deberta.encoder.layer.1"} <= _blocks(model)
     AcceleratorState._reset_state(True)
     # 01: PEFT's policy
-    plugin = HybridFSDPPlugin(auto_wrap_policy=fsdp_auto_wrap_policy(make_model("llama")))
+    adapted = get_peft_model(make_model("llama"), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    plugin = HybridFSDPPlugin(auto_wrap_policy=fsdp_auto_wrap_policy(adapted))
     with pytest.warns(UserWarning, match=r"PrefixEncoder.* matches no module"):  # PEFT names all of its own classes
-        model = make_accelerator(cpu=True, fsdp_plugin=plugin).prepare(make_model("llama"))
-    assert {"model.layers.0", "model.layers.1"} <= _blocks(model)
+        model = make_accelerator(cpu=True, fsdp_plugin=plugin).prepare(adapted)
+    assert {"base_model.model.model.layers.0", "base_model.model.model.layers.1"} <= _blocks(model)
     AcceleratorState._reset_state(True)
     # ignored modules are whole on every rank, trained alike, also through from_pretrained
     accelerator = make_accelerator(cpu=True, fsdp_plugin=HybridFSDPPlugin(ignored_modules=r".*\.q_norm"))
