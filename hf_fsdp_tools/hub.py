@@ -21,6 +21,17 @@ __all__ = ["HubRepository", "is_hub_name"]
 _CONNECTIONS = 8  # downloads at a time, as huggingface_hub's own snapshot_download has
 _QUIET_S = 10.0  # nothing arrives for so long: ask whether the hub is still there (assumed)
 _POLL_S = 0.5
+_SILENCE_S = 60.0  # after a hub did not answer, what is cached is used for so long without asking again (assumed)
+
+
+@dataclass
+class _Silence:
+    """When the hub last did not answer; one load opens a repository several times and should wait once."""
+
+    last_s: float = -_SILENCE_S
+
+
+_silence = _Silence()
 
 
 def is_hub_name(name: str) -> bool:
@@ -63,13 +74,13 @@ class HubRepository:
         """Ask the hub what the repository holds: one request, at most ``HF_HUB_ETAG_TIMEOUT`` (10 s) long.
 
         A hub that cannot be reached or does not answer is replaced by what is cached, with a warning; with
-        ``local_files_only`` it is not asked. No rank talks to another.
+        ``local_files_only``, or within a minute of such a silence, it is not asked. No rank talks to another.
 
         Raises:
             CheckpointError: The repository or the revision does not exist or may not be read; or the hub does not answer
                 and nothing is cached.
         """
-        from huggingface_hub.errors import OfflineModeIsEnabled, RevisionNotFoundError
+        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RevisionNotFoundError
 
         cache = None if cache_dir is None else fspath(cache_dir)
         cached = cls(name=name, revision=revision, commit=None, files=(), token=token, cache_dir=cache)
@@ -77,6 +88,8 @@ class HubRepository:
             cached._cached_folder()
             return cached
         try:
+            if time.monotonic() - _silence.last_s < _SILENCE_S and cached._is_there():
+                return cached
             commit, files = _list_files(name, revision, token)
         except OfflineModeIsEnabled:  # HF_HUB_OFFLINE
             cached._cached_folder()
@@ -89,6 +102,8 @@ class HubRepository:
                 raise refusal from error
             if isinstance(error, RevisionNotFoundError):
                 raise refusal from error
+            if not isinstance(error, HfHubHTTPError):
+                _silence.last_s = time.monotonic()
             reason = f"{type(error).__name__}: {_first_line(error)}"
             warnings.warn(f"The hub did not give {name!r} ({reason}). Using what is cached, in {folder}.", stacklevel=2)
             return cached
@@ -121,6 +136,13 @@ class HubRepository:
         except Exception as error:  # as above
             raise _refusal(self.name, self.revision, error) from error
         return folder
+
+    def _is_there(self) -> bool:
+        try:
+            self._cached_folder()
+        except CheckpointError:
+            return False
+        return True
 
     def _download(self, file: str, revision: str | None) -> None:
         from huggingface_hub import hf_hub_download

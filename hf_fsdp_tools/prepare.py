@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-from transformers.utils import find_adapter_config_file
 
 from hf_fsdp_tools.adapters import add_adapter, load_adapter
 from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, agreed, load_weights
@@ -18,6 +17,7 @@ from hf_fsdp_tools.checkpoint.dcp import find_dcp_folder
 from hf_fsdp_tools.checkpoint.reader import prefetch
 from hf_fsdp_tools.checkpoint.vocabulary import resize_vocabulary
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.hub import HubRepository, is_hub_name
 from hf_fsdp_tools.mesh import ParallelDims, rank_on_node
 from hf_fsdp_tools.meta import build_meta_model, config_dtype, load_config
 from hf_fsdp_tools.shard import shard_model
@@ -165,24 +165,25 @@ def _base_of_adapter(
     name = fspath(name_or_path)
     if (Path(name) / "config.json").is_file():
         return None
-    try:
-        file = find_adapter_config_file(name, **hub_kwargs)
-    except OSError:
-        return None  # no such repository: said better where the config is opened
-    if file is None:
+    folder = Path(name)
+    if not folder.exists() and is_hub_name(name):
+        asked = {key: value for key, value in hub_kwargs.items() if key != "subfolder"}
+        folder = HubRepository.open(name, **asked).fetch("*config.json")
+    file = folder / (hub_kwargs.get("subfolder") or "") / "adapter_config.json"
+    if not file.is_file() or (file.parent / "config.json").is_file():
         return None
     if peft_config is not None:
         raise ConfigError(
             f"{name!r} is an adapter, and peft_config asks for another. Give the base, or leave peft_config out."
         )
     try:
-        written: dict[str, Any] = json.loads(Path(file).read_text())
+        written: dict[str, Any] = json.loads(file.read_text())
     except ValueError as error:
-        raise CheckpointError(f"{file!r} is not JSON: {error}. Copy the adapter again.") from error
+        raise CheckpointError(f"{str(file)!r} is not JSON: {error}. Copy the adapter again.") from error
     base = written.get("base_model_name_or_path")
     if not base:
         raise CheckpointError(
-            f"The adapter {name!r} names no base model (base_model_name_or_path in {Path(file).name}). Write the base's name or "
+            f"The adapter {name!r} names no base model (base_model_name_or_path in {file.name}). Write the base's name or "
             "folder there, or load the base and call load_adapter(model, folder)."
         )
     revision = {"revision": written["revision"]} if written.get("revision") else {}
