@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import SystemRandom
 
 import torch
 
@@ -144,7 +145,10 @@ def are_cached(files: Sequence[Path]) -> bool:
         with suppress(OSError), open(file, "rb", buffering=0) as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # the question itself must bring nothing in
             size = os.fstat(stream.fileno()).st_size
-            for position in (size // 3, size * 2 // 3, size - 1):
+            for _ in range(3):
+                position = SystemRandom().randrange(
+                    max(size, 1)
+                )  # ranks must not ask for the same page: asking fetches it
                 answers.append(False)
                 with suppress(OSError):
                     answers[-1] = os.preadv(stream.fileno(), [bytearray(1)], position, os.RWF_NOWAIT) == 1
