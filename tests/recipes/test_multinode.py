@@ -1,0 +1,121 @@
+"""Two machines of one process each, started with `accelerate launch --machine_rank`: here two launchers on loopback."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from tests._checkpoints import make_checkpoint
+
+STEPS = 4
+# Sharded and plain runs add the same numbers in another order; over four AdamW steps that stays below 1e-5 (measured).
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist
+from torch.utils.data import DataLoader
+from hf_fsdp_tools import CheckpointError, from_pretrained, make_accelerator, save_pretrained
+from tests.recipes.test_multinode import rows
+
+source, shared = sys.argv[1:]
+accelerator = make_accelerator(cpu=True)
+print("WHERE", os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], dist.get_world_size(),
+      os.environ["MASTER_ADDR"])
+model = from_pretrained(source, accelerator=accelerator)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+model, optimizer, loader = accelerator.prepare(model.train(), optimizer, DataLoader(rows(), batch_size=2))
+for batch in loader:
+    loss = model(**batch).loss
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    print("LOSS", accelerator.reduce(loss.detach(), "mean").item())
+save_pretrained(model, shared)
+try:  # each machine runs in a folder of its own, so this path is on no file system that both see
+    save_pretrained(model, "unshared")
+except CheckpointError as error:
+    print("SAVE", " ".join(str(error).split()))
+try:
+    from_pretrained("only_here", accelerator=accelerator)
+except CheckpointError as error:
+    print("LOAD", " ".join(str(error).split()))
+accelerator.wait_for_everyone()
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(3, 9, (STEPS * 4, 12), generator=torch.Generator().manual_seed(2))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def one_process(folder: Path) -> list[float]:
+    model = AutoModelForCausalLM.from_pretrained(folder).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for batch in DataLoader(rows(), batch_size=4):
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def launch(rank: int, port: int, folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """One machine: its own launcher, its own working directory, the address of machine 0 as the network gives it."""
+    folder.mkdir()
+    config = folder / "config.yaml"  # as `accelerate config` writes it on each machine, but for what the options say
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\ngpu_ids: ''\nmixed_precision: 'no'\n"
+        "fsdp_config: {fsdp_version: 2, fsdp_cpu_ram_efficient_loading: true, fsdp_state_dict_type: FULL_STATE_DICT}\n"
+    )
+    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", str(config)]
+    command += ["--num_machines", "2", "--num_processes", "2", "--machine_rank", str(rank)]
+    command += ["--main_process_ip", "127.0.0.2", "--main_process_port", str(port)]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[2]),
+    }  # fmt: skip
+    return subprocess.Popen(
+        [*command, *arguments], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_two_machines_train_as_one_process_and_say_alike_what_they_do_not_share(tmp_path):
+    source = make_checkpoint("tied", tmp_path / "model")
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.2", 0))
+        port = free.getsockname()[1]
+    machines = [
+        launch(rank, port, tmp_path / f"machine{rank}", str(script), str(source), str(tmp_path / "saved"))
+        for rank in range(2)
+    ]
+    make_checkpoint("tied", tmp_path / "machine0" / "only_here")
+    try:
+        printed = [machine.communicate(timeout=200) for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+    assert [machine.returncode for machine in machines] == [0, 0], "\n".join(error[-3000:] for _, error in printed)
+    expected = torch.tensor(one_process(source))
+    for rank, (out, _) in enumerate(printed):
+        assert f"WHERE {rank} 0 1 2 127.0.0.2" in out, "one process on each of two machines"
+        losses = torch.tensor([float(loss) for loss in re.findall(r"LOSS (\S+)", out)])
+        torch.testing.assert_close(losses, expected, **TOLERANCE)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert saved.config.model_type == "qwen3"
+    for kind, cure in (("SAVE", "Save to a file system that all ranks share"), ("LOAD", "only_here")):
+        messages = [re.findall(rf"{kind} (.*)", out) for out, _ in printed]
+        assert messages[0] == messages[1] and len(messages[0]) == 1, f"both stop, with the same words: {messages}"
+        assert cure in messages[0][0], messages[0][0]
