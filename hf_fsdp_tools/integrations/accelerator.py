@@ -1,6 +1,7 @@
 """An Accelerator that runs FSDP2 on GPUs, on one GPU, and on CPUs."""
 
 import shutil
+from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,9 @@ from .placement import (
 )
 from .plugin import HybridFSDPPlugin
 from .resume import (
+    awaiting_state,
     replacing,
     saveable,
-    start_optimizer_state,
     stored_format,
     using_format,
     warn_of_other_world,
@@ -197,10 +198,10 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         folder = Path(input_dir or "").expanduser()
         if input_dir is None or not folder.is_dir():
             raise CheckpointError(f"load_state: there is no folder {str(folder)!r}. Give one that save_state wrote.")
-        if not self.is_fsdp2:
-            for model, optimizer in zip(self._models, self._optimizers, strict=False):
-                start_optimizer_state(model, optimizer)
-        with using_format(self.state.fsdp_plugin, stored_format(folder)):
+        with ExitStack() as stack:
+            for i, (model, optimizer) in enumerate(zip(self._models, self._optimizers, strict=False)):
+                stack.enter_context(awaiting_state(model, optimizer, folder, i))
+            stack.enter_context(using_format(self.state.fsdp_plugin, stored_format(folder)))
             super().load_state(str(folder), load_kwargs, **options)
         warn_of_other_world(folder, "random_states_*.pkl")
         self.step = all_ranks(self.step)[0]  # ranks without a file of their own would accumulate out of step

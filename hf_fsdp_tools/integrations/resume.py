@@ -1,6 +1,7 @@
 """Saving so that an interruption destroys nothing, and reading whatever format and number of ranks a run was saved with."""
 
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.constants import OPTIMIZER_NAME
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.trainer import TRAINER_STATE_NAME
@@ -21,10 +24,10 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.fsdp1_shares import plain_view
 
 __all__ = [
+    "awaiting_state",
     "complete_checkpoint",
     "replacing",
     "saveable",
-    "start_optimizer_state",
     "stored_format",
     "using_format",
     "warn_of_other_world",
@@ -35,6 +38,9 @@ _SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
 
 _FULL = ("pytorch_model_fsdp.bin", "optimizer.bin")
 """Files that Accelerate writes under FULL_STATE_DICT; same source."""
+
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
+"""What `torch.compile` and checkpoint_wrapper put into names, and torch leaves out of a state dict's."""
 
 
 def saveable(model: nn.Module) -> nn.Module:
@@ -127,13 +133,57 @@ def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
             setattr(plugin, name, value)
 
 
-def start_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer that never stepped its state, for a checkpoint to be read into. Call it before the weights are read.
+@contextmanager
+def awaiting_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, index: int = 0) -> Iterator[None]:
+    """Make an optimizer ready for Accelerate to read its state from `folder`; enter it before weights are read, too.
 
-    Accelerate reads FSDP1's optimizer into the state that is there, which is none in a new process: Adam's moments were
-    lost without a word (22 entries before saving, 0 after loading; measured with Accelerate 1.15).
+    Accelerate and torch read into the state that is there. With FSDP1 that is none in a new process, and with FSDP2 none
+    while gradients are pending: Adam's moments were lost without a word (22 entries saved, 0 loaded; measured with
+    Accelerate 1.15). A parameter that had no gradient yet (a tower that the data does not use) has no state to read, and
+    torch would demand one.
+
+    Raises:
+        CheckpointError: the state is that of other parameters.
     """
-    get_optimizer_state_dict(model, getattr(optimizer, "optimizer", optimizer))
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    get_optimizer_state_dict(
+        model, optimizer
+    )  # steps once with zero gradients and no learning rate, if there is no state
+    without = [] if FullyShardedDataParallel.fsdp_modules(model) else _without_state(model, optimizer, folder, index)
+    for parameter in without:
+        optimizer.state.pop(parameter, None)
+        parameter.requires_grad_(False)  # torch demands no state of what is not trained
+    try:
+        yield
+    finally:
+        for parameter in without:
+            parameter.requires_grad_(True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _without_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, index: int
+) -> list[torch.nn.Parameter]:
+    """The trained parameters of which a sharded checkpoint holds no optimizer state."""
+    source = folder / f"{OPTIMIZER_NAME}_{index}"
+    if not source.is_dir():
+        return []
+    begin = "optimizer.state."
+    keys = FileSystemReader(source).read_metadata().state_dict_metadata
+    stored = {key.removeprefix(begin).rpartition(".")[0] for key in keys if key.startswith(begin)}
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    names = {_WRAPPERS.sub("", name): parameter for name, parameter in model.named_parameters() if parameter in held}
+    if unknown := sorted(stored - names.keys()):
+        raise CheckpointError(
+            f"{str(source)!r} holds optimizer state of {len(unknown)} parameters that this optimizer does not train, as "
+            f"{unknown[0]!r}. Make model and optimizer as in the run that saved it."
+        )
+    return [parameter for name, parameter in names.items() if name not in stored and parameter.requires_grad]
 
 
 def warn_of_other_world(folder: Path, pattern: str) -> int:

@@ -21,9 +21,9 @@ from .accelerator import adopt
 from .frozen import FrozenModel
 from .plugin import HybridFSDPPlugin
 from .resume import (
+    awaiting_state,
     complete_checkpoint,
     saveable,
-    start_optimizer_state,
     stored_format,
     using_format,
     warn_of_other_world,
@@ -176,9 +176,8 @@ class FSDPTrainerMixin:
                 f"{checkpoint!r} holds no optimizer (saved with save_only_model): optimizer and scheduler start anew.",
                 stacklevel=2,
             )
-        if not self.accelerator.is_fsdp2:
-            start_optimizer_state(self.model, self.optimizer)  # type: ignore[attr-defined]  # the Trainer's
-        with using_format(self.accelerator.state.fsdp_plugin, found):
+        waiting = awaiting_state(self.model, self.optimizer, Path(checkpoint))  # type: ignore[attr-defined]  # the Trainer's
+        with waiting, using_format(self.accelerator.state.fsdp_plugin, found):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]  # the Trainer's
 
     def _load_best_model(self) -> None:
