@@ -46,14 +46,21 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def is_first_replica(tensor: torch.Tensor) -> bool:
-    """Whether this rank writes its part: coordinate 0 on every mesh axis that replicates; rank 0 if plain."""
+    """Whether this rank writes its part: coordinate 0 on every mesh axis that replicates; rank 0 if plain.
+
+    A mesh cut out of a larger one (FSDP's, beside tensor parallelism) has copies of itself along the axes it lacks; the
+    first is the one with the larger mesh's first rank.
+    """
     if isinstance(tensor, LocalBoxes):
         return tensor.is_first_replica
     if not isinstance(tensor, DTensor):
         return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     coordinate = tensor.device_mesh.get_coordinate()
     replicas = zip(tensor.placements, coordinate or (), strict=False)
-    return coordinate is not None and all(index == 0 for p, index in replicas if p.is_replicate())
+    if coordinate is None or any(index != 0 for p, index in replicas if p.is_replicate()):
+        return False
+    first = tensor.device_mesh._get_root_mesh().mesh.min()  # no public name in torch 2.11 to 2.13
+    return bool((tensor.device_mesh.mesh == first).any())
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
