@@ -1,24 +1,32 @@
 """Every way to load a Hugging Face checkpoint into FSDP2 shards, side by side in one run, beside the limit of the machine.
 
     python benchmarks/load.py --size-gb 0.05 --runs 1        # a quick look; without options 1.5 GB per model
-    python benchmarks/load.py --output benchmarks/results/load.md
+    python benchmarks/load.py --models dense --cache cold --ranks 2 --records load.jsonl     # some cells, kept as JSON lines
+    python benchmarks/load.py --render load.jsonl --output benchmarks/results/load.md        # all that was kept
 
 It writes its own checkpoints (real architectures, random bf16 weights, several files) and keeps them for the next run. Each
 load runs in fresh processes on the CPU over gloo, the loaders in turn (A B C A B C …), so that a slow minute hits all. The
 clock starts at a barrier, after imports, process group and a first load of a tiny checkpoint (which imports the rest), and
 stops at a barrier after every page of every local shard has been touched once, because some loaders only map files.
 
+--alone           instead: rank 3 of 8 alone on its machine, where no neighbour warms the page cache (a fake process group)
+--slow-storage    instead: every request for data takes 5 ms and 10 ms per MB more (100 MB/s per stream), cached or not. Ours
+          runs as it is, with that delay put on each of its read calls. The other row replays the pattern of mapped files, as safetensors gives them to transformers: 4 threads fault the rank's slices in, and each fault brings in
+          128 KiB (Linux' read-ahead on network file systems). Nothing but those reads is counted there, which is generous.
+
 limit     as many bytes as the rank's share, by `pread` on 4 threads from one contiguous part of each file into fresh memory;
           for fp32, which takes twice the memory, the other half is faulted in as well
 read()    bytes that came through read calls; neither mapped files nor what ranks send each other count here
 disk      bytes that came from the disk, mapped files included, charged to the rank that met them first
 above     highest resident memory minus what was resident before minus the local shards; mapped files count where touched
+large     the limit again, into memory for which large pages were asked, as ours does where the files are in the cache
 result    every parameter and buffer, non-persistent ones too, against plain `from_pretrained`, by checksums over all ranks
 """
 
 import argparse
 import gc
 import itertools
+import json
 import math
 import multiprocessing
 import os
@@ -26,7 +34,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from functools import partial
@@ -47,11 +55,15 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hf_fsdp_tools
+from hf_fsdp_tools.checkpoint import CheckpointIndex, reader
+from hf_fsdp_tools.host_memory import empty_on_host
 from hf_fsdp_tools.mesh import ParallelDims
 from hf_fsdp_tools.meta import allocate, build_meta_model
 from hf_fsdp_tools.shard import shard_model
@@ -64,7 +76,7 @@ PRELOAD += ["accelerate.utils.fsdp_utils", "torch.distributed.checkpoint.hf_stor
 DTYPES = {"stored": torch.bfloat16, "fp32": torch.float32}
 KINDS = ("dense", "moe", "tied", "gpt2")
 Figures = dict[str, Any]
-Results = dict[str, list[list[Figures]]]  # per loader its runs, each a list over ranks
+Row = dict[str, Any]
 Load = Callable[[Path, torch.dtype], nn.Module | list[torch.Tensor]]
 
 
@@ -158,7 +170,7 @@ def load_dcp(folder: Path, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def load_limit(folder: Path, dtype: torch.dtype) -> list[torch.Tensor]:
+def load_limit(folder: Path, dtype: torch.dtype, *, large_pages: bool = False) -> list[torch.Tensor]:
     """The rank's share of bytes into fresh memory, and nothing else."""
     rank, world = dist.get_rank(), dist.get_world_size()
     memory, pieces = [], []
@@ -166,7 +178,8 @@ def load_limit(folder: Path, dtype: torch.dtype) -> list[torch.Tensor]:
         with open(file, "rb") as stream:
             start = 8 + int.from_bytes(stream.read(8), "little")  # the header, which begins with its length
         begin, end = ((file.stat().st_size - start) * r // world for r in (rank, rank + 1))
-        memory.append(torch.empty((end - begin) * dtype.itemsize // 2, dtype=torch.uint8))
+        size = (end - begin) * dtype.itemsize // 2
+        memory += empty_on_host([((size,), torch.uint8)], large_pages=large_pages)
         parts = memory[-1][: end - begin].split(2**24)
         pieces += [(file, start + begin + i * 2**24, part) for i, part in enumerate(parts)]
 
@@ -180,6 +193,54 @@ def load_limit(folder: Path, dtype: torch.dtype) -> list[torch.Tensor]:
     return memory
 
 
+def load_broadcast(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """torch's own way to load on rank 0 only, into a model that is built and sharded by us."""
+    model = build_meta_model(folder, dtype=dtype)
+    shard_model(model, make_wrap_plan(model), mesh=ParallelDims().build_mesh())
+    allocate(model, device=torch.device("cpu"))
+    first = dist.get_rank() == 0
+    state = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict() if first else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(model, state, options=options)
+    return model
+
+
+def load_slowly(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """Ours, where every read call takes as long as `slow_request` says."""
+    fast = os.preadv
+    reader.os.preadv = slow_request
+    try:
+        return load_ours(folder, dtype)
+    finally:
+        reader.os.preadv = fast
+
+
+def slow_request(descriptor: int, buffers: list[memoryview], position: int, flags: int = 0) -> int:
+    """A read call on the simulated storage; one that is not to wait (flags) asks the cache only, and is quick."""
+    if not flags:
+        time.sleep(0.005 + sum(len(buffer) for buffer in buffers) / 100e6)
+    return REAL_PREADV(descriptor, buffers, position, flags)
+
+
+def replay_mapped(folder: Path, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The rank's rows of every tensor, faulted in by 4 threads in windows of 128 KiB on the simulated storage."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tensors = [t for t in CheckpointIndex.open(folder).tensors.values() if t.num_bytes]
+
+    def fault_in(index: int) -> torch.Tensor:
+        tensor = tensors[index]
+        begin, end = (tensor.num_bytes * r // world for r in (rank, rank + 1))
+        memory = torch.empty(end - begin, dtype=torch.uint8)
+        with open(tensor.file, "rb", buffering=0) as stream:
+            for i in range(0, end - begin, 2**17):
+                slow_request(stream.fileno(), [memory[i : i + 2**17].numpy().data], tensor.offset + begin + i)
+        return memory
+
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(fault_in, range(len(tensors))))
+
+
+REAL_PREADV = os.preadv
 LOADERS: dict[str, tuple[Load, bool]] = {  # name: (function, whether each page is written instead of read at the end)
     "limit": (load_limit, False),
     "hf_fsdp_tools": (load_ours, False),
@@ -187,13 +248,25 @@ LOADERS: dict[str, tuple[Load, bool]] = {  # name: (function, whether each page 
     "transformers native, then written once": (load_native, True),
     "accelerate FSDP2, RAM-efficient": (partial(load_accelerate, ram_efficient=True), False),
     "accelerate FSDP2, every rank loads all": (partial(load_accelerate, ram_efficient=False), False),
+    "torch broadcast_from_rank0": (load_broadcast, False),
     "torch DCP HuggingFaceStorageReader": (load_dcp, False),
+    "limit, large pages": (partial(load_limit, large_pages=True), False),
 }
+SLOW: dict[str, tuple[Load, bool]] = {
+    "hf_fsdp_tools": (load_slowly, False),
+    "mapped files, replayed": (replay_mapped, False),
+}
+LAZY = "transformers native, then written once"
+ALONE = {name: LOADERS[name] for name in ("limit", "hf_fsdp_tools", LAZY)}
 
 
-def measure(name: str, folder: Path, tiny: Path, dtype: torch.dtype, check: bool) -> Figures:
+def measure(name: str, folder: Path, tiny: Path, dtype: torch.dtype, check: bool, mode: str) -> Figures:
     """Load once on this rank; the figures of this rank."""
-    load, write = LOADERS[name]
+    load, write = MODES[mode][name]
+    if mode == "alone":
+        dist.destroy_process_group()
+        os.environ |= {"RANK": "3", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "1"}
+        dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
     Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, this ends and not the user's work
     load(tiny, dtype)
@@ -216,8 +289,11 @@ def measure(name: str, folder: Path, tiny: Path, dtype: torch.dtype, check: bool
     figures = {figure: after[field] - before[field] for figure, field in fields}
     figures["above"] = after["VmHWM"] - before["VmRSS"] - held
     figures["share"] = held * 2 // dtype.itemsize  # as stored
-    sums = checksums(model) if check and isinstance(model, nn.Module) else {}
+    sums = checksums(model) if check and mode == "side by side" and isinstance(model, nn.Module) else {}
     return {"seconds": seconds, "stages": getattr(model, "load_seconds", {}), "tensors": sums, **figures}
+
+
+MODES = {"side by side": LOADERS, "alone": ALONE, "slow storage": SLOW}
 
 
 def usage() -> dict[str, int]:
@@ -262,54 +338,85 @@ def reference(folder: Path, dtype: torch.dtype) -> Figures:
     return checksums(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
 
 
-def run_cell(what: tuple[Any, ...], cache: str, ranks: int, runs: int) -> tuple[Results, dict[str, str]]:
-    """The loaders in turn; what they took, and why they failed where they did."""
-    results, failed = {name: [] for name in LOADERS}, {}
-    for run, name in itertools.product(range(runs), LOADERS):
+def run_cell(
+    what: tuple[Path, Path, torch.dtype], cache: str, ranks: int, runs: int, mode: str, expected: Figures
+) -> dict[str, Row]:
+    """The loaders in turn; what they took, or why they failed."""
+    results: dict[str, list[list[Figures]]] = {name: [] for name in MODES[mode]}
+    failed: dict[str, str] = {}
+    for run, name in itertools.product(range(runs), results):
         if name not in failed:
             set_cache(what[0], cache)
             try:  # to check the first run is enough
-                results[name].append(run_ranks(measure, ranks, name, *what, run == 0, timeout_s=900))
+                results[name].append(run_ranks(measure, ranks, name, *what, run == 0, mode, timeout_s=900))
             except AssertionError as error:  # holds the failing ranks' tracebacks
                 lines = str(error).split("\n--- rank")[0].splitlines()
                 errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
                 failed[name] = [lines[0], *errors][-1][:160].replace("|", "/")
-    return results, failed
+    return {name: summary(runs_of, failed.get(name, ""), expected) for name, runs_of in results.items()}
 
 
-def table(results: Results, failed: dict[str, str], expected: Figures) -> list[str]:
-    """One row per loader; seconds are the slowest rank's, ratios are medians over runs of the same round."""
-    seconds = {name: [max(rank["seconds"] for rank in run) for run in runs] for name, runs in results.items()}
+def summary(runs: list[list[Figures]], failed: str, expected: Figures) -> Row:
+    """What is kept of a loader's runs: each run's slowest rank, the last run's figures by rank, what was wrong."""
+    if failed:
+        return {"failed": failed}
+    wrong = sorted(
+        {key for rank in runs[0] if rank["tensors"] for key, _ in rank["tensors"].items() ^ expected.items()}
+    )
+    keys = ("read", "disk", "above", "mapped", "share")
+    return {
+        "seconds": [max(rank["seconds"] for rank in run) for run in runs],
+        "ranks": [{key: rank[key] for key in keys} for rank in runs[-1]],
+        "stages": runs[-1][0]["stages"],
+        "wrong": f"wrong: {len(wrong)} tensors, {wrong[0]}" if wrong else "equal" if runs[0][0]["tensors"] else "–",
+    }
+
+
+def table(rows: dict[str, Row]) -> list[str]:
+    """One row per loader; ratios are medians over runs of the same round."""
     columns = ["loader", "seconds: median (min–max)", "÷ limit", "÷ ours", "read() MB by rank", "÷ share"]
-    columns += ["disk MB by rank", "above the shards MB by rank (mapped files)", "result"]
-    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for name, runs in results.items():
-        if name in failed:
-            rows.append(f"| {name} | fails | | | | | | | {failed[name]} |")
+    columns += ["disk MB by rank", "÷ share", "above the shards MB by rank (mapped files)", "result"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name, row in rows.items():
+        if "failed" in row:
+            lines.append(f"| {name} | fails | | | | | | | | {row['failed']} |")
             continue
-        took, last = seconds[name], runs[-1]
-        wrong = sorted({key for rank in runs[0] for key, _ in rank["tensors"].items() ^ expected.items()})
-        rounds = [zip(took, seconds[base], strict=False) for base in ("limit", "hf_fsdp_tools")]
-        ratios = [f"{statistics.median([a / b for a, b in pairs] or [math.nan]):.2f}" for pairs in rounds]
-        keys = ("read", "disk", "above", "mapped")
-        read, disk, above, mapped = (", ".join(f"{rank[key] / 1e6:.0f}" for rank in last) for key in keys)
-        result = "–" if name == "limit" else "equal" if not wrong else f"wrong: {len(wrong)} tensors, {wrong[0]}"
-        rows.append(
-            f"| {name} | {statistics.median(took):.2f} ({min(took):.2f}–{max(took):.2f}) | {' | '.join(ratios)} | {read} "
-            f"| {max(r['read'] / r['share'] for r in last):.3f} | {disk} | {above} ({mapped}) | {result} |"
+        took = row["seconds"]
+        bases = (rows.get(base, {}).get("seconds", []) for base in ("limit", "hf_fsdp_tools"))
+        ratios = [[a / b for a, b in zip(took, base, strict=False)] for base in bases]
+        shown = " | ".join(f"{statistics.median(pairs):.2f}" if pairs else "" for pairs in ratios)
+        by_rank = {key: ", ".join(f"{r[key] / 1e6:.0f}" for r in row["ranks"]) for key in row["ranks"][0]}
+        read, disk = (max(r[key] / r["share"] for r in row["ranks"]) for key in ("read", "disk"))
+        lines.append(
+            f"| {name} | {statistics.median(took):.2f} ({min(took):.2f}–{max(took):.2f}) | {shown} "
+            f"| {by_rank['read']} | {read:.3f} | {by_rank['disk']} | {disk:.2f} "
+            f"| {by_rank['above']} ({by_rank['mapped']}) | {row['wrong']} |"
         )
-    stages = [f"{stage} {s:.2f}" for run in results["hf_fsdp_tools"][-1:] for stage, s in run[0]["stages"].items()]
-    rows += ["", f"hf_fsdp_tools, rank 0, last run: {', '.join(stages)} s; the rest is building and sharding on meta."]
-    return rows
+    stages = [f"{stage} {seconds:.2f}" for stage, seconds in rows["hf_fsdp_tools"].get("stages", {}).items()]
+    lines += ["", f"hf_fsdp_tools, rank 0, last run: {', '.join(stages)} s; the rest is building and sharding on meta."]
+    return lines
 
 
-def heading() -> list[str]:
+def about() -> dict[str, str]:
+    """Where and how a cell was measured."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     versions = (f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "safetensors"))
     machine = f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB of memory, gloo on the CPU"
-    about = f"{date.today()}; hf_fsdp_tools {hf_fsdp_tools.__version__}, {', '.join(versions)}; {machine}."
-    command = f"`python benchmarks/load.py {' '.join(sys.argv[1:])}`. What each column means is said at its top."
-    return ["# Loading into FSDP2 shards", "", about, "", command]
+    return {
+        "where": f"{date.today()}; hf_fsdp_tools {hf_fsdp_tools.__version__}, {', '.join(versions)}; {machine}.",
+        "command": f"python benchmarks/load.py {' '.join(sys.argv[1:])}",
+    }
+
+
+def render(records: Sequence[Figures]) -> str:
+    """All cells as one Markdown page; of a cell that was measured twice, the last."""
+    lines = ["# Loading into FSDP2 shards", "", "What each column means is said at the top of `benchmarks/load.py`."]
+    for where in dict.fromkeys(record["about"]["where"] for record in records):
+        lines += ["", where]
+    cells = {record["title"]: record for record in records}
+    for title, record in cells.items():
+        lines += ["", f"## {title}", "", f"`{record['about']['command']}`", "", *table(record["rows"])]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -320,30 +427,46 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--cache", nargs="+", choices=["warm", "cold"], default=["warm", "cold"])
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES))
+    parser.add_argument("--alone", action="store_true", help="rank 3 of 8 alone, cold")
+    parser.add_argument("--slow-storage", action="store_true", help="5 ms per request, 100 MB/s per stream")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "hf-fsdp-load"), help="of models")
-    parser.add_argument("--output", type=Path, help="Markdown file for the tables, written after each")
+    parser.add_argument("--records", type=Path, help="JSON lines, one per cell, to which this run adds its own")
+    parser.add_argument("--render", type=Path, help="measure nothing; make --output of such a file")
+    parser.add_argument("--output", type=Path, help="Markdown file")
     args = parser.parse_args()
+    if args.render:
+        records = [json.loads(line) for line in args.render.read_text().splitlines()]
+        args.output.write_text(render(records))
+        return
     multiprocessing.set_forkserver_preload(PRELOAD)
-
-    def tell(*lines: str) -> None:
-        print(*lines, sep="\n", flush=True)
-        written.extend(lines)
+    mode = "alone" if args.alone else "slow storage" if args.slow_storage else "side by side"
+    made = []
+    for record in cells(args, mode):
+        made.append(record)
+        print("", f"## {record['title']}", "", *table(record["rows"]), sep="\n", flush=True)
+        if args.records:
+            with args.records.open("a") as stream:
+                stream.write(json.dumps(record) + "\n")
         if args.output:
-            args.output.write_text("\n".join(written) + "\n")
+            args.output.write_text(render(made))
 
-    written = list[str]()
-    tell(*heading())
+
+def cells(args: argparse.Namespace, mode: str) -> Iterator[Figures]:
+    """Measure what was asked for, one cell after another."""
     for kind in args.models:
         folder, tiny = args.folder / f"{kind}-{args.size_gb:g}GB", args.folder / f"{kind}-tiny"
         run_ranks(make_checkpoint, 1, kind, args.size_gb * 1e9, folder, timeout_s=900)
         run_ranks(make_checkpoint, 1, kind, 1e6, tiny, timeout_s=900)
         size = f"{sum(file.stat().st_size for file in folder.glob('*.safetensors')) / 1e9:.2f} GB of bf16"
         for dtype in args.dtype:
-            expected = run_ranks(reference, 1, folder, DTYPES[dtype], timeout_s=900)[0]
-            for cache, ranks in itertools.product(args.cache, args.ranks):
-                results, failed = run_cell((folder, tiny, DTYPES[dtype]), cache, ranks, args.runs)
-                tell("", f"## {kind}, {size}, {dtype}, {cache} cache, {ranks} ranks", "")
-                tell(*table(results, failed, expected))
+            side = mode == "side by side"
+            expected = run_ranks(reference, 1, folder, DTYPES[dtype], timeout_s=900)[0] if side else {}
+            caches, ranks_of = (["cold"], [1]) if args.alone else (args.cache, args.ranks)
+            for cache, ranks in itertools.product(caches, ranks_of):
+                rows = run_cell((folder, tiny, DTYPES[dtype]), cache, ranks, args.runs, mode, expected)
+                who = "rank 3 of 8 alone" if args.alone else f"{ranks} ranks"
+                title = f"{kind}, {size}, {dtype}, {cache} cache, {who}{', slow storage' if args.slow_storage else ''}"
+                yield {"title": title, "rows": rows, "about": about()}
 
 
 if __name__ == "__main__":
