@@ -41,6 +41,7 @@ _FSDP_KEYS: dict[str, tuple[str, type]] = {
     "fsdp_auto_wrap_policy": ("auto_wrap_policy", str),
     "fsdp_transformer_layer_cls_to_wrap": ("transformer_layer_cls_to_wrap", str),
     "fsdp_min_num_params": ("min_num_params", int),
+    "fsdp_ignored_modules": ("ignored_modules", str),
     "fsdp_reshard_after_forward": ("reshard_after_forward", str),
     "fsdp_sharding_strategy": ("sharding_strategy", str),
     "fsdp_backward_prefetch": ("backward_prefetch", str),
@@ -74,7 +75,6 @@ _WITHOUT_FIELD: dict[str, tuple[object, ...]] = {
     "tpu_use_cluster": (False,),
     "tpu_use_sudo": (False,),
     "fsdp_activation_checkpointing_offload": (False,),
-    "fsdp_ignored_modules": ("",),
     "parallelism_config_tp_size": (1,),
     "parallelism_config_cp_size": (1,),
     "parallelism_config_sp_size": (1,),
@@ -157,6 +157,7 @@ def _translate(fields: dict[str, Any], problems: list[str]) -> None:
     fields["transformer_layer_cls_to_wrap"] = tuple(name.strip() for name in classes.split(",") if name.strip())
     if fields.get("auto_wrap_policy") != "SIZE_BASED_WRAP" and fields.get("min_num_params") == 0:
         del fields["min_num_params"]  # the launcher's own questions write 0 for "not used"
+    fields["ignored_modules"] = fields.get("ignored_modules") or None
     shard = fields.pop("dp_shard_size", None)
     copies = fields.get("dp_replicate_size", 1)
     if shard is not None and fields.get("num_processes") != shard * copies:

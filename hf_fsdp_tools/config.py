@@ -75,6 +75,8 @@ class FSDPConfig:
     """Class names of blocks, for TRANSFORMER_BASED_WRAP; empty uses the model's own `_no_split_modules`."""
     min_num_params: int | None = None
     """Parameters that make a unit, for SIZE_BASED_WRAP only."""
+    ignored_modules: str | None = None
+    """Regular expression of whole module names that stay whole on every rank."""
     backward_prefetch: BackwardPrefetch | None = None
     """FSDP1 only: when the next unit is gathered in the backward pass; None is BACKWARD_PRE, PyTorch's default."""
     forward_prefetch: bool | None = None
@@ -349,6 +351,8 @@ def _fsdp_section(config: FSDPConfig) -> dict[str, Any]:
         section["fsdp_transformer_layer_cls_to_wrap"] = ",".join(config.transformer_layer_cls_to_wrap)
     if config.min_num_params is not None:
         section["fsdp_min_num_params"] = config.min_num_params
+    if config.ignored_modules:
+        section["fsdp_ignored_modules"] = config.ignored_modules
     if config.fsdp_version == 2:
         return section | {"fsdp_reshard_after_forward": config.reshard_after_forward}
     sync = config.cpu_ram_efficient_loading if config.sync_module_states is None else config.sync_module_states

@@ -28,6 +28,7 @@ FSDP2 = [
         num_processes=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls_to_wrap=("ALayer", "BLayer")
     ),
     FSDPConfig(num_processes=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=20_000_000),
+    FSDPConfig(num_processes=2, ignored_modules=r".*\.q_norm"),
 ]
 FSDP1 = [
     FSDPConfig(num_processes=2, fsdp_version=1),
