@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_fsdp_tools.checkpoint import CheckpointIndex, load_weights, reader, save_pretrained
 from hf_fsdp_tools.checkpoint.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.fsdp1 import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.meta import build_meta_model
+from hf_fsdp_tools.wrap import make_wrap_plan
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks
 
@@ -128,11 +130,11 @@ def fail_in_every_way(folder: Path) -> None:
     calls: list[int] = []
     real = os.preadv
 
-    def shrink(descriptor: int, buffers: list[memoryview], position: int) -> int:
-        calls.append(position)
-        if len(calls) == 1:  # a part of what is asked for, and then nothing is left
+    def shrink(descriptor: int, buffers: list[memoryview], position: int, *flags: int) -> int:
+        calls.extend([] if flags else [position])  # with flags it is asked whether the file is cached
+        if len(calls) == 1 and not flags:  # a part of what is asked for, and then nothing is left
             os.truncate(os.readlink(f"/proc/self/fd/{descriptor}"), position + 8)
-        return real(descriptor, buffers, position)
+        return real(descriptor, buffers, position, *flags)
 
     with preadv(shrink, rank=1):
         message = failure(lambda: load_weights(model, shrinking))
@@ -170,6 +172,26 @@ def fail_in_every_way(folder: Path) -> None:
         failure(lambda: load_weights(unused, folder))
     with pytest.raises(RuntimeError, match="materialized from meta device"):
         unused(torch.ones(1, 3, dtype=torch.long))
+
+
+def fail_under_fsdp1(folder: Path) -> None:
+    """Flat parameters have storage before they are loaded, and other tensors refer to it: it becomes NaN."""
+    model = build_meta_model(folder)
+    wrapped = wrap_fsdp1(model, make_wrap_plan(model), initialize=False)
+
+    def broken(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    with preadv(broken, rank=1):
+        message = failure(lambda: load_weights_fsdp1(wrapped, folder))
+    assert "filled with NaN" in message and "rank 1: " in message
+    assert all(p.isnan().all() for p in wrapped.parameters())
+    load_weights_fsdp1(wrapped, folder)
+    assert all(p.isfinite().all() for p in wrapped.parameters())
+
+
+def test_a_failure_under_fsdp1_leaves_nan(llama: Path) -> None:
+    run_ranks(fail_under_fsdp1, 2, llama)
 
 
 def test_every_failure_is_the_same_on_all_ranks_and_leaves_no_half_model(llama: Path) -> None:
