@@ -136,44 +136,86 @@ def test_weights_that_differ_between_ranks_become_rank_0s_and_what_cannot_stops_
 # ---- what is wrapped ----
 
 
-def _wrapped(folder, out):
-    # 02: a function of a module, with activation checkpointing
-    plugin = HybridFSDPPlugin(auto_wrap_policy=lambda m: type(m).__name__ == "Qwen3MLP", activation_checkpointing=True)
-    accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin)
-    model = accelerator.prepare(make_model("tied"))
-    accelerator.backward(model(**{key: value[None] for key, value in _row().items()}).loss)
-    assert {"model.layers.0.mlp", "model.layers.1.mlp"} <= _blocks(model)
+def _shard(model, **plugin) -> tuple[set[str], list[str]]:
+    """The units of a plain model after `prepare` with that plugin, after a backward pass, and what was said."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        accelerator = make_accelerator(cpu=True, fsdp_plugin=HybridFSDPPlugin(**plugin))
+        model = accelerator.prepare(model)
+        accelerator.backward(model(input_ids=_row()["input_ids"][None]).logits.sum())
+    assert _units(model) == len(sharding_of(model).plan.units)
     AcceleratorState._reset_state(True)
-    # 03: by size; no container is a unit
+    return _blocks(model), [str(w.message) for w in seen if "matches no module" in str(w.message)]
+
+
+def _is_mlp(module):
+    return type(module).__name__ == "LlamaMLP"
+
+
+def _wrapped():
+    """What each complaint's setting makes units, by its number."""
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    adapted = get_peft_model(make_model("llama"), lora)
+    found = {1: _shard(adapted, auto_wrap_policy=fsdp_auto_wrap_policy(adapted))}
+    found[2] = _shard(make_model("llama"), auto_wrap_policy=_is_mlp, activation_checkpointing=True)
     os.environ |= {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "5000"}
-    model = make_accelerator(cpu=True).prepare(make_model("llama"))
-    assert {"model.layers.0", "model.layers.1"} <= _blocks(model) and "model.layers" not in _blocks(model)
-    AcceleratorState._reset_state(True)
-    # 05: a class that the model does not have
-    classes = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayr"}
-    os.environ |= classes
-    accelerator = make_accelerator(cpu=True)
-    with pytest.warns(UserWarning, match=r"'LlamaDecoderLayr' matches no module; the nearest .*LlamaDecoderLayer"):
-        model = accelerator.prepare(make_model("llama"))
-    assert {"model.layers.0", "model.layers.1"} <= _blocks(model)
-    with pytest.warns(UserWarning, match=r"nearest"):  # and through from_pretrained
-        assert {"model.layers.0", "model.layers.1"} <= _blocks(from_pretrained(folder, accelerator=accelerator))
-    AcceleratorState._reset_state(True)
-    # 07: a model without class hints
-    del os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"], os.environ["FSDP_AUTO_WRAP_POLICY"]
+    found[3] = _shard(make_model("llama"))
+    os.environ |= {
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayr",
+    }
+    found[5] = _shard(make_model("llama"))
+    os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "LlamaDecoderLayer, Qwen3DecoderLayer"
+    found[6] = [_shard(make_model(kind)) for kind in ("llama", "tied", "gpt2")]
+    del os.environ["FSDP_AUTO_WRAP_POLICY"], os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"]
     deberta = AutoModelForSequenceClassification.from_config(tiny_config("deberta"))
     assert not deberta._no_split_modules
-    model = make_accelerator(cpu=True).prepare(deberta)
-    assert {"deberta.encoder.layer.0", "deberta.encoder.layer.1"} <= _blocks(model)
-    AcceleratorState._reset_state(True)
-    # 01: PEFT's policy
-    adapted = get_peft_model(make_model("llama"), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    plugin = HybridFSDPPlugin(auto_wrap_policy=fsdp_auto_wrap_policy(adapted))
-    with pytest.warns(UserWarning, match=r"PrefixEncoder.* matches no module"):  # PEFT names all of its own classes
-        model = make_accelerator(cpu=True, fsdp_plugin=plugin).prepare(adapted)
-    assert {"base_model.model.model.layers.0", "base_model.model.model.layers.1"} <= _blocks(model)
-    AcceleratorState._reset_state(True)
-    # ignored modules are whole on every rank, trained alike, also through from_pretrained
+    found[7] = _shard(deberta)
+    return found
+
+
+@pytest.fixture(scope="module")
+def wrapped() -> dict:
+    found, same = run_ranks(_wrapped, 2)
+    assert found == same
+    return found
+
+
+LAYERS = {"model.layers.0", "model.layers.1"}
+
+
+def test_complaint_01_pefts_policy_leaves_layers_units(wrapped):
+    blocks, said = wrapped[1]
+    assert {f"base_model.model.{layer}" for layer in LAYERS} <= blocks
+    assert "PrefixEncoder" in said[0], "PEFT names all of its own classes"
+
+
+def test_complaint_02_a_function_makes_units_under_activation_checkpointing_too(wrapped):
+    assert LAYERS | {f"{layer}.mlp" for layer in LAYERS} <= wrapped[2][0]
+
+
+def test_complaint_03_no_container_is_a_unit_by_size(wrapped):
+    assert wrapped[3][0] >= LAYERS and "model.layers" not in wrapped[3][0]
+
+
+def test_complaint_05_a_class_that_is_not_there_is_named_and_the_blocks_are_units(wrapped):
+    blocks, said = wrapped[5]
+    assert blocks >= LAYERS
+    assert len(said) == 1 and "'LlamaDecoderLayr' matches no module" in said[0] and "LlamaDecoderLayer" in said[0]
+
+
+def test_complaint_06_one_list_of_classes_for_models_of_several_architectures(wrapped):
+    (llama, said), (qwen, _), (gpt2, other) = wrapped[6]
+    assert llama >= LAYERS and qwen >= LAYERS and gpt2 >= {"transformer.h.0", "transformer.h.1"}
+    assert "'Qwen3DecoderLayer' matches no module" in said[0] and "The others are used" in said[0]
+    assert "The blocks that its structure shows are used" in other[0]
+
+
+def test_complaint_07_a_model_without_class_hints_has_its_layers_as_units(wrapped):
+    assert wrapped[7][0] >= {"deberta.encoder.layer.0", "deberta.encoder.layer.1"}
+
+
+def _ignored(folder):
     accelerator = make_accelerator(cpu=True, fsdp_plugin=HybridFSDPPlugin(ignored_modules=r".*\.q_norm"))
     model = from_pretrained(folder, accelerator=accelerator)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -181,15 +223,16 @@ def _wrapped(folder, out):
     ids = torch.arange(3, 15)[None] + dist.get_rank()
     accelerator.backward(model(input_ids=ids, labels=ids).loss)
     optimizer.step()
-    norm = model.model.layers[0].self_attn.q_norm.weight
-    assert not isinstance(norm, DTensor) and isinstance(model.model.layers[0].self_attn.k_norm.weight, DTensor)
+    attention = model.model.layers[0].self_attn
+    norm = attention.q_norm.weight
+    assert not isinstance(norm, DTensor) and isinstance(attention.k_norm.weight, DTensor)
     norms = [torch.empty_like(norm) for _ in range(2)]
     dist.all_gather(norms, norm.detach())
     assert torch.equal(*norms) and not torch.equal(norm, make_model("tied").model.layers[0].self_attn.q_norm.weight)
 
 
-def test_complaints_02_03_05_07_every_way_of_wrapping_gives_units(checkpoint, tmp_path):
-    run_ranks(_wrapped, 2, checkpoint, tmp_path)
+def test_ignored_modules_are_whole_on_every_rank_and_trained_alike(checkpoint):
+    run_ranks(_ignored, 2, checkpoint)
 
 
 # ---- a user's own Accelerator ----
