@@ -19,6 +19,7 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError
 
 from .placement import (
     check_managed,
+    check_native,
     check_optimizers,
     check_precision,
     prepare_for_training,
@@ -132,6 +133,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     def _take_model(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         if any(model is known for known in self._models):
             return
+        check_native(model)
         if not any(isinstance(module, FSDPModule) for module in model.modules()):
             shard_in_place(model, self, optimizers)
         else:

@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_fsdp_tools.adapters import plan_with_adapters, shard_added
@@ -20,12 +21,17 @@ from .rank0 import send_weights, weights_to_send
 
 __all__ = [
     "check_managed",
+    "check_native",
     "check_optimizers",
     "check_precision",
     "prepare_for_training",
     "shard_additions",
     "shard_in_place",
 ]
+
+
+_NO_SHARDS = ("bitsandbytes", "transformers.optimization", "torch.optim.Adafactor")
+"""Optimizers that fail on DTensors (both Adafactors among them). Measured: bitsandbytes 0.50, transformers 5.23, torch 2.13."""
 
 
 def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -90,9 +96,16 @@ def _cut_like(parameter: nn.Parameter, value: Any) -> Any:
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module]) -> None:
-    """An optimizer of other tensors than the models' parameters would step without any effect."""
+    """An optimizer of other tensors than the models' parameters would step without any effect; some libraries' cannot step
+    sharded parameters, which they say in the first step and not why."""
     known = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
+        kind = type(getattr(optimizer, "optimizer", optimizer))
+        if f"{kind.__module__}.{kind.__name__}".startswith(_NO_SHARDS):
+            raise ConfigError(
+                f"{kind.__name__} of {kind.__module__} cannot step sharded parameters (DTensor). Use torch.optim.AdamW, or "
+                "torchao.optim.AdamW8bit, whose state is small too (in TrainingArguments: optim='adamw_torch_8bit')."
+            )
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         strange = sum(id(parameter) not in known for parameter in held)
         if strange:
@@ -101,6 +114,26 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterab
                 "before the model was sharded, or between a forward and its backward pass. Make it from "
                 "model.parameters() right before prepare(model, optimizer)."
             )
+
+
+def check_native(model: nn.Module) -> None:
+    """What transformers sharded itself while loading (`DistributedConfig`) is taken if that was FSDP2 and nothing else."""
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    if not sharded or sharding_of(model) is not None:
+        return
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    other = [name for name in ("tp_size", "ep_size", "pp_size") if (getattr(config, name, None) or 1) > 1]
+    if other or not any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConfigError(
+            f"{type(model).__name__} is sharded already, and not by FSDP2 alone ({', '.join(other) or 'no FSDP2 module'}). "
+            "Load it with from_pretrained(..., accelerator=accelerator), or with DistributedConfig(fsdp_size=…) only."
+        )
+    alone = [n for n, p in model.named_parameters() if config and p.requires_grad and not isinstance(p, DTensor)]
+    if alone:
+        raise ConfigError(
+            f"{len(alone)} trainable parameter(s) were added after transformers sharded the model ({alone[0]}, …): each rank "
+            "would train its own. Load it with from_pretrained(..., accelerator=accelerator); prepare() shards additions to that."
+        )
 
 
 def check_managed(model: nn.Module) -> None:

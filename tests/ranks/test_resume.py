@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.distributed import DistributedConfig
 
-from hf_fsdp_tools import CheckpointError, FSDPTrainerMixin, from_pretrained, make_accelerator
+from hf_fsdp_tools import CheckpointError, ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator
 from hf_fsdp_tools.integrations.resume import using_format
 from hf_fsdp_tools.mesh import local_device
 from tests._checkpoints import make_checkpoint
@@ -440,9 +440,15 @@ def _others(sources, out):
     base = AutoModelForCausalLM.from_pretrained(sources["llama"])
     reopened = PeftModel.from_pretrained(base, out / "lora" / "checkpoint-4")
     assert _equal(first.model, reopened), "the best step's adapter, whole"
-    # Accelerate's own ways of saving
     accelerator = first.accelerator
     accelerator.free_memory()
+    lora = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError, match=r"28 trainable parameter.*each rank would train its own"):
+        accelerator.prepare(get_peft_model(_native(sources["llama"]), lora))
+    config = DistributedConfig(tp_size=dist.get_world_size())
+    with pytest.raises(ConfigError, match=r"not by FSDP2 alone .tp_size.*fsdp_size"):
+        accelerator.prepare(AutoModelForCausalLM.from_pretrained(sources["llama"], distributed_config=config))
+    # Accelerate's own ways of saving
     model = accelerator.prepare(from_pretrained(sources["qwen2_moe"], accelerator=accelerator))
     accelerator.save_model(model, out / "moe")
     assert _equal(model, AutoModelForCausalLM.from_pretrained(out / "moe"))
@@ -458,6 +464,48 @@ def _others(sources, out):
 
 def test_natively_sharded_and_adapted_models_are_resumed_exactly_and_saved_whole(checkpoints, tmp_path):
     run_ranks(_others, 2, checkpoints, tmp_path)
+
+
+KINDS = {
+    "Adagrad": (torch.optim.Adagrad, {}),
+    "fused AdamW": (torch.optim.AdamW, {"fused": True}),
+    "recomputed SGD": (torch.optim.SGD, {"momentum": 0.9}),
+}
+"""What broke optimizers that were made before sharding: state made at construction, one kernel, renamed modules."""
+
+
+def _made_before(source, sharded):
+    losses = {}
+    for name, (kind, options) in KINDS.items():
+        model = AutoModelForCausalLM.from_pretrained(source).train()
+        groups = [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        optimizer = kind(groups, lr=1e-2, **options)
+        backward = torch.Tensor.backward
+        if sharded:
+            accelerator = make_accelerator(cpu=ON_CPU)
+            accelerator.free_memory()
+            accelerator.state.fsdp_plugin.activation_checkpointing = name.startswith("recomputed")
+            model, optimizer = accelerator.prepare(model, optimizer)
+            backward = accelerator.backward
+        rows = _rows(2)[dist.get_rank() :][:1] if sharded else _rows(2)
+        batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+        losses[name] = []
+        for _ in range(5):
+            loss = model(**batch).loss
+            backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[name].append((accelerator.reduce(loss.detach(), "mean") if sharded else loss).item())
+    return losses
+
+
+def test_complaint_33_optimizers_made_before_sharding_step_as_in_one_process(checkpoints):
+    expected = _made_before(checkpoints["tied"], False)
+    for losses in run_ranks(_made_before, 2, checkpoints["tied"], True):
+        close(losses, expected)
 
 
 def _fsdp1(source, out):
