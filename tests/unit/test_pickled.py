@@ -8,7 +8,6 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +17,7 @@ from hf_fsdp_tools.checkpoint import CheckpointIndex, load_weights
 from hf_fsdp_tools.checkpoint.pickled import parse_pickled
 from hf_fsdp_tools.checkpoint.stored import StoredTensor
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.hub import HubRepository
 from hf_fsdp_tools.meta import build_meta_model
 from tests._checkpoints import make_checkpoint, pickled_copy
 
@@ -179,11 +179,12 @@ def test_the_hub_is_asked_for_bin_files_only_when_asked(tmp_path: Path, monkeypa
     legacy = pickled_copy(make_checkpoint("llama", tmp_path / "st"), tmp_path / "bin", files=2)
     asked: list[list[str]] = []
 
-    def snapshot_download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
-        asked.append(allow_patterns)
-        return str(legacy)
+    class Repository:
+        def fetch(self, *patterns: str) -> Path:
+            asked.append(list(patterns))
+            return legacy
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(HubRepository, "open", lambda *_, **__: Repository())
     with pytest.raises(CheckpointError, match="allow_pickle=True"):
         CheckpointIndex.open("org/model")
     assert not any("bin" in pattern for patterns in asked for pattern in patterns)
