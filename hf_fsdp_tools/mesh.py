@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_fsdp_tools.errors import MeshError
 
-__all__ = ["ParallelDims", "ensure_process_group", "local_device", "rank_on_node"]
+__all__ = ["ParallelDims", "backends", "ensure_process_group", "local_device", "rank_on_node"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,11 @@ def rank_on_node() -> tuple[int, int]:
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def backends(device_type: str, own: str) -> str:
+    """What to start a process group with: gloo for tensors on the CPU (offloaded gradients, objects) beside a device's own."""
+    return "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{own}"
+
+
 def ensure_process_group(device_type: str) -> None:
     """Start the default process group unless one runs: gloo for the CPU, the device's own backend (and gloo) otherwise.
 
@@ -100,7 +105,7 @@ def ensure_process_group(device_type: str) -> None:
             )
         torch.accelerator.set_device_index(device.index)
     own = dist.get_default_backend_for_device(device)
-    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
+    backend = backends(device.type, own)
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's own list of exports
         dist.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -532,7 +532,7 @@ def _between_steps(folder, out, offload):
         accelerator = _accelerator(fsdp_plugin=HybridFSDPPlugin(cpu_offload=offload))
         model = from_pretrained(folder, accelerator=accelerator)
         assert isinstance(sharding_of(model).offload_policy, CPUOffloadPolicy) == offload
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
         loader = DataLoader(_rows(STEPS * 2 * ROWS), batch_size=ROWS)
         model, optimizer, loader = accelerator.prepare(model.train(), optimizer, loader)
         average = [p.detach().clone() for p in model.parameters()]
@@ -572,8 +572,9 @@ def _between_steps(folder, out, offload):
 @pytest.mark.parametrize("offload", [False, True])
 def test_what_reads_a_model_between_steps_changes_nothing(checkpoints, tmp_path, offload):
     losses, _, weights = _by_hand(checkpoints["tied"], 2, torch.float32, torch.float32)
-    assert losses[-1] < losses[0] - 0.05
     for found in run_ranks(_between_steps, 2, checkpoints["tied"], tmp_path, offload):
+        close(torch.tensor(found["quiet"][0]), torch.tensor(losses))
+        assert _apart(found["quiet"][2], weights) < 5e-5
         same(found["busy"][0], found["quiet"][0])
         for mean, quiet in zip(found["busy"][1], found["quiet"][1], strict=True):
             same(mean, quiet)
