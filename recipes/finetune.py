@@ -10,6 +10,9 @@ A real one; every option of TRL's SFTConfig works (`--help` lists them):
     accelerate launch --config_file accelerate_configs/fsdp2_gpu_8_bf16.yaml recipes/finetune.py \
         --model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/Capybara --learning_rate 1e-5 --max_length 4096
 
+LoRA: `--use_peft --lora_target_modules all-linear --lora_r 16` (TRL's options; the base stays in its stored dtype). The
+adapter is saved; `--merge_adapters` writes a checkpoint that needs no PEFT.
+
 `--dataset_name` is a hub name, a folder, or a .jsonl/.json/.csv/.parquet/.txt file with a column `text`, `messages`, or
 `prompt` and `completion`. Quick start on 2 CPU cores: evaluation loss falls from about 7.6 to below 4.5 in two minutes.
 """
@@ -28,7 +31,7 @@ import transformers
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict, load_dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProgressCallback, set_seed
-from trl import ScriptArguments, SFTConfig, SFTTrainer, TrlParser
+from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
 from hf_fsdp_tools import (
     CheckpointError,
@@ -39,6 +42,7 @@ from hf_fsdp_tools import (
     from_pretrained,
     make_accelerator,
     make_demo_model,
+    save_pretrained,
 )
 from hf_fsdp_tools.demo import write_demo_dataset
 
@@ -56,14 +60,12 @@ FORMATS = ({"text"}, {"messages"}, {"prompt", "completion"})
 
 
 @dataclass
-class ModelArguments:
-    """What is fine-tuned."""
+class ModelArguments(ModelConfig):
+    """What is fine-tuned: TRL's own options."""
 
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Hub name or folder; none: the quick start."}
+    merge_adapters: bool = field(
+        default=False, metadata={"help": "Write a checkpoint with the adapter merged in, beside the adapter (merged/)."}
     )
-    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the hub."})
-    attn_implementation: str | None = field(default=None, metadata={"help": "sdpa, flash_attention_2, eager, …"})
 
 
 class Trainer(FSDPTrainerMixin, SFTTrainer):
@@ -99,12 +101,15 @@ def main() -> None:
     train, evaluation = load_splits(script, training)
     tokenizer = load_tokenizer(model_args, training)
 
-    # 2. The model, straight into shards
+    # 2. The model, straight into shards; with an adapter, if one is asked for
     model, report = from_pretrained(
         model_args.model_name_or_path,
         accelerator=accelerator,
+        peft_config=get_peft_config(model_args),
+        dtype=getattr(torch, model_args.dtype) if model_args.dtype not in (None, "auto") else None,
         trust_remote_code=training.trust_remote_code,
         hub_kwargs={"revision": model_args.model_revision},
+        load_kwargs={"seed": training.seed},
         output_loading_info=True,
         **({"attn_implementation": model_args.attn_implementation} if model_args.attn_implementation else {}),
     )
@@ -122,6 +127,8 @@ def main() -> None:
 
     # 4. A normal Hugging Face checkpoint, and a look at it
     trainer.save_model()
+    if model_args.merge_adapters:
+        save_pretrained(trainer.model, Path(training.output_dir, "merged"), tokenizer=tokenizer, merge_adapters=True)
     sample = generate(trainer.model, tokenizer, prompt_of(evaluation, tokenizer), seed=training.seed)
     say(f"\nevaluation loss  {before:.3f} before, {after:.3f} after")
     say(f"checkpoint       {training.output_dir} (open it with AutoModelForCausalLM.from_pretrained)")
@@ -138,11 +145,15 @@ def parse_arguments() -> tuple[ScriptArguments, SFTConfig, ModelArguments]:
     )
     parser.set_defaults(
         output_dir="outputs/finetune", bf16=False, use_cpu=not torch.accelerator.is_available(), save_strategy="no",
-        logging_steps=5, report_to="none", **{checkpointing: False},
+        logging_steps=5, report_to="none", dtype=None, **{checkpointing: False},
     )  # fmt: skip
     if not any(argument.startswith("--model_name_or_path") for argument in sys.argv):
         parser.set_defaults(**QUICK_START)
     script, training, model_args = parser.parse_args_and_config()
+    if model_args.load_in_4bit or model_args.load_in_8bit:
+        raise ConfigError("load_in_4bit and load_in_8bit: packed weights cannot be read into shards. Leave them out.")
+    if model_args.merge_adapters and not model_args.use_peft:
+        raise ConfigError("--merge_adapters needs an adapter: add --use_peft.")
     if model_args.model_name_or_path is not None and script.dataset_name is None:
         raise ConfigError("--model_name_or_path needs --dataset_name: a hub name, a folder, or a .jsonl file.")
     return script, training, model_args

@@ -226,6 +226,7 @@ def _arguments(output, precision):
         "output_dir": str(output), "max_steps": STEPS, "learning_rate": 1e-2, "lr_scheduler_type": "constant",
         "report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "logging_steps": 1,
         "per_device_train_batch_size": 2, "max_grad_norm": 0.0, "bf16": precision == "bf16",
+        "seed": 0,  # TRL draws the adapters that it adds itself by this seed, not by what the script set before
     }  # fmt: skip
 
 
@@ -294,7 +295,8 @@ def _every_run(folders, output):
 def test_ten_steps_under_every_host_equal_peft_on_one_process(tmp_path):
     """fp32: reductions in another order change the last bits, and Adam's first steps are as large for small gradients as for
     large ones, so weights agree to 1e-5. bf16: FSDP casts frozen and trained weights where autocast casts the inputs of some
-    operators only, so losses agree to 1e-3 of 5, and adapters to 0.03, a fifth of what they moved; but all our roads agree."""
+    operators only, so losses agree to 2e-3 of 5, and adapters to 0.03 of the 0.1 that they moved; the roads under one host
+    agree to 1e-5."""
     folders = {
         dtype: make_checkpoint("llama", tmp_path / str(dtype), dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
     }
@@ -303,7 +305,7 @@ def test_ten_steps_under_every_host_equal_peft_on_one_process(tmp_path):
         "bf16": _alone(folders[torch.bfloat16], torch.bfloat16, True),
     }
     tolerances = {"no": (2e-5, 1e-5), "bf16": (2e-3, 3e-2)}
-    first: dict[str, dict[str, torch.Tensor]] = {}
+    first: dict[object, dict[str, torch.Tensor]] = {}
     for (host, road, precision), (losses, adapter) in zip(
         RUNS, run_ranks(_every_run, 2, folders, tmp_path / "out", timeout_s=240)[0], strict=True
     ):
@@ -315,8 +317,10 @@ def test_ten_steps_under_every_host_equal_peft_on_one_process(tmp_path):
         assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}, what
         for name, value in expected.items():
             torch.testing.assert_close(adapter[name], value, rtol=0, atol=of_weights, msg=f"{what}: {name}")
-        for name, value in first.setdefault(precision, adapter).items():
-            torch.testing.assert_close(adapter[name], value, rtol=0, atol=1e-5, msg=f"{what} against our first: {name}")
+        for name, value in first.setdefault((host, precision), adapter).items():
+            torch.testing.assert_close(
+                adapter[name], value, rtol=0, atol=1e-5, msg=f"{what} against another road: {name}"
+            )
 
 
 # ---- complaints ----

@@ -84,3 +84,17 @@ def test_bad_input_gets_one_clear_line(tmp_path, model):
     assert len(errors) == 1
     assert "columns answer, question" in errors[0] and "--dataset_text_field" in errors[0]
     assert 'finetune.py", line' not in done.stderr, "no traceback of ours"
+
+
+def test_lora_in_one_command(tmp_path):
+    done = launch(
+        tmp_path, "--use_peft", "--merge_adapters", "--lora_target_modules", "all-linear", "--max_steps", "4",
+        "--per_device_train_batch_size", "2", "--max_length", "64", "--output_dir", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    assert re.search(r"trained +float32, .*% of the parameters", done.stdout)
+    adapted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # base and adapter, by PEFT
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged")
+    ids = torch.arange(3, 19).reshape(1, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
