@@ -10,16 +10,17 @@ clock starts at a barrier, after imports, process group and a first load of a ti
 stops at a barrier after every page of every local shard has been touched once, because some loaders only map files.
 
 --alone           instead: rank 3 of 8 alone on its machine, where no neighbour warms the page cache (a fake process group)
---slow-storage    instead: every request for data takes 5 ms and 10 ms per MB more (100 MB/s per stream), cached or not. Ours
-          runs as it is, with that delay put on each of its read calls. The other row replays the pattern of mapped files, as safetensors gives them to transformers: 4 threads fault the rank's slices in, and each fault brings in
-          128 KiB (Linux' read-ahead on network file systems). Nothing but those reads is counted there, which is generous.
+--slow-storage    instead: a request for data takes 5 ms and 10 ms per MB more (100 MB/s per stream), cached or not. Ours runs
+          as it is, with that delay put on each of its read calls. The other row replays the pattern of mapped files, as
+          safetensors gives them to transformers: 4 threads fault the rank's slices in, and each fault brings in 128 KiB
+          (Linux' read-ahead on network file systems). Nothing but those reads is counted there, which is generous.
 
 limit     as many bytes as the rank's share, by `pread` on 4 threads from one contiguous part of each file into fresh memory;
           for fp32, which takes twice the memory, the other half is faulted in as well
 read()    bytes that came through read calls; neither mapped files nor what ranks send each other count here
 disk      bytes that came from the disk, mapped files included, charged to the rank that met them first
 above     highest resident memory minus what was resident before minus the local shards; mapped files count where touched
-large     the limit again, into memory for which large pages were asked, as ours does where the files are in the cache
+large     the limit again, into memory for which large pages were asked, as ours does, which stops asking where they are slow
 result    every parameter and buffer, non-persistent ones too, against plain `from_pretrained`, by checksums over all ranks
 """
 
@@ -179,7 +180,7 @@ def load_limit(folder: Path, dtype: torch.dtype, *, large_pages: bool = False) -
             start = 8 + int.from_bytes(stream.read(8), "little")  # the header, which begins with its length
         begin, end = ((file.stat().st_size - start) * r // world for r in (rank, rank + 1))
         size = (end - begin) * dtype.itemsize // 2
-        memory += empty_on_host([((size,), torch.uint8)], large_pages=large_pages)
+        memory += empty_on_host([((size,), torch.uint8)]) if large_pages else [torch.empty(size, dtype=torch.uint8)]
         parts = memory[-1][: end - begin].split(2**24)
         pieces += [(file, start + begin + i * 2**24, part) for i, part in enumerate(parts)]
 

@@ -1,13 +1,15 @@
 """Memory on the host for many tensors, in large pages where the system gives them."""
 
+import ctypes
 import math
 import mmap
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import torch
 
-__all__ = ["empty_on_host"]
+__all__ = ["FaultIn", "empty_on_host"]
 
 _LARGE_PAGE_BYTES = 2 * 2**20
 """Of x86-64, and of arm64 with 4 KiB pages."""
@@ -18,19 +20,53 @@ _BLOCK_BYTES = 256 * 2**20
 _ALIGNMENT = 64
 """Bytes; what torch gives its own tensors."""
 
+_SLOW_PAGE_S = 1e-3
+"""CPU time for one large page from which on small ones are taken: 0.2 ms is usual, 2 to 5 ms where the host of a virtual
+machine has taken the memory back and must bring it again (measured)."""
 
-def empty_on_host(
-    wanted: Sequence[tuple[Sequence[int], torch.dtype]], *, large_pages: bool = True
-) -> list[torch.Tensor]:
+_POPULATE_WRITE = 23  # of linux/mman.h, since 5.14; Python's mmap module does not have it
+
+
+class FaultIn:
+    """Makes the pages of uninitialised memory present before it is written, which is cheaper than one fault after another.
+
+    In large pages, as long as these come quickly; after the first slow one in small pages. Contents stay as they are, so
+    memory that holds something may be given. Does nothing where the system cannot do it. Threads may share one.
+    """
+
+    def __init__(self) -> None:
+        self._large = True
+        self._madvise = None
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._madvise = ctypes.CDLL(None).madvise
+            self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+    def __call__(self, memory: torch.Tensor) -> None:
+        """Fault in the whole pages of a contiguous CPU tensor."""
+        start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if self._madvise is None or memory.device.type != "cpu" or not memory.is_contiguous():
+            return
+        while self._large and start < stop:
+            end = min(stop, (start // _LARGE_PAGE_BYTES + 1) * _LARGE_PAGE_BYTES)
+            began = time.thread_time()
+            self._madvise(start, end - start, _POPULATE_WRITE)
+            self._large = self._large and time.thread_time() - began < _SLOW_PAGE_S
+            start = end
+        if start < stop:
+            self._madvise(start, stop - start, mmap.MADV_NOHUGEPAGE)
+            self._madvise(start, stop - start, _POPULATE_WRITE)
+
+
+def empty_on_host(wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
     """Uninitialised CPU tensors of these (shape, dtype), each with a storage of its own.
 
     Together they fill a few mappings of whole large pages, which the kernel is asked for (`MADV_HUGEPAGE`, as numpy does
     for its arrays). Memory that is new to the process then costs a fault per 2 MiB instead of one per 4 KiB: filling
     0.5 GB from the page cache takes 0.14 s instead of 0.31 (measured). No more memory is used than the tensors need.
-    Where the system knows no such pages, or without `large_pages`, these are plain `torch.empty`. The storages cannot be
-    resized.
+    Where the system knows no such pages these are plain `torch.empty`. The storages cannot be resized.
     """
-    if not large_pages or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
         return [torch.empty(tuple(shape), dtype=dtype) for shape, dtype in wanted]
     tensors: list[torch.Tensor] = []
     for block in _blocks(wanted):

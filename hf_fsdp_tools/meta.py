@@ -138,9 +138,7 @@ def build_meta_model(
     return model
 
 
-def allocate(
-    model: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None, large_pages: bool = True
-) -> None:
+def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
     """Give every tensor of a meta model uninitialised storage on `device`, in place: of a DTensor only this rank's shard.
 
     Tied parameters stay one parameter and FSDP2 is told of the new ones. Tensors that have storage stay as they are.
@@ -149,11 +147,10 @@ def allocate(
         model: plain, or sharded by `fully_shard` while on meta.
         device: where the storage goes. Parameters of a CPU-offloaded FSDP2 model belong on the CPU.
         dtype: what floating-point parameters become; None keeps each one's own. Buffers always keep their own.
-        large_pages: ask for them on the CPU (`empty_on_host`).
 
     No rank communicates.
     """
-    replaced = _allocated(model, device, dtype, large_pages)
+    replaced = _allocated(model, device, dtype)
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
@@ -304,14 +301,12 @@ def _first_line(error: BaseException) -> str:
 # ---- storage ----
 
 
-def _allocated(
-    model: nn.Module, device: torch.device, dtype: torch.dtype | None, large_pages: bool
-) -> dict[torch.Tensor, torch.Tensor]:
+def _allocated(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> dict[torch.Tensor, torch.Tensor]:
     """What takes the place of each tensor on meta; tied ones are one tensor."""
     found = dict.fromkeys(t for m in model.modules() for _, t in _own_tensors(m) if t.is_meta)
     wanted = [(_local_shape(tensor), _storage_dtype(tensor, dtype)) for tensor in found]
     if device.type == "cpu":
-        memory = empty_on_host(wanted, large_pages=large_pages)
+        memory = empty_on_host(wanted)
     else:
         memory = [torch.empty(shape, dtype=kind, device=device) for shape, kind in wanted]
     return {tensor: _with_storage(tensor, local) for tensor, local in zip(found, memory, strict=True)}

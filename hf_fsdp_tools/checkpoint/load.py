@@ -26,7 +26,7 @@ from .fit import Fit, check_ties, fit_checkpoint, transfers_of
 from .index import CheckpointIndex
 from .pieces import PieceTensor
 from .progress import loading_bar
-from .reader import TransferStats, are_cached, read_transfers
+from .reader import TransferStats, read_transfers
 from .report import LoadReport, MemoryWatch
 from .rollback import aftermath, rolled_back
 from .shares import is_sharded, local_boxes_of, local_tensor, memory_view
@@ -123,10 +123,7 @@ def load_weights(
     after = aftermath(model)
     with rolled_back(model):
         with _timed(seconds, "read"), agreed(f"reading the checkpoint ({after})"):
-            # Large pages make the difference where bytes come from memory. Where they come from a disk, that is what takes the
-            # time, and a virtual machine whose host has taken free memory back pays for each large page (measured: 5 ms).
-            cached = are_cached(list(dict.fromkeys(tensor.file for tensor in index.tensors.values())))
-            allocate(model, device=device or _device_of(model), dtype=dtype, large_pages=cached)
+            allocate(model, device=device or _device_of(model), dtype=dtype)
             share = _share_of(model, load_map, fit, index)
             with loading_bar(share.transfer_bytes, rank=rank, world_size=world_size, progress=progress) as on_bytes:
                 # Where all ranks share this machine, what one does not want another does.

@@ -10,15 +10,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from random import SystemRandom
 
 import torch
 
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.host_memory import FaultIn
 
 from .transfer import Batch, Chunk, Transfer, cut_batches
 
-__all__ = ["TransferStats", "are_cached", "prefetch", "read_transfers", "write_transfers"]
+__all__ = ["TransferStats", "prefetch", "read_transfers", "write_transfers"]
 
 MAX_GAP_BYTES = 4096
 """Unwanted bytes that are read through rather than skipped with another system call: a page, which is read whole anyway."""
@@ -133,28 +133,6 @@ def prefetch(files: Sequence[Path], *, part: int, parts: int, num_bytes: int = P
         threading.Thread(target=ask, name="prefetch", daemon=True).start()
 
 
-def are_cached(files: Sequence[Path]) -> bool:
-    """Whether the system has most of the files' bytes in memory: a few are asked for, on condition that nobody waits.
-
-    False where that cannot be asked (other systems than Linux, some network file systems).
-    """
-    if not hasattr(os, "RWF_NOWAIT"):
-        return False
-    answers = []
-    for file in files[:: max(1, len(files) // 16)]:
-        with suppress(OSError), open(file, "rb", buffering=0) as stream:
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # the question itself must bring nothing in
-            size = os.fstat(stream.fileno()).st_size
-            for _ in range(3):
-                position = SystemRandom().randrange(
-                    max(size, 1)
-                )  # ranks must not ask for the same page: asking fetches it
-                answers.append(False)
-                with suppress(OSError):
-                    answers[-1] = os.preadv(stream.fileno(), [bytearray(1)], position, os.RWF_NOWAIT) == 1
-    return 2 * sum(answers) > len(answers)
-
-
 def _run(
     batches: Sequence[Batch],
     open_file: Callable[[Path], int],
@@ -230,6 +208,7 @@ class _Staging:
         self._pinned = any(chunk.memory.is_cuda for batch in staged for chunk in batch.chunks)
         self._local = threading.local()
         self._made: list[torch.Tensor] = []
+        self.fault_in = FaultIn()
 
     @property
     def allocated_bytes(self) -> int:
@@ -248,6 +227,8 @@ class _Staging:
 def _read_batch(descriptor: int, batch: Batch, staging: _Staging) -> int:
     """Read one batch; the number of system calls."""
     with _io_errors(batch.file, *_READING):
+        for chunk in batch.chunks:
+            staging.fault_in(chunk.memory)
         if batch.is_direct:
             return _all_bytes(os.preadv, descriptor, [_memory_of(chunk.memory) for chunk in batch.chunks], batch)
         buffer = staging.buffer()
