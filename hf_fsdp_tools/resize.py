@@ -103,7 +103,10 @@ def _refuse(model: nn.Module) -> None:
 
 def _replace(model: nn.Module, key: str, old: torch.Tensor, shape: torch.Size) -> None:
     """Put a tensor of another shape in the place of `old`, under all its names, with what both have in common."""
-    whole = old.full_tensor().detach() if isinstance(old, DTensor) else old.detach()
+    whole = old.detach()
+    if isinstance(old, DTensor):  # gathered on the mesh's device, also where the shards are kept on the CPU
+        on_device: Any = whole.to(old.device_mesh.device_type)
+        whole = on_device.full_tensor()
     if not isinstance(old, nn.Parameter):
         _set_everywhere(model, old, whole.new_zeros(shape))
     elif isinstance(old, DTensor):

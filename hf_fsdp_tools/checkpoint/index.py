@@ -25,6 +25,9 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
+ACCELERATE_PICKLED = (
+    "pytorch_model_fsdp.bin"  # what its save_state writes with FULL_STATE_DICT, in the model's own layout
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +120,8 @@ class CheckpointIndex:
                 - a folder with ``model.safetensors``, with an index file or with plain ``*.safetensors``;
                 - a folder of ``torch.distributed.checkpoint`` (``.metadata`` and ``*.distcp``), or one above it that
                   Accelerate's ``save_state`` or the Trainer wrote (``pytorch_model_fsdp_0`` in it);
-                - a folder with ``pytorch_model.bin``, or its index and shards, if ``allow_pickle``;
+                - a folder with ``pytorch_model.bin``, or its index and shards, or Accelerate's ``pytorch_model_fsdp.bin``,
+                  if ``allow_pickle``;
                 - one such file; or a hub name.
 
                 Where there are several, the first of this list is read.
@@ -146,7 +150,8 @@ class CheckpointIndex:
             if not _has_safetensors(folder) and (saved := find_dcp_folder(folder)):
                 return cls._from_dcp(name, saved)
             files, listed = _weight_files(folder, allow_pickle)
-            return cls._from_files(name, files, listed)
+            index = cls._from_files(name, files, listed)
+            return replace(index, layout="model") if files == [folder / ACCELERATE_PICKLED] else index
         except OSError as error:
             raise CheckpointError(
                 f"Cannot read checkpoint {name!r}: {error}. Check the path and its permissions."
@@ -174,9 +179,13 @@ class CheckpointIndex:
             header_bytes += num_bytes
             for tensor in found:
                 if (other := tensors.get(tensor.key)) is not None:
-                    problems.append(
-                        f"{tensor.key!r} is in two files, {other.file.name} and {file.name}; keep one of them."
-                    )
+                    cure = "keep one of them."
+                    if file.name.startswith("shard-"):  # torch's HuggingFaceStorageWriter(save_distributed=True)
+                        cure = "these are parts of it. Join them once: torch's HuggingFaceStorageWriter has "
+                        cure += (
+                            "enable_consolidation=True, and consolidate_safetensors_files for what is saved already."
+                        )
+                    problems.append(f"{tensor.key!r} is in two files, {other.file.name} and {file.name}; {cure}")
                 tensors[tensor.key] = tensor
         if not problems and listed is not None:
             problems += [
@@ -248,6 +257,8 @@ def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[Path], _Listin
         _refuse_pickled(sorted(folder.glob("pytorch_model*.bin")))
     if (folder / PICKLED).is_file():
         return [folder / PICKLED], None
+    if (folder / ACCELERATE_PICKLED).is_file():
+        return [folder / ACCELERATE_PICKLED], None
     if (folder / PICKLED_INDEX).is_file():
         return _listed_files(folder / PICKLED_INDEX, ".bin")
     found = ", ".join(sorted(f.name for f in folder.iterdir())[:10]) or "nothing"

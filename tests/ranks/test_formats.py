@@ -81,10 +81,14 @@ def save_all(folders: dict[str, Path], root: Path) -> None:
     load_weights(model, folders["mixtral"])
     dcp.save(model.state_dict(), checkpoint_id=root / "plain" / "mixtral columns")
     accelerator = make_accelerator(cpu=True)
+    plugin = accelerator.state.fsdp_plugin
+    mixtral = accelerator.prepare(from_pretrained(folders["mixtral"], accelerator=accelerator))
     model = accelerator.prepare(from_pretrained(folders["llama"], accelerator=accelerator))
-    save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, str(root / "accelerate" / "checkpoint-7"))
+    save_fsdp_model(plugin, accelerator, model, str(root / "accelerate" / "checkpoint-7"))
     writer = HuggingFaceStorageWriter(str(root / "hf"), save_distributed=True, enable_consolidation=True)
     dcp.save(model.state_dict(), storage_writer=writer)
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    save_fsdp_model(plugin, accelerator, mixtral, str(root / "full"))
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.copy(folders["llama"] / "config.json", root / "accelerate")
@@ -120,6 +124,11 @@ def load_all(folders: dict[str, Path], root: Path) -> list[float]:
         model, report = from_pretrained(root / source, output_loading_info=True)  # config.json one or two folders up
         assert_same(model, llama, source)
         ratios.append(report.read_ratio)
+    mixtral = sharded_meta_model("mixtral", folders["mixtral"])
+    load_weights(mixtral, root / "full", allow_pickle=True)  # fused experts, as the model has them
+    assert_same(mixtral, type(make_model("mixtral")).from_pretrained(folders["mixtral"]), "full")
+    with pytest.raises(CheckpointError, match=r"are parts of it\. Join them once.*enable_consolidation=True"):
+        CheckpointIndex.open(root / "hf" / "sharded")
     tied = sharded_meta_model("tied", folders["tied"])
     load_weights(tied, root / "fsdp1")
     assert_same(tied, type(make_model("tied")).from_pretrained(folders["tied"]), "fsdp1")
