@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_fsdp_tools.adapters import add_adapter, load_adapter, shard_added
     from hf_fsdp_tools.blocks import BlockStack, ModelBlocks, detect_blocks
     from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, SaveReport, load_weights, save_pretrained
     from hf_fsdp_tools.config import FSDPConfig
@@ -61,6 +62,7 @@ _MODULE_OF = {
     "WrapPlan": "wrap",
     "WrapPlanError": "errors",
     "WrapUnit": "wrap",
+    "add_adapter": "adapters",
     "build_meta_model": "meta",
     "check_wrap_plan": "wrap",
     "describe_sharding": "shard",
@@ -68,6 +70,7 @@ _MODULE_OF = {
     "diagnose": "diagnostics",
     "from_pretrained": "prepare",
     "hybrid_auto_wrap_policy": "fsdp1_policy",
+    "load_adapter": "adapters",
     "load_weights": "checkpoint",
     "load_weights_fsdp1": "fsdp1",
     "make_accelerator": "integrations",
@@ -75,6 +78,7 @@ _MODULE_OF = {
     "make_wrap_plan": "wrap",
     "resize_token_embeddings": "resize",
     "save_pretrained": "checkpoint",
+    "shard_added": "adapters",
     "shard_model": "shard",
     "sharding_of": "shard",
     "tokens_per_rank": "tokens",
@@ -104,6 +108,7 @@ __all__ = [
     "WrapPlan",
     "WrapPlanError",
     "WrapUnit",
+    "add_adapter",
     "build_meta_model",
     "check_wrap_plan",
     "describe_sharding",
@@ -111,6 +116,7 @@ __all__ = [
     "diagnose",
     "from_pretrained",
     "hybrid_auto_wrap_policy",
+    "load_adapter",
     "load_weights",
     "load_weights_fsdp1",
     "make_accelerator",
@@ -118,6 +124,7 @@ __all__ = [
     "make_wrap_plan",
     "resize_token_embeddings",
     "save_pretrained",
+    "shard_added",
     "shard_model",
     "sharding_of",
     "tokens_per_rank",

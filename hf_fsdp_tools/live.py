@@ -1,8 +1,8 @@
 """What FSDP manages in a live model, whoever sharded it: FSDP2, FSDP1, or nobody.
 
 Names are those of the model without the wrappers around its modules (checkpoint wrappers, `torch.compile`, FSDP1), as in a
-plan that was made before it was wrapped. Private attributes of torch's FSDP are read here and nowhere else: torch has no
-public way to ask which unit gathers a parameter. Nothing is changed and nothing is communicated.
+plan that was made before it was wrapped. Private attributes of torch's FSDP are read here (and, to take FSDP2 off again, in
+`release`): torch has no public way to ask which unit gathers a parameter. Nothing is changed and nothing is communicated.
 """
 
 import re

@@ -30,6 +30,7 @@ from hf_fsdp_tools import (
     sharding_of,
 )
 from hf_fsdp_tools.fsdp1_policy import hybrid_auto_wrap_policy
+from hf_fsdp_tools.integrations.placement import check_managed
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks
 
@@ -137,8 +138,13 @@ def _prepare(folder):
         accelerator.prepare(model, device_placement=[True])
     model = from_pretrained(folder, accelerator=accelerator)
     model.add_module("adapter", torch.nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match=r"not sharded.*adapter\.weight"):
-        accelerator.prepare(model)
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator.prepare(model, late)
+    assert all(isinstance(p, DTensor) for p in model.parameters()), "what was added after sharding is sharded too"
+    assert {id(p) for p in late.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
+    model.add_module("later", torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"not sharded.*later\.weight"):
+        check_managed(model)
 
 
 def test_prepare_shards_plain_models_and_refuses_what_would_train_wrongly(checkpoints):
