@@ -43,6 +43,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 os.environ.update(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -160,11 +161,18 @@ def load_accelerate(folder: Path, dtype: torch.dtype, *, ram_efficient: bool) ->
     return fsdp2_prepare_model(accelerator, model)
 
 
+def allocate_plainly(model: nn.Module) -> None:
+    """Storage as torch gives it: what our own pages are good for is not to be somebody else's figure."""
+    plain = patch("hf_fsdp_tools.meta.empty_on_host", lambda wanted: [torch.empty(s, dtype=d) for s, d in wanted])
+    with plain:
+        allocate(model, device=torch.device("cpu"))
+
+
 def load_dcp(folder: Path, dtype: torch.dtype) -> nn.Module:
     """torch's reader of safetensors, into a model that is built, sharded and tied by us, which is generous."""
     model = build_meta_model(folder, dtype=dtype)
     shard_model(model, make_wrap_plan(model), mesh=ParallelDims().build_mesh())
-    allocate(model, device=torch.device("cpu"))
+    allocate_plainly(model)
     once = {id(tensor): key for key, tensor in reversed(model.state_dict(keep_vars=True).items())}
     state = {key: tensor for key, tensor in model.state_dict().items() if key in once.values()}
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder), thread_count=4))
@@ -198,7 +206,7 @@ def load_broadcast(folder: Path, dtype: torch.dtype) -> nn.Module:
     """torch's own way to load on rank 0 only, into a model that is built and sharded by us."""
     model = build_meta_model(folder, dtype=dtype)
     shard_model(model, make_wrap_plan(model), mesh=ParallelDims().build_mesh())
-    allocate(model, device=torch.device("cpu"))
+    allocate_plainly(model)
     first = dist.get_rank() == 0
     state = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict() if first else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
