@@ -29,6 +29,7 @@ from .placement import (
 from .plugin import HybridFSDPPlugin
 from .resume import (
     awaiting_state,
+    former_of,
     replacing,
     saveable,
     stored_format,
@@ -199,7 +200,11 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             input_dir = next(reversed(_numbered(Path(self.project_dir, "checkpoints"))), None)
         folder = Path(input_dir or "").expanduser()
         if input_dir is None or not folder.is_dir():
-            raise CheckpointError(f"load_state: there is no folder {str(folder)!r}. Give one that save_state wrote.")
+            former = former_of(folder.resolve())
+            cure = (
+                f"Rename {str(former)!r}, where a save that was cut off left it" if former.is_dir() else "Give another"
+            )
+            raise CheckpointError(f"load_state: there is no folder {str(folder)!r}. {cure}.")
         with ExitStack() as stack:
             for i, (model, optimizer) in enumerate(zip(self._models, self._optimizers, strict=False)):
                 stack.enter_context(awaiting_state(model, optimizer, folder, i))

@@ -26,6 +26,7 @@ from hf_fsdp_tools.fsdp1_shares import plain_view
 __all__ = [
     "awaiting_state",
     "complete_checkpoint",
+    "former_of",
     "replacing",
     "saveable",
     "stored_format",
@@ -38,6 +39,11 @@ _SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
 
 _FULL = ("pytorch_model_fsdp.bin", "optimizer.bin")
 """Files that Accelerate writes under FULL_STATE_DICT; same source."""
+
+_ACCELERATES = re.compile(
+    r"(random_states|pytorch_model_fsdp|optimizer|scheduler|sampler|dl_state_dict|scaler|custom_checkpoint)[_.].*"
+)
+"""Names that `save_state` gives, which must not outlive the state that they belong to; same source, checkpointing.py."""
 
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 """What `torch.compile` and checkpoint_wrapper put into names, and torch leaves out of a state dict's."""
@@ -56,46 +62,61 @@ def saveable(model: nn.Module) -> nn.Module:
 def replacing(folder: Path) -> Iterator[Path]:
     """A folder beside `folder` to write to, which takes its name when every rank has finished.
 
-    Until then an older `folder` stays as it is, whatever happens. What it has and the new one has not (a user's own
-    files) is kept, save for the random states of ranks that are no more.
+    Until then an older `folder` stays as it is, whatever happens. What it has beside Accelerate's files (a user's own) is
+    kept.
 
-    Every rank must enter; at the end the ranks exchange whether they succeeded. Each rank may write to a disk of its own
-    machine. Must be on one file system with its parent.
+    Every rank must enter, and see the same file system; at the end the ranks exchange whether they succeeded.
 
     Raises:
-        CheckpointError: writing failed on some rank; the same on every rank unless its own error says more.
+        CheckpointError: writing failed on some rank, or the folder cannot be replaced; the same on every rank, unless its
+            own error says more.
     """
     rank, _ = rank_and_size()
+    folder = folder.resolve()
     staging = folder.with_name(f".{folder.name}.incomplete")
     with agreed(f"making {str(staging)!r}"):
-        if rank == 0 and staging.exists():
-            shutil.rmtree(staging)  # of a save that was interrupted
-    staging.mkdir(parents=True, exist_ok=True)
+        if folder.is_mount():
+            raise CheckpointError(
+                f"{str(folder)!r} is a mount point, which cannot be replaced. Save to a folder in it."
+            )
+        if rank == 0:
+            if staging.exists():
+                shutil.rmtree(staging)  # of a save that was interrupted
+            staging.mkdir(parents=True)
+    with agreed(f"opening {str(staging)!r}"):
+        if not staging.is_dir():
+            raise CheckpointError(
+                f"{str(staging)!r} is not there on this rank. Save to a file system that all ranks share."
+            )
     with agreed(f"saving to {str(folder)!r} (what was saved there before is still there)"):
         yield staging
     with agreed(f"finishing {str(folder)!r}"):
         if rank == 0:
-            _take_place(staging, folder)
+            _take_place(staging, folder, former_of(folder))
 
 
-def _take_place(staging: Path, folder: Path) -> None:
+def former_of(folder: Path) -> Path:
+    """Where an older state lies for the moment between the two renames that replace it."""
+    return folder.with_name(f".{folder.name}.former")
+
+
+def _take_place(staging: Path, folder: Path, former: Path) -> None:
     """Two renames, so that at any moment a complete folder exists, under its own or its former name."""
-    former = folder.with_name(f".{folder.name}.former")
     try:
-        if former.exists():
-            shutil.rmtree(former)
         if folder.exists():
+            if former.exists():
+                shutil.rmtree(former)
             folder.rename(former)
         staging.rename(folder)
         if former.exists():
             for path in former.iterdir():
-                if not (folder / path.name).exists() and not path.match("random_states_*.pkl"):
+                if not (folder / path.name).exists() and not _ACCELERATES.match(path.name):
                     path.rename(folder / path.name)
             shutil.rmtree(former)
     except OSError as error:
         raise CheckpointError(
-            f"Cannot finish {str(folder)!r}: {error}. The new state is in {staging.name!r} or in place, the former one in "
-            f"{former.name!r} or in place, both in {str(folder.parent)!r}."
+            f"Cannot finish {str(folder)!r}: {error}. The new state is there or in {staging.name!r} beside it, the former one "
+            f"there or in {former.name!r}."
         ) from error
 
 

@@ -318,11 +318,20 @@ def _state_faults(source, out):
         loaded = _whole(loop.model, loop.optimizer)
         assert all(torch.equal(tensor, loaded[name]) for name, tensor in saved.items())
         loop.train(1)
+        if dist.get_rank() == 0:
+            (folder / "custom_checkpoint_0.pkl").write_text("of an object that is registered no more")
         later = accelerator.save_state(named)
         dist.barrier()
         assert later.is_dir() and folder.exists() == (named is not None), "the older one goes when the new one is there"
         assert (later / "notes.txt").exists() == (named is not None)
+        assert not (later / "custom_checkpoint_0.pkl").exists()
         assert not list(out.rglob("*.incomplete")) and not list(out.rglob("*.former"))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        later.rename(later.with_name(".state.former"))  # as between the two renames of a save that was killed
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"Rename '.*/\.state\.former'"):
+        accelerator.load_state(later)
 
 
 def _all_faults(source, out):
