@@ -17,8 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
-from hf_fsdp_tools.bare import is_adapted
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.bare import is_adapted, is_wrapper
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
 
 from .adapter import save_adapter
 from .agreement import agreed, all_ranks, rank_and_size
@@ -74,6 +74,7 @@ def save_pretrained(
     Every rank of the default process group must call. The ranks exchange errors and, for what is gathered, tensors.
 
     Raises:
+        ConfigError: Adapters that cannot be merged, or have no ``PeftModel`` around them.
         CheckpointError: The model is on meta; the folder is a file, cannot be written or is not seen by all ranks; the
             disk is full. The same on every rank. Files of an earlier save are then still there, unless renaming itself fails.
     """
@@ -84,6 +85,11 @@ def save_pretrained(
         model = merged_model(model)
     elif is_adapted(model):
         return save_adapter(model, folder, tokenizer=tokenizer, dtype=dtype)
+    elif any(is_wrapper(module) for module in model.modules()):
+        raise ConfigError(
+            f"{type(model).__name__} has adapters without a PeftModel around it (model.add_adapter). Make it with "
+            "get_peft_model(model, config) to save the adapter, or save it with merge_adapters=True."
+        )
     mark = all_ranks(secrets.token_hex(4))[0]
     with agreed("planning the checkpoint"):
         _refuse_meta(model)

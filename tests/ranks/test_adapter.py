@@ -8,7 +8,16 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import (
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import SequentialSampler
@@ -25,6 +34,7 @@ from hf_fsdp_tools import (
     make_accelerator,
     make_wrap_plan,
     save_pretrained,
+    shard_added,
     sharding_of,
 )
 from hf_fsdp_tools.bare import base_of
@@ -52,6 +62,9 @@ CASES = {
     "head and embedding trained whole": ("llama", lambda: lora(modules_to_save=["lm_head", "embed_tokens"])),
     "single tokens": ("tied", lambda: lora(trainable_token_indices=[1, 2])),
     "fused experts": ("mixtral", lambda: lora(target_parameters=["experts.gate_up_proj", "experts.down_proj"])),
+    "vera": ("llama", lambda: VeraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")),
+    "loha": ("llama", lambda: LoHaConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")),
+    "oft": ("llama", lambda: OFTConfig(oft_block_size=4, target_modules=["q_proj"], task_type="CAUSAL_LM")),
     "prompt": ("llama", lambda: PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")),
 }
 
@@ -431,6 +444,9 @@ def _four_ranks(folder, output):
     grown(model)
     save_pretrained(model, output)
     dist.barrier()
+    late = get_peft_model(from_pretrained(folder, mesh=sharding_of(model).mesh), config)
+    with pytest.raises(ConfigError, match=r"tensor parallel.*peft_config to from_pretrained"):
+        shard_added(late)
     frozen = from_pretrained(output)
     assert_same(state(frozen), state(model))
     assert not any(p.requires_grad for p in frozen.parameters())
@@ -456,11 +472,10 @@ def _refusals(folder, adapter):
         from_pretrained(adapter)
     with pytest.raises((CheckpointError, ConfigError), match="asks for another"):
         from_pretrained(adapter, peft_config=lora())
-    mesh = ParallelDims(dp_replicate_size=2).build_mesh("cpu")
-    model = get_peft_model(from_pretrained(folder, mesh=mesh), lora())
-    if mesh.size(1) > 1:  # PEFT's shapes are right where nothing is cut
-        with pytest.raises(ConfigError, match="tensor parallel"):
-            make_accelerator(cpu=True).prepare(model)
+    plain_model = plain_base(folder)
+    plain_model.add_adapter(lora())
+    with pytest.raises(ConfigError, match="get_peft_model"):
+        save_pretrained(plain_model, adapter / "out")
 
 
 def test_what_cannot_be_done_is_refused_in_one_line(tmp_path):
