@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.checkpoint import save_pretrained
-from hf_fsdp_tools.checkpoint.agreement import all_ranks
+from hf_fsdp_tools.checkpoint.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 
 from .placement import (
@@ -134,13 +134,20 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     def _take_model(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         if any(model is known for known in self._models):
             return
-        check_native(model)
-        if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        with agreed(f"preparing {type(model).__name__}"):
+            check_native(model)
+        if len(ranks := set(all_ranks(sharded))) > 1:
+            raise ConfigError(
+                f"{type(model).__name__} is sharded on some ranks and plain on others. Make it in the same way on every rank."
+            )
+        if ranks == {False}:
             shard_in_place(model, self, optimizers)
         else:
             shard_additions(model, optimizers)
-        check_managed(model)
-        check_precision(model, self)
+        with agreed(f"preparing {type(model).__name__}"):
+            check_managed(model)
+            check_precision(model, self)
         prepare_for_training(model, self)
         self._models.append(model)
         model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's own mark

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 from hf_fsdp_tools import (
+    CheckpointError,
     ConfigError,
     FSDPTrainerMixin,
     HybridFSDPPlugin,
@@ -120,6 +121,15 @@ def _differing(folder):
     half = build_meta_model(folder) if rank == 0 else AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(ConfigError, match=r"on meta"):
         accelerator.prepare(half)
+    # sharded on one of them, and loaded on one of them
+    half = from_pretrained(folder, accelerator=accelerator)
+    with pytest.raises(ConfigError, match=r"sharded on some ranks and plain on others"):
+        accelerator.prepare(half if rank else make_model("tied"))
+    if rank:
+        half.model.norm.to("meta")
+    with pytest.raises(ValueError, match=r"rank 1: .*meta|meta") as one:
+        accelerator.prepare(half)
+    assert isinstance(one.value, ConfigError if rank else CheckpointError)
     # another policy on each rank
     accelerator.state.fsdp_plugin.policy = HybridPolicy(reshard_after_forward={"*": bool(rank)})
     with pytest.raises(ValueError, match=r"The wrap plan differs between ranks"):

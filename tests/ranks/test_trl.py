@@ -155,6 +155,13 @@ def _every_trainer(sources, folder):
                 assert sharding_of(reference).plan.digest == plan.digest, "policy and reference have one plan"
                 assert _units(reference) == len(plan.units)
                 assert not any(p.requires_grad for p in reference.parameters()) and not reference.training
+    # a head that is in no file, made by the name of its module: the same on any number of ranks, sharded and trained
+    model = _model("reward", sources["tied"], make_accelerator(cpu=True))
+    before = model.score.weight.full_tensor().clone()
+    trainer = _trainer("reward", model, folder / "fresh", mixed=True, max_steps=1)
+    trainer.train()
+    assert model.score.weight.requires_grad and not torch.equal(model.score.weight.full_tensor(), before)
+    losses["fresh head"] = before.tolist()
     return losses
 
 
@@ -170,6 +177,7 @@ def test_complaint_31_a_trl_trainer_equals_its_own_one_process_run(checkpoints, 
     for rank in sharded:
         close(rank[task, "plain"], expected)
         close(rank[task, "sharded"], expected)
+        assert rank["fresh head"] == sharded[0]["fresh head"]
 
 
 # ---- reference models ----
