@@ -145,9 +145,9 @@ PRECISIONS = {  # Accelerate's mixed precision, the dtype asked of from_pretrain
 }
 
 
-def _loop(folder: Path, mixed: str = "no", dtype: torch.dtype | None = None, **settings: Any) -> Run:
+def _loop(folder: Path, mixed: str = "no", dtype: torch.dtype | None = None, mesh: Any = None, **settings: Any) -> Run:
     accelerator = _accelerator(mixed_precision=mixed, **settings)
-    model = from_pretrained(folder, accelerator=accelerator, dtype=dtype)
+    model = from_pretrained(folder, accelerator=accelerator, dtype=dtype, mesh=mesh)
     assert sharding_of(model).mp_policy.reduce_dtype == torch.float32
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     loader = DataLoader(_rows(STEPS * dist.get_world_size() * ROWS), batch_size=ROWS)
@@ -643,7 +643,11 @@ def test_optimizers_made_before_or_after_sharding_step_as_on_one_process(checkpo
 
 def _replicas(folder, shards):
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=shards)
-    return _loop(folder, parallelism_config=config)
+    if shards > 1:
+        return _loop(folder, parallelism_config=config)
+    with pytest.raises(ValueError, match=r"no dimension for FSDP to shard across"):  # Accelerate's own words
+        _accelerator(parallelism_config=config)
+    return _loop(folder, mesh=ParallelDims(dp_replicate_size=2).build_mesh(local_device().type))  # replicas alone
 
 
 @pytest.mark.parametrize("shards", [1, 2])
