@@ -1,6 +1,7 @@
 """Added tokens: a vocabulary resized while loading, or on a model that is sharded already, equals a plain resize."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools import ConfigError, from_pretrained, resize_token_embeddings, save_pretrained, sharding_of
 from hf_fsdp_tools.checkpoint import load_weights
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.fsdp1 import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.meta import build_meta_model
+from hf_fsdp_tools.wrap import make_wrap_plan
 from tests._checkpoints import make_checkpoint, make_model
 from tests._dist import run_ranks
 from tests.ranks.test_load import assert_same, full, sharded_meta_model
@@ -87,8 +90,7 @@ def resize_in_every_way(folders: dict[str, Path], root: Path) -> dict[str, Any]:
     for kind, folder in folders.items():
         for size in SIZES if kind == "tied" else SIZES[:1]:
             loaded = build_meta_model(folder, auto_class=type(make_model(kind)))
-            with torch.device("meta"):
-                loaded.resize_token_embeddings(size, mean_resizing=False)
+            loaded.resize_token_embeddings(size, mean_resizing=False)
             fully_shard(loaded)
             report = load_weights(loaded, folder, added_tokens="mean")
             assert report.resized_keys and not report.missing_keys and not report.initialized_keys
@@ -115,6 +117,16 @@ def resize_in_every_way(folders: dict[str, Path], root: Path) -> dict[str, Any]:
         assert 0.005 < rows.std() < 1.5, (kind, rows.std())
         assert full(again.get_input_embeddings().weight).shape[0] == 136
         drawn[kind] = rows
+    meta = build_meta_model(folders["llama"])
+    meta.resize_token_embeddings(140, mean_resizing=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        flat = wrap_fsdp1(meta, make_wrap_plan(meta), initialize=False)
+    load_weights_fsdp1(flat, folders["llama"], added_tokens="mean")
+    with FullyShardedDataParallel.summon_full_params(flat, writeback=False):
+        assert_close_rows(flat.module, expected("llama", folders["llama"], 140), "fsdp1")
+    with pytest.raises(ConfigError, match=r"wrapped with FSDP1.*before it is wrapped, or use FSDP2"):
+        resize_token_embeddings(flat.module, 150)
     resized = from_pretrained(folders["tied"], num_tokens=140)
     assert sharding_of(resized).plan.num_params == sum(p.numel() for p in resized.parameters())
     live = from_pretrained(folders["tied"])
@@ -134,7 +146,7 @@ def resize_in_every_way(folders: dict[str, Path], root: Path) -> dict[str, Any]:
     return drawn
 
 
-def test_resizing_equals_a_plain_resize_and_does_not_depend_on_the_ranks(
+def test_complaint_32_resizing_equals_a_plain_resize_and_does_not_depend_on_the_ranks(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     fewer = {kind: folders[kind] for kind in ("llama", "tied")}
