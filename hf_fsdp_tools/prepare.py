@@ -1,6 +1,7 @@
 """The way in: from a model name to a sharded, loaded, ready model. Every step is a public function of its own."""
 
 import json
+from collections.abc import Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -51,6 +52,7 @@ def from_pretrained(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     activation_checkpointing: bool | None = None,
+    compile: bool | Mapping[str, Any] = False,
     num_tokens: int | None = None,
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
@@ -88,6 +90,7 @@ def from_pretrained(
         mp_policy: dtypes of computation and reduction.
         offload_policy: `CPUOffloadPolicy()` keeps the shards on the CPU between uses.
         activation_checkpointing: recompute each block's activations in the backward pass; None means the plugin's choice.
+        compile: compile each block in place, as in `shard_model`. An accelerator made to compile does so in `prepare`.
         num_tokens: resize the vocabulary while loading, usually to `len(tokenizer)`. As `resize_token_embeddings` does it,
             but old rows are read slice by slice, and new rows are the same for any number of ranks. Fewer tokens drop rows.
         pad_to_multiple_of: round the number of rows up; alone, of the vocabulary as it is.
@@ -147,6 +150,7 @@ def from_pretrained(
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         activation_checkpointing=bool(activation_checkpointing),
+        compile=compile,
     )
     # 6 this rank's bytes
     report = load_weights(model, index, **(load_kwargs or {}))

@@ -26,6 +26,7 @@ from hf_fsdp_tools import (
     HybridPolicy,
     ParallelDims,
     build_meta_model,
+    describe_sharding,
     from_pretrained,
     load_weights,
     make_accelerator,
@@ -504,6 +505,9 @@ def _compiled(folder, out):
     )
     with pytest.raises(ConfigError, match=r"compiled as a whole.*dynamo_backend"):
         accelerator.prepare(torch.compile(AutoModelForCausalLM.from_pretrained(folder)))
+    # by hand, with options
+    model = from_pretrained(folder, accelerator=_accelerator(), compile={"backend": "eager"})
+    assert sharding_of(model).compile == {"backend": "eager"} and "block by block, eager" in describe_sharding(model)
     # the Trainer's own switch, on a model that was sharded before
     args = _arguments(out, max_steps=2, torch_compile=True, torch_compile_backend="aot_eager")
     model = from_pretrained(folder, accelerator=_accelerator())
