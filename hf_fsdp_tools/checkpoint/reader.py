@@ -16,6 +16,7 @@ import torch
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.host_memory import FaultIn
 
+from .staging import BUFFERS_PER_THREAD, Staging
 from .transfer import Batch, Chunk, Transfer, cut_batches
 
 __all__ = ["TransferStats", "prefetch", "read_transfers", "write_transfers"]
@@ -87,10 +88,14 @@ def read_transfers(
     Raises:
         CheckpointError: A file cannot be read, or is shorter than its header said.
     """
-    batches = cut_batches(
-        transfers, staging_bytes=min(staging_bytes // threads, _BUFFER_BYTES), max_gap_bytes=MAX_GAP_BYTES
+    batches = cut_batches(transfers, staging_bytes=_buffer_bytes(staging_bytes, threads), max_gap_bytes=MAX_GAP_BYTES)
+    return _run(
+        list(batches),
+        partial(_open_to_read, read_ahead=read_ahead),
+        threads,
+        partial(_read_batch, fault_in=FaultIn()),
+        on_bytes,
     )
-    return _run(list(batches), partial(_open_to_read, read_ahead=read_ahead), threads, _read_batch, on_bytes)
 
 
 def write_transfers(
@@ -107,7 +112,7 @@ def write_transfers(
     Raises:
         CheckpointError: A file cannot be written; a full disk for example.
     """
-    batches = cut_batches(transfers, staging_bytes=min(staging_bytes // threads, _BUFFER_BYTES), max_gap_bytes=0)
+    batches = cut_batches(transfers, staging_bytes=_buffer_bytes(staging_bytes, threads), max_gap_bytes=0)
     return _run(list(batches), _open_to_write, threads, _write_batch)
 
 
@@ -137,11 +142,16 @@ def _run(
     batches: Sequence[Batch],
     open_file: Callable[[Path], int],
     threads: int,
-    handle: Callable[[int, Batch, "_Staging"], int],
+    handle: Callable[[int, Batch, Staging], int],
     on_bytes: Callable[[int], object] = lambda num_bytes: None,
 ) -> TransferStats:
     """Open each file once and handle all batches on a few threads."""
-    staging = _Staging(batches)
+    staged = [batch for batch in batches if not batch.is_direct]
+    devices = (chunk.memory.device for batch in staged for chunk in batch.chunks)
+    staging = Staging(
+        num_bytes=max((batch.stop - batch.start for batch in staged), default=0),
+        device=next((device for device in devices if device.type == "cuda"), None),
+    )
     with ExitStack() as stack:
         descriptors: dict[Path, int] = {}
         for file in {batch.file: None for batch in batches}:
@@ -166,9 +176,15 @@ def _run(
             finally:
                 for future in futures:
                     future.cancel()  # after a failure the rest is of no use
+        staging.finish()
     return TransferStats(
         num_bytes=sum(n for n, _ in done), calls=sum(c for _, c in done), staging_bytes=staging.allocated_bytes
     )
+
+
+def _buffer_bytes(staging_bytes: int, threads: int) -> int:
+    """What each buffer may hold, so that all of them together stay within the bound."""
+    return min(staging_bytes // (threads * BUFFERS_PER_THREAD), _BUFFER_BYTES)
 
 
 def _open_to_read(file: Path, *, read_ahead: bool) -> int:
@@ -199,51 +215,31 @@ def _units(batches: Sequence[Batch]) -> Iterator[list[Batch]]:
         yield unit
 
 
-class _Staging:
-    """One buffer per thread, made at first use and reused, so that its pages stay warm."""
-
-    def __init__(self, batches: Sequence[Batch]) -> None:
-        staged = [batch for batch in batches if not batch.is_direct]
-        self._num_bytes = max((batch.stop - batch.start for batch in staged), default=0)
-        self._pinned = any(chunk.memory.is_cuda for batch in staged for chunk in batch.chunks)
-        self._local = threading.local()
-        self._made: list[torch.Tensor] = []
-        self.fault_in = FaultIn()
-
-    @property
-    def allocated_bytes(self) -> int:
-        """All buffers together."""
-        return self._num_bytes * len(self._made)
-
-    def buffer(self) -> torch.Tensor:
-        """The calling thread's buffer."""
-        if not hasattr(self._local, "buffer"):
-            self._local.buffer = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-            self._made.append(self._local.buffer)
-        buffer: torch.Tensor = self._local.buffer
-        return buffer
-
-
-def _read_batch(descriptor: int, batch: Batch, staging: _Staging) -> int:
+def _read_batch(descriptor: int, batch: Batch, staging: Staging, *, fault_in: FaultIn) -> int:
     """Read one batch; the number of system calls."""
+    for chunk in batch.chunks:
+        fault_in(chunk.memory)
     with _io_errors(batch.file, *_READING):
-        for chunk in batch.chunks:
-            staging.fault_in(chunk.memory)
         if batch.is_direct:
             return _all_bytes(os.preadv, descriptor, [_memory_of(chunk.memory) for chunk in batch.chunks], batch)
-        buffer = staging.buffer()
-        calls = _all_bytes(os.preadv, descriptor, [_memory_of(buffer[: batch.stop - batch.start])], batch)
-    for chunk in batch.chunks:
-        chunk.memory.copy_(_staged(chunk, buffer, batch.start))
+        buffer = staging.next_buffer()[: batch.stop - batch.start]
+        calls = _all_bytes(os.preadv, descriptor, [_memory_of(buffer)], batch)
+    staging.hand_over(buffer, partial(_scatter, batch))
     return calls
 
 
-def _write_batch(descriptor: int, batch: Batch, staging: _Staging) -> int:
+def _scatter(batch: Batch, filled: torch.Tensor) -> None:
+    """Cast the batch's bytes and put them where they belong."""
+    for chunk in batch.chunks:
+        chunk.memory.copy_(_staged(chunk, filled, batch.start), non_blocking=True)
+
+
+def _write_batch(descriptor: int, batch: Batch, staging: Staging) -> int:
     """Write one batch; the number of system calls."""
     with _io_errors(batch.file, *_WRITING):
         if batch.is_direct:
             return _all_bytes(os.pwritev, descriptor, [_memory_of(chunk.memory) for chunk in batch.chunks], batch)
-        buffer = staging.buffer()
+        buffer = staging.next_buffer()
         for chunk in batch.chunks:
             _staged(chunk, buffer, batch.start).copy_(chunk.memory)
         return _all_bytes(os.pwritev, descriptor, [_memory_of(buffer[: batch.stop - batch.start])], batch)
