@@ -109,6 +109,7 @@ def build_meta_model(
         CheckpointError: the configuration cannot be found.
         ConfigError: the architecture is unknown, `auto_class` has no model for it, or a keyword fits nothing.
     """
+    _refuse_quantization(model_kwargs)
     config = load_config(name_or_config, trust_remote_code=trust_remote_code)
     dtype = dtype or config_dtype(config) or torch.float32
     for name in [name for name in model_kwargs if hasattr(config, name) and not name.endswith("_implementation")]:
@@ -276,6 +277,18 @@ def _fetch_config(name: str, **hub_kwargs: Any) -> dict[str, Any]:
         "revision": snapshot.name,
         "local_files_only": not own_code or hub_kwargs.get("local_files_only"),
     }
+
+
+def _refuse_quantization(model_kwargs: Mapping[str, Any]) -> None:
+    """What would quantise weights while they are loaded, by the names that transformers gives it."""
+    asked = model_kwargs.keys() & {"quantization_config", "load_in_4bit", "load_in_8bit"}
+    if asked := {name for name in asked if model_kwargs[name]}:
+        name = min(asked)
+        raise ConfigError(
+            f"{name}={model_kwargs[name]!r} quantises weights while they are loaded, which is not supported: each scale belongs "
+            "to a block or a row of a whole weight, and a shard holds parts of them. Load without it (dtype=torch.bfloat16 is 2 "
+            "bytes per weight, spread over all ranks); with LoRA the base stays frozen in that precision."
+        )
 
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:

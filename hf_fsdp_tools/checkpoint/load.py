@@ -70,10 +70,10 @@ def load_weights(
         device: Where storage goes. None: the mesh's device, the CPU for a CPU-offloaded or plain model.
         ignore_mismatched_sizes: Initialise tensors of other shape than the checkpoint's instead of refusing them.
         strict: Refuse missing and unexpected keys instead of reporting them.
-        added_tokens: Where the model's vocabulary was resized (``model.resize_token_embeddings`` on meta, before sharding, or
-            ``num_tokens`` of ``from_pretrained``): old rows are read from the files slice by slice, and new ones are the
-            mean of the old ("mean") or drawn by the model's own initialisation ("random"); the same values for any number
-            of ranks. None refuses a checkpoint of another vocabulary.
+        added_tokens: Where the model's vocabulary was resized (``num_tokens`` of ``from_pretrained``, or on meta, before it is
+            sharded, ``model.resize_token_embeddings(…, mean_resizing=False)``): old rows are read from the files slice by
+            slice, and new ones are the mean of the old ("mean") or drawn by the model's own initialisation ("random"); the
+            same values for any number of ranks. None refuses a checkpoint of another vocabulary.
         check_finite: Refuse NaN and infinity in what was read; each rank looks at its own shards.
         seed: Of what the model initialises itself; the values do not depend on the number of ranks.
         staging_bytes: Bound of host memory above the shards; at least 1 MiB.

@@ -29,6 +29,7 @@ from tests._dist import run_ranks
 from tests.ranks.test_load import assert_same, full, last_even_dim, sharded_meta_model
 
 KINDS = ("llama", "tied", "gpt2", "mixtral", "deepseek_v3")
+PLAIN = ("llama", "tied")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def load_pickled(legacy: dict[str, Path], folders: dict[str, Path]) -> list[floa
 
 
 def test_bin_files_are_read_slice_by_slice(folders: dict[str, Path], tmp_path: Path) -> None:
-    legacy = {kind: pickled_copy(folders[kind], tmp_path / kind, files=3) for kind in KINDS}
+    legacy = {kind: pickled_copy(folders[kind], tmp_path / kind, files=3) for kind in ("llama", "tied", "mixtral")}
     legacy["llama transposed"] = pickled_copy(folders["llama"], tmp_path / "transposed", files=1, transpose=True)
     for ratios in run_ranks(load_pickled, 2, legacy, folders):
         # Column slices of transposed matrices are short runs, and the gaps between them are read through.
@@ -72,7 +73,8 @@ def save_all(folders: dict[str, Path], root: Path) -> None:
     for kind, folder in folders.items():
         model = sharded_meta_model(kind, folder)
         load_weights(model, folder)
-        dcp.save(model.state_dict(), checkpoint_id=root / "plain" / kind)
+        if kind in PLAIN:
+            dcp.save(model.state_dict(), checkpoint_id=root / "plain" / kind)
         optimizer = {f"state.{key}": {"exp_avg": full(t) * 2} for key, t in model.state_dict().items()}
         job = {"app": {"model": model.state_dict(), "optim": optimizer}, "step": 3}
         dcp.save(job, checkpoint_id=root / "job" / kind)
@@ -108,7 +110,8 @@ def save_fsdp1(folder: Path, root: Path) -> None:
 def load_all(folders: dict[str, Path], root: Path) -> list[float]:
     ratios = []
     for way in ("plain", "job"):
-        for kind, folder in folders.items():
+        for kind in folders if way == "job" else PLAIN:
+            folder = folders[kind]
             model = sharded_meta_model(kind, folder)
             report = load_weights(model, root / way / kind)
             assert_same(model, type(make_model(kind)).from_pretrained(folder), f"{way} {kind}")
