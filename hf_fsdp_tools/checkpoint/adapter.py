@@ -12,9 +12,13 @@ from hf_fsdp_tools.bare import bare_model, base_of
 from hf_fsdp_tools.errors import CheckpointError
 
 from .agreement import agreed, all_ranks, rank_and_size
+from .gather import gather_to_first
 from .report import SaveReport
+from .shares import LocalBoxes
 
 __all__ = ["save_adapter"]
+
+_STAGING_BYTES = 64 * 2**20  # what `save_pretrained` allows itself, too
 
 
 def save_adapter(
@@ -76,6 +80,9 @@ def _gather_adapter(model: nn.Module, dtype: torch.dtype | None, *, keep: bool) 
     for name, tensor in state.items():
         if tensor.requires_grad or id(tensor) not in base or name in chosen:
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if isinstance(tensor, LocalBoxes):  # FSDP1's flat shards
+                found = gather_to_first(tensor, staging_bytes=_STAGING_BYTES)
+                full = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if found is None else found
             full = full.detach().to(dtype if full.is_floating_point() else None)
             whole[name] = full.cpu() if keep else full.to("meta")
     return whole
