@@ -417,9 +417,10 @@ def about() -> dict[str, str]:
     }
 
 
-def render(records: Sequence[Figures]) -> str:
+def render(records: Sequence[Figures], preface: str = "") -> str:
     """All cells as one Markdown page; of a cell that was measured twice, the last."""
     lines = ["# Loading into FSDP2 shards", "", "What each column means is said at the top of `benchmarks/load.py`."]
+    lines += ["", preface.strip()] if preface else []
     for where in dict.fromkeys(record["about"]["where"] for record in records):
         lines += ["", where]
     cells = {record["title"]: record for record in records}
@@ -441,11 +442,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "hf-fsdp-load"), help="of models")
     parser.add_argument("--records", type=Path, help="JSON lines, one per cell, to which this run adds its own")
     parser.add_argument("--render", type=Path, help="measure nothing; make --output of such a file")
+    parser.add_argument("--preface", type=Path, help="with --render: Markdown to put before the cells")
     parser.add_argument("--output", type=Path, help="Markdown file")
     args = parser.parse_args()
     if args.render:
         records = [json.loads(line) for line in args.render.read_text().splitlines()]
-        args.output.write_text(render(records))
+        args.output.write_text(render(records, args.preface.read_text() if args.preface else ""))
         return
     multiprocessing.set_forkserver_preload(PRELOAD)
     mode = "alone" if args.alone else "slow storage" if args.slow_storage else "side by side"
