@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
+from hf_fsdp_tools.appearance import refuse_plain_save
 from hf_fsdp_tools.bare import bare_model, base_of, is_wrapper
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.plan import WrapPlan, WrapUnit
@@ -141,6 +142,7 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     average_gradients(outside, sharding.mesh)
     if outside:
         make_root(base)
+    refuse_plain_save(model)  # PEFT's, like transformers'
     return replaced
 
 

@@ -146,7 +146,8 @@ def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | Non
 
     Args:
         model: plain, or sharded by `fully_shard` while on meta.
-        device: where the storage goes. Parameters of a CPU-offloaded FSDP2 model belong on the CPU.
+        device: where the storage of shards goes: the CPU for a CPU-offloaded FSDP2 model. Buffers and whole parameters of a
+            sharded model go to the mesh's device.
         dtype: what floating-point parameters become; None keeps each one's own. Buffers always keep their own.
 
     No rank communicates.
@@ -317,12 +318,18 @@ def _first_line(error: BaseException) -> str:
 def _allocated(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> dict[torch.Tensor, torch.Tensor]:
     """What takes the place of each tensor on meta; tied ones are one tensor."""
     found = dict.fromkeys(t for m in model.modules() for _, t in _own_tensors(m) if t.is_meta)
+    mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+    # CPU offload is for shards alone: what every rank holds whole is used where the mesh is.
+    whole_on = torch.device(mesh.device_type) if mesh is not None else device
+    homes = [device if isinstance(tensor, DTensor) else whole_on for tensor in found]
     wanted = [(_local_shape(tensor), _storage_dtype(tensor, dtype)) for tensor in found]
-    if device.type == "cpu":
-        memory = empty_on_host(wanted)
-    else:
-        memory = [torch.empty(shape, dtype=kind, device=device) for shape, kind in wanted]
-    return {tensor: _with_storage(tensor, local) for tensor, local in zip(found, memory, strict=True)}
+    on_host = iter(empty_on_host([want for want, home in zip(wanted, homes, strict=True) if home.type == "cpu"]))
+    return {
+        tensor: _with_storage(
+            tensor, next(on_host) if home.type == "cpu" else torch.empty(shape, dtype=kind, device=home)
+        )
+        for tensor, (shape, kind), home in zip(found, wanted, homes, strict=True)
+    }
 
 
 def _local_shape(tensor: torch.Tensor) -> torch.Size:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.appearance import keep_appearance
 from hf_fsdp_tools.compiled import compile_blocks
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.mesh import ParallelDims
@@ -264,9 +265,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
         if not parameter.is_meta:  # FSDP2 moves only what it shards
             parameter.data = parameter.data.to(sharding.mesh.device_type)
     average_gradients(replicated, sharding.mesh)
-    for module in model.modules():
-        # transformers' own mark: `generate` goes on until every rank has finished, and layer drop runs each layer
-        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+    keep_appearance(model)
     for key in [key for key, hook in model._forward_hooks.items() if hook is _reshard_after_evaluation]:
         del model._forward_hooks[
             key

@@ -41,9 +41,7 @@ def tokens_per_rank(batches: Iterable[Mapping[str, Any]], *, causal: bool = True
 
 
 def _count(batch: Mapping[str, Any], *, causal: bool) -> torch.Tensor:
-    labels: torch.Tensor
-    if "shift_labels" in batch:
-        labels = batch["shift_labels"]
-    else:
-        labels = batch["labels"][..., 1:] if causal else batch["labels"]
+    labels: torch.Tensor = batch["shift_labels"] if "shift_labels" in batch else batch["labels"]
+    if causal and "shift_labels" not in batch:
+        labels = labels[..., 1:]
     return (labels != _IGNORED).sum()

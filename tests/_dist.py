@@ -93,7 +93,8 @@ def _rank_main(
         try:
             store = dist.FileStore(str(Path(folder, "store")), world_size)
             patience = timedelta(seconds=timeout_s + 30)  # the parent's timeout comes first and says more
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=patience)
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= world_size else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
             result = fn(*args)
             dist.barrier()  # nobody leaves while another still talks to it
             torch.save(result, Path(folder, f"{rank}.result"))

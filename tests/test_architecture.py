@@ -15,7 +15,7 @@ PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
 LEVELS = (
     {"bare", "errors", "host_memory"},
-    {"hub", "release"},
+    {"appearance", "hub", "release"},
     {"accelerate_keys", "integrations.scaler", "integrations.settings", "meta", "mesh", "sizes", "tokens", "tree"},
     {"plan", "checkpoint.agreement", "checkpoint.progress", "checkpoint.report", "checkpoint.slices"},
     {"compiled", "config", "demo", "fsdp1_shares", "live", "policy", "stacks", "checkpoint.stored"},
