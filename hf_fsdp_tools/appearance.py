@@ -1,5 +1,7 @@
 """How a sharded model looks to the libraries around it: transformers goes by class names and marks, users by methods."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -9,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from hf_fsdp_tools.bare import own_class
 from hf_fsdp_tools.errors import ConfigError
 
-__all__ = ["keep_appearance", "refuse_plain_save"]
+__all__ = ["keep_appearance", "refuse_plain_save", "turn_cache_off", "with_cache_as_found"]
 
 
 def keep_appearance(model: nn.Module) -> None:
@@ -52,3 +54,25 @@ def _save_whole(plain: Any, folder: Any, *args: Any, state_dict: Any = None, **k
             "trainer.save_model(folder)."
         )
     return plain(folder, *args, state_dict=state_dict, **kwargs)
+
+
+def turn_cache_off(model: nn.Module) -> None:
+    """Let a model that is trained keep no keys and values; `generate` asks for its own cache, and saving writes what was set."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False
+        model._cache_is_off = True  # type: ignore[assignment]  # a plain attribute of our own
+
+
+@contextmanager
+def with_cache_as_found(model: nn.Module) -> Iterator[None]:
+    """The config with `use_cache` as it was before `turn_cache_off`, for as long as it is written to a checkpoint."""
+    if not model.__dict__.get("_cache_is_off", False):
+        yield
+        return
+    config: Any = model.config
+    config.use_cache = True
+    try:
+        yield
+    finally:
+        config.use_cache = False

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.appearance import keep_appearance
+from hf_fsdp_tools.appearance import keep_appearance, turn_cache_off
 from hf_fsdp_tools.compiled import compile_blocks
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.mesh import ParallelDims
@@ -236,12 +236,11 @@ def _checkpoint_activations(model: nn.Module) -> None:
             f"{type(model).__name__} cannot checkpoint activations (supports_gradient_checkpointing is not set). "
             "Turn activation_checkpointing off, or wrap its blocks with torch's checkpoint_wrapper before sharding."
         )
+    turn_cache_off(model)  # a cache would keep what is to be recomputed
     if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.20
         model.activation_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # transformers' own
     else:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # transformers' own
-    if hasattr(model.config, "use_cache"):
-        model.config.use_cache = False  # a cache would keep what is to be recomputed
 
 
 def apply_sharding(model: nn.Module, sharding: Sharding) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
+from hf_fsdp_tools.appearance import with_cache_as_found
 from hf_fsdp_tools.bare import is_adapted, is_wrapper
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 
@@ -230,7 +231,8 @@ def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, tok
             model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
             if model.is_remote_code():
                 custom_object_save(model, folder, config=model.config)
-            model.config.save_pretrained(folder)
+            with with_cache_as_found(model):
+                model.config.save_pretrained(folder)
             if model.can_generate():
                 model.generation_config.save_pretrained(folder)
         if tokenizer is not None:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_fsdp_tools.adapters import plan_with_adapters, shard_added
+from hf_fsdp_tools.appearance import turn_cache_off
 from hf_fsdp_tools.bare import base_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.mesh import ParallelDims
@@ -196,10 +197,5 @@ def prepare_for_training(model: nn.Module, accelerator: Accelerator) -> None:
     dynamo = accelerator.state.dynamo_plugin
     if dynamo.backend != DynamoBackend.NO:
         compile_sharded(model, dynamo.to_kwargs())
-    config = getattr(model, "config", None)
-    if (
-        config is not None
-        and hasattr(config, "use_cache")
-        and any(parameter.requires_grad for parameter in model.parameters())
-    ):
-        config.use_cache = False
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        turn_cache_off(base_of(model))

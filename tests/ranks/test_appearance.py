@@ -1,5 +1,6 @@
 """What transformers and users see of a sharded model: class names, methods, and what the Trainer makes of them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ def look_at(folder: Path) -> dict[str, Any]:
     adapted: Any = from_pretrained(folder, peft_config=LoraConfig(r=2, target_modules=["q_proj"]))
     refused_adapter = refusal(adapted, folder)
     save_pretrained(adapted, folder / "adapter")
+    trained: Any = from_pretrained(folder, activation_checkpointing=True)
+    assert trained.config.use_cache is False
+    save_pretrained(trained, folder / "trained")
+    assert trained.config.use_cache is False
     return {
         "name": name,
         "refused": (refused, refused_adapter),
@@ -72,6 +77,9 @@ def test_a_sharded_model_looks_like_the_model_that_it_is(tmp_path: Path) -> None
         assert found["refused"] == ranks[0]["refused"]
     assert not (tmp_path / "plain").exists()
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    assert json.loads((tmp_path / "trained" / "config.json").read_text())["use_cache"] is True, (
+        "as it was before training"
+    )
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(tensor, expected[key]) for key, tensor in again.state_dict().items())
