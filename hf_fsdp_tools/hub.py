@@ -170,7 +170,7 @@ class HubRepository:
             where = f" at revision {self.revision!r}" if self.revision else ""
             raise CheckpointError(
                 f"No checkpoint {self.name!r}{where} in the cache of the hub, and the network is not to be used "
-                f"({_first_line(error)}). Check the name, the revision and cache_dir, or download it first."
+                f"({_first_line(error)}). Check the name, the revision and cache_dir, or download it first and give the folder."
             ) from error
 
 

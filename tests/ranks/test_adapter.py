@@ -19,6 +19,7 @@ from peft import (
     get_peft_model,
 )
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import SequentialSampler
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
@@ -354,7 +355,7 @@ def _mixed_precision(folder, output):
     save_pretrained(model, output)
     dist.barrier()
     return {
-        "units": sum(type(module).__name__.startswith("FSDP") for module in base_of(model).modules()),
+        "units": sum(isinstance(module, FSDPModule) for module in base_of(model).modules()),
         "plan": sharding_of(model).plan,
         "text": describe_sharding(model),
         "frozen dtypes": {str(p.dtype) for p in parameters.values() if not p.requires_grad},

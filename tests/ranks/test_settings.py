@@ -354,7 +354,8 @@ trainer.train()
 trainer.save_model()
 sharding = sharding_of(trainer.model)
 units = {unit.modules[0]: unit for unit in sharding.plan.units}
-print("RESULT", dist.get_world_size(), units["model.layers.0"].reshard_after_forward, type(sharding.offload_policy).__name__)
+reshard, offload = units["model.layers.0"].reshard_after_forward, type(sharding.offload_policy).__name__
+print(f"RESULT {dist.get_world_size()} {reshard} {offload}\\n", end="", flush=True)  # in one write: two ranks share the output
 dist.destroy_process_group()
 """
 
