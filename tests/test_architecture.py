@@ -17,7 +17,14 @@ LEVELS = (
     {"bare", "errors", "host_memory"},
     {"appearance", "hub", "release"},
     {"accelerate_keys", "integrations.scaler", "integrations.settings", "meta", "mesh", "sizes", "tokens", "tree"},
-    {"plan", "checkpoint.agreement", "checkpoint.progress", "checkpoint.report", "checkpoint.slices"},
+    {
+        "plan",
+        "checkpoint.agreement",
+        "checkpoint.progress",
+        "checkpoint.report",
+        "checkpoint.slices",
+        "checkpoint.spans",
+    },
     {"compiled", "config", "demo", "fsdp1_shares", "live", "policy", "stacks", "checkpoint.stored"},
     {
         "checkpoint.dcp",
@@ -28,6 +35,7 @@ LEVELS = (
     },
     {"checkpoint.index", "checkpoint.pieces", "checkpoint.shares", "checkpoint.transfer"},
     {"blocks", "rules", "checkpoint.conversion", "checkpoint.gather", "checkpoint.reader", "checkpoint.rollback"},
+    {"checkpoint.exchange", "checkpoint.probe"},
     {
         "draft",
         "findings",
@@ -35,6 +43,7 @@ LEVELS = (
         "checkpoint.checks",
         "checkpoint.layout",
         "checkpoint.merge",
+        "checkpoint.read_mode",
         "checkpoint.vocabulary",
     },
     {"arrange", "choose", "checkpoint.fit"},

@@ -1,5 +1,5 @@
 """Checkpoint files straight into the shards of a meta model: each rank reads its own bytes and nothing travels between
-ranks.
+ranks, unless storage is slow and reading together pays.
 """
 
 import time
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +23,13 @@ from hf_fsdp_tools.meta import allocate, initialize_missing
 from .agreement import agreed, all_ranks, rank_and_size
 from .checks import refuse_not_finite, refuse_quantized
 from .conversion import ConversionGroup, LoadMap, convert_group, map_loading, persistent_tensors, set_conversions
+from .exchange import Together, read_together
 from .fit import Fit, check_ties, fit_checkpoint, transfers_of
 from .index import CheckpointIndex
 from .pieces import PieceTensor
+from .probe import measure
 from .progress import loading_bar
+from .read_mode import ReadChoice, ReadMode, choose_read_mode, refuse_read_mode
 from .reader import TransferStats, read_transfers
 from .report import LoadReport, MemoryWatch
 from .rollback import aftermath, rolled_back
@@ -48,6 +52,7 @@ def load_weights(
     check_finite: bool = False,
     seed: int = 0,
     staging_bytes: int = 64 * 2**20,
+    read_mode: ReadMode = "auto",
     progress: bool | None = None,
     **hub_kwargs: Any,
 ) -> LoadReport:
@@ -77,13 +82,21 @@ def load_weights(
         check_finite: Refuse NaN and infinity in what was read; each rank looks at its own shards.
         seed: Of what the model initialises itself; the values do not depend on the number of ranks.
         staging_bytes: Bound of host memory above the shards; at least 1 MiB.
+        read_mode: "rank": each rank reads its own byte ranges. "node": the ranks of a node each read distinct contiguous
+            parts of what any of them wants, once, and pass them on over gloo; in HSDP whose replicas are on different
+            nodes, all ranks of the job do. "auto" times five requests for 4 KiB and one for 1 MiB. It takes "node" where a
+            request takes 2 ms or more, or a stream brings less than 0.5 GB/s, and bytes would be read by 1.5 ranks on
+            average; also where a request takes 2 ms or more and would bring fewer bytes than a stream brings in that time.
+            Otherwise "rank". Where requests are that slow, more of them are in flight in either mode, and in "rank"
+            neighbouring ranges are read as one. The report says what was picked and why. Conversions that compute read
+            their whole tensors on every rank in either mode.
         progress: A bar with bytes and speed on rank 0, over that rank's own bytes. None: where standard error is a terminal
             and transformers' and the hub's bars are on.
         hub_kwargs: ``allow_pickle`` (for legacy ``.bin`` files), ``revision``, ``token``, ``cache_dir``,
             ``local_files_only``, ``subfolder``, as for ``CheckpointIndex.open``.
 
     Every rank of the default process group must call; without a group, one process loads all. The ranks exchange only
-    errors and the figures of the report.
+    errors, what they measured and the figures of the report, and weights where they read together.
 
     A load that fails leaves no half of a model: what was on meta is on meta again and its memory is free, so that it can
     be tried again; floating-point tensors that had storage before become NaN if reading had begun.
@@ -91,10 +104,12 @@ def load_weights(
     Raises:
         CheckpointError: The checkpoint is absent or damaged, or does not fit; the same on every rank, and before
             anything is changed unless reading itself fails.
-        ConfigError: ``staging_bytes`` is too small, or ``dtype`` is not what parameters that have storage already have.
+        ConfigError: ``staging_bytes`` is too small, ``read_mode`` cannot be had, or ``dtype`` is not what parameters that
+            have storage already have.
     """
     if staging_bytes < 2**20:
         raise ConfigError(f"staging_bytes is {staging_bytes}; it must be at least {2**20} (1 MiB).")
+    refuse_read_mode(read_mode)
     _refuse_other_dtype(model, dtype)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -122,16 +137,17 @@ def load_weights(
         check_ties(fit, index, staging_bytes)
     after = aftermath(model)
     with rolled_back(model):
-        with _timed(seconds, "read"), agreed(f"reading the checkpoint ({after})"):
-            allocate(model, device=device or _device_of(model), dtype=dtype)
-            share = _share_of(model, load_map, fit, index)
+        with _timed(seconds, "read"):
+            with agreed(f"reading the checkpoint ({after})"):
+                allocate(model, device=device or _device_of(model), dtype=dtype)
+                share = _share_of(model, load_map, fit, index)
+                probed = measure(share.transfers)
+            how = choose_read_mode(share.transfers, files=share.files, speed=probed, mode=read_mode)
             with loading_bar(share.transfer_bytes, rank=rank, world_size=world_size, progress=progress) as on_bytes:
-                # Where all ranks share this machine, what one does not want another does.
-                is_shared = rank_on_node()[1] == world_size
-                stats = read_transfers(
-                    share.transfers, staging_bytes=staging_bytes, read_ahead=is_shared, on_bytes=on_bytes
-                )
-                whole = _convert_whole(model, share, fit, index, staging_bytes, on_bytes)
+                together = _read_together(share, how, staging_bytes, on_bytes)
+                with agreed(f"reading the checkpoint ({after})"):
+                    stats = together.result() if together else _read_alone(share, how, staging_bytes, on_bytes)
+                    whole = _convert_whole(model, share, fit, index, staging_bytes, on_bytes)
         if check_finite:
             with _timed(seconds, "check"), agreed(f"checking the values ({after})"):
                 refuse_not_finite(model, fit.loaded)
@@ -155,6 +171,11 @@ def load_weights(
         converted_bytes=whole.num_bytes,
         header_bytes=index.header_bytes,
         read_calls=stats.calls + whole.calls,
+        read_mode=how.mode,
+        read_mode_why=how.why,
+        request_s=how.speed.request_s,
+        stream_bytes_s=how.speed.stream_bytes_s,
+        probe_bytes=probed.num_bytes,
         staging_bytes=max(stats.staging_bytes, whole.staging_bytes),
         peak_host_bytes=watch.above(share.host_bytes),
         seconds=seconds,
@@ -208,6 +229,9 @@ class _Share:
     transfers: tuple[Transfer, ...]
     """What can be read directly."""
 
+    files: tuple[Path, ...]
+    """All files that hold something of the model; as many and in the same order on every rank."""
+
     opaque: tuple[ConversionGroup, ...]
     """Conversions that compute, and so take whole tensors."""
 
@@ -242,11 +266,36 @@ def _share_of(model: nn.Module, load_map: LoadMap, fit: Fit, index: CheckpointIn
     distinct = {id(t): local_tensor(t) for t in state.values()}.values()
     return _Share(
         transfers=tuple(transfers),
+        files=tuple(sorted({index.source(key).file for tensor in fit.loaded.values() for key in tensor.sources})),
         opaque=tuple(opaque.values()),
         transfer_bytes=sum(t.memory.numel() * t.dtype.itemsize for t in transfers) + opaque_bytes,
         num_bytes=num_bytes,
         replicated_bytes=replicated_bytes,
         host_bytes=sum(t.numel() * t.element_size() for t in distinct if t.device.type == "cpu"),
+    )
+
+
+def _read_together(
+    share: _Share, how: ReadChoice, staging_bytes: int, on_bytes: Callable[[int], object]
+) -> Together | None:
+    """Read with other ranks, if that was chosen."""
+    if how.mode == "rank":
+        return None
+    return read_together(
+        share.transfers, files=share.files, staging_bytes=staging_bytes, pace=how.speed.pace(), on_bytes=on_bytes
+    )
+
+
+def _read_alone(share: _Share, how: ReadChoice, staging_bytes: int, on_bytes: Callable[[int], object]) -> TransferStats:
+    """Read this rank's own share."""
+    # Where all ranks share this machine, what one does not want another does.
+    is_shared = rank_on_node()[1] == rank_and_size()[1]
+    return read_transfers(
+        share.transfers,
+        staging_bytes=staging_bytes,
+        pace=how.speed.pace(),
+        read_ahead=is_shared,
+        on_bytes=on_bytes,
     )
 
 

@@ -19,7 +19,16 @@ from hf_fsdp_tools.host_memory import FaultIn
 from .staging import BUFFERS_PER_THREAD, Staging
 from .transfer import Batch, Chunk, Transfer, cut_batches
 
-__all__ = ["TransferStats", "prefetch", "read_transfers", "write_transfers"]
+__all__ = [
+    "MAX_GAP_BYTES",
+    "Pace",
+    "TransferStats",
+    "opened",
+    "prefetch",
+    "read_transfers",
+    "scatter",
+    "write_transfers",
+]
 
 MAX_GAP_BYTES = 4096
 """Unwanted bytes that are read through rather than skipped with another system call: a page, which is read whole anyway."""
@@ -37,6 +46,23 @@ PREFETCH_BYTES = 256 * 2**20
 _UNIT_BYTES = 4 * 2**20
 """What a thread takes at a time: enough that small batches do not each pay for a hand-over, and little enough that the
 threads stay near each other in the file, where read-ahead helps all (16 MiB was 5 to 10 % slower from a cold disk)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How many requests are made at once, and how large they are. The defaults suit storage that answers quickly."""
+
+    threads: int = THREADS
+    """Requests in flight."""
+
+    max_gap_bytes: int = MAX_GAP_BYTES
+    """Unwanted bytes between two parts of one tensor that are read through."""
+
+    join_bytes: int = 0
+    """Parts up to this size are read with their neighbours in one request, across gaps up to this size."""
+
+    request_bytes: int | None = None
+    """Where a part of a tensor that is read straight into place is divided, so that several requests bring it; None: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +91,7 @@ def read_transfers(
     transfers: Iterable[Transfer],
     *,
     staging_bytes: int,
-    threads: int = THREADS,
+    pace: Pace = Pace(),
     read_ahead: bool = False,
     on_bytes: Callable[[int], object] = lambda num_bytes: None,
 ) -> TransferStats:
@@ -77,7 +103,7 @@ def read_transfers(
     Args:
         transfers: What to read; memory of any dtype, strides and device.
         staging_bytes: Upper bound of all staging buffers together.
-        threads: Reads in flight.
+        pace: Reads in flight, and which ones become one.
         read_ahead: Whether the system may read on behind each request: right where other ranks of this node want those
             bytes. It is faster by a tenth from a cold disk (larger pages in the cache), but where they do not want
             them, it drags them from the disk for nothing: rank 3 of 8 alone took 2.05 times its share of an expert
@@ -88,11 +114,17 @@ def read_transfers(
     Raises:
         CheckpointError: A file cannot be read, or is shorter than its header said.
     """
-    batches = cut_batches(transfers, staging_bytes=_buffer_bytes(staging_bytes, threads), max_gap_bytes=MAX_GAP_BYTES)
+    batches = cut_batches(
+        transfers,
+        staging_bytes=_buffer_bytes(staging_bytes, pace.threads),
+        max_gap_bytes=pace.max_gap_bytes,
+        join_bytes=pace.join_bytes,
+        direct_bytes=pace.request_bytes,
+    )
     return _run(
         list(batches),
         partial(_open_to_read, read_ahead=read_ahead),
-        threads,
+        pace.threads,
         partial(_read_batch, fault_in=FaultIn()),
         on_bytes,
     )
@@ -107,13 +139,37 @@ def write_transfers(
     """Write the memory of every transfer to its place in its file, which must exist at full length.
 
     Not a byte beside the transfers' own is touched, so that ranks can write to one file together. Arguments as for
-    ``read_transfers``.
+    ``read_transfers``; ``threads`` is the number of writes in flight.
 
     Raises:
         CheckpointError: A file cannot be written; a full disk for example.
     """
     batches = cut_batches(transfers, staging_bytes=_buffer_bytes(staging_bytes, threads), max_gap_bytes=0)
     return _run(list(batches), _open_to_write, threads, _write_batch)
+
+
+@contextmanager
+def opened(files: Iterable[Path], *, read_ahead: bool) -> Iterator[Callable[[Path, int, torch.Tensor], int]]:
+    """Some files, open to read.
+
+    Yields:
+        A function of (file, position, contiguous CPU tensor) that fills the tensor from there and returns the number of
+        system calls. For any thread.
+
+    Raises:
+        CheckpointError: A file cannot be read, or is shorter than its header said.
+    """
+    with ExitStack() as stack:
+        descriptors: dict[Path, int] = {}
+        for file in files:
+            descriptors[file] = _open_to_read(file, read_ahead=read_ahead)
+            stack.callback(os.close, descriptors[file])
+
+        def read(file: Path, position: int, memory: torch.Tensor) -> int:
+            with _io_errors(file, *_READING):
+                return _all_bytes(os.preadv, descriptors[file], [_memory_of(memory)], file, position)
+
+        yield read
 
 
 def prefetch(files: Sequence[Path], *, part: int, parts: int, num_bytes: int = PREFETCH_BYTES) -> None:
@@ -221,15 +277,17 @@ def _read_batch(descriptor: int, batch: Batch, staging: Staging, *, fault_in: Fa
         fault_in(chunk.memory)
     with _io_errors(batch.file, *_READING):
         if batch.is_direct:
-            return _all_bytes(os.preadv, descriptor, [_memory_of(chunk.memory) for chunk in batch.chunks], batch)
+            return _all_bytes(
+                os.preadv, descriptor, [_memory_of(chunk.memory) for chunk in batch.chunks], batch.file, batch.start
+            )
         buffer = staging.next_buffer()[: batch.stop - batch.start]
-        calls = _all_bytes(os.preadv, descriptor, [_memory_of(buffer)], batch)
-    staging.hand_over(buffer, partial(_scatter, batch))
+        calls = _all_bytes(os.preadv, descriptor, [_memory_of(buffer)], batch.file, batch.start)
+    staging.hand_over(buffer, partial(scatter, batch))
     return calls
 
 
-def _scatter(batch: Batch, filled: torch.Tensor) -> None:
-    """Cast the batch's bytes and put them where they belong."""
+def scatter(batch: Batch, filled: torch.Tensor) -> None:
+    """Cast a batch's bytes, wherever they came from, and put them where they belong."""
     for chunk in batch.chunks:
         chunk.memory.copy_(_staged(chunk, filled, batch.start), non_blocking=True)
 
@@ -238,11 +296,15 @@ def _write_batch(descriptor: int, batch: Batch, staging: Staging) -> int:
     """Write one batch; the number of system calls."""
     with _io_errors(batch.file, *_WRITING):
         if batch.is_direct:
-            return _all_bytes(os.pwritev, descriptor, [_memory_of(chunk.memory) for chunk in batch.chunks], batch)
+            return _all_bytes(
+                os.pwritev, descriptor, [_memory_of(chunk.memory) for chunk in batch.chunks], batch.file, batch.start
+            )
         buffer = staging.next_buffer()
         for chunk in batch.chunks:
             _staged(chunk, buffer, batch.start).copy_(chunk.memory)
-        return _all_bytes(os.pwritev, descriptor, [_memory_of(buffer[: batch.stop - batch.start])], batch)
+        return _all_bytes(
+            os.pwritev, descriptor, [_memory_of(buffer[: batch.stop - batch.start])], batch.file, batch.start
+        )
 
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:
@@ -259,16 +321,20 @@ def _staged(chunk: Chunk, buffer: torch.Tensor, batch_start: int) -> torch.Tenso
 
 
 def _all_bytes(
-    call: Callable[[int, list[memoryview], int], int], descriptor: int, buffers: list[memoryview], batch: Batch
+    call: Callable[[int, list[memoryview], int], int],
+    descriptor: int,
+    buffers: list[memoryview],
+    file: Path,
+    position: int,
 ) -> int:
     """Repeat a vectored call until every byte went; the number of calls. The system may do less than asked."""
-    position, calls = batch.start, 0
+    stop, calls = position + sum(len(buffer) for buffer in buffers), 0
     while buffers:
         done = call(descriptor, buffers, position)
         calls += 1
         if done <= 0:
             raise CheckpointError(
-                f"{batch.file}: ends at byte {position}, expected {batch.stop} or more; it shrank since its header "
+                f"{file}: ends at byte {position}, expected {stop} or more; it shrank since its header "
                 "was read. "
                 "Download or save it again."
             )

@@ -80,6 +80,9 @@ class Batch:
     chunks: tuple[Chunk, ...]
     """In file order; all direct, or together no longer than the staging buffer."""
 
+    is_direct: bool
+    """Whether the batch goes between file and final memory without staging."""
+
     @property
     def start(self) -> int:
         """Position of the first byte."""
@@ -90,48 +93,71 @@ class Batch:
         """Position after the last byte."""
         return max(chunk.stop for chunk in self.chunks)
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether the batch goes between file and final memory without staging."""
-        return self.chunks[0].is_direct
-
 
 _MAX_RUNS = 1024  # what one preadv or pwritev takes: IOV_MAX on Linux
 
 
-def cut_batches(transfers: Iterable[Transfer], *, staging_bytes: int, max_gap_bytes: int) -> Iterator[Batch]:
+def cut_batches(
+    transfers: Iterable[Transfer],
+    *,
+    staging_bytes: int,
+    max_gap_bytes: int,
+    join_bytes: int = 0,
+    direct_bytes: int | None = None,
+) -> Iterator[Batch]:
     """Batches that together are the transfers, in file order.
 
     Args:
         transfers: Of any files.
         staging_bytes: What a batch that is not direct may span in its file.
         max_gap_bytes: Unwanted bytes between wanted ones up to which a chunk runs on across them; 0 for writing.
+        join_bytes: Direct chunks up to this size are staged all the same, and staged ones share a batch across gaps up to
+            this size: fewer requests for more bytes and copies. 0 for writing.
+        direct_bytes: What a direct batch may span; None is without limit.
     """
     chunks: dict[Path, list[Chunk]] = {}
     for transfer in transfers:
         # Half the buffer each, so that two chunks that interleave in the file fit into it together.
-        chunks.setdefault(transfer.file, []).extend(_cut(transfer, staging_bytes // 2, max_gap_bytes))
+        cut = _cut(transfer, staging_bytes // 2, max_gap_bytes)
+        chunks.setdefault(transfer.file, []).extend(part for chunk in cut for part in _divide(chunk, direct_bytes))
     for file in sorted(chunks):
-        yield from _join(file, sorted(chunks[file], key=lambda c: (c.start, c.stop)), staging_bytes)
+        in_order = sorted(chunks[file], key=lambda c: (c.start, c.stop))
+        yield from _join(file, in_order, staging_bytes, join_bytes, direct_bytes)
 
 
-def _join(file: Path, chunks: list[Chunk], staging_bytes: int) -> Iterator[Batch]:
+def _divide(chunk: Chunk, direct_bytes: int | None) -> Iterator[Chunk]:
+    """A direct chunk in parts of so many bytes."""
+    if direct_bytes is None or chunk.num_bytes <= direct_bytes or not chunk.is_direct:
+        yield chunk
+        return
+    start = chunk.start
+    for part in torch.split(chunk.memory, max(1, direct_bytes // chunk.dtype.itemsize)):
+        stop = start + part.numel() * chunk.dtype.itemsize
+        yield Chunk(start=start, stop=stop, dtype=chunk.dtype, strides=chunk.strides, memory=part)
+        start = stop
+
+
+def _join(
+    file: Path, chunks: list[Chunk], staging_bytes: int, join_bytes: int, direct_bytes: int | None
+) -> Iterator[Batch]:
     """Put neighbouring chunks together: direct ones while they touch, staged ones while they touch or overlap."""
     batch: list[Chunk] = []
     start = stop = 0
     direct = False
     for chunk in chunks:
-        touches = batch and (chunk.start == stop if direct else chunk.start <= stop)
-        fits = len(batch) < _MAX_RUNS if direct else max(stop, chunk.stop) - start <= staging_bytes
+        is_direct = chunk.is_direct and not chunk.num_bytes <= min(join_bytes, staging_bytes)
+        touches = batch and (chunk.start == stop if direct else chunk.start <= stop + join_bytes)
+        limit = direct_bytes if direct else staging_bytes
+        fits = (len(batch) < _MAX_RUNS or not direct) and (limit is None or max(stop, chunk.stop) - start <= limit)
         aligned = direct or (chunk.start - start) % chunk.dtype.itemsize == 0
-        if not (touches and fits and aligned and chunk.is_direct == direct):
+        if not (touches and fits and aligned and is_direct == direct):
             if batch:
-                yield Batch(file=file, chunks=tuple(batch))
-            batch, start, stop, direct = [], chunk.start, chunk.stop, chunk.is_direct
+                yield Batch(file=file, chunks=tuple(batch), is_direct=direct)
+            batch, start, stop, direct = [], chunk.start, chunk.stop, is_direct
         batch.append(chunk)
         stop = max(stop, chunk.stop)
     if batch:
-        yield Batch(file=file, chunks=tuple(batch))
+        yield Batch(file=file, chunks=tuple(batch), is_direct=direct)
 
 
 def _cut(transfer: Transfer, limit: int, max_gap_bytes: int) -> Iterator[Chunk]:

@@ -1,0 +1,306 @@
+"""Reading together: ranks each read distinct, contiguous parts of what any of them wants, once, and pass the bytes on.
+
+What all want is cut into segments, in file order. In each round every rank reads one segment, and then each sends every other
+the bytes that it wants out of it. The next segments are read while these are sent. So a rank gets what it wants in file order.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hf_fsdp_tools.host_memory import FaultIn
+from hf_fsdp_tools.mesh import rank_on_node
+
+from .agreement import all_ranks, rank_and_size
+from .reader import MAX_GAP_BYTES, Pace, TransferStats, opened, scatter
+from .spans import FILE_STEP, clipped, cut_points, merged, num_bytes, places
+from .transfer import Batch, Transfer, cut_batches
+
+__all__ = ["Together", "groups_of", "read_together", "spans_of"]
+
+_BATCH_PART = 8  # of the staging memory, for bytes that wait for the rest of their batch; there may be two such batches
+_MAX_BATCH_BYTES = 8 * 2**20  # as large as the reader's own buffers
+
+SHARED = 1.5
+"""From how many ranks on, on average, wanting each byte, it pays to pass it on (assumed)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """How a joint read went on this rank."""
+
+    stats: TransferStats
+    """What it read and staged."""
+
+    failure: Exception | None
+    """What went wrong on this rank. All ranks of the group have stopped, those where nothing went wrong too."""
+
+    def result(self) -> TransferStats:
+        """The figures, or the failure raised."""
+        if self.failure is not None:
+            raise self.failure
+        return self.stats
+
+
+def read_together(
+    transfers: Sequence[Transfer],
+    *,
+    files: Sequence[Path],
+    staging_bytes: int,
+    pace: Pace,
+    on_bytes: Callable[[int], object],
+) -> Together:
+    """Fill the memory of every rank's transfers; each byte is read by one rank of a group (see ``groups_of``).
+
+    Every rank of the default process group must call. The ranks gather what each wants, make a gloo group for each group
+    of ranks, and in each round tell each other whether all is well and exchange bytes through host memory. A failure of
+    this rank is returned, not raised: the caller shares it among all ranks.
+
+    Args:
+        transfers: What this rank wants.
+        files: All files of the checkpoint, in the same order on every rank; folders may differ between nodes.
+        staging_bytes: Upper bound of this rank's buffers together.
+        pace: How to read.
+        on_bytes: As in ``read_transfers``.
+    """
+    buffer_bytes = min(staging_bytes // _BATCH_PART, _MAX_BATCH_BYTES)
+    batches = list(cut_batches(transfers, staging_bytes=buffer_bytes, max_gap_bytes=MAX_GAP_BYTES))
+    rank, _ = rank_and_size()
+    gathered = all_ranks((rank - rank_on_node()[0], spans_of(batches, files)))
+    wanted = [spans for _, spans in gathered]
+    groups = groups_of([node for node, _ in gathered], wanted)
+    made = [dist.new_group(list(ranks), backend="gloo") for ranks in groups]
+    own = next(i for i, ranks in enumerate(groups) if rank in ranks)
+    try:
+        rounds = _Rounds(
+            group=made[own],
+            wanted=[wanted[r] for r in groups[own]],
+            files=files,
+            space=staging_bytes - 2 * buffer_bytes,
+            pace=pace,
+        )
+        return rounds.run(_Arrivals(batches, files, on_bytes))
+    finally:
+        dist.destroy_process_group(made[own])
+
+
+def spans_of(batches: Sequence[Batch], files: Sequence[Path]) -> torch.Tensor:
+    """The bytes of the batches, as a set (see ``spans``)."""
+    base = {file: number * FILE_STEP for number, file in enumerate(files)}
+    pairs = [(base[batch.file] + batch.start, base[batch.file] + batch.stop) for batch in batches]
+    return merged(torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2))
+
+
+def groups_of(nodes: Sequence[int], wanted: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """The ranks that read together: those of a node, or all of them where nodes want the same bytes (HSDP's replicas).
+
+    Args:
+        nodes: A number for the node of each rank.
+        wanted: What each rank wants.
+    """
+    groups = [tuple(r for r, other in enumerate(nodes) if other == node) for node in dict.fromkeys(nodes)]
+    unions = [merged(torch.cat([wanted[r] for r in ranks])) for ranks in groups]
+    everything = num_bytes(merged(torch.cat(unions)))
+    if sum(num_bytes(union) for union in unions) >= SHARED * max(1, everything):
+        return [tuple(range(len(nodes)))]
+    return groups
+
+
+class _Rounds:
+    """The rounds of one group of ranks."""
+
+    def __init__(
+        self,
+        *,
+        group: dist.ProcessGroup,
+        wanted: Sequence[torch.Tensor],
+        files: Sequence[Path],
+        space: int,
+        pace: Pace,
+    ) -> None:
+        self._group, self._wanted, self._files, self._pace = group, wanted, files, pace
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._union = merged(torch.cat(list(wanted)), max_gap_bytes=pace.max_gap_bytes)
+        # At worst all ranks want all of a round: two segments being read, one sent to and one received from each rank.
+        total, most = num_bytes(self._union), max(1, space // (2 + 2 * self._size)) * self._size
+        self._count = -(-total // most)
+        self._segment_bytes = -(-total // max(1, self._count * self._size))  # alike, so that no rank idles at the end
+        self._points = cut_points(self._union, self._segment_bytes)
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(4)]  # two to read into, to send, to receive
+        self._num_bytes = self._calls = 0
+
+    def run(self, arrivals: "_Arrivals") -> Together:
+        """All rounds. Whatever fails on a rank, all learn of it in the next round and leave."""
+        failure: Exception | None = None
+        ahead: list[Future[int]] = []
+        with ExitStack() as stack:
+            try:
+                wanted = sorted({self._files[i] for i in (self._union[:, 0] // FILE_STEP).tolist()})
+                read = stack.enter_context(opened(wanted, read_ahead=True))
+                pool = stack.enter_context(ThreadPoolExecutor(self._pace.threads))
+                start = partial(self._start, pool=pool, read=read)
+                ahead = start(0)
+            except Exception as error:
+                failure = error
+            for number in range(self._count):
+                try:
+                    for request in ahead:
+                        self._calls += request.result()
+                    ahead = start(number + 1) if failure is None else []
+                except Exception as error:
+                    failure = failure or error
+                if self._any_failed(failure):
+                    break
+                received = self._exchange(number)
+                try:
+                    for source, segment in enumerate(self._segments(number)):
+                        arrivals.take(clipped(self._wanted[self._rank], *segment), received[source])
+                except Exception as error:
+                    failure = error
+            for request in ahead:
+                request.cancel()  # after a failure the rest is of no use
+        buffers = sum(buffer.numel() for buffer in self._buffers)
+        stats = TransferStats(
+            num_bytes=self._num_bytes, calls=self._calls, staging_bytes=buffers + arrivals.staging_bytes
+        )
+        return Together(stats=stats, failure=failure)
+
+    def _segments(self, number: int) -> list[tuple[int, int]]:
+        """The segment of each rank in a round; empty ones at the end."""
+        last = len(self._points) - 1
+        index = [min(number * self._size + r, last) for r in range(self._size)]
+        return [(self._points[i], self._points[min(i + 1, last)]) for i in index]
+
+    def _start(
+        self, number: int, *, pool: ThreadPoolExecutor, read: Callable[[Path, int, torch.Tensor], int]
+    ) -> list[Future[int]]:
+        """Begin to read this rank's segment of a round into the buffer of that round."""
+        spans = clipped(self._union, *self._segments(number)[self._rank])
+        buffer = self._buffer(number % 2, num_bytes(spans))
+        request_bytes = max(2**18, -(-self._segment_bytes // self._pace.threads))
+        requests: list[Future[int]] = []
+        at = 0
+        for start, stop in spans.tolist():
+            for position in range(start, stop, request_bytes):
+                size = min(request_bytes, stop - position)
+                file, offset = divmod(position, FILE_STEP)
+                requests.append(pool.submit(read, self._files[file], offset, buffer[at : at + size]))
+                at += size
+        self._num_bytes += at
+        return requests
+
+    def _any_failed(self, failure: Exception | None) -> bool:
+        status = torch.tensor([failure is not None], dtype=torch.int32)
+        dist.all_reduce(status, dist.ReduceOp.MAX, group=self._group)
+        return bool(status.item())
+
+    def _exchange(self, number: int) -> list[torch.Tensor]:
+        """Send every rank what it wants of this rank's segment; what came from each rank, in file order."""
+        segments = self._segments(number)
+        own = clipped(self._union, *segments[self._rank])
+        parts = [places(clipped(spans, *segments[self._rank]), own) for spans in self._wanted]
+        sizes = [sum(size for _, size in part) for part in parts]
+        filled, outgoing = self._buffers[number % 2], self._buffer(2, sum(sizes))
+        at = 0
+        for begin, size in (place for part in parts for place in part):
+            outgoing[at : at + size] = filled[begin : begin + size]
+            at += size
+        expected = [num_bytes(clipped(self._wanted[self._rank], *segment)) for segment in segments]
+        incoming = self._buffer(3, sum(expected))
+        dist.all_to_all_single(incoming, outgoing, expected, sizes, group=self._group)
+        return list(torch.split(incoming, expected))
+
+    def _buffer(self, index: int, size: int) -> torch.Tensor:
+        """The beginning of a buffer, which grows when it must."""
+        if self._buffers[index].numel() < size:
+            self._buffers[index] = torch.empty(size, dtype=torch.uint8)
+        return self._buffers[index][:size]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arrival:
+    """A batch whose bytes are coming in."""
+
+    batch: Batch
+    """What they are."""
+
+    start: int
+    """Position of its first byte."""
+
+    stop: int
+    """Position after its last."""
+
+    memory: torch.Tensor
+    """Its bytes: a buffer, or the final place of a direct batch."""
+
+
+class _Arrivals:
+    """Puts bytes that come in order of position where they belong: straight, or through a buffer and `reader.scatter`."""
+
+    def __init__(self, batches: Sequence[Batch], files: Sequence[Path], on_bytes: Callable[[int], object]) -> None:
+        base = {file: number * FILE_STEP for number, file in enumerate(files)}
+        single = (
+            Batch(file=batch.file, chunks=chunks, is_direct=batch.is_direct)
+            for batch in batches
+            for chunks in ([(chunk,) for chunk in batch.chunks] if batch.is_direct else [batch.chunks])
+        )
+        self._waiting = deque(sorted(((base[b.file] + b.start, b) for b in single), key=lambda pair: pair[0]))
+        self._buffer_bytes = max((b.stop - b.start for b in batches if not b.is_direct), default=0)
+        self._coming: list[_Arrival] = []
+        self._free: list[torch.Tensor] = []
+        self._made = 0
+        self._on_bytes = on_bytes
+        self._fault_in = FaultIn()
+
+    @property
+    def staging_bytes(self) -> int:
+        """All buffers together."""
+        return self._made * self._buffer_bytes
+
+    def take(self, spans: torch.Tensor, received: torch.Tensor) -> None:
+        """The bytes of some spans, one after the other."""
+        at = 0
+        for start, stop in spans.tolist():
+            self._take(start, received[at : at + stop - start])
+            at += stop - start
+
+    def _take(self, start: int, received: torch.Tensor) -> None:
+        stop = start + received.numel()
+        while self._waiting and self._waiting[0][0] < stop:
+            self._coming.append(self._begin(*self._waiting.popleft()))
+        for arrival in self._coming:
+            begin, end = max(start, arrival.start), min(stop, arrival.stop)
+            if begin < end:
+                arrival.memory[begin - arrival.start : end - arrival.start] = received[begin - start : end - start]
+        done = [arrival for arrival in self._coming if arrival.stop <= stop]
+        self._coming = [arrival for arrival in self._coming if arrival.stop > stop]
+        for arrival in done:
+            self._finish(arrival)
+
+    def _begin(self, start: int, batch: Batch) -> _Arrival:
+        for chunk in batch.chunks:
+            self._fault_in(chunk.memory)
+        if batch.is_direct:
+            memory = batch.chunks[0].memory.detach().reshape(-1).view(torch.uint8)
+        elif self._free:
+            memory = self._free.pop()
+        else:
+            memory = torch.empty(self._buffer_bytes, dtype=torch.uint8)
+            self._made += 1
+        return _Arrival(batch=batch, start=start, stop=start + batch.stop - batch.start, memory=memory)
+
+    def _finish(self, arrival: _Arrival) -> None:
+        batch = arrival.batch
+        if not batch.is_direct:
+            filled = arrival.memory[: arrival.stop - arrival.start]
+            # To a GPU in one copy that is waited for, so that the buffer is free; casts and strides run there.
+            scatter(batch, filled.to(batch.chunks[0].memory.device))
+            self._free.append(arrival.memory)
+        self._on_bytes(sum(chunk.num_bytes for chunk in batch.chunks))

@@ -1,0 +1,117 @@
+"""How quickly storage answers, measured on a few of the bytes that are wanted anyway, and what follows for reading."""
+
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .reader import Pace, opened
+from .transfer import Transfer
+
+__all__ = ["SLOW_REQUEST_S", "SLOW_STREAM_BYTES_S", "Speed", "measure", "slowest"]
+
+SLOW_REQUEST_S = 2e-3
+"""Time for a small request from which on storage is slow per request (assumed: a cached page takes 0.01 ms, an SSD 0.1, a
+network block device 0.5 to 1, network file systems and object stores 2 to 100)."""
+
+SLOW_STREAM_BYTES_S = 0.5e9
+"""Bytes per second of one stream below which passing bytes on between ranks is quicker than reading them again (assumed:
+gloo passes 1 to 2 GB/s)."""
+
+_POINTS = 5  # small requests; with the median of five, two may be odd ones
+_SMALL_BYTES = 4096
+_LARGE_BYTES = 2**20
+_MIN_LARGE_BYTES = 2**16  # a shorter one says nothing about bytes per second
+
+_SLOW_THREADS = 16  # requests in flight where they are slow (assumed)
+_MAX_JOIN_BYTES = 2**20  # of bytes read for nothing (assumed)
+_REQUEST_BYTES = 8 * 2**20  # 80 ms at 100 MB/s, beside which a request's own time is little (assumed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What a few requests took."""
+
+    request_s: float = 0.0
+    """Median time of a request for 4 KiB; 0.0: nothing was measured."""
+
+    stream_bytes_s: float = 0.0
+    """Bytes per second of one request for 1 MiB, beyond that time; 0.0: not measured, nothing wanted is as large."""
+
+    num_bytes: int = 0
+    """Bytes read for this, and read again by the load."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a request takes so long that there should be few, and many at once."""
+        return self.request_s >= SLOW_REQUEST_S
+
+    @property
+    def worth_bytes(self) -> int:
+        """Bytes that a stream brings in the time that a request costs: a gap of that size costs as much as a request."""
+        return int(self.request_s * (self.stream_bytes_s or SLOW_STREAM_BYTES_S))
+
+    def pace(self) -> Pace:
+        """How to read from such storage."""
+        if not self.is_slow:
+            return Pace()
+        gap = min(self.worth_bytes, _MAX_JOIN_BYTES)
+        return Pace(threads=_SLOW_THREADS, max_gap_bytes=gap, join_bytes=gap, request_bytes=_REQUEST_BYTES)
+
+    def __str__(self) -> str:
+        stream = f", {self.stream_bytes_s / 1e9:.2f} GB/s per stream" if self.stream_bytes_s else ""
+        return f"a request takes {self.request_s * 1e3:.2f} ms{stream}"
+
+
+def measure(transfers: Sequence[Transfer]) -> Speed:
+    """Time five requests for 4 KiB, far apart in what this rank wants, and one for 1 MiB. No rank communicates.
+
+    Raises:
+        CheckpointError: A file cannot be read, or is shorter than its header said.
+    """
+    wanted = [transfer for transfer in transfers if transfer.memory.numel()]
+    if not wanted:
+        return Speed()
+    points = [wanted[i * len(wanted) // _POINTS] for i in range(_POINTS)]
+    largest = max(wanted, key=_span)
+    buffer = torch.empty(_LARGE_BYTES, dtype=torch.uint8)
+    with opened({t.file: None for t in [*points, largest]}, read_ahead=False) as read:
+
+        def timed(transfer: Transfer, num_bytes: int, part: float) -> tuple[float, int]:
+            count = min(num_bytes, _span(transfer))
+            start = _start(transfer) + int((_span(transfer) - count) * part)
+            began = time.perf_counter()
+            read(transfer.file, start, buffer[:count])
+            return time.perf_counter() - began, count
+
+        small = [timed(transfer, _SMALL_BYTES, i / _POINTS) for i, transfer in enumerate(points)]
+        request_s = statistics.median(seconds for seconds, _ in small)
+        num_bytes = sum(count for _, count in small)
+        if _span(largest) < _MIN_LARGE_BYTES:
+            return Speed(request_s=request_s, num_bytes=num_bytes)
+        seconds, count = timed(largest, _LARGE_BYTES, 0.5)
+    stream = count / max(seconds - request_s, seconds / 10)
+    return Speed(request_s=request_s, stream_bytes_s=stream, num_bytes=num_bytes + count)
+
+
+def slowest(speeds: Iterable[Speed]) -> Speed:
+    """The slowest of what several ranks measured, each figure by itself."""
+    speeds = list(speeds)
+    return Speed(
+        request_s=max(speed.request_s for speed in speeds),
+        stream_bytes_s=min((speed.stream_bytes_s for speed in speeds if speed.stream_bytes_s), default=0.0),
+        num_bytes=max(speed.num_bytes for speed in speeds),
+    )
+
+
+def _start(transfer: Transfer) -> int:
+    """Position in the file of the first element that is wanted."""
+    return transfer.offset + transfer.stored.offset * transfer.dtype.itemsize
+
+
+def _span(transfer: Transfer) -> int:
+    """Bytes from the first to the last of them; elements between may be unwanted."""
+    steps = zip(transfer.stored.length, transfer.stored.strides, strict=True)
+    return (sum((n - 1) * step for n, step in steps) + 1) * transfer.dtype.itemsize
