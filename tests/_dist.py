@@ -1,4 +1,7 @@
-"""Run one function on several real ranks: separate processes, gloo over a file store, no ports and no launcher."""
+"""Run one function on several real ranks: separate processes over a file store, no ports and no launcher.
+
+On GPUs (NCCL) where there is one for each rank, otherwise on the CPU (gloo).
+"""
 
 import faulthandler
 import multiprocessing
@@ -93,7 +96,10 @@ def _rank_main(
         try:
             store = dist.FileStore(str(Path(folder, "store")), world_size)
             patience = timedelta(seconds=timeout_s + 30)  # the parent's timeout comes first and says more
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= world_size else "gloo"
+            backend = "cpu:gloo,cuda:nccl"
+            if torch.cuda.device_count() < world_size:  # a GPU for each rank, or the CPU for all
+                os.environ["CUDA_VISIBLE_DEVICES"] = ""
+                backend = "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
             result = fn(*args)
             dist.barrier()  # nobody leaves while another still talks to it
