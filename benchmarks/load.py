@@ -11,9 +11,10 @@ stops at a barrier after every page of every local shard has been touched once, 
 
 --alone           instead: rank 3 of 8 alone on its machine, where no neighbour warms the page cache (a fake process group)
 --slow-storage    instead: a request for data takes 5 ms and 10 ms per MB more (100 MB/s per stream), cached or not. Ours runs
-          as it is, with that delay put on each of its read calls. The other row replays the pattern of mapped files, as
-          safetensors gives them to transformers: 4 threads fault the rank's slices in, and each fault brings in 128 KiB
-          (Linux' read-ahead on network file systems). Nothing but those reads is counted there, which is generous.
+          as it is, and in both of its read modes, with that delay put on each of its read calls. The last row replays the
+          pattern of mapped files, as safetensors gives them to transformers: 4 threads fault the rank's slices in, and each
+          fault brings in 128 KiB (Linux' read-ahead on network file systems). Nothing but those reads is counted there,
+          which is generous.
 
 limit     as many bytes as the rank's share, by `pread` on 4 threads from one contiguous part of each file into fresh memory;
           for fp32, which takes twice the memory, the other half is faulted in as well
@@ -136,8 +137,8 @@ def set_cache(folder: Path, cache: str) -> None:
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def load_ours(folder: Path, dtype: torch.dtype) -> nn.Module:
-    model, report = hf_fsdp_tools.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+def load_ours(folder: Path, dtype: torch.dtype, **load_kwargs: Any) -> nn.Module:
+    model, report = hf_fsdp_tools.from_pretrained(folder, dtype=dtype, output_loading_info=True, **load_kwargs)
     model.load_seconds = report.seconds
     return model
 
@@ -214,12 +215,12 @@ def load_broadcast(folder: Path, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def load_slowly(folder: Path, dtype: torch.dtype) -> nn.Module:
+def load_slowly(folder: Path, dtype: torch.dtype, **load_kwargs: Any) -> nn.Module:
     """Ours, where every read call takes as long as `slow_request` says."""
     fast = os.preadv
     reader.os.preadv = slow_request
     try:
-        return load_ours(folder, dtype)
+        return load_ours(folder, dtype, **load_kwargs)
     finally:
         reader.os.preadv = fast
 
@@ -263,6 +264,8 @@ LOADERS: dict[str, tuple[Load, bool]] = {  # name: (function, whether each page 
 }
 SLOW: dict[str, tuple[Load, bool]] = {
     "hf_fsdp_tools": (load_slowly, False),
+    "hf_fsdp_tools, read_mode rank": (partial(load_slowly, load_kwargs={"read_mode": "rank"}), False),
+    "hf_fsdp_tools, read_mode node": (partial(load_slowly, load_kwargs={"read_mode": "node"}), False),
     "mapped files, replayed": (replay_mapped, False),
 }
 LAZY = "transformers native, then written once"

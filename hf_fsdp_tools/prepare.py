@@ -99,7 +99,7 @@ def from_pretrained(
         output_loading_info: return `(model, LoadReport)`.
         trust_remote_code: run model code that comes with the checkpoint.
         hub_kwargs: where and how to fetch (`revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`).
-        load_kwargs: passed to `load_weights` (`ignore_mismatched_sizes`, `seed`, `staging_bytes`, …).
+        load_kwargs: passed to `load_weights` (`ignore_mismatched_sizes`, `seed`, `staging_bytes`, `read_mode`, …).
         model_kwargs: for the config or the model, as in `from_pretrained` (`num_labels`, `attn_implementation`, …).
 
     Every rank must call, under `torchrun`, `accelerate launch`, or alone. Only the plan's digest and the outcome of
