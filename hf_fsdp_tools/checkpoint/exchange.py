@@ -95,7 +95,7 @@ def spans_of(batches: Sequence[Batch], files: Sequence[Path]) -> torch.Tensor:
     """The bytes of the batches, as a set (see ``spans``)."""
     base = {file: number * FILE_STEP for number, file in enumerate(files)}
     pairs = [(base[batch.file] + batch.start, base[batch.file] + batch.stop) for batch in batches]
-    return merged(torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2))
+    return merged(torch.tensor(pairs, dtype=torch.int64, device="cpu").reshape(-1, 2))
 
 
 def groups_of(nodes: Sequence[int], wanted: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
@@ -133,7 +133,9 @@ class _Rounds:
         self._count = -(-total // most)
         self._segment_bytes = -(-total // max(1, self._count * self._size))  # alike, so that no rank idles at the end
         self._points = cut_points(self._union, self._segment_bytes)
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(4)]  # two to read into, to send, to receive
+        self._buffers = [
+            torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(4)
+        ]  # two to read into, to send, to receive
         self._num_bytes = self._calls = 0
 
     def run(self, arrivals: "_Arrivals") -> Together:
@@ -197,7 +199,7 @@ class _Rounds:
         return requests
 
     def _any_failed(self, failure: Exception | None) -> bool:
-        status = torch.tensor([failure is not None], dtype=torch.int32)
+        status = torch.tensor([failure is not None], dtype=torch.int32, device="cpu")
         dist.all_reduce(status, dist.ReduceOp.MAX, group=self._group)
         return bool(status.item())
 
@@ -220,7 +222,7 @@ class _Rounds:
     def _buffer(self, index: int, size: int) -> torch.Tensor:
         """The beginning of a buffer, which grows when it must."""
         if self._buffers[index].numel() < size:
-            self._buffers[index] = torch.empty(size, dtype=torch.uint8)
+            self._buffers[index] = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self._buffers[index][:size]
 
 
@@ -292,7 +294,7 @@ class _Arrivals:
         elif self._free:
             memory = self._free.pop()
         else:
-            memory = torch.empty(self._buffer_bytes, dtype=torch.uint8)
+            memory = torch.empty(self._buffer_bytes, dtype=torch.uint8, device="cpu")
             self._made += 1
         return _Arrival(batch=batch, start=start, stop=start + batch.stop - batch.start, memory=memory)
 

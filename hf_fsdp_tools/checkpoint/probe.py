@@ -76,7 +76,7 @@ def measure(transfers: Sequence[Transfer]) -> Speed:
         return Speed()
     points = [wanted[i * len(wanted) // _POINTS] for i in range(_POINTS)]
     largest = max(wanted, key=_span)
-    buffer = torch.empty(_LARGE_BYTES, dtype=torch.uint8)
+    buffer = torch.empty(_LARGE_BYTES, dtype=torch.uint8, device="cpu")
     with opened({t.file: None for t in [*points, largest]}, read_ahead=False) as read:
 
         def timed(transfer: Transfer, num_bytes: int, part: float) -> tuple[float, int]:

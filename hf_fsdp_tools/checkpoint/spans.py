@@ -18,9 +18,9 @@ def merged(spans: torch.Tensor, *, max_gap_bytes: int = 0) -> torch.Tensor:
         return spans.new_empty((0, 2))
     spans = spans[spans[:, 0].argsort()]
     reach = spans[:, 1].cummax(0).values
-    first = torch.ones(len(spans), dtype=torch.bool)
+    first = torch.ones(len(spans), dtype=torch.bool, device="cpu")
     first[1:] = spans[1:, 0] > reach[:-1] + max_gap_bytes
-    last = torch.cat([first[1:], torch.ones(1, dtype=torch.bool)])
+    last = torch.cat([first[1:], torch.ones(1, dtype=torch.bool, device="cpu")])
     return torch.stack([spans[first, 0], reach[last]], dim=1)
 
 
@@ -41,7 +41,7 @@ def cut_points(spans: torch.Tensor, segment_bytes: int) -> list[int]:
     if not len(spans):
         return [0]
     ends = (spans[:, 1] - spans[:, 0]).cumsum(0)
-    begins = torch.arange(0, int(ends[-1]), segment_bytes)
+    begins = torch.arange(0, int(ends[-1]), segment_bytes, device="cpu")
     index = torch.searchsorted(ends, begins, right=True)
     return [*(spans[index, 1] - (ends[index] - begins)).tolist(), int(spans[-1, 1])]
 

@@ -101,7 +101,7 @@ class Staging:
 
     def _new_buffer(self) -> torch.Tensor:
         self._made += 1
-        return torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=self._device is not None)
+        return torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._device is not None)
 
     def _stream(self) -> torch.cuda.Stream:
         if not hasattr(self._local, "stream"):
