@@ -31,7 +31,7 @@ from .probe import measure
 from .progress import loading_bar
 from .read_mode import ReadChoice, ReadMode, choose_read_mode, refuse_read_mode
 from .reader import TransferStats, read_transfers
-from .report import LoadReport, MemoryWatch
+from .report import LoadReport, MemoryWatch, log_keys
 from .rollback import aftermath, rolled_back
 from .shares import is_sharded, local_boxes_of, local_tensor, memory_view
 from .transfer import Transfer
@@ -180,6 +180,7 @@ def load_weights(
         peak_host_bytes=watch.above(share.host_bytes),
         seconds=seconds,
     )
+    log_keys(model, report)
     return report.with_ranks(all_ranks(report.figures()))
 
 

@@ -6,9 +6,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from transformers.utils import logging
+from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
+
 from hf_fsdp_tools.sizes import show_bytes
 
-__all__ = ["LoadReport", "MemoryWatch", "SaveReport"]
+__all__ = ["LoadReport", "MemoryWatch", "SaveReport", "log_keys"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,3 +254,12 @@ def _keys(keys: tuple[str, ...]) -> str:
 def _table(rows: list[tuple[str, Any]]) -> str:
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def log_keys(model: nn.Module, report: LoadReport) -> None:
+    """Warn of missing, unexpected and mismatched keys on rank 0, in transformers' own table, through its own logger."""
+    if report.rank != 0:
+        return
+    info = LoadStateDictInfo(**report.loading_info(), conversion_errors={}, skipped_pp_keys=set())
+    logger = logging.get_logger("transformers.modeling_utils")  # the one that its from_pretrained uses
+    log_state_dict_report(model, report.checkpoint, ignore_mismatched_sizes=True, loading_info=info, logger=logger)

@@ -1,6 +1,8 @@
 """Missing, unexpected and mismatched keys are those that transformers reports of the same model and checkpoint."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -107,16 +109,38 @@ def checkpoint(kind: str, change: Callable[[Tensors], Tensors], folder: Path) ->
     return folder
 
 
+@contextmanager
+def warnings_of_transformers() -> Iterator[list[str]]:
+    """What transformers' models log while the block runs."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_keys_as_transformers(tmp_path: Path, name: str) -> None:
     kind, change, auto_class, arguments = CASES[name]
     folder = checkpoint(kind, change, tmp_path)
-    reference, expected = auto_class.from_pretrained(folder, output_loading_info=True, **arguments)
+    with warnings_of_transformers() as expected_warnings:
+        reference, expected = auto_class.from_pretrained(folder, output_loading_info=True, **arguments)
     ignore = arguments.get("ignore_mismatched_sizes", False)
     config = {key: value for key, value in arguments.items() if key != "ignore_mismatched_sizes"}
     model = build_meta_model(folder, auto_class=auto_class, **config)
-    report = load_weights(model, folder, ignore_mismatched_sizes=ignore)
+    with warnings_of_transformers() as found_warnings:
+        report = load_weights(model, folder, ignore_mismatched_sizes=ignore)
+    tables, shown = (
+        [sorted(text.splitlines()) for text in texts if "LOAD REPORT" in text]  # its rows come from sets
+        for texts in (expected_warnings, found_warnings)
+    )
+    assert shown == tables
     info = report.loading_info()
+    assert bool(tables) == any(info.values())
     assert set(info) == set(expected)
     assert info["missing_keys"] == set(expected["missing_keys"])
     assert info["unexpected_keys"] == set(expected["unexpected_keys"])
