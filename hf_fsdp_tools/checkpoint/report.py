@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.utils import logging
 from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
@@ -261,5 +262,6 @@ def log_keys(model: nn.Module, report: LoadReport) -> None:
     if report.rank != 0:
         return
     info = LoadStateDictInfo(**report.loading_info(), conversion_errors={}, skipped_pp_keys=set())
+    info.mismatched_keys = {(key, torch.Size(a), torch.Size(b)) for key, a, b in report.mismatched_keys}
     logger = logging.get_logger("transformers.modeling_utils")  # the one that its from_pretrained uses
     log_state_dict_report(model, report.checkpoint, ignore_mismatched_sizes=True, loading_info=info, logger=logger)
