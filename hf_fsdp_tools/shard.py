@@ -1,6 +1,6 @@
 """Apply a wrap plan to a model with FSDP2: activation checkpointing first, then every unit, the root last."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -265,14 +265,31 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
             parameter.data = parameter.data.to(sharding.mesh.device_type)
     average_gradients(replicated, sharding.mesh)
     keep_appearance(model)
-    for key in [key for key, hook in model._forward_hooks.items() if hook is _reshard_after_evaluation]:
-        del model._forward_hooks[
-            key
-        ]  # it must come after FSDP2's own hook, which is new where a model is sharded again
+    _drop_hook(model._forward_hooks, _reshard_after_evaluation)  # it must come after FSDP2's own, which may be new
     model.register_forward_hook(_reshard_after_evaluation)
+    if not hasattr(FSDPModule, "reset_iter_state"):  # torch before 2.13
+        _drop_hook(model._forward_pre_hooks, _forget_unfinished_units)
+        model.register_forward_pre_hook(_forget_unfinished_units, prepend=True)
     made = count_units(model)
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"
     model._fsdp_sharding = sharding  # type: ignore[assignment]  # a plain attribute of our own
+
+
+def _drop_hook(hooks: MutableMapping[int, Any], hook: Any) -> None:
+    for key in [key for key, found in hooks.items() if found is hook]:
+        del hooks[key]
+
+
+def _forget_unfinished_units(model: nn.Module, args: object) -> None:
+    """Let every unit of several modules be gathered in this pass, also if one of them did not run in the last.
+
+    TRL takes the head's weight and skips its forward. Before torch 2.13 FSDP2 waits for that forward for ever, and does not
+    gather the unit again (`_register_group_forward_hooks` of torch 2.11; 2.13 completes such units by itself).
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            state._modules_to_run_forward.clear()
 
 
 def _reshard_after_evaluation(model: nn.Module, args: object, output: object) -> None:
