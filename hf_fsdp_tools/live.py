@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.plan import merge_names
+from hf_fsdp_tools.release import parameter_groups
 from hf_fsdp_tools.sizes import show_bytes, show_count
 from hf_fsdp_tools.tree import WRAPPED_ATTRIBUTES, ModuleNode, ModuleTree, Weight, class_name
 
@@ -185,8 +186,7 @@ class _Found:
         is_new = id(state) not in self.units
         unit = self.units.setdefault(id(state), LiveUnit(version=2, original_parameters=True))
         self.unit_of_module[id(_core(module))] = unit
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # older: one group
-        for group in groups if is_new and groups[0] is not None else ():
+        for group in parameter_groups(state) if is_new else ():
             for managed in group.fsdp_params:
                 info = managed._module_info
                 current = info.module._parameters.get(info.param_name)

@@ -15,14 +15,20 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_fsdp_tools.bare import own_class
 
-__all__ = ["copy_released", "make_root", "managed_parameters", "release"]
+__all__ = ["copy_released", "make_root", "managed_parameters", "parameter_groups", "release"]
+
+
+def parameter_groups(state: Any) -> list[Any]:
+    """torch's own record of the parameters that one FSDP2 unit gathers: one before torch 2.13, several since; empty for none."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def managed_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The shards that FSDP2 manages below `model`, tied ones once; what it keeps gathered is sharded first."""
     found = []
     for state in _states(model):
-        for group in _groups(state):
+        for group in parameter_groups(state):
             group.reshard()
             found += [managed.sharded_param for managed in group.fsdp_params]
     return found
@@ -34,7 +40,7 @@ def release(model: nn.Module) -> None:
     Not between a forward and its backward pass. Nothing is communicated.
     """
     for state in _states(model):
-        for group in _groups(state):
+        for group in parameter_groups(state):
             group.reshard()
         for handle in _handles(state):
             handle.remove()
@@ -74,16 +80,11 @@ def _states(model: nn.Module) -> list[Any]:
     return list({id(state): state for state in states}.values())
 
 
-def _groups(state: Any) -> list[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one group before torch 2.13
-    return [group for group in groups if group is not None]
-
-
 def _handles(state: Any) -> Iterator[Any]:
     """The hooks of one unit."""
     yield state._pre_forward_hook_handle
     yield state._post_forward_hook_handle
-    for group in _groups(state):
+    for group in parameter_groups(state):
         yield from group._module_to_pre_save_state_dict_hook_handle.values()
         yield from group._module_to_pre_load_state_dict_hook_handle.values()
         for managed in group.fsdp_params:

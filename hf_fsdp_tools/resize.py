@@ -15,6 +15,7 @@ from hf_fsdp_tools.checkpoint.shares import local_boxes_of, local_tensor, memory
 from hf_fsdp_tools.checkpoint.vocabulary import AddedRows, fill_added, resized_twin
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.meta import allocate
+from hf_fsdp_tools.release import parameter_groups
 from hf_fsdp_tools.shard import sharding_of
 from hf_fsdp_tools.wrap import make_wrap_plan
 
@@ -173,11 +174,9 @@ def _replace_sharded(model: nn.Module, key: str, old: DTensor, shape: torch.Size
 
 
 def _param_groups(model: nn.Module) -> Iterator[Any]:
-    """torch's own record of each unit; 2.13 has several per module."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            yield from getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group])
+            yield from parameter_groups(module._get_fsdp_state())
 
 
 def _follow(model: PreTrainedModel, twin: PreTrainedModel) -> None:

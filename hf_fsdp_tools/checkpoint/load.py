@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.mesh import rank_on_node
 from hf_fsdp_tools.meta import allocate, initialize_missing
+from hf_fsdp_tools.release import parameter_groups
 
 from .agreement import agreed, all_ranks, rank_and_size
 from .checks import refuse_not_finite, refuse_quantized
@@ -206,9 +207,8 @@ def _device_of(model: nn.Module) -> torch.device:
     """Where shards belong: the mesh's device, or the CPU if FSDP2 offloads parameters or nothing is sharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # 2.13 has several
-            if any(group is not None and isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups):
+            groups = parameter_groups(module._get_fsdp_state())
+            if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups):
                 return torch.device("cpu")
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     return torch.device(mesh.device_type if mesh is not None else "cpu")

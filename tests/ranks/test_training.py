@@ -37,6 +37,7 @@ from hf_fsdp_tools import (
 )
 from hf_fsdp_tools.integrations.accelerator import adopt
 from hf_fsdp_tools.mesh import backends, local_device
+from hf_fsdp_tools.release import parameter_groups
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks
 
@@ -355,15 +356,10 @@ def test_complaint_29_the_same_tokens_split_otherwise_give_the_same_gradients(ch
                 torch.testing.assert_close(step, parameter.grad, rtol=1e-4, atol=2e-7, msg=f"{size} {key}")
 
 
-def _units_groups(state: Any) -> list[Any]:
-    """FSDP2's parameter groups of one unit; before torch 2.13 there is one."""
-    return getattr(state, "_fsdp_param_groups", None) or [g for g in [state._fsdp_param_group] if g is not None]
-
-
 def _kept(model: nn.Module) -> tuple[int, int]:
     """Elements of whole gradients that FSDP keeps for one backward pass more, and of sharded ones."""
     states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
-    parameters = [p for state in states for group in _units_groups(state) for p in group.fsdp_params]
+    parameters = [p for state in states for group in parameter_groups(state) for p in group.fsdp_params]
     whole = [p.unsharded_accumulated_grad for p in parameters]
     whole += [p._unsharded_param.grad for p in parameters if hasattr(p, "_unsharded_param")]
     sharded = [p.sharded_param.grad for p in parameters]
