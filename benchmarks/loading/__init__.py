@@ -1,0 +1,1 @@
+"""What `benchmarks/load.py` is made of."""

@@ -1,0 +1,248 @@
+"""Every loader that is compared, as a function from a `Job` to a `Loaded`."""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+import hf_fsdp_tools
+from hf_fsdp_tools.checkpoint import CheckpointIndex, reader
+from hf_fsdp_tools.host_memory import empty_on_host
+from hf_fsdp_tools.mesh import ParallelDims
+from hf_fsdp_tools.meta import allocate, build_meta_model
+from hf_fsdp_tools.shard import shard_model
+from hf_fsdp_tools.wrap import make_wrap_plan
+
+from .job import Job, Loaded, synchronize
+
+__all__ = ["LAZY", "LIMIT", "OURS", "PAGE", "PLAIN", "REPLAYED", "Load", "loaders_of"]
+
+Load = Callable[[Job], Loaded]
+
+PAGE = 4096
+LIMIT = "limit"
+OURS = "hf_fsdp_tools"
+LAZY = "transformers native, then written once"
+PLAIN = "transformers from_pretrained(device_map)"
+REPLAYED = "mapped files, replayed"
+_PART_BYTES = 2**24  # of one request of the limit
+
+
+def load_ours(job: Job, **load_kwargs: Any) -> Loaded:
+    mesh = ParallelDims(dp_replicate_size=job.replicas).build_mesh(job.device)
+    model, report = hf_fsdp_tools.from_pretrained(
+        job.folder, dtype=job.dtype, mesh=mesh, output_loading_info=True, load_kwargs=load_kwargs
+    )
+    notes = {"stages": report.seconds, "read_mode": report.read_mode, "why": report.read_mode_why}
+    return Loaded(model=model, notes=notes | {"bytes_read": report.bytes_read, "calls": report.read_calls})
+
+
+def load_slowly(job: Job, **load_kwargs: Any) -> Loaded:
+    """Ours on slow storage."""
+    assert job.storage is not None
+    with job.storage.reads(reader.os):
+        return load_ours(job, **load_kwargs)
+
+
+def load_native(job: Job) -> Loaded:
+    """transformers' own sharded loading."""
+    config = DistributedConfig(fsdp_size=dist.get_world_size())
+    return Loaded(model=AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype, distributed_config=config))
+
+
+def load_plain(job: Job) -> Loaded:
+    """transformers without sharding: the whole model on each device."""
+    return Loaded(
+        model=AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype, device_map={"": job.torch_device})
+    )
+
+
+def load_accelerate(job: Job, *, ram_efficient: bool) -> Loaded:
+    """What `Accelerator.prepare` runs for FSDP2. Called directly, since an Accelerator drops FSDP on CPUs."""
+    os.environ["ACCELERATE_USE_FSDP"] = "true"  # with the plugin's own variable, transformers loads on rank 0 only
+    settings = {"auto_wrap_policy": "transformer_based_wrap", "cpu_ram_efficient_loading": ram_efficient}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True, **settings)
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(ram_efficient)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), device=job.torch_device)
+    accelerator.is_main_process = PartialState(cpu=job.device == "cpu").is_main_process
+    accelerator.mixed_precision = "bf16" if job.dtype == torch.float32 else "no"  # bf16 makes fp32 master weights
+    model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.bfloat16)
+    return Loaded(model=fsdp2_prepare_model(accelerator, model))
+
+
+def allocated_plainly(job: Job) -> nn.Module:
+    """A model built and sharded by us, with storage as torch gives it: what our own pages are good for is not to be
+    somebody else's figure.
+    """
+    model = build_meta_model(job.folder, dtype=job.dtype)
+    shard_model(model, make_wrap_plan(model), mesh=ParallelDims().build_mesh(job.device))
+    plain = patch("hf_fsdp_tools.meta.empty_on_host", lambda wanted: [torch.empty(s, dtype=d) for s, d in wanted])
+    with plain:
+        allocate(model, device=job.torch_device)
+    return model
+
+
+def load_dcp(job: Job) -> Loaded:
+    """torch's reader of safetensors, into a model that is built, sharded and tied by us, which is generous."""
+    model = allocated_plainly(job)
+    once = {id(tensor): key for key, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    state = {key: tensor for key, tensor in model.state_dict().items() if key in once.values()}
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(job.folder), thread_count=4))
+    return Loaded(model=model)
+
+
+def load_broadcast(job: Job) -> Loaded:
+    """torch's own way to load on rank 0 only, into a model that is built and sharded by us."""
+    model = allocated_plainly(job)
+    first = dist.get_rank() == 0
+    state = AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype).state_dict() if first else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(model, state, options=options)
+    return Loaded(model=model)
+
+
+def parts_of_share(folder: Path) -> list[tuple[Path, int, int]]:
+    """(file, position, bytes) of requests that bring the rank's share: one contiguous part of each file."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    parts = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with open(file, "rb") as stream:
+            start = 8 + int.from_bytes(stream.read(8), "little")  # the header, which begins with its length
+        begin, end = (start + (file.stat().st_size - start) * r // world for r in (rank, rank + 1))
+        parts += [(file, at, min(_PART_BYTES, end - at)) for at in range(begin, end, _PART_BYTES)]
+    return parts
+
+
+def read_part(part: tuple[Path, int, int], memory: torch.Tensor) -> None:
+    with open(part[0], "rb", buffering=0) as stream:
+        assert os.preadv(stream.fileno(), [memory.numpy().data], part[1]) == part[2] == memory.numel()
+
+
+def limit_threads() -> int:
+    """Four, or as many as a rank has cores."""
+    return max(4, len(os.sched_getaffinity(0)) // dist.get_world_size())
+
+
+def load_limit(job: Job, *, large_pages: bool = False) -> Loaded:
+    """The rank's share of bytes into fresh memory, and nothing else. For fp32 that is twice the memory."""
+    parts = parts_of_share(job.folder)
+    sizes = [size * job.dtype.itemsize // 2 for _, _, size in parts]
+    if large_pages:
+        memory = empty_on_host([((size,), torch.uint8) for size in sizes])
+    else:
+        memory = list(torch.empty(sum(sizes), dtype=torch.uint8).split(sizes))
+    with ThreadPoolExecutor(limit_threads()) as pool:
+        list(pool.map(lambda part, into: read_part(part, into[: part[2]]), parts, memory))
+        list(pool.map(lambda part, into: into[part[2] :: PAGE].zero_(), parts, memory))
+    return Loaded(tensors=memory)
+
+
+def load_limit_to_device(job: Job) -> Loaded:
+    """The slower of two things done one after the other: the rank's share read into buffers that are used again and
+    again, and as many bytes copied from such a buffer to the device. What overlaps both perfectly takes that long.
+    """
+    device, parts, threads = job.torch_device, parts_of_share(job.folder), limit_threads()
+    pinned = [torch.zeros(_PART_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(threads)]
+    sizes = [size * job.dtype.itemsize // 2 for _, _, size in parts]
+    memory = list(torch.zeros(sum(sizes), dtype=torch.uint8, device=device).split(sizes))
+
+    def read(first: int) -> None:
+        for part in parts[first::threads]:
+            read_part(part, pinned[first][: part[2]])
+
+    with ThreadPoolExecutor(threads) as pool:
+        read_s = seconds_together(lambda: list(pool.map(read, range(threads))), device)
+
+    def copy() -> None:
+        for i, (part, into) in enumerate(zip(parts, memory, strict=True)):
+            into[: part[2]].copy_(pinned[i % threads][: part[2]], non_blocking=True)
+
+    copy_s = seconds_together(copy, device)
+    total = sum(size for _, _, size in parts)
+    notes = {"read_bytes_s": total / read_s, "copy_bytes_s": total / copy_s}
+    return Loaded(tensors=memory, seconds=max(read_s, copy_s), notes=notes)
+
+
+def seconds_together(work: Callable[[], object], device: torch.device) -> float:
+    """What some work takes this rank while all ranks do theirs."""
+    synchronize(device)
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def replay_mapped(job: Job) -> Loaded:
+    """The rank's rows of every tensor, faulted in by 4 threads in windows of 128 KiB on the simulated storage."""
+    assert job.storage is not None
+    ranks = dist.get_world_size() // job.replicas
+    rank = dist.get_rank() % ranks
+    tensors = [t for t in CheckpointIndex.open(job.folder).tensors.values() if t.num_bytes]
+
+    def fault_in(index: int) -> torch.Tensor:
+        tensor = tensors[index]
+        begin, end = (tensor.num_bytes * r // ranks for r in (rank, rank + 1))
+        memory = torch.empty(end - begin, dtype=torch.uint8)
+        with open(tensor.file, "rb", buffering=0) as stream:
+            for i in range(0, end - begin, 2**17):
+                read(stream.fileno(), [memory[i : i + 2**17].numpy().data], tensor.offset + begin + i)
+        return memory
+
+    with job.storage.reads() as read, ThreadPoolExecutor(4) as pool:
+        return Loaded(tensors=list(pool.map(fault_in, range(len(tensors)))))
+
+
+_PEERS: dict[str, tuple[Load, bool]] = {
+    "accelerate FSDP2, RAM-efficient": (partial(load_accelerate, ram_efficient=True), False),
+    "accelerate FSDP2, every rank loads all": (partial(load_accelerate, ram_efficient=False), False),
+    "torch broadcast_from_rank0": (load_broadcast, False),
+    "torch DCP HuggingFaceStorageReader": (load_dcp, False),
+}
+_ON_CPU: dict[str, tuple[Load, bool]] = {
+    LIMIT: (load_limit, False),
+    OURS: (load_ours, False),
+    "transformers native, then read once": (load_native, False),
+    LAZY: (load_native, True),
+    **_PEERS,
+    "limit, large pages": (partial(load_limit, large_pages=True), False),
+}
+_ON_GPU: dict[str, tuple[Load, bool]] = {
+    LIMIT: (load_limit_to_device, False),
+    OURS: (load_ours, False),
+    PLAIN: (load_plain, False),
+    "transformers native": (load_native, False),
+    **_PEERS,
+}
+_SLOW: dict[str, tuple[Load, bool]] = {
+    OURS: (load_slowly, False),
+    f"{OURS}, read_mode rank": (partial(load_slowly, read_mode="rank"), False),
+    f"{OURS}, read_mode node": (partial(load_slowly, read_mode="node"), False),
+    REPLAYED: (replay_mapped, False),
+}
+
+
+def loaders_of(mode: str, device: str) -> dict[str, tuple[Load, bool]]:
+    """Name to function, and whether each page is written instead of read at the end. In the order of the table."""
+    if mode == "slow storage":
+        return _SLOW
+    if mode == "alone":
+        return {name: _ON_CPU[name] for name in (LIMIT, OURS, LAZY)}
+    return _ON_GPU if device == "cuda" else _ON_CPU

@@ -1,0 +1,144 @@
+"""One load on one rank: its time, what it read, the memory it took, and whether its values are right."""
+
+import gc
+import math
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
+
+from .job import Job, synchronize
+from .loaders import PAGE, loaders_of
+
+__all__ = ["OUT_OF_MEMORY", "Figures", "measure", "reference"]
+
+Figures = dict[str, Any]
+
+OUT_OF_MEMORY = 77
+"""Exit code of a rank that ended because the machine had no memory left."""
+
+_SPARE_BYTES = 2**30  # of the machine, below which ranks end
+
+
+def measure(name: str, job: Job, tiny: Path, check: bool, mode: str) -> Figures:
+    """Load once on this rank; the figures of this rank."""
+    load, write = loaders_of(mode, job.device)[name]
+    if mode == "alone":
+        dist.destroy_process_group()
+        os.environ |= {"RANK": "3", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "1"}
+        dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    if job.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
+    end_without_memory()
+    load(Job(folder=tiny, dtype=job.dtype, device=job.device, replicas=job.replicas, storage=job.storage))
+    gc.collect()
+    device = job.torch_device
+    synchronize(device)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_peak_host_memory_stats()
+    dist.barrier()
+    before = usage(device)
+    start = time.perf_counter()
+    loaded = load(job)
+    shards = [t.to_local() if isinstance(t, DTensor) else t for t in loaded.parameters()]
+    touch([shard for shard in shards if shard.device.type == "cpu"], write)
+    synchronize(device)
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    after = usage(device)
+    on_host, on_device = (sum(t.nbytes for t in shards if (t.device.type == "cpu") is host) for host in (True, False))
+    fields = (("read", "rchar"), ("disk", "read_bytes"), ("mapped", "RssFile"), ("cpu_us", "cpu_us"))
+    figures: Figures = {figure: after[field] - before[field] for figure, field in fields}
+    figures["above"] = after["VmHWM"] - before["VmRSS"] - on_host
+    figures["above_device"] = after["device_peak"] - before["device"] - on_device
+    figures["pinned"] = after["pinned_peak"]
+    figures["share"] = (on_host + on_device) * 2 // job.dtype.itemsize  # as stored
+    wanted = check and mode == "side by side" and loaded.model is not None
+    sums = checksums(loaded.model) if wanted and loaded.model is not None else {}
+    return {"seconds": loaded.seconds or seconds, "notes": loaded.notes, "tensors": sums, **figures}
+
+
+def touch(shards: Sequence[torch.Tensor], write: bool) -> None:
+    """Every page once: some loaders only map files."""
+    for shard in shards:
+        pages = shard.view(-1).view(torch.uint8)[::PAGE] if shard.is_contiguous() else shard
+        pages.add_(0) if write else pages.sum()
+
+
+def end_without_memory() -> None:
+    """End this process, with a code of its own, when the machine runs out of memory; the user's work goes on."""
+    Path("/proc/self/oom_score_adj").write_text("1000")  # should it come faster than this looks
+
+    def watch() -> None:
+        while True:
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            if next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024 < _SPARE_BYTES:
+                os._exit(OUT_OF_MEMORY)
+            time.sleep(0.05)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def usage(device: torch.device) -> dict[str, int]:
+    """Bytes read and bytes resident of this process, from /proc, its processor time, and memory of and for a GPU."""
+    fields = (line.split() for name in ("io", "status") for line in Path("/proc/self", name).read_text().splitlines())
+    figures = {f[0].rstrip(":"): int(f[1]) * (1024 if f[-1] == "kB" else 1) for f in fields if f[1:] and f[1].isdigit()}
+    figures |= {"device": 0, "device_peak": 0, "pinned_peak": 0, "cpu_us": int(time.process_time() * 1e6)}
+    if device.type == "cuda":
+        figures["device"] = torch.cuda.memory_allocated(device)
+        figures["device_peak"] = torch.cuda.max_memory_allocated(device)
+        figures["pinned_peak"] = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+    return figures
+
+
+def checksum(local: torch.Tensor, shape: Sequence[int], first_row: int = 0) -> torch.Tensor:
+    """An int64 that depends on every bit and its place; those of the parts of a tensor add up to that of the whole."""
+    row_bytes = math.prod(shape[1:]) * local.element_size()
+    word_bytes = 8 if len(shape) > 1 and row_bytes % 8 == 0 else local.element_size()
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word_bytes]
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    index = first_row * row_bytes // word_bytes
+    for part in local.contiguous().view(-1).clone().view(word).split(2**22):
+        places = torch.arange(index, index + part.numel(), device=local.device)
+        total += (part.to(torch.int64) * (2 * places + 1)).sum()
+        index += part.numel()
+    return total
+
+
+@torch.no_grad()
+def checksums(model: nn.Module) -> Figures:
+    """Dtype, shape and checksum over all ranks of every parameter and buffer. Every rank must call."""
+    found = {}
+    buffers = model.named_buffers(remove_duplicate=False)
+    for name, tensor in sorted([*model.named_parameters(remove_duplicate=False), *buffers]):
+        if isinstance(tensor, DTensor) and tensor.placements == (Shard(0),):
+            rows = math.ceil(tensor.shape[0] / tensor.device_mesh.size())
+            first = min(rows * tensor.device_mesh.get_local_rank(), tensor.shape[0])
+            total = checksum(tensor.to_local(), tensor.shape, first)
+            dist.all_reduce(total)
+        else:
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            total = torch.tensor(-1) if whole.is_meta else checksum(whole, whole.shape)
+        found[name] = (tensor.dtype, tuple(tensor.shape), int(total))
+    return found
+
+
+def reference(job: Job) -> list[Figures]:
+    """Checksums of plain `from_pretrained` on the CPU and, for a GPU, there too: sines and powers of buffers may differ."""
+    devices: list[dict[str, Any]] = [{}, {"device_map": {"": "cuda:0"}}] if job.device == "cuda" else [{}]
+    return [
+        checksums(AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype, **device)) for device in devices
+    ]

@@ -1,0 +1,114 @@
+"""Checkpoints of real architectures, written on the spot, and whether they are in the page cache."""
+
+import ctypes
+import math
+import mmap
+import os
+from pathlib import Path
+
+import torch
+import transformers as hf
+from torch import nn
+
+from hf_fsdp_tools.meta import allocate, build_meta_model
+
+__all__ = ["KINDS", "make_checkpoint", "set_cache"]
+
+KINDS = ("dense", "moe", "tied", "gpt2", "8b")
+
+
+def config_of(kind: str, width: int, layers: int) -> hf.PreTrainedConfig:
+    """A real architecture of that width; its vocabulary shrinks with widths below 1024."""
+    heads = max(width // 64, 2)
+    common = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    common |= {"num_key_value_heads": heads // 2, "max_position_embeddings": 4096}
+    vocab = {"dense": 32000, "moe": 32000, "tied": 151936, "gpt2": 50257}[kind] * min(width, 1024) // 1024
+    if kind == "dense":
+        return hf.LlamaConfig(**common, vocab_size=vocab, intermediate_size=width * 11 // 4, tie_word_embeddings=False)
+    if kind == "tied":
+        sizes = {"vocab_size": vocab, "intermediate_size": width * 3, "head_dim": 64}
+        return hf.Qwen3Config(**common, **sizes, tie_word_embeddings=True)
+    if kind == "gpt2":
+        sizes = {"n_embd": width, "n_layer": layers, "n_head": heads, "vocab_size": vocab}
+        return hf.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    experts = {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": width * 3 // 8, "head_dim": 64}
+    return hf.Qwen3MoeConfig(**common, **experts, vocab_size=vocab, tie_word_embeddings=False)
+
+
+def llama_8b() -> hf.PreTrainedConfig:
+    """The shapes of meta-llama/Llama-3.1-8B: 16.06 GB."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    return hf.LlamaConfig(**sizes, **heads, max_position_embeddings=131072, tie_word_embeddings=False)
+
+
+def config_of_size(kind: str, num_bytes: float) -> hf.PreTrainedConfig:
+    """The widest model of about that many bytes in bf16 that has at least 8 layers; of "8b" that model, or a tiny one."""
+    if kind == "8b":
+        return llama_8b() if num_bytes > 1e9 else config_of("dense", 128, 2)
+    for width in (2048, 1536, 1024, 768, 512, 256, 128):
+        one, two = (build_meta_model(config_of(kind, width, n)).num_parameters() * 2 for n in (1, 2))
+        layers = round((num_bytes - (2 * one - two)) / (two - one))
+        if layers >= 8:
+            break
+    return config_of(kind, width, max(layers, 2))
+
+
+def make_checkpoint(kind: str, num_bytes: float, folder: Path) -> None:
+    """Unless it is there, write the model in the hub's layout: experts apart, GPT-2 without its head's prefix.
+
+    The whole model is in memory while it is written.
+    """
+    if folder.exists():
+        return
+    model = build_meta_model(config_of_size(kind, num_bytes), dtype=torch.bfloat16)
+    allocate(model, device=torch.device("cpu"))
+    for parameter in model.parameters():
+        fill_at_random(parameter)
+    part = folder.with_name(f"{folder.name}.part")
+    saved = model.base_model if kind == "gpt2" else model
+    saved.save_pretrained(part, max_shard_size=math.ceil(model.num_parameters() * 2 / 6 * 1.05))  # about six files
+    part.rename(folder)
+
+
+def fill_at_random(parameter: nn.Parameter) -> None:
+    """Random bytes, but no NaN: the highest bit of the exponent is 0, so that values are below 2."""
+    bits = parameter.detach().view(-1).view(torch.int16)
+    whole = bits[: bits.numel() // 4 * 4].view(torch.int64)
+    whole.random_(-(2**63), None)  # four numbers at a time; all 64 bits
+    bits[whole.numel() * 4 :].random_(-(2**15), 2**15)
+    bits &= ~0x4000
+
+
+def set_cache(folder: Path, cache: str) -> None:
+    """Bring the files into the page cache, or ask the system to forget them.
+
+    Raises:
+        RuntimeError: A file is still in the cache, because a process maps it.
+    """
+    for file in folder.iterdir():
+        with open(file, "rb") as stream:
+            if cache == "warm":
+                while stream.read(2**24):
+                    pass
+                continue
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if cached := cached_bytes(stream.fileno()):
+                raise RuntimeError(
+                    f"{file}: {cached} bytes stay in the page cache; another process maps them. End that one."
+                )
+
+
+def cached_bytes(descriptor: int) -> int:
+    """How much of a file is in the page cache, asked without touching it."""
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY) as mapping:  # writable, which ctypes wants
+        pages = (ctypes.c_ubyte * -(-len(mapping) // mmap.PAGESIZE))()
+        begin = ctypes.c_ubyte.from_buffer(mapping)
+        asked = ctypes.CDLL(None, use_errno=True).mincore
+        asked.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        status = asked(ctypes.addressof(begin), len(mapping), pages)
+        del begin  # or the mapping cannot be closed
+    if status:
+        raise OSError(ctypes.get_errno(), "mincore")
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE

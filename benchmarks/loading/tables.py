@@ -1,0 +1,97 @@
+"""Kept cells as Markdown: a table per cell."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from .loaders import LIMIT, OURS
+
+__all__ = ["Row", "ratios", "render", "table", "title_of"]
+
+Row = dict[str, Any]
+
+
+def title_of(cell: dict[str, Any]) -> str:
+    """What was measured, in words."""
+    parts = [f"{cell['model']}, {cell['bytes'] / 1e9:.2f} GB of bf16", cell["dtype"], f"{cell['cache']} cache"]
+    ranks = f"{cell['ranks']} ranks" if cell["ranks"] > 1 else "1 rank"
+    parts.append("rank 3 of 8 alone" if cell["mode"] == "alone" else ranks)
+    if cell["replicas"] > 1:
+        parts[-1] += f" (HSDP {cell['replicas']} × {cell['ranks'] // cell['replicas']})"
+    parts += ["to GPUs"] if cell["device"] == "cuda" else []
+    parts += [f"slow storage: {cell['storage']}"] if cell["storage"] else []
+    return ", ".join(parts)
+
+
+def ratios(rows: dict[str, Row], name: str, base: str) -> list[float]:
+    """The times of a loader over those of another one in the same round; empty if either failed or did not run."""
+    pairs = zip(rows.get(name, {}).get("seconds", []), rows.get(base, {}).get("seconds", []), strict=False)
+    return [a / b for a, b in pairs]
+
+
+def median(values: Sequence[float], digits: int = 2) -> str:
+    return f"{statistics.median(values):.{digits}f}" if values else ""
+
+
+def table(rows: dict[str, Row]) -> list[str]:
+    """One row per loader; ratios are medians over runs of the same round. Columns that hold nothing are left out."""
+    columns = ["loader", "seconds: median (min–max)", "÷ limit", "÷ ours", "read() MB by rank", "÷ share"]
+    columns += ["disk MB by rank", "÷ share", "above the shards MB by rank (mapped files)", "GPU MB above, pinned"]
+    columns += ["read mode", "result"]
+    lines = [cells_of(name, row, rows) for name, row in rows.items()]
+    kept = [i for i in range(len(columns)) if any(line[i] for line in lines)]
+    shown = [[line[i] for i in kept] for line in [columns, ["---"] * len(columns), *lines]]
+    return [f"| {' | '.join(line)} |" for line in shown] + remarks(rows)
+
+
+def cells_of(name: str, row: Row, rows: dict[str, Row]) -> list[str]:
+    if "failed" in row:
+        return [name, "fails", *[""] * 9, row["failed"]]
+    took = row["seconds"]
+    by_rank = {key: ", ".join(f"{r.get(key, 0) / 1e6:.0f}" for r in row["ranks"]) for key in row["ranks"][0]}
+    read, disk = (max(r[key] / r["share"] for r in row["ranks"]) for key in ("read", "disk"))
+    on_gpu = any(r.get("pinned") or r.get("above_device") for r in row["ranks"])
+    return [
+        name,
+        f"{statistics.median(took):.2f} ({min(took):.2f}–{max(took):.2f})",
+        median(ratios(rows, name, LIMIT)),
+        median(ratios(rows, name, OURS)),
+        by_rank["read"],
+        f"{read:.3f}",
+        by_rank["disk"],
+        f"{disk:.2f}",
+        f"{by_rank['above']} ({by_rank['mapped']})",
+        f"{by_rank['above_device']}; {by_rank['pinned']}" if on_gpu else "",
+        ", ".join(row.get("read_modes", [])),
+        row["wrong"],
+    ]
+
+
+def remarks(rows: dict[str, Row]) -> list[str]:
+    """What does not fit into columns."""
+    lines = []
+    ours, limit = rows.get(OURS, {}), rows.get(LIMIT, {})
+    if stages := ours.get("stages"):
+        shown = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in stages.items())
+        lines.append(f"hf_fsdp_tools, rank 0, last run: {shown} s; the rest is building and sharding on meta.")
+    if why := ours.get("why"):
+        lines.append(f"Read mode: {why}.")
+    if "copy_bytes_s" in limit:
+        speeds = [
+            f"{what} {limit[key] / 1e9:.1f} GB/s" for what, key in (("read", "read_bytes_s"), ("copy", "copy_bytes_s"))
+        ]
+        lines.append(f"Limit, each rank: {', '.join(speeds)}.")
+    return [line for remark in lines for line in ("", remark)]
+
+
+def render(records: Sequence[dict[str, Any]], *, summary: Sequence[str] = (), preface: str = "") -> str:
+    """All cells as one Markdown page; of a cell that was measured twice, the last."""
+    lines = ["# Loading into FSDP2 shards", "", "What each column means is said at the top of `benchmarks/load.py`."]
+    lines += ["", *summary] if summary else []
+    lines += ["", preface.strip()] if preface else []
+    for where in dict.fromkeys(record["about"]["where"] for record in records):
+        lines += ["", where]
+    for record in {title_of(record["cell"]): record for record in records}.values():
+        lines += ["", f"## {title_of(record['cell'])}", "", f"`{record['about']['command']}`", ""]
+        lines += table(record["rows"])
+    return "\n".join(lines) + "\n"
