@@ -4,23 +4,19 @@
 ``HF_HUB_OFFLINE``, ``HF_HUB_ETAG_TIMEOUT``, …) apply.
 """
 
-import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 
+from hf_fsdp_tools.downloads import Arrivals, Stalled, run_downloads
 from hf_fsdp_tools.errors import CheckpointError
 
 __all__ = ["HubRepository", "is_hub_name"]
 
-_CONNECTIONS = 8  # downloads at a time, as huggingface_hub's own snapshot_download has
-_QUIET_S = 10.0  # nothing arrives for so long: ask whether the hub is still there (assumed)
-_POLL_S = 0.5
+_PAUSES_S = (1.0, 2.0, 4.0)  # before another try (assumed; huggingface_hub's own begin alike)
 _SILENCE_S = 60.0  # after a hub did not answer, what is cached is used for so long without asking again (assumed)
 
 
@@ -113,11 +109,13 @@ class HubRepository:
         """The local snapshot folder, named by its commit, with every file that matches a pattern (``*`` and ``?``) in it.
 
         Files that are cached cost nothing. Processes of one node share the cache, whose file locks make one of them
-        download a file and the others wait. Whenever nothing has arrived for 10 s, the hub is asked whether it is still
-        there, so one that stops answering is found out within 20 s.
+        download a file and the others wait. A download goes on for as long as bytes arrive on this node, however slowly;
+        one that brings none for 20 s ends on all of them. That is twice ``HF_HUB_DOWNLOAD_TIMEOUT`` or
+        ``HF_HUB_ETAG_TIMEOUT``, so that one request may time out and another be tried. Where the hub answers "too many
+        requests" and names a time, that is waited for too, up to 5 minutes.
 
         Raises:
-            CheckpointError: The hub refuses a file or stops answering.
+            CheckpointError: The hub refuses a file or stops giving it.
         """
         from huggingface_hub import constants
         from huggingface_hub.file_download import repo_folder_name
@@ -129,12 +127,20 @@ class HubRepository:
         folder = cache / "snapshots" / self.commit
         folder.mkdir(parents=True, exist_ok=True)
         files = list(filter_repo_objects(self.files, allow_patterns=list(patterns)))
-        try:
-            # The first file goes by the revision's name, so that the cache notes which commit that is.
-            _watched([partial(self._download, file, self.revision) for file in files[:1]], cache / "blobs", self._ask)
-            _watched([partial(self._download, file, self.commit) for file in files], cache / "blobs", self._ask)
-        except Exception as error:  # as above
-            raise _refusal(self.name, self.revision, error) from error
+        # The first file goes by the revision's name, so that the cache notes which commit that is.
+        for revision, some in ((self.revision, files[:1]), (self.commit, files)):
+            arrivals = Arrivals()
+            bar_class = arrivals.bar_class()
+            tasks = {file: partial(self._download, file, revision, bar_class) for file in some}
+            try:
+                run_downloads(
+                    tasks,
+                    arrivals=arrivals,
+                    folder=cache / "blobs",
+                    patience_s=2 * max(constants.HF_HUB_DOWNLOAD_TIMEOUT, constants.HF_HUB_ETAG_TIMEOUT),
+                )
+            except Stalled as error:
+                raise _refusal(self.name, self.revision, error) from error
         return folder
 
     def _is_there(self) -> bool:
@@ -144,13 +150,19 @@ class HubRepository:
             return False
         return True
 
-    def _download(self, file: str, revision: str | None) -> None:
+    def _download(self, file: str, revision: str | None, bar_class: type) -> None:
         from huggingface_hub import hf_hub_download
 
-        hf_hub_download(self.name, file, revision=revision, token=self.token, cache_dir=self.cache_dir)
-
-    def _ask(self) -> None:
-        _list_files(self.name, self.revision, self.token)
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                hf_hub_download(
+                    self.name, file, revision=revision, token=self.token, cache_dir=self.cache_dir, tqdm_class=bar_class
+                )
+                return
+            except Exception as error:  # as above
+                if pause_s is None or not _is_passing(error):
+                    raise _refusal(self.name, self.revision, error, file) from error
+                time.sleep(pause_s)
 
     def _cached_folder(self) -> Path:
         from huggingface_hub import snapshot_download
@@ -183,82 +195,71 @@ def _list_files(name: str, revision: str | None, token: str | bool | None) -> tu
     return info.sha, tuple(file.rfilename for file in info.siblings or ())
 
 
-def _watched(tasks: Sequence[Callable[[], None]], growing: Path, ask: Callable[[], None]) -> None:
-    """Run tasks side by side; ``ask`` may raise whenever neither a task has ended nor a file has grown for a while.
+def _is_passing(error: Exception) -> bool:
+    """Whether a download that failed so may succeed a moment later, and huggingface_hub has not tried itself.
 
-    The threads are daemons, so that one that is stuck in its retries keeps no process from ending.
+    It tries again after timeouts and connections that were refused or closed, but not after one that was reset or an answer
+    of 500 or more in the middle of a download (1.33 and 2.4).
     """
-    gate = threading.Semaphore(_CONNECTIONS)
-    given_up = threading.Event()
+    from huggingface_hub.errors import HfHubHTTPError
 
-    def run(task: Callable[[], None], future: Future[None]) -> None:
-        with gate:
-            try:
-                if not given_up.is_set():
-                    task()
-                future.set_result(None)
-            except BaseException as error:
-                future.set_exception(error)
-
-    futures: list[Future[None]] = [Future() for _ in tasks]
-    for task, future in zip(tasks, futures, strict=True):
-        threading.Thread(target=run, args=(task, future), daemon=True).start()
-    seen, since = None, time.monotonic()
-    try:
-        while True:
-            done, pending = wait(futures, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-            if not pending:
-                return
-            if (now := (len(done), _state(growing))) != seen:
-                seen, since = now, time.monotonic()
-            elif time.monotonic() - since > _QUIET_S:
-                ask()
-                since = time.monotonic()
-    finally:
-        given_up.set()
+    if isinstance(error, HfHubHTTPError):
+        return error.response is not None and error.response.status_code >= 500
+    names = {cls.__name__ for cls in type(error).__mro__}  # of httpx or httpx2, by the version of huggingface_hub
+    return "NetworkError" in names and "ConnectError" not in names
 
 
-def _state(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of every file of a folder; those of other processes' downloads too."""
-    found = {}
-    for path in folder.glob("*"):
-        try:
-            status = path.stat()
-        except OSError:
-            continue  # renamed meanwhile, when a download was complete
-        found[path.name] = (status.st_size, status.st_mtime_ns)
-    return found
-
-
-def _refusal(name: str, revision: str | None, error: Exception) -> CheckpointError:
+def _refusal(name: str, revision: str | None, error: Exception, file: str | None = None) -> CheckpointError:
     """What the hub said, with what to do about it."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # why the file was looked for in the cache at all
+    reason = _first_line(error) if isinstance(error, Stalled) else f"{type(error).__name__}: {_first_line(error)}"
+    where = f" at revision {revision!r}" if revision else ""
+    what = f"{file!r}: {reason}" if file else reason
+    return CheckpointError(
+        f"No checkpoint {name!r}{where}: it is not a local folder, and the hub did not give it ({what}). "
+        f"{_cure(name, error)}"
+    )
+
+
+def _cure(name: str, error: Exception) -> str:
+    """What to do about an error of the hub library."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-    where = f" at revision {revision!r}" if revision else ""
-    reason = f"{type(error).__name__}: {_first_line(error)}"
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else 0
     if isinstance(error, RevisionNotFoundError):
-        cure = "The repository has no such revision. Give a branch, a tag or a commit that it has."
-    elif isinstance(error, GatedRepoError):
-        cure = (
+        return "The repository has no such revision. Give a branch, a tag or a commit that it has."
+    if isinstance(error, GatedRepoError):
+        return (
             f"It is gated. Ask for access at {constants.ENDPOINT}/{name}, then log in (`hf auth login`) or pass token=…"
         )
-    elif isinstance(error, RepositoryNotFoundError):
-        cure = (
+    if isinstance(error, RepositoryNotFoundError):
+        return (
             "It does not exist, or it is private and the token does not open it. Check the name; log in (`hf auth login`) "
             "or pass token=…"
         )
-    elif isinstance(error, (HfHubHTTPError, ValueError)):
-        cure = "Check the name, the revision and the token, or download it first and give the folder."
-    else:
-        cure = (
-            f"{constants.ENDPOINT} cannot be reached or does not answer. Check the network, or download it first and give "
-            "the folder."
+    if isinstance(error, Stalled):
+        status = error.status
+    if status == 429:
+        return "These are too many requests. Wait, log in (`hf auth login`), or download it first and give the folder."
+    if status >= 500:
+        return f"{constants.ENDPOINT} is in trouble. Try again later, or download it first and give the folder."
+    if isinstance(error, (HfHubHTTPError, ValueError)):
+        return "Check the name, the revision and the token, or download it first and give the folder."
+    if isinstance(error, Stalled):
+        return (
+            f"{constants.ENDPOINT}, or where it sends for files, does not answer. Check the network and proxies; set "
+            f"HF_HUB_DOWNLOAD_TIMEOUT (now {constants.HF_HUB_DOWNLOAD_TIMEOUT} s) higher where it is only slow to begin; or "
+            "download it first and give the folder."
         )
-    return CheckpointError(
-        f"No checkpoint {name!r}{where}: it is not a local folder, and the hub did not give it ({reason}). {cure}"
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"Check space and permissions of the cache in {constants.HF_HUB_CACHE} (cache_dir=… takes another)."
+    return (
+        f"{constants.ENDPOINT} cannot be reached or does not answer. Check the network, or download it first and give "
+        "the folder."
     )
 
 

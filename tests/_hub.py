@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import socket
+import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
-__all__ = ["FakeHub", "fake_hub"]
+__all__ = ["FakeHub", "Mood", "fake_hub"]
+
+Mood = tuple[str, int]
+"""What happens to weight files of a repository (see ``fake_hub``), and how many requests of each file it happens to."""
 
 
 class FakeHub(ThreadingHTTPServer):
@@ -22,6 +28,7 @@ class FakeHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories = repositories  # name -> revision -> folder
         self.requests: Counter[tuple[str, str, str]] = Counter()
+        self.moods: dict[str, Mood] = {}
         self.silent = threading.Event()  # set: nothing is answered any more
         self.closing = threading.Event()
 
@@ -82,25 +89,48 @@ class _Handler(BaseHTTPRequestHandler):
             "X-Repo-Commit": commit,
             "Accept-Ranges": "bytes",
         }
-        stops = name == "org/stalls" and file.endswith(".safetensors") and self.command == "GET"
-        return self._send(200, content, headers, stops=stops)
+        mood, times = self.server.moods.get(name, ("", 0))
+        if not file.endswith(".safetensors") or self.server.requests[self.command, name, file] > times:
+            mood = ""
+        if mood.startswith("HTTP ") and (self.command == "GET" or mood.endswith("HEAD")):
+            _, status, *more = mood.split()
+            headers = {"Retry-After": more[0]} if more and more[0].isdigit() else {}
+            return self._send(int(status), b'{"error": "a mood"}', headers)
+        if mood == "accepts" and self.command == "GET":
+            self.server.closing.wait()
+            return None
+        return self._send(200, content, headers, mood=mood)
 
     def _refuse(self, status: int, code: str, headers: dict[str, str] | None = None) -> None:
         self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": code, **(headers or {})})
 
-    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None, *, stops: bool = False) -> None:
+    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None, *, mood: str = "") -> None:
         self.send_response(status)
         for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(key, value)
         self.end_headers()
         if self.command == "HEAD":
             return
-        if stops:  # half of it, and then neither this nor anything else is answered
+        if mood in ("stalls", "silences", "closes", "resets"):
             self.wfile.write(body[: len(body) // 2])
-            self.server.silent.set()
+            self.wfile.flush()
+        if mood in ("stalls", "silences"):
+            if mood == "silences":
+                self.server.silent.set()
             self.server.closing.wait()
-            return
-        self.wfile.write(body)
+        elif mood in ("closes", "resets"):
+            time.sleep(0.2)  # so that the half is read
+            if mood == "resets":
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            self.connection.close()
+        elif mood == "drips":
+            for i in range(15):
+                self.wfile.write(body[len(body) * i // 15 : len(body) * (i + 1) // 15])
+                self.wfile.flush()
+                time.sleep(0.4)
+        else:
+            self.wfile.write(body)
 
 
 def commit_of(revision: str) -> str:
@@ -109,10 +139,18 @@ def commit_of(revision: str) -> str:
 
 
 @contextmanager
-def fake_hub(repositories: dict[str, dict[str, Path]]) -> Iterator[FakeHub]:
-    """A hub that runs meanwhile. ``org/silent`` never answers, ``org/stalls`` goes silent in the middle of a weight file,
-    ``org/gated`` and ``org/private`` (token "secret") refuse."""
+def fake_hub(repositories: dict[str, dict[str, Path]], moods: dict[str, Mood] | None = None) -> Iterator[FakeHub]:
+    """A hub that runs meanwhile. ``org/silent`` never answers, ``org/gated`` and ``org/private`` (token "secret") refuse.
+
+    Args:
+        repositories: Folders by name and revision.
+        moods: By name, for how many requests of each weight file: "accepts" a request and does not answer; stops in the
+            middle of the file and keeps the connection ("stalls"), then answers nothing at all ("silences"), "closes" the
+            connection, "resets" it; "drips" the file over 6 s; or answers "HTTP 503", with "HTTP 429 5" a time to wait,
+            and with "HEAD" behind it also when only the file's size is asked for.
+    """
     server = FakeHub(repositories)
+    server.moods |= moods or {}
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import from_pretrained, hub
+from hf_fsdp_tools import from_pretrained
 from hf_fsdp_tools.checkpoint.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError
 from tests._checkpoints import make_checkpoint
@@ -38,7 +38,6 @@ def refusal(call: Callable[[], object]) -> str:
 
 def use_the_hub(main: Path, tagged: Path, url: str) -> dict[str, float]:
     seconds = {}
-    hub._QUIET_S = 2  # 10 s by default
 
     def load(name: str, **hub_kwargs: Any) -> Any:
         start = time.monotonic()
@@ -70,8 +69,9 @@ def use_the_hub(main: Path, tagged: Path, url: str) -> dict[str, float]:
     message = refusal(lambda: load("org/silent"))
     assert "Timeout" in message and f"{url} cannot be reached or does not answer" in message
 
-    message = refusal(lambda: load("org/stalls"))  # and the hub is silent from here on
-    assert "'org/stalls'" in message and "Timeout" in message and "does not answer" in message
+    message = refusal(lambda: load("org/silences"))  # and the hub is silent from here on
+    assert "'org/silences'" in message and "expected bytes, found none for 4 s" in message
+    assert f"{url}, or where it sends for files, does not answer" in message
     with pytest.warns(
         UserWarning, match=r"did not give 'org/model' \(ReadTimeout.* Using what is cached, in .*org--model"
     ):
@@ -88,14 +88,16 @@ def test_hub_names_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     repositories = {
         "org/model": {"main": main, "v1": tagged},
         "org/private": {"main": main},
-        "org/stalls": {"main": main},
+        "org/silences": {"main": main},
+        "org/empty": {"main": tmp_path / "empty"},
     }
-    with fake_hub(repositories | {"org/empty": {"main": tmp_path / "empty"}}) as server:
+    with fake_hub(repositories, {"org/silences": ("silences", 99)}) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "2")  # 10 s by default
+        monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "2")
         for seconds in run_ranks(use_the_hub, 2, main, tagged, server.url, fresh=True):
-            assert seconds["org/silent"] < 8 and seconds["org/stalls"] < 20 and seconds["org/model"] < 15
+            assert seconds["org/silent"] < 8 and seconds["org/silences"] < 15 and seconds["org/model"] < 15
         files = {f.name for f in main.glob("model-*.safetensors")}
         for name in ("org/model", "org/private"):
             count = {
@@ -105,3 +107,50 @@ def test_hub_names_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             }
             assert set(count) == files
             assert set(count.values()) == {2 if name == "org/model" else 1}, "each revision, once for both ranks"
+
+
+ENDS = {  # how a server can fail for ever, and what is said of it
+    "accepts": ("found none for 4 s", "does not answer"),
+    "stalls": ("found none for 4 s", "does not answer"),
+    "closes": ("found none for 4 s", "Check the network"),
+    "resets": ("ReadError", "Check the network"),
+    "HTTP 503": ("503", "is in trouble. Try again later"),
+    "HTTP 503 HEAD": ("last answer was HTTP 503 for HEAD", "is in trouble"),
+    "HTTP 429": ("last answer was HTTP 429 for GET", "too many requests"),
+}
+RECOVERS = {"closes": 1, "resets": 2, "HTTP 503": 1, "HTTP 429 5": 1, "drips": 99}
+
+
+def name_of(mood: str, times: int) -> str:
+    return f"org/{mood.lower().replace(' ', '-')}-{times}"
+
+
+def use_a_hub_with_moods(folder: Path) -> dict[str, float]:
+    seconds = {}
+    for mood, times in RECOVERS.items():
+        start = time.monotonic()
+        assert_equal(from_pretrained(name_of(mood, times)), folder)
+        seconds[mood + ", then well"] = time.monotonic() - start
+    for mood, parts in ENDS.items():
+        start = time.monotonic()
+        message = refusal(lambda mood=mood: from_pretrained(name_of(mood, 99)))
+        assert ".safetensors" in message and all(part in message for part in parts), (mood, message)
+        seconds[mood] = time.monotonic() - start
+        dist.barrier()
+    return seconds
+
+
+def test_a_hub_that_stops_in_the_middle_ends_on_all_ranks_and_a_slow_one_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "main"
+    AutoModelForCausalLM.from_pretrained(make_checkpoint("llama", tmp_path / "parts")).save_pretrained(
+        folder
+    )  # one file
+    moods = {name_of(mood, times): (mood, times) for mood, times in [*RECOVERS.items(), *((mood, 99) for mood in ENDS)]}
+    with fake_hub({name: {"main": folder} for name in moods}, moods) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "2")  # 10 s by default; twice that is waited for bytes
+        monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "2")
+        run_ranks(use_a_hub_with_moods, 2, folder, fresh=True, timeout_s=200)
