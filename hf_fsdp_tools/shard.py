@@ -1,6 +1,6 @@
 """Apply a wrap plan to a model with FSDP2: activation checkpointing first, then every unit, the root last."""
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from hf_fsdp_tools.appearance import keep_appearance, turn_cache_off
 from hf_fsdp_tools.compiled import compile_blocks
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.mesh import ParallelDims
+from hf_fsdp_tools.older_torch import drop_hook, mend_units
 from hf_fsdp_tools.release import copy_released
 from hf_fsdp_tools.sizes import show_bytes
 from hf_fsdp_tools.wrap import WrapPlan, check_wrap_plan
@@ -265,31 +266,12 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
             parameter.data = parameter.data.to(sharding.mesh.device_type)
     average_gradients(replicated, sharding.mesh)
     keep_appearance(model)
-    _drop_hook(model._forward_hooks, _reshard_after_evaluation)  # it must come after FSDP2's own, which may be new
+    mend_units(model)
+    drop_hook(model._forward_hooks, _reshard_after_evaluation)  # it must come after FSDP2's own, which may be new
     model.register_forward_hook(_reshard_after_evaluation)
-    if not hasattr(FSDPModule, "reset_iter_state"):  # torch before 2.13
-        _drop_hook(model._forward_pre_hooks, _forget_unfinished_units)
-        model.register_forward_pre_hook(_forget_unfinished_units, prepend=True)
     made = count_units(model)
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"
     model._fsdp_sharding = sharding  # type: ignore[assignment]  # a plain attribute of our own
-
-
-def _drop_hook(hooks: MutableMapping[int, Any], hook: Any) -> None:
-    for key in [key for key, found in hooks.items() if found is hook]:
-        del hooks[key]
-
-
-def _forget_unfinished_units(model: nn.Module, args: object) -> None:
-    """Let every unit of several modules be gathered in this pass, also if one of them did not run in the last.
-
-    TRL takes the head's weight and skips its forward. Before torch 2.13 FSDP2 waits for that forward for ever, and does not
-    gather the unit again (`_register_group_forward_hooks` of torch 2.11; 2.13 completes such units by itself).
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            state._modules_to_run_forward.clear()
 
 
 def _reshard_after_evaluation(model: nn.Module, args: object, output: object) -> None:

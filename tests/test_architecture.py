@@ -14,7 +14,7 @@ import hf_fsdp_tools
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
 LEVELS = (
-    {"bare", "downloads", "errors", "host_memory"},
+    {"bare", "downloads", "errors", "host_memory", "older_torch"},
     {"appearance", "hub", "release"},
     {"accelerate_keys", "integrations.scaler", "integrations.settings", "meta", "mesh", "sizes", "tokens", "tree"},
     {
