@@ -41,9 +41,10 @@ def _state_of(module: FSDPModule) -> Any:
     return module._get_fsdp_state()
 
 
-def _cast_inputs(module: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cast what enters each module of a unit, not only the first: behind a norm that stays in fp32 (replicated, say), a head
     would meet fp32 with gathered weights in a lower precision, and stop."""
+    assert isinstance(module, FSDPModule)
     policy = _state_of(module)._mp_policy
     if not policy.cast_forward_inputs or policy.param_dtype is None:
         return None

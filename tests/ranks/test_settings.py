@@ -78,7 +78,9 @@ def _rank0_only(folder, out):
         head = model.score.weight
         heads = [None, None]
         dist.all_gather_object(heads, None if head.is_meta else head.detach().clone())
-        assert heads[1] is None or not torch.equal(*heads), "rank 1 lacks it (transformers 5.23), or drew another (5.17)"
+        assert heads[1] is None or not torch.equal(*heads), (
+            "rank 1 lacks it (transformers 5.23), or drew another (5.17)"
+        )
         if dist.get_rank():  # and 5.17 all else too
             model = model.to("meta")
         trainer = ShardedTrainer(model=model, args=args, train_dataset=[_row() | {"labels": torch.tensor(1)}] * 8)
