@@ -23,6 +23,7 @@ from hf_fsdp_tools.bare import bare_model, base_of, is_wrapper
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.policy import HybridPolicy
+from hf_fsdp_tools.quantization import mark_weights, packed_linears
 from hf_fsdp_tools.release import make_root, managed_parameters, release
 from hf_fsdp_tools.shard import Sharding, agree_on_plan, apply_sharding, average_gradients, sharding_of
 from hf_fsdp_tools.tree import ModuleTree, Weight
@@ -52,7 +53,7 @@ def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "defa
     Raises:
         ConfigError: PEFT cannot add this adapter here: it needs whole weights of the base, or fits no module.
     """
-    _refuse_whole_base(peft_config)
+    _refuse_whole_base(peft_config, model)
     with _seeded(seed), _on_shards(peft_config), _one_axis(model):
         adapted = _peft().get_peft_model(model, peft_config, adapter_name)
     shard_added(adapted)
@@ -81,7 +82,7 @@ def load_adapter(
     config = peft.PeftConfig.from_pretrained(fspath(name_or_path), **hub_kwargs)
     if getattr(config, "init_lora_weights", None) == "eva":
         config.init_lora_weights = True  # the files hold the values
-    _refuse_whole_base(config)
+    _refuse_whole_base(config, model)
     with _on_shards(config), _one_axis(model):
         adapted = peft.PeftModel.from_pretrained(
             model, fspath(name_or_path), config=config, is_trainable=is_trainable, torch_device="cpu", **hub_kwargs
@@ -157,7 +158,12 @@ def _peft() -> Any:
     return peft
 
 
-def _refuse_whole_base(config: Any) -> None:
+def _refuse_whole_base(config: Any, model: nn.Module) -> None:
+    if getattr(config, "use_dora", False) and packed_linears(model):
+        raise ConfigError(
+            "DoRA takes norms over whole rows of the base, and a shard of 4-bit weights holds runs of bytes. Use use_dora=False, "
+            "or load the base without quantization_config."
+        )
     start = getattr(config, "init_lora_weights", None)
     if isinstance(start, str) and start.lower().startswith(_NEEDS_BASE):
         raise ConfigError(
@@ -208,13 +214,20 @@ def _one_axis(model: nn.Module) -> Iterator[None]:
         )
         views[parameter] = nn.Parameter(view, requires_grad=parameter.requires_grad)
     _replace(model, views)
+    mark_weights(model)
     try:
         yield
     finally:
         for parameter, shown in views.items():
             parameter.requires_grad_(shown.requires_grad)
         _replace(model, {shown: parameter for parameter, shown in views.items()})
-        model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # FSDP2 takes note of its parameters here
+        _renew(model)
+
+
+def _renew(model: nn.Module) -> None:
+    """Let FSDP2 take note of parameters that were put in place of others."""
+    model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch's own
+    mark_weights(model)
 
 
 def _replace(model: nn.Module, new: dict[nn.Parameter, nn.Parameter]) -> None:
@@ -253,7 +266,7 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
         if old not in shards:
             shards[old] = old if old in managed else _cut(old, module._parameters[name], sharding.device)
         module._parameters[name] = shards[old]
-    base._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # FSDP2 takes note of its parameters here
+    _renew(base)
     return {old: shard for old, shard in shards.items() if old is not shard}
 
 
@@ -261,7 +274,10 @@ def _check_shapes(base: nn.Module) -> None:
     wrong = []
     for name, module in base.named_modules():
         linear = module._modules.get("base_layer") if is_wrapper(module) else None
-        if isinstance(linear, nn.Linear) and {module.in_features, module.out_features} != set(linear.weight.shape):
+        if isinstance(linear, nn.Linear) and {module.in_features, module.out_features} != {
+            linear.in_features,
+            linear.out_features,
+        }:
             wrong.append(name)
     if wrong:
         raise ConfigError(

@@ -20,6 +20,7 @@ from transformers import initialization as init
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.host_memory import empty_on_host
 from hf_fsdp_tools.hub import HubRepository, is_hub_name
+from hf_fsdp_tools.quantization import make_quantizer, pack_weights, replace_linears
 
 __all__ = [
     "allocate",
@@ -101,16 +102,18 @@ def build_meta_model(
         dtype: of the floating-point parameters; None means the dtype that the config names, or float32 if it names none.
         trust_remote_code: run model code that comes with the checkpoint.
         model_kwargs: as in `from_pretrained`: what the config has is set there (`num_labels`, …), the rest goes to the model
-            (`attn_implementation`, …).
+            (`attn_implementation`, …). `quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)` makes linear layers
+            4-bit layers of bitsandbytes, with weights of the packed shape.
 
     No rank communicates; every rank may call.
 
     Raises:
         CheckpointError: the configuration cannot be found.
-        ConfigError: the architecture is unknown, `auto_class` has no model for it, or a keyword fits nothing.
+        ConfigError: the architecture is unknown, `auto_class` has no model for it, a keyword fits nothing, or a quantisation
+            that cannot be sharded.
     """
-    _refuse_quantization(model_kwargs)
     config = load_config(name_or_config, trust_remote_code=trust_remote_code)
+    quantizer = make_quantizer(config, model_kwargs)
     dtype = dtype or config_dtype(config) or torch.float32
     for name in [name for name in model_kwargs if hasattr(config, name) and not name.endswith("_implementation")]:
         setattr(config, name, model_kwargs.pop(name))
@@ -133,7 +136,11 @@ def build_meta_model(
             f"{getattr(auto_class, '__name__', auto_class)} has no model for {type(config).__name__}: {_first_line(error)} "
             "Choose another auto_class (AutoModel always has the base model)."
         ) from error
+    if quantizer is not None:
+        replace_linears(model, quantizer, dtype)
     _keep_in_fp32(model, dtype)
+    if quantizer is not None:
+        pack_weights(model, quantizer)
     model.eval()
     assert isinstance(model, PreTrainedModel)
     return model
@@ -278,18 +285,6 @@ def _fetch_config(name: str, **hub_kwargs: Any) -> dict[str, Any]:
         "revision": snapshot.name,
         "local_files_only": not own_code or hub_kwargs.get("local_files_only"),
     }
-
-
-def _refuse_quantization(model_kwargs: Mapping[str, Any]) -> None:
-    """What would quantise weights while they are loaded, by the names that transformers gives it."""
-    asked = model_kwargs.keys() & {"quantization_config", "load_in_4bit", "load_in_8bit"}
-    if asked := {name for name in asked if model_kwargs[name]}:
-        name = min(asked)
-        raise ConfigError(
-            f"{name}={model_kwargs[name]!r} quantises weights while they are loaded, which is not supported: each scale belongs "
-            "to a block or a row of a whole weight, and a shard holds parts of them. Load without it (dtype=torch.bfloat16 is 2 "
-            "bytes per weight, spread over all ranks); with LoRA the base stays frozen in that precision."
-        )
 
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -129,7 +129,8 @@ def from_pretrained(
         _start_reading(index)
         # 3 the model without storage
         if dtype is None:
-            is_trained = peft_config is None and adapter is None
+            quantized = model_kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
+            is_trained = peft_config is None and adapter is None and quantized is None
             lower = is_trained and mp_policy is not None and mp_policy.param_dtype is not None
             dtype = torch.float32 if lower else config_dtype(config) or index.dtype
         model = build_meta_model(

@@ -17,6 +17,7 @@ from hf_fsdp_tools.compiled import compile_blocks
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.mesh import ParallelDims
 from hf_fsdp_tools.older_torch import drop_hook, mend_units
+from hf_fsdp_tools.quantization import refuse_cast
 from hf_fsdp_tools.release import copy_released
 from hf_fsdp_tools.sizes import show_bytes
 from hf_fsdp_tools.wrap import WrapPlan, check_wrap_plan
@@ -92,8 +93,8 @@ def shard_model(
 
     Raises:
         WrapPlanError: the plan breaks a rule for this model, or differs between ranks.
-        ConfigError: the model or a part of it is sharded already, it cannot checkpoint activations, or CPU offload lacks
-            a backend that communicates between CPUs.
+        ConfigError: the model or a part of it is sharded already, it cannot checkpoint activations, CPU offload lacks a
+            backend that communicates between CPUs, or `mp_policy` would cast 4-bit weights.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is.")
@@ -102,6 +103,7 @@ def shard_model(
     mesh = _without_names(mesh if mesh is not None else ParallelDims().build_mesh())
     agree_on_plan(plan, mesh)
     offload_policy = _offload_policy(offload_policy, mesh)
+    refuse_cast(model, mp_policy.param_dtype if mp_policy else None)
     if activation_checkpointing:
         _checkpoint_activations(model)
     options = None if compile is False else {} if compile is True else dict(compile)

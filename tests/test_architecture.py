@@ -15,7 +15,7 @@ PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
 LEVELS = (
     {"bare", "downloads", "errors", "host_memory", "older_torch"},
-    {"appearance", "hub", "release"},
+    {"appearance", "hub", "quantization", "release"},
     {"accelerate_keys", "integrations.scaler", "integrations.settings", "meta", "mesh", "sizes", "tokens", "tree"},
     {
         "plan",
@@ -43,10 +43,13 @@ LEVELS = (
         "checkpoint.checks",
         "checkpoint.layout",
         "checkpoint.merge",
+        "checkpoint.packed",
         "checkpoint.read_mode",
         "checkpoint.vocabulary",
     },
     {"arrange", "choose", "checkpoint.fit"},
+    {"checkpoint.scales"},
+    {"checkpoint.quantize"},
     {"wrap", "checkpoint.load", "checkpoint.save"},
     {"checkpoint", "fsdp1_policy", "shard"},
     {"adapters"},

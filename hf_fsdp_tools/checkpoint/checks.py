@@ -1,12 +1,13 @@
 """What is wrong with the values of a checkpoint although its files are whole: packed where floats belong, NaN."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.quantization import packed_linears
 
 from .conversion import LoadMap, persistent_tensors
 from .index import CheckpointIndex
@@ -29,8 +30,9 @@ def refuse_quantized(model: nn.Module, load_map: LoadMap, index: CheckpointIndex
     Raises:
         CheckpointError: The same on every rank; nothing has been read.
     """
-    packed = _packed_tensors(model, load_map, index.tensors)
-    method = _quantization_method(model)
+    layers = packed_linears(model)  # 4-bit layers of bitsandbytes, whose own weights `part_packed` looked at
+    packed = _packed_tensors(model, load_map, index.tensors, layers)
+    method = None if layers else _quantization_method(model)
     if not packed and method is None:
         return
     if not packed:
@@ -46,20 +48,23 @@ def refuse_quantized(model: nn.Module, load_map: LoadMap, index: CheckpointIndex
     more = [f"… and {len(packed) - 3} more"] if len(packed) > 3 else []
     says = f"quantised ({method})" if method else "quantised, although its config has no quantization_config"
     raise CheckpointError(
-        f"The checkpoint {index.name!r} is {says}; only floating-point checkpoints can be read into shards.\n"
-        + "\n".join(rows + more)
-        + f"\n{_CURE}"
+        f"The checkpoint {index.name!r} is {says}; only floating-point checkpoints, and 4-bit ones of bitsandbytes, can be read "
+        "into shards.\n" + "\n".join(rows + more) + f"\n{_CURE}"
     )
 
 
 def refuse_not_finite(model: nn.Module, keys: Iterable[str]) -> None:
-    """Refuse NaN and infinity in what was loaded; each rank looks at its own shards.
+    """Refuse NaN and infinity in what was loaded; each rank looks at its own shards, and of 4-bit weights at the scales.
 
     Raises:
         CheckpointError: Names every such key, with a count; of this rank's part only.
     """
     state = persistent_tensors(model)
-    found = [(key, count) for key in sorted(keys) if (count := _num_not_finite(state[key]))]
+    layers = packed_linears(model)
+    counts = {
+        key: _num_bad_scales(layers[key]) if key in layers else _num_not_finite(state[key]) for key in sorted(keys)
+    }
+    found = [(key, count) for key, count in counts.items() if count]
     if found:
         rows = "\n".join(f"- {key}: {count} of its values here" for key, count in found[:20])
         more = f"\n… and {len(found) - 20} more" if len(found) > 20 else ""
@@ -71,10 +76,14 @@ def refuse_not_finite(model: nn.Module, keys: Iterable[str]) -> None:
 
 
 def _packed_tensors(
-    model: nn.Module, load_map: LoadMap, stored: Mapping[str, StoredTensor | ChunkedTensor]
+    model: nn.Module,
+    load_map: LoadMap,
+    stored: Mapping[str, StoredTensor | ChunkedTensor],
+    layers: Collection[str],
 ) -> list[tuple[StoredTensor | ChunkedTensor, str]]:
     """(stored tensor, key of the parameter it stands for) wherever packed values take the place of floating-point ones."""
-    floats = {key for key, parameter in model.named_parameters(remove_duplicate=False) if parameter.is_floating_point()}
+    parameters = model.named_parameters(remove_duplicate=False)
+    floats = {key for key, parameter in parameters if parameter.is_floating_point() and key not in layers}
     of_source = {source: tensor for tensor in stored.values() for source in tensor.sources}
     packed = []
     beside: dict[str, str] = {}  # module of a parameter that is missing, or 8 bits wide -> its key
@@ -116,6 +125,13 @@ def _num_not_finite(tensor: torch.Tensor) -> int:
     local = local_tensor(tensor)
     parts = (memory_view(local, start, box.length) for box, start in local_boxes_of(tensor))
     return sum(slab.numel() - int(torch.isfinite(slab).sum()) for part in parts for slab in _slabs(part))
+
+
+def _num_bad_scales(layer: Any) -> int:
+    """How many scales of a 4-bit weight are not finite; of quantised ones, those that they are made with."""
+    state = layer.quant_state
+    scales = [state.absmax] if state.state2 is None else [state.offset, state.state2.absmax]
+    return sum(tensor.numel() - int(torch.isfinite(tensor).sum()) for tensor in scales)
 
 
 def _slabs(part: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -25,6 +25,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.meta import original_classes
+from hf_fsdp_tools.quantization import packed_linears
 
 from .pieces import PieceTensor
 from .stored import ChunkedTensor, StoredTensor
@@ -38,6 +39,7 @@ __all__ = [
     "map_saving",
     "persistent_tensors",
     "revert_group",
+    "saved_tensors",
     "set_conversions",
 ]
 
@@ -79,6 +81,20 @@ class LoadMap:
 def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by state-dict key; tied ones appear under each name as the same object."""
     return {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
+
+
+def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What is saved of a model: its persistent tensors, and the scales of 4-bit weights as bitsandbytes saves them.
+
+    Raises:
+        CheckpointError: A 4-bit weight has no scales, because loading failed.
+    """
+    tensors = persistent_tensors(model)
+    for key, module in packed_linears(model).items():
+        if module.quant_state is None:
+            raise CheckpointError(f"{key!r} has no scales: it was never loaded, or loading failed. Load it again.")
+        tensors |= {f"{key}.{name}": tensor for name, tensor in module.quant_state.as_dict(packed=True).items()}
+    return tensors
 
 
 def map_loading(model: nn.Module, stored: Mapping[str, Stored], *, layout: str = "hub") -> LoadMap:
@@ -207,7 +223,7 @@ def map_saving(model: nn.Module) -> dict[str, PieceTensor]:
     Keys that the class does not save and all but one name of tied tensors are left out, as transformers does. No rank
     communicates: every rank gets the same map in the same order.
     """
-    state = persistent_tensors(model)
+    state = saved_tensors(model)
     for key in getattr(model, "_keys_to_ignore_on_save", None) or ():
         state.pop(key, None)
     if isinstance(model, PreTrainedModel):

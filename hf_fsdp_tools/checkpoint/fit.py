@@ -1,6 +1,6 @@
 """A model and a checkpoint held against each other: which key fills which tensor, what is left over on either side."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -60,10 +60,12 @@ def fit_checkpoint(
     ignore_mismatched_sizes: bool,
     strict: bool,
     resize_vocabulary: bool = False,
+    packed: Collection[str] = (),
 ) -> Fit:
     """Sort every key of the model into loaded, missing and mismatched; raise for what must not be.
 
-    With ``resize_vocabulary``, tensors that differ in their number of tokens alone are loaded token by token.
+    With ``resize_vocabulary``, tensors that differ in their number of tokens alone are loaded token by token. Keys in
+    ``packed`` are filled elsewhere.
     """
     state = persistent_tensors(model)
     found, added = _resized(model, state, load_map) if resize_vocabulary else (load_map.tensors, {})
@@ -88,7 +90,8 @@ def fit_checkpoint(
     wrong = {key for key, _, _ in mismatched}
     names: dict[int, list[str]] = {}
     for key, tensor in state.items():
-        names.setdefault(id(tensor), []).append(key)
+        if key not in packed:
+            names.setdefault(id(tensor), []).append(key)
     loaded: dict[str, PieceTensor] = {}
     doubles: list[tuple[PieceTensor, PieceTensor, str, str]] = []
     to_initialize: set[str] = set()

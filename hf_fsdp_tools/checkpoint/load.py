@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.mesh import rank_on_node
 from hf_fsdp_tools.meta import allocate, initialize_missing
+from hf_fsdp_tools.quantization import packed_linears
 from hf_fsdp_tools.release import parameter_groups
 
 from .agreement import agreed, all_ranks, rank_and_size
@@ -27,13 +28,16 @@ from .conversion import ConversionGroup, LoadMap, convert_group, map_loading, pe
 from .exchange import Together, read_together
 from .fit import Fit, check_ties, fit_checkpoint, transfers_of
 from .index import CheckpointIndex
+from .packed import part_packed, share_of_packed
 from .pieces import PieceTensor
 from .probe import measure
 from .progress import loading_bar
+from .quantize import quantize_weights
 from .read_mode import ReadChoice, ReadMode, choose_read_mode, refuse_read_mode
 from .reader import TransferStats, read_transfers
 from .report import LoadReport, MemoryWatch, log_keys
 from .rollback import aftermath, rolled_back
+from .scales import forget_scales
 from .shares import is_sharded, local_boxes_of, local_tensor, memory_view
 from .transfer import Transfer
 from .vocabulary import AddedTokens, fill_added
@@ -126,6 +130,7 @@ def load_weights(
         )
         index = index.of_model(persistent_tensors(model))
         load_map = map_loading(model, index.tensors, layout=index.layout)
+        load_map, to_pack = part_packed(model, load_map, index)
         refuse_quantized(model, load_map, index)
         fit = fit_checkpoint(
             model,
@@ -134,24 +139,36 @@ def load_weights(
             ignore_mismatched_sizes=ignore_mismatched_sizes,
             strict=strict,
             resize_vocabulary=added_tokens is not None,
+            packed=to_pack,
         )
         check_ties(fit, index, staging_bytes)
     after = aftermath(model)
     with rolled_back(model):
         with _timed(seconds, "read"):
             with agreed(f"reading the checkpoint ({after})"):
+                forget_scales(model)
                 allocate(model, device=device or _device_of(model), dtype=dtype)
                 share = _share_of(model, load_map, fit, index)
+                packed = share_of_packed(model, to_pack, load_map, index)
                 probed = measure(share.transfers)
             how = choose_read_mode(share.transfers, files=share.files, speed=probed, mode=read_mode)
-            with loading_bar(share.transfer_bytes, rank=rank, world_size=world_size, progress=progress) as on_bytes:
+            to_read = share.transfer_bytes + packed.read_bytes
+            with loading_bar(to_read, rank=rank, world_size=world_size, progress=progress) as on_bytes:
                 together = _read_together(share, how, staging_bytes, on_bytes)
                 with agreed(f"reading the checkpoint ({after})"):
                     stats = together.result() if together else _read_alone(share, how, staging_bytes, on_bytes)
                     whole = _convert_whole(model, share, fit, index, staging_bytes, on_bytes)
+                stats += quantize_weights(
+                    packed,
+                    index,
+                    doing=f"reading the checkpoint ({after})",
+                    staging_bytes=staging_bytes,
+                    pace=how.speed.pace(),
+                    on_bytes=on_bytes,
+                )
         if check_finite:
             with _timed(seconds, "check"), agreed(f"checking the values ({after})"):
-                refuse_not_finite(model, fit.loaded)
+                refuse_not_finite(model, {*fit.loaded, *to_pack})
         with _timed(seconds, "initialize"), agreed(f"initialising what is in no file ({after})"):
             initialize_missing(model, missing_keys=fit.to_initialize, seed=seed)
             set_conversions(model, load_map)
@@ -167,8 +184,8 @@ def load_weights(
         resized_keys=fit.resized,
         initialized_keys=tuple(sorted(fit.to_initialize)),
         bytes_read=stats.num_bytes + whole.num_bytes,
-        share_bytes=share.num_bytes,
-        replicated_bytes=share.replicated_bytes,
+        share_bytes=share.num_bytes + packed.num_bytes,
+        replicated_bytes=share.replicated_bytes + packed.replicated_bytes,
         converted_bytes=whole.num_bytes,
         header_bytes=index.header_bytes,
         read_calls=stats.calls + whole.calls,
@@ -178,7 +195,7 @@ def load_weights(
         stream_bytes_s=how.speed.stream_bytes_s,
         probe_bytes=probed.num_bytes,
         staging_bytes=max(stats.staging_bytes, whole.staging_bytes),
-        peak_host_bytes=watch.above(share.host_bytes),
+        peak_host_bytes=watch.above(share.host_bytes + packed.host_bytes),
         seconds=seconds,
     )
     log_keys(model, report)
@@ -194,7 +211,12 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
 
 
 def _refuse_other_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """A dtype can be chosen only for parameters that get their storage now."""
+    """A dtype can be chosen only for parameters that get their storage now, and not for packed ones."""
+    if dtype and (packed := packed_linears(model)):
+        raise ConfigError(
+            f"dtype={dtype} cannot be honoured: {min(packed)!r} holds 4-bit values, which have the dtype of their storage. Give "
+            "dtype to build_meta_model or from_pretrained, or leave it out."
+        )
     for name, parameter in model.named_parameters():
         if dtype and parameter.is_floating_point() and not parameter.is_meta and parameter.dtype != dtype:
             raise ConfigError(

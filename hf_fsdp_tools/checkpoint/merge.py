@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_fsdp_tools.bare import bare_model, base_of, is_wrapper, own_class
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.quantization import packed_linears
 from hf_fsdp_tools.release import managed_parameters
 
 __all__ = ["merged_model"]
@@ -25,9 +26,14 @@ def merged_model(model: nn.Module) -> nn.Module:
     Every rank must call; the adapted modules are gathered one after another.
 
     Raises:
-        ConfigError: this adapter cannot be merged (prompt methods), or one is merged already.
+        ConfigError: this adapter cannot be merged (prompt methods, 4-bit bases), or one is merged already.
     """
     base = base_of(model)
+    if packed_linears(base):
+        raise ConfigError(
+            "Adapters merged into 4-bit weights would be rounded to 4 bits. Save the adapter, load the base again without "
+            "quantization_config, load_adapter(model, folder), and save that with merge_adapters=True."
+        )
     managed_parameters(base)  # which shards what is still gathered
     wrappers = list(_outermost(base))
     if not wrappers:

@@ -20,10 +20,11 @@ from transformers.dynamic_module_utils import custom_object_save
 from hf_fsdp_tools.appearance import with_cache_as_found
 from hf_fsdp_tools.bare import is_adapted, is_wrapper
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.quantization import packed_linears
 
 from .adapter import save_adapter
 from .agreement import agreed, all_ranks, rank_and_size
-from .conversion import persistent_tensors, revert_group
+from .conversion import persistent_tensors, revert_group, saved_tensors
 from .gather import gather_to_first
 from .index import WEIGHTS, WEIGHTS_INDEX
 from .layout import Layout, Place, plan_layout
@@ -65,7 +66,8 @@ def save_pretrained(
         folder: Made if it is not there; must be on a file system that all ranks see. Weight files of an earlier save
             are removed.
         tokenizer: Saved beside the model.
-        dtype: What floating-point tensors become in the files; None keeps the model's.
+        dtype: What floating-point tensors become in the files; None keeps the model's. 4-bit weights are saved as bitsandbytes
+            does, with their scales, and cannot be cast.
         max_shard_size: Largest weight file, in bytes or as "5GB".
         staging_bytes: Bound of host memory used for casting and scattering.
         merge_adapters: Write the base of a PEFT model with the active adapters merged into it, equal to PEFT's
@@ -94,6 +96,7 @@ def save_pretrained(
     mark = all_ranks(secrets.token_hex(4))[0]
     with agreed("planning the checkpoint"):
         _refuse_meta(model)
+        _refuse_cast(model, dtype)
         layout = plan_layout(model, dtype, max_shard_size, folder, mark)
         transfers = _plan_transfers(model, layout)
         scattered = {key for key, parts in transfers.items() if _is_scattered(parts)}
@@ -140,6 +143,14 @@ def _refuse_meta(model: nn.Module) -> None:
         raise CheckpointError(
             f"{len(empty)} tensors are on meta and have no values, {empty[0]!r} first. Load the model with load_weights or "
             "from_pretrained before it is saved; after a failed load, load it again."
+        )
+
+
+def _refuse_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """4-bit weights are bytes under the name of a floating-point dtype."""
+    if dtype is not None and (packed := packed_linears(model)):
+        raise CheckpointError(
+            f"dtype={dtype} cannot be honoured: {min(packed)!r} holds 4-bit values, which a cast destroys. Leave dtype out."
         )
 
 
@@ -248,7 +259,7 @@ def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, tok
 
 def _plan_transfers(model: nn.Module, layout: Layout) -> dict[str, list[Transfer]]:
     """What this rank writes in place, by hub key; a key whose way back is more than a movement of data is left out."""
-    state = persistent_tensors(model)
+    state = saved_tensors(model)
     return {
         key: list(_transfers(key, place, state, layout))
         for key, place in layout.places.items()
@@ -296,7 +307,7 @@ def _is_scattered(transfers: list[Transfer]) -> bool:
 def _write_gathered(model: nn.Module, key: str, layout: Layout, staging_bytes: int) -> TransferStats:
     """Gather on rank 0 the model tensors that one saved tensor comes from, revert the conversion for real, and write it."""
     place = layout.places[key]
-    state = persistent_tensors(model)
+    state = saved_tensors(model)
     whole = {n: gather_to_first(state[n], staging_bytes=staging_bytes) for n in sorted(place.tensor.sources)}
     stats = TransferStats()
     with agreed(f"writing {key!r}"):

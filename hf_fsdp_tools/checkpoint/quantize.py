@@ -1,0 +1,177 @@
+"""Plain weights of a checkpoint into 4-bit shards: each rank reads and packs its own blocks, and gets the scales of all.
+
+A block is a run of values of the flattened weight (64 by default) that share one scale, so packing depends on nothing
+outside it. A rank whose shard begins or ends within a block reads the whole block and keeps its part: the shards together
+are what bitsandbytes makes of the whole weight, bit for bit. The scales are joined before they are quantised themselves,
+because that takes their mean.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_fsdp_tools.quantization import set_quant_state
+
+from .agreement import agreed
+from .fit import transfers_of
+from .index import CheckpointIndex
+from .packed import PackedShare, PackedWeight, Span, compute_device
+from .reader import Pace, TransferStats, read_transfers
+from .scales import join_scales, make_quant_state, read_scales
+from .slices import Box, row_major_strides
+from .transfer import Transfer
+
+__all__ = ["quantize_weights"]
+
+_WORK_BYTES = 32
+"""Host memory that packing one value takes in bitsandbytes on a CPU, intermediate tensors included (assumed)."""
+
+
+def quantize_weights(
+    share: PackedShare,
+    index: CheckpointIndex,
+    *,
+    doing: str,
+    staging_bytes: int,
+    pace: Pace,
+    on_bytes: Callable[[int], object],
+) -> TransferStats:
+    """Fill 4-bit weights and give all 4-bit layers their scales: what bitsandbytes makes of whole weights, bit for bit.
+
+    Values are cast to the dtype of the model and packed on the mesh's device, a bounded number at a time. Every rank must
+    call: scales (4 bytes for a block of 64 values) are joined, some weights at a time.
+
+    Args:
+        share: of an allocated model.
+        index: of the checkpoint.
+        doing: for messages, as in ``agreed``.
+        staging_bytes: Bound of host memory above the shards and the scales.
+        pace: Reads in flight.
+        on_bytes: Told how many bytes arrived, as by ``read_transfers``.
+
+    Raises:
+        CheckpointError: a file cannot be read, or stored scales are damaged; the same on every rank.
+    """
+    stats = TransferStats()
+    if share.scales:
+        with agreed(doing):
+            stats += read_scales(share, index, staging_bytes=staging_bytes)
+    for weights in _rounds(share.weights, staging_bytes // 8):
+        device = compute_device(weights[0].sharded)
+        scales = [torch.zeros(weight.packing.num_blocks, dtype=torch.float32, device=device) for weight in weights]
+        with agreed(doing):
+            stats += _pack(weights, scales, index, staging_bytes, pace, on_bytes)
+        for weight, own in zip(weights, scales, strict=True):
+            join_scales(own, weight.sharded)
+            set_quant_state(weight.module, make_quant_state(own, weight.packing))
+    return stats
+
+
+def _rounds(weights: Sequence[PackedWeight], num_bytes: int) -> Iterator[list[PackedWeight]]:
+    """Weights whose scales together take at most so many bytes, or single ones; the same on every rank."""
+    some: list[PackedWeight] = []
+    held = 0
+    for weight in weights:
+        size = 4 * weight.packing.num_blocks
+        if some and held + size > num_bytes:
+            yield some
+            some, held = [], 0
+        some.append(weight)
+        held += size
+    if some:
+        yield some
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Whole blocks of a span that are packed in one go."""
+
+    weight: PackedWeight
+    span: Span
+    scales: torch.Tensor
+    """Of the whole weight."""
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def _pack(
+    weights: Sequence[PackedWeight],
+    scales: Sequence[torch.Tensor],
+    index: CheckpointIndex,
+    staging_bytes: int,
+    pace: Pace,
+    on_bytes: Callable[[int], object],
+) -> TransferStats:
+    """Read this rank's blocks of some weights, window by window; packed bytes to the shards, scales to ``scales``."""
+    stats = TransferStats()
+    device = scales[0].device
+    many = staging_bytes // (2 * _WORK_BYTES) if device.type == "cpu" else staging_bytes // 8
+    for window in _windows(_parts(weights, scales, many), staging_bytes // 4):
+        values = torch.empty(sum(part.numel for part in window), dtype=window[0].weight.packing.dtype, device=device)
+        regions = torch.split(values, [part.numel for part in window])
+        wanted = [t for part, region in zip(window, regions, strict=True) for t in _transfers(part, region, index)]
+        stats += read_transfers(wanted, staging_bytes=staging_bytes // 4, pace=pace, on_bytes=on_bytes)
+        for part, region in zip(window, regions, strict=True):
+            _pack_part(part, region)
+    return stats
+
+
+def _parts(weights: Sequence[PackedWeight], scales: Sequence[torch.Tensor], many: int) -> Iterator[_Part]:
+    """This rank's blocks in parts of at most so many values."""
+    for weight, own in zip(weights, scales, strict=True):
+        block = weight.packing.blocksize
+        step = max(1, many // block) * block
+        for span in weight.spans:
+            for start in range(span.start, span.stop, step):
+                stop = min(start + step, span.stop)
+                yield _Part(weight=weight, span=span, scales=own, start=start, stop=stop)
+
+
+def _windows(parts: Iterable[_Part], num_bytes: int) -> Iterator[list[_Part]]:
+    """Parts of one dtype that are read together: at most so many bytes, or single ones."""
+    window: list[_Part] = []
+    held = 0
+    for part in parts:
+        dtype = part.weight.packing.dtype
+        size = part.numel * dtype.itemsize
+        if window and (held + size > num_bytes or window[0].weight.packing.dtype != dtype):
+            yield window
+            window, held = [], 0
+        window.append(part)
+        held += size
+    if window:
+        yield window
+
+
+def _transfers(part: _Part, region: torch.Tensor, index: CheckpointIndex) -> Iterator[Transfer]:
+    """What to read for a run of the flattened weight: the rest of a row, whole rows, and the beginning of one."""
+    at, columns = part.start, part.weight.packing.shape[1]
+    while at < part.stop:
+        row, column = divmod(at, columns)
+        rows = 1 if column else max(1, (part.stop - at) // columns)
+        width = min(columns - column, part.stop - at)
+        box = Box(start=(row, column), length=(rows, width))
+        local = region[at - part.start :].as_strided(box.length, row_major_strides(box.length))
+        yield from transfers_of(part.weight.plain, box, local, (0, 0), index)
+        at += box.numel
+
+
+def _pack_part(part: _Part, values: torch.Tensor) -> None:
+    """Pack whole blocks; keep the bytes that are the shard's, and all their scales."""
+    from bitsandbytes.functional import quantize_4bit
+
+    packing, span = part.weight.packing, part.span
+    packed, state = quantize_4bit(
+        values, blocksize=packing.blocksize, quant_type=packing.quant_type, quant_storage=torch.uint8
+    )
+    first = part.start // packing.blocksize
+    part.scales[first : first + state.absmax.numel()] = state.absmax
+    offset = part.start // 2
+    begin = max(offset, span.first_byte)
+    end = min(offset + packed.numel(), span.first_byte + span.memory.numel())
+    span.memory[begin - span.first_byte : end - span.first_byte] = packed.view(-1)[begin - offset : end - offset]

@@ -1,0 +1,246 @@
+"""Linear layers with 4-bit weights of bitsandbytes, in a form that FSDP2 shards like any other frozen parameter.
+
+transformers decides which layers are quantised and puts bitsandbytes' own in their place. Here each gets a weight on meta of
+the packed shape, and remembers how it is packed: shards do not know. bitsandbytes looks for the scales in the layer where
+the weight has none (`fix_4bit_weight_quant_state_from_module`), and finds them there in every forward pass.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import get_hf_quantizer
+
+from hf_fsdp_tools.errors import ConfigError
+
+__all__ = [
+    "Packing",
+    "make_quantizer",
+    "mark_weights",
+    "pack_weights",
+    "packed_linears",
+    "packing_of",
+    "refuse_cast",
+    "replace_linears",
+    "set_quant_state",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """How the weight of one linear layer is packed: two values a byte, in blocks of the flattened weight."""
+
+    shape: tuple[int, int]
+    """Of the weight that is quantised: (out_features, in_features)."""
+
+    dtype: torch.dtype
+    """In which it is quantised, and which a forward pass gets back."""
+
+    storage: torch.dtype
+    """As which the bytes are kept and gathered."""
+
+    quant_type: str
+    """"nf4" or "fp4"."""
+
+    blocksize: int
+    """Values of the flattened weight that share a scale."""
+
+    is_nested: bool
+    """Whether the scales are quantised too ("double quantisation")."""
+
+    is_transposed: bool
+    """Whether a plain checkpoint holds it as (in_features, out_features): GPT-2's `Conv1D`."""
+
+    is_stored: bool
+    """Whether the checkpoint holds it packed."""
+
+    @property
+    def numel(self) -> int:
+        """Values of the weight."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def num_blocks(self) -> int:
+        """Scales of the weight."""
+        return -(-self.numel // self.blocksize)
+
+
+def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> Any:
+    """transformers' quantizer for a model that is or will be quantised to 4 bits by bitsandbytes; None for a plain one.
+
+    Takes `quantization_config` out of `model_kwargs`, and sets it in the config, as `from_pretrained` does. The config of a
+    checkpoint that is quantised by another method is left alone: what is in the files decides when they are read.
+
+    Raises:
+        ConfigError: another quantisation is asked for, or bitsandbytes is not installed.
+    """
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if model_kwargs.get(name):
+            raise ConfigError(
+                f"{name}=True is no argument of from_pretrained. Give quantization_config=BitsAndBytesConfig("
+                "load_in_4bit=True, …)."
+            )
+    asked = model_kwargs.pop("quantization_config", None)
+    stored = getattr(config, "quantization_config", None)
+    stored = stored or getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if asked is not None and not _is_4bit(asked):
+        raise ConfigError(
+            f"quantization_config={asked!r} cannot be applied shard by shard. {_WHY_NOT_8BIT if _is_8bit(asked) else _ONLY_4BIT} "
+            f"{_CURE}"
+        )
+    if asked is None and not _is_4bit(stored):
+        return None
+    try:
+        quantizer, _, _ = get_hf_quantizer(config, asked, device_map={"": "cpu"}, weights_only=True, user_agent={})
+    except ImportError as error:
+        raise ConfigError(
+            f"4-bit weights need bitsandbytes and accelerate: pip install bitsandbytes. ({error})"
+        ) from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"This quantisation cannot be had: {error}") from error
+    return quantizer
+
+
+def replace_linears(model: PreTrainedModel, quantizer: Any, dtype: torch.dtype) -> None:
+    """Put bitsandbytes' layers where transformers would, on meta, with weights and biases of `dtype` until they are packed.
+
+    Raises:
+        ConfigError: there is no layer to quantise.
+    """
+    quantizer.preprocess_model(
+        model=model, dtype=dtype, device_map={"": "cpu"}, checkpoint_files=None, use_kernels=False
+    )
+    found = _linears(model)
+    if not found:
+        skipped = ", ".join(sorted(quantizer.modules_to_not_convert)) or "none"
+        raise ConfigError(
+            f"No layer of {type(model).__name__} would be quantised (left out: {skipped}). Change llm_int8_skip_modules, or "
+            "leave quantization_config out."
+        )
+    for module in found.values():
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
+    model.hf_quantizer = quantizer
+    quantizer.postprocess_model(model)
+
+
+def pack_weights(model: nn.Module, quantizer: Any) -> None:
+    """Give each layer of bitsandbytes a frozen weight on meta of the packed shape and dtype, and note how it is packed.
+
+    Raises:
+        ConfigError: a weight does not fill whole elements of the storage dtype.
+    """
+    for key, module in _linears(model).items():
+        weight: Any = module.weight
+        storage = module.quant_storage
+        packing = Packing(
+            shape=(module.out_features, module.in_features),
+            dtype=weight.dtype,
+            storage=storage,
+            quant_type=weight.quant_type,
+            blocksize=weight.blocksize,
+            is_nested=weight.compress_statistics,
+            is_transposed=issubclass(module.source_cls, Conv1D),
+            is_stored=quantizer.pre_quantized,
+        )
+        num_bytes = (packing.numel + 1) // 2
+        if num_bytes % storage.itemsize:
+            raise ConfigError(
+                f"{key!r} {list(packing.shape)} has {num_bytes} bytes at 4 bits, which are no whole number of {storage} values. "
+                "Choose bnb_4bit_quant_storage=torch.uint8, or leave the layer out with llm_int8_skip_modules."
+            )
+        packed = torch.empty((num_bytes // storage.itemsize, 1), dtype=storage, device="meta")
+        module.weight = nn.Parameter(packed, requires_grad=False)
+        module._packing = packing
+        # On a CPU with AVX512-BF16 an evaluation would put a whole, rearranged weight in place of the gathered one.
+        module.support_avx512bf16_for_cpu = False
+        module.register_forward_pre_hook(_refuse_cast_weight)
+        mark_weights(module)
+
+
+def packed_linears(model: nn.Module) -> dict[str, Any]:
+    """The layers that `pack_weights` packed, by the name of their weight."""
+    named = model.named_modules()
+    return {f"{name}.weight".lstrip("."): module for name, module in named if "_packing" in module.__dict__}
+
+
+def packing_of(module: nn.Module) -> Packing:
+    """How the weight of a layer is packed, of one that `packed_linears` names."""
+    packing = module.__dict__["_packing"]
+    assert isinstance(packing, Packing)
+    return packing
+
+
+def set_quant_state(module: nn.Module, state: Any) -> None:
+    """Give a packed layer the scales of its whole weight (bitsandbytes' `QuantState`); None takes them away."""
+    module.quant_state = state
+    mark_weights(module)
+
+
+def mark_weights(model: nn.Module) -> None:
+    """Tell PEFT how weights are packed: it asks the weight, and shards forget attributes whenever `_apply` runs."""
+    for module in packed_linears(model).values():
+        packing = packing_of(module)
+        module.weight.quant_type = packing.quant_type
+        module.weight.compress_statistics = packing.is_nested
+
+
+def refuse_cast(model: nn.Module, param_dtype: torch.dtype | None) -> None:
+    """Refuse what FSDP2 would do to packed bytes: cast them as if they were numbers, or fail.
+
+    Raises:
+        ConfigError: with the storage dtype that works.
+    """
+    for key, module in packed_linears(model).items():
+        storage = packing_of(module).storage
+        wanted = str(param_dtype or torch.bfloat16)
+        if storage.is_floating_point and param_dtype not in (None, storage):
+            raise ConfigError(
+                f"{key!r} keeps its 4-bit values as {storage}, and computation in {param_dtype} would cast them to it, which "
+                f"destroys them. Quantise with bnb_4bit_quant_storage={wanted}."
+            )
+        if not storage.is_floating_point and torch.__version__ < "2.13":
+            raise ConfigError(
+                f"{key!r} keeps its 4-bit values as {storage}, which FSDP2 of torch {torch.__version__} cannot shard (2.13 can). "
+                f"Quantise with bnb_4bit_quant_storage={wanted}."
+            )
+
+
+_CURE = (
+    "Use BitsAndBytesConfig(load_in_4bit=True, …), or load without it: the base stays in bf16, spread over all ranks."
+)
+_ONLY_4BIT = "Only 4-bit weights of bitsandbytes are packed in blocks that a shard can hold whole."
+_WHY_NOT_8BIT = (
+    "8-bit layers of bitsandbytes keep a second reference to the whole int8 weight, with a scale per row, in a state that FSDP2 "
+    "neither shards nor frees."
+)
+
+
+def _is_4bit(config: Any) -> bool:
+    return bool(config.get("load_in_4bit") if isinstance(config, Mapping) else getattr(config, "load_in_4bit", False))
+
+
+def _is_8bit(config: Any) -> bool:
+    return bool(config.get("load_in_8bit") if isinstance(config, Mapping) else getattr(config, "load_in_8bit", False))
+
+
+def _linears(model: nn.Module) -> dict[str, Any]:
+    """bitsandbytes' 4-bit layers, by the name of their weight."""
+    from bitsandbytes.nn import Linear4bit
+
+    return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+
+
+def _refuse_cast_weight(module: nn.Module, args: object) -> None:
+    """A weight that was cast since it was packed is noise: PEFT's `prepare_model_for_kbit_training` casts shards, for one."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    if weight.dtype != packing_of(module).storage:
+        raise ConfigError(
+            f"A 4-bit weight was packed as {packing_of(module).storage} and is {weight.dtype} now; a cast destroys it. Do not "
+            "cast the model, and leave out prepare_model_for_kbit_training: load_weights and add_adapter do what it is for."
+        )

@@ -1,0 +1,392 @@
+"""4-bit bases on real ranks: shards and scales bit for bit those of plain from_pretrained, and QLoRA that trains as on one process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as hf
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, Trainer, TrainingArguments
+
+from hf_fsdp_tools import (
+    CheckpointError,
+    ConfigError,
+    FSDPTrainerMixin,
+    ParallelDims,
+    from_pretrained,
+    load_weights,
+    make_accelerator,
+    save_pretrained,
+)
+from hf_fsdp_tools.checkpoint import quantize
+from hf_fsdp_tools.quantization import packed_linears
+from tests._checkpoints import make_checkpoint, randomize
+from tests._dist import run_ranks
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install bitsandbytes)")
+
+STORAGES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
+if torch.__version__ < "2.13":
+    STORAGES = STORAGES[1:]  # FSDP2 shards no integers there
+
+
+def four_bits(storage: torch.dtype = torch.bfloat16, **options: Any) -> BitsAndBytesConfig:
+    given = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=storage, **(given | options))
+
+
+def lora(**options: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options})
+
+
+def small_llama(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+    """Weights of 20 x 40 to 52 x 40 values: blocks that are not full, and that the shards of 2 and 3 ranks cut through."""
+    config = hf.LlamaConfig(
+        vocab_size=131,
+        hidden_size=40,
+        intermediate_size=52,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_bias=True,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    randomize(hf.LlamaForCausalLM(config).to(dtype)).save_pretrained(folder, max_shard_size="30KB")
+    return folder
+
+
+def plain(folder: Path, config: BitsAndBytesConfig | None = None, **options: Any) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **options)
+    for module in model.modules():  # an evaluation on some CPUs would leave rearranged weights behind
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def everything(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The state dict as bitsandbytes would give it: with the scales, which it adds where the weight itself has them."""
+    found = {key: whole(tensor) for key, tensor in model.state_dict().items()}
+    for key, module in packed_linears(model).items():
+        found |= {f"{key}.{name}": tensor for name, tensor in module.quant_state.as_dict(packed=True).items()}
+    return found
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """Same names, dtypes, shapes and bytes."""
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert (ours[key].dtype, ours[key].shape) == (tensor.dtype, tensor.shape), key
+        assert torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (ours[key], tensor))), key
+
+
+# ---- loading ----
+
+
+def _load_all(folder: Path, kind: str) -> list[float]:
+    ratios = []
+    for storage in STORAGES if kind == "llama" else STORAGES[:1]:
+        for quant_type in ("nf4", "fp4"):
+            for nested in (True, False):
+                dtype = torch.float32 if nested else torch.bfloat16
+                given = {"bnb_4bit_quant_type": quant_type, "bnb_4bit_use_double_quant": nested}
+                model, report = from_pretrained(
+                    folder,
+                    dtype=dtype,
+                    quantization_config=four_bits(storage, **given),
+                    output_loading_info=True,
+                    # small parts: a weight is packed in several, and the scales are joined in several rounds
+                    load_kwargs={"staging_bytes": 2**20},
+                )
+                assert not report.missing_keys and not report.unexpected_keys
+                assert_same(everything(model), everything_plain(folder, dtype, storage, given))
+                packed = [module.weight for module in packed_linears(model).values()]
+                assert all(isinstance(weight, DTensor) and not weight.requires_grad for weight in packed)
+                assert {weight.dtype for weight in packed} == {storage}
+                ratios.append(report.read_ratio)
+    return ratios
+
+
+def everything_plain(
+    folder: Path, dtype: torch.dtype, storage: torch.dtype, given: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    return plain(folder, four_bits(storage, **given), dtype=dtype).state_dict()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_shards_and_scales_are_those_of_plain_from_pretrained(tmp_path, ranks):
+    folder = small_llama(tmp_path / "llama")
+    for ratios in run_ranks(_load_all, ranks, folder, "llama"):
+        # whole blocks where a shard cuts through one: at most 2 x 64 of some hundred values here
+        assert all(1.0 <= ratio < 1.2 for ratio in ratios)
+        assert ranks > 1 or ratios == [1.0] * len(ratios)
+
+
+@pytest.mark.skipif(torch.uint8 not in STORAGES, reason="this GPT-2's weights do not fill 2-byte elements")
+def test_transposed_weights_and_tied_heads(tmp_path):
+    run_ranks(_load_all, 2, make_checkpoint("gpt2", tmp_path / "gpt2"), "gpt2")
+
+
+def _replicas(folder: Path) -> None:
+    mesh = ParallelDims(dp_replicate_size=2).build_mesh("cpu")
+    model = from_pretrained(folder, quantization_config=four_bits(), mesh=mesh, offload_policy=CPUOffloadPolicy())
+    assert_same(everything(model), plain(folder, four_bits()).state_dict())
+
+
+def test_replicas_hold_the_same(tmp_path):
+    run_ranks(_replicas, 4, small_llama(tmp_path / "llama"))
+
+
+def _stored(folder: Path, saved: Path, output: Path) -> None:
+    model, report = from_pretrained(saved, output_loading_info=True)
+    assert not report.missing_keys and not report.unexpected_keys
+    expected = plain(saved).state_dict()
+    assert_same(everything(model), expected)
+    assert report.read_ratio == 1.0, "bytes of the shards and the scales, and no more"
+    # on and on: what we save opens in either, and loading again into the same shards gives the same
+    save_pretrained(model, output / "again")
+    assert_same(everything(from_pretrained(output / "again")), expected)
+    load_weights(model, saved)
+    assert_same(everything(model), expected)
+    fresh = from_pretrained(folder, quantization_config=four_bits(torch.float16), dtype=torch.bfloat16)
+    save_pretrained(fresh, output / "fresh")
+    load_weights(fresh, folder)
+    assert_same(everything(fresh), everything(from_pretrained(output / "fresh")))
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_checkpoints_that_hold_4_bit_weights_are_read_and_written(tmp_path, nested):
+    folder, saved = small_llama(tmp_path / "llama"), tmp_path / "saved"
+    quantised = plain(folder, four_bits(bnb_4bit_use_double_quant=nested), dtype=torch.bfloat16)
+    quantised.save_pretrained(saved)
+    run_ranks(_stored, 2, folder, saved, tmp_path)
+    files = [load_file(path) for path in sorted((tmp_path / "again").glob("*.safetensors"))]
+    assert_same({key: tensor for file in files for key, tensor in file.items()}, load_file(saved / "model.safetensors"))
+    assert_same(plain(tmp_path / "again").state_dict(), quantised.state_dict())
+    assert_same(
+        plain(tmp_path / "fresh").state_dict(),
+        plain(folder, four_bits(torch.float16), dtype=torch.bfloat16).state_dict(),
+    )
+
+
+# ---- QLoRA ----
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 131, (6, 16), generator=generator) for _ in range(5)]
+
+
+def train(model: Any, rank: int = 0, ranks: int = 1) -> list[float]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for ids in batches():
+        ids = ids.chunk(ranks)[rank]
+        loss = model.train()(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.detach().clone()
+        if ranks > 1:
+            dist.all_reduce(loss)
+        losses.append(loss.item() / ranks)
+    return losses
+
+
+def _qlora(folder: Path, output: Path, storage: torch.dtype) -> list[float]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model, report = from_pretrained(
+        folder, quantization_config=four_bits(storage), peft_config=lora(), output_loading_info=True
+    )
+    assert type(model.base_model.model.model.layers[0].mlp.up_proj).__name__ == "Linear4bit", "PEFT's own"
+    before = {key: tensor.clone() for key, tensor in everything(model.get_base_model()).items() if "lora" not in key}
+    losses = train(model, rank, ranks)
+    with torch.no_grad():
+        model.eval()(input_ids=batches()[0])
+    after = {key: tensor for key, tensor in everything(model.get_base_model()).items() if "lora" not in key}
+    assert_same(after, before)
+    save_pretrained(model, output)
+    return losses
+
+
+@pytest.mark.parametrize("storage", STORAGES[:2])
+def test_five_steps_of_qlora_equal_those_of_one_process(tmp_path, storage):
+    folder = small_llama(tmp_path / "llama")
+    torch.manual_seed(0)
+    expected = get_peft_model(plain(folder, four_bits(storage)), lora())
+    losses = train(expected)
+    assert losses[-1] != losses[0]
+    for ranks in (1, 2):
+        for found in run_ranks(_qlora, ranks, folder, tmp_path / "adapter", storage):
+            torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    expected.save_pretrained(tmp_path / "expected")
+    theirs = load_file(tmp_path / "expected" / "adapter_model.safetensors")
+    torch.testing.assert_close(saved, theirs, rtol=1e-3, atol=1e-4)
+    reopened = PeftModel.from_pretrained(plain(folder, four_bits(storage)), tmp_path / "adapter")
+    ids = batches()[0]
+    torch.testing.assert_close(
+        reopened.eval()(input_ids=ids).logits, expected.eval()(input_ids=ids).logits, rtol=1e-3, atol=1e-4
+    )
+
+
+class _Trainer(FSDPTrainerMixin, Trainer):
+    """The Trainer on our shards."""
+
+
+def _under_the_trainer(folder: Path, output: Path) -> list[float]:
+    """bf16 by the Trainer's own setting, activations recomputed, an adapter that is read again; without one, transformers refuses."""
+    arguments = TrainingArguments(
+        output,
+        max_steps=3,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        bf16=True,
+        report_to=[],
+        save_steps=2,
+        logging_steps=1,
+    )
+    accelerator = make_accelerator(mixed_precision="bf16", cpu=True, activation_checkpointing=True)
+    config = four_bits(bnb_4bit_compute_dtype=torch.bfloat16)
+    data = [{"input_ids": row, "labels": row} for ids in batches() for row in ids]
+    base = from_pretrained(folder, accelerator=accelerator, quantization_config=config)
+    assert {p.dtype for p in base.parameters()} == {torch.bfloat16}, "frozen: no fp32 masters"
+    with pytest.raises(ValueError, match="purely quantized"):
+        _Trainer(model=base, args=arguments, train_dataset=data)
+    model = from_pretrained(folder, accelerator=accelerator, quantization_config=config, peft_config=lora())
+    trainer = _Trainer(model=model, args=arguments, train_dataset=data)
+    trainer.train()
+    trainer.train(resume_from_checkpoint=str(output / "checkpoint-2"))
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged and all(0 < loss < 10 for loss in logged)
+    return logged
+
+
+def test_qlora_under_the_trainer(tmp_path):
+    first, second = run_ranks(
+        _under_the_trainer, 2, small_llama(tmp_path / "llama", dtype=torch.bfloat16), tmp_path / "run"
+    )
+    assert first == second
+
+
+# ---- refusals and faults ----
+
+
+def _refused(folder: Path, output: Path) -> None:
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with pytest.raises(
+        (CheckpointError, ConfigError),
+        match=r"float32.*computation in torch\.bfloat16.*bnb_4bit_quant_storage=torch\.bfloat16",
+    ):
+        from_pretrained(folder, quantization_config=four_bits(torch.float32), mp_policy=bf16)
+    if torch.uint8 not in STORAGES:
+        with pytest.raises((CheckpointError, ConfigError), match=r"FSDP2 of torch .* cannot shard"):
+            from_pretrained(folder, quantization_config=four_bits(torch.uint8))
+    model = from_pretrained(folder, quantization_config=four_bits())
+    with pytest.raises(ConfigError, match=r"dtype=torch\.float32 cannot be honoured.*4-bit"):
+        load_weights(model, folder, dtype=torch.float32)
+    with pytest.raises(CheckpointError, match=r"dtype=torch\.float32 cannot be honoured.*4-bit"):
+        save_pretrained(model, output, dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"DoRA takes norms over whole rows"):
+        from_pretrained(folder, quantization_config=four_bits(), peft_config=lora(use_dora=True))
+    adapted = from_pretrained(folder, quantization_config=four_bits(), peft_config=lora())
+    with pytest.raises(ConfigError, match=r"merged into 4-bit weights.*load_adapter"):
+        save_pretrained(adapted, output, merge_adapters=True)
+    with pytest.raises(ConfigError, match=r"bfloat16 and is torch\.float32 now.*prepare_model_for_kbit_training"):
+        prepare_model_for_kbit_training(model)(input_ids=batches()[0])
+
+
+def test_what_cannot_be_had_is_refused_with_the_reason(tmp_path):
+    run_ranks(_refused, 2, small_llama(tmp_path / "llama"), tmp_path / "out")
+
+
+def _fails_on_one_rank(folder: Path) -> str:
+    model = from_pretrained(folder, quantization_config=four_bits())
+    reading = quantize.read_transfers
+
+    def broken(transfers: Any, **options: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise CheckpointError("the disk is on fire")
+        return reading(transfers, **options)
+
+    quantize.read_transfers = broken
+    with pytest.raises(CheckpointError) as failure:
+        load_weights(model, folder)
+    quantize.read_transfers = reading
+    assert all(module.quant_state is None for module in packed_linears(model).values()), "no scales to compute with"
+    with pytest.raises(CheckpointError, match="has no scales"):
+        save_pretrained(model, folder.parent / "out")
+    return str(failure.value)
+
+
+def test_a_rank_that_cannot_read_stops_all(tmp_path):
+    messages = run_ranks(_fails_on_one_rank, 3, small_llama(tmp_path / "llama"))
+    assert (
+        len(set(messages)) == 1
+        and "failed on 1 of 3 ranks" in messages[0]
+        and "rank 1: the disk is on fire" in messages[0]
+    )
+
+
+def _opens(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as failure:
+        from_pretrained(folder)
+    return str(failure.value)
+
+
+DAMAGE = {
+    "no scales": (
+        lambda t: [t.pop(key) for key in list(t) if key.endswith("absmax")],
+        r"are no scales of bitsandbytes",
+    ),
+    "no json": (
+        lambda t: [v.fill_(7) for key, v in t.items() if "bitsandbytes__" in key],
+        r"are no scales of bitsandbytes",
+    ),
+    "plain values": (
+        lambda t: [t.update({key: torch.randn(40, 40)}) for key in list(t) if key.endswith("q_proj.weight")],
+        r"q_proj\.weight': expected bfloat16 \[400, 1\] with scales beside it, found float32 \[40, 40\]",
+    ),
+    "scales of another": (
+        lambda t: [t.update({key: v[1:].clone()}) for key, v in t.items() if key.endswith("up_proj.weight.absmax")],
+        r"\[52, 40\] with 32 scales, expected \[52, 40\] with 33",
+    ),
+    "nothing": (
+        lambda t: [t.pop(key) for key in list(t) if "k_proj.weight" in key],
+        r"k_proj\.weight' is not in the checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_4_bit_checkpoints(tmp_path, kind):
+    plain(small_llama(tmp_path / "llama"), four_bits(), dtype=torch.bfloat16).save_pretrained(tmp_path / "saved")
+    file = tmp_path / "saved" / "model.safetensors"
+    tensors = load_file(file)
+    change, message = DAMAGE[kind]
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    first, second = run_ranks(_opens, 2, tmp_path / "saved")
+    assert first == second
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(first)
+
+
+def test_plain_files_under_a_quantised_config(tmp_path):
+    folder = small_llama(tmp_path / "llama")
+    written = json.loads((folder / "config.json").read_text())
+    written["quantization_config"] = four_bits().to_dict()
+    (folder / "config.json").write_text(json.dumps(written))
+    first, second = run_ranks(_opens, 2, folder)
+    assert first == second and "expected bfloat16 [400, 1] with scales beside it, found float32 [40, 40]" in first
