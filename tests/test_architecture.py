@@ -35,7 +35,7 @@ LEVELS = (
     },
     {"checkpoint.index", "checkpoint.pieces", "checkpoint.shares", "checkpoint.transfer"},
     {"blocks", "rules", "checkpoint.conversion", "checkpoint.gather", "checkpoint.reader", "checkpoint.rollback"},
-    {"checkpoint.exchange", "checkpoint.probe"},
+    {"checkpoint.arrivals", "checkpoint.probe"},
     {
         "draft",
         "findings",
@@ -47,7 +47,7 @@ LEVELS = (
         "checkpoint.read_mode",
         "checkpoint.vocabulary",
     },
-    {"arrange", "choose", "checkpoint.fit"},
+    {"arrange", "choose", "checkpoint.fit", "checkpoint.read_mode"},
     {"checkpoint.scales"},
     {"checkpoint.quantize"},
     {"wrap", "checkpoint.load", "checkpoint.save"},

@@ -1,10 +1,10 @@
 """Reading together: ranks each read distinct, contiguous parts of what any of them wants, once, and pass the bytes on.
 
 What all want is cut into segments, in file order. In each round every rank reads one segment, and then each sends every other
-the bytes that it wants out of it. The next segments are read while these are sent. So a rank gets what it wants in file order.
+the bytes that it wants out of it. The next segments are read while these are sent. So a rank gets what it wants in file order
+(see ``arrivals``).
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_tools.host_memory import FaultIn
 from hf_fsdp_tools.mesh import rank_on_node
 
 from .agreement import all_ranks, rank_and_size
-from .reader import MAX_GAP_BYTES, Pace, TransferStats, opened, scatter
+from .arrivals import Arrivals
+from .reader import MAX_GAP_BYTES, Pace, TransferStats, opened
 from .spans import FILE_STEP, clipped, cut_points, merged, num_bytes, places
 from .transfer import Batch, Transfer, cut_batches
 
@@ -28,8 +28,9 @@ __all__ = ["Together", "groups_of", "read_together", "spans_of"]
 _BATCH_PART = 8  # of the staging memory, for bytes that wait for the rest of their batch; there may be two such batches
 _MAX_BATCH_BYTES = 8 * 2**20  # as large as the reader's own buffers
 
-SHARED = 1.5
-"""From how many ranks on, on average, wanting each byte, it pays to pass it on (assumed)."""
+_SHARED = (
+    1.5  # nodes that want a byte, on average, from which on it is passed on between them (assumed; replicas are 2)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ def read_together(
             space=staging_bytes - 2 * buffer_bytes,
             pace=pace,
         )
-        return rounds.run(_Arrivals(batches, files, on_bytes))
+        return rounds.run(Arrivals(batches, files, on_bytes))
     finally:
         dist.destroy_process_group(made[own])
 
@@ -108,7 +109,7 @@ def groups_of(nodes: Sequence[int], wanted: Sequence[torch.Tensor]) -> list[tupl
     groups = [tuple(r for r, other in enumerate(nodes) if other == node) for node in dict.fromkeys(nodes)]
     unions = [merged(torch.cat([wanted[r] for r in ranks])) for ranks in groups]
     everything = num_bytes(merged(torch.cat(unions)))
-    if sum(num_bytes(union) for union in unions) >= SHARED * max(1, everything):
+    if sum(num_bytes(union) for union in unions) >= _SHARED * max(1, everything):
         return [tuple(range(len(nodes)))]
     return groups
 
@@ -138,7 +139,7 @@ class _Rounds:
         ]  # two to read into, to send, to receive
         self._num_bytes = self._calls = 0
 
-    def run(self, arrivals: "_Arrivals") -> Together:
+    def run(self, arrivals: Arrivals) -> Together:
         """All rounds. Whatever fails on a rank, all learn of it in the next round and leave."""
         failure: Exception | None = None
         ahead: list[Future[int]] = []
@@ -162,8 +163,8 @@ class _Rounds:
                     break
                 received = self._exchange(number)
                 try:
-                    for source, segment in enumerate(self._segments(number)):
-                        arrivals.take(clipped(self._wanted[self._rank], *segment), received[source])
+                    for start_of_part, part in received:
+                        arrivals.take(start_of_part, part)
                 except Exception as error:
                     failure = error
             for request in ahead:
@@ -203,106 +204,36 @@ class _Rounds:
         dist.all_reduce(status, dist.ReduceOp.MAX, group=self._group)
         return bool(status.item())
 
-    def _exchange(self, number: int) -> list[torch.Tensor]:
-        """Send every rank what it wants of this rank's segment; what came from each rank, in file order."""
+    def _exchange(self, number: int) -> list[tuple[int, torch.Tensor]]:
+        """Send every rank what it wants of this rank's segment; what this rank wants of all, with its positions."""
         segments = self._segments(number)
         own = clipped(self._union, *segments[self._rank])
         parts = [places(clipped(spans, *segments[self._rank]), own) for spans in self._wanted]
+        filled, kept = self._buffers[number % 2], parts[self._rank]
+        parts[self._rank] = []  # stays where it is
         sizes = [sum(size for _, size in part) for part in parts]
-        filled, outgoing = self._buffers[number % 2], self._buffer(2, sum(sizes))
+        outgoing = self._buffer(2, sum(sizes))
         at = 0
         for begin, size in (place for part in parts for place in part):
             outgoing[at : at + size] = filled[begin : begin + size]
             at += size
-        expected = [num_bytes(clipped(self._wanted[self._rank], *segment)) for segment in segments]
+        coming = [clipped(self._wanted[self._rank], *segment) for segment in segments]
+        expected = [0 if r == self._rank else num_bytes(spans) for r, spans in enumerate(coming)]
         incoming = self._buffer(3, sum(expected))
         dist.all_to_all_single(incoming, outgoing, expected, sizes, group=self._group)
-        return list(torch.split(incoming, expected))
+        received: list[tuple[int, torch.Tensor]] = []
+        at = 0
+        for source, spans in enumerate(coming):
+            for i, (start, stop) in enumerate(spans.tolist()):
+                if source == self._rank:
+                    received.append((start, filled[kept[i][0] : kept[i][0] + kept[i][1]]))
+                else:
+                    received.append((start, incoming[at : at + stop - start]))
+                    at += stop - start
+        return received
 
     def _buffer(self, index: int, size: int) -> torch.Tensor:
         """The beginning of a buffer, which grows when it must."""
         if self._buffers[index].numel() < size:
             self._buffers[index] = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self._buffers[index][:size]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Arrival:
-    """A batch whose bytes are coming in."""
-
-    batch: Batch
-    """What they are."""
-
-    start: int
-    """Position of its first byte."""
-
-    stop: int
-    """Position after its last."""
-
-    memory: torch.Tensor
-    """Its bytes: a buffer, or the final place of a direct batch."""
-
-
-class _Arrivals:
-    """Puts bytes that come in order of position where they belong: straight, or through a buffer and `reader.scatter`."""
-
-    def __init__(self, batches: Sequence[Batch], files: Sequence[Path], on_bytes: Callable[[int], object]) -> None:
-        base = {file: number * FILE_STEP for number, file in enumerate(files)}
-        single = (
-            Batch(file=batch.file, chunks=chunks, is_direct=batch.is_direct)
-            for batch in batches
-            for chunks in ([(chunk,) for chunk in batch.chunks] if batch.is_direct else [batch.chunks])
-        )
-        self._waiting = deque(sorted(((base[b.file] + b.start, b) for b in single), key=lambda pair: pair[0]))
-        self._buffer_bytes = max((b.stop - b.start for b in batches if not b.is_direct), default=0)
-        self._coming: list[_Arrival] = []
-        self._free: list[torch.Tensor] = []
-        self._made = 0
-        self._on_bytes = on_bytes
-        self._fault_in = FaultIn()
-
-    @property
-    def staging_bytes(self) -> int:
-        """All buffers together."""
-        return self._made * self._buffer_bytes
-
-    def take(self, spans: torch.Tensor, received: torch.Tensor) -> None:
-        """The bytes of some spans, one after the other."""
-        at = 0
-        for start, stop in spans.tolist():
-            self._take(start, received[at : at + stop - start])
-            at += stop - start
-
-    def _take(self, start: int, received: torch.Tensor) -> None:
-        stop = start + received.numel()
-        while self._waiting and self._waiting[0][0] < stop:
-            self._coming.append(self._begin(*self._waiting.popleft()))
-        for arrival in self._coming:
-            begin, end = max(start, arrival.start), min(stop, arrival.stop)
-            if begin < end:
-                arrival.memory[begin - arrival.start : end - arrival.start] = received[begin - start : end - start]
-        done = [arrival for arrival in self._coming if arrival.stop <= stop]
-        self._coming = [arrival for arrival in self._coming if arrival.stop > stop]
-        for arrival in done:
-            self._finish(arrival)
-
-    def _begin(self, start: int, batch: Batch) -> _Arrival:
-        for chunk in batch.chunks:
-            self._fault_in(chunk.memory)
-        if batch.is_direct:
-            memory = batch.chunks[0].memory.detach().reshape(-1).view(torch.uint8)
-        elif self._free:
-            memory = self._free.pop()
-        else:
-            memory = torch.empty(self._buffer_bytes, dtype=torch.uint8, device="cpu")
-            self._made += 1
-        return _Arrival(batch=batch, start=start, stop=start + batch.stop - batch.start, memory=memory)
-
-    def _finish(self, arrival: _Arrival) -> None:
-        batch = arrival.batch
-        if not batch.is_direct:
-            filled = arrival.memory[: arrival.stop - arrival.start]
-            # To a GPU in one copy that is waited for, so that the buffer is free; casts and strides run there.
-            scatter(batch, filled.to(batch.chunks[0].memory.device))
-            self._free.append(arrival.memory)
-        self._on_bytes(sum(chunk.num_bytes for chunk in batch.chunks))

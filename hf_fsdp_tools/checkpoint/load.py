@@ -193,7 +193,7 @@ def load_weights(
         read_mode_why=how.why,
         request_s=how.speed.request_s,
         stream_bytes_s=how.speed.stream_bytes_s,
-        probe_bytes=probed.num_bytes,
+        probe_bytes=how.probe_bytes,
         staging_bytes=max(stats.staging_bytes, whole.staging_bytes),
         peak_host_bytes=watch.above(share.host_bytes + packed.host_bytes),
         seconds=seconds,

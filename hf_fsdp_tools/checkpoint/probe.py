@@ -2,23 +2,26 @@
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from threading import Barrier
 
 import torch
 
 from .reader import Pace, opened
 from .transfer import Transfer
 
-__all__ = ["SLOW_REQUEST_S", "SLOW_STREAM_BYTES_S", "Speed", "measure", "slowest"]
+__all__ = ["SLOW_REQUEST_S", "SLOW_STREAM_BYTES_S", "Speed", "measure", "measure_flow", "slowest"]
 
 SLOW_REQUEST_S = 2e-3
 """Time for a small request from which on storage is slow per request (assumed: a cached page takes 0.01 ms, an SSD 0.1, a
 network block device 0.5 to 1, network file systems and object stores 2 to 100)."""
 
 SLOW_STREAM_BYTES_S = 0.5e9
-"""Bytes per second of one stream below which passing bytes on between ranks is quicker than reading them again (assumed:
-two ranks on 2 cores read and pass on 1 GB in 1.0 s, so 0.5 GB/s each, measured)."""
+"""Bytes per second of one stream below which it is worth a second measurement, of all ranks at once, whether they should read
+together: above it, a core does not even pass bytes on as quickly (measured: 0.46 to 0.61 GB/s, see ``read_mode``)."""
 
 _POINTS = 5  # small requests; with the median of five, two may be odd ones
 _SMALL_BYTES = 4096
@@ -28,6 +31,9 @@ _MIN_LARGE_BYTES = 2**16  # a shorter one says nothing about bytes per second
 _SLOW_THREADS = 16  # requests in flight where they are slow (assumed)
 _MAX_JOIN_BYTES = 2**20  # of bytes read for nothing (assumed)
 _REQUEST_BYTES = 8 * 2**20  # 80 ms at 100 MB/s, beside which a request's own time is little (assumed)
+
+_FLOW_BYTES = (2**16, 2**20)  # of each request where all ranks are timed at once: at least, at most
+_FLOW_PART = 1 / 128  # of what a rank wants, between these two (assumed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +100,47 @@ def measure(transfers: Sequence[Transfer]) -> Speed:
         seconds, count = timed(largest, _LARGE_BYTES, 0.5)
     stream = count / max(seconds - request_s, seconds / 10)
     return Speed(request_s=request_s, stream_bytes_s=stream, num_bytes=num_bytes + count)
+
+
+def measure_flow(
+    transfers: Sequence[Transfer], *, pace: Pace, part: float, together: Callable[[], object]
+) -> tuple[int, float]:
+    """Bytes and seconds of as many requests at once as a load makes, all over what this rank wants: a 128th part of it, but
+    64 KiB to 1 MiB with each.
+
+    Args:
+        transfers: What this rank wants.
+        pace: How many requests are made at once.
+        part: Between 0 and 1; ranks that want the same bytes read others of them where it differs.
+        together: Returns on all ranks at the same time, right before the requests, so that ranks feel what they leave to each
+            other; called whatever happens on this rank.
+
+    Raises:
+        CheckpointError: A file cannot be read, or is shorter than its header said.
+    """
+    wanted = [transfer for transfer in transfers if transfer.memory.numel()]
+    total = sum(transfer.memory.numel() * transfer.dtype.itemsize for transfer in wanted)
+    size = min(max(int(total * _FLOW_PART) // pace.threads, _FLOW_BYTES[0]), _FLOW_BYTES[1])
+    points = [wanted[i * len(wanted) // pace.threads] for i in range(pace.threads)] if wanted else []
+    buffer = torch.zeros((pace.threads, size), dtype=torch.uint8, device="cpu")
+    everyone = Barrier(pace.threads)
+
+    def request(i: int) -> int:
+        count = min(size, _span(points[i]))
+        place = _start(points[i]) + int((_span(points[i]) - count) * (i + part) / pace.threads)
+        read(points[i].file, place, buffer[i, :count])
+        return count
+
+    with ExitStack() as stack:
+        try:
+            read = stack.enter_context(opened({t.file: None for t in points}, read_ahead=False))
+            pool = stack.enter_context(ThreadPoolExecutor(pace.threads))
+            list(pool.map(lambda _: everyone.wait(), range(pace.threads)))  # threads that are to be started take time
+        finally:
+            together()
+        began = time.perf_counter()
+        num_bytes = sum(pool.map(request, range(len(points))))
+        return num_bytes, time.perf_counter() - began
 
 
 def slowest(speeds: Iterable[Speed]) -> Speed:

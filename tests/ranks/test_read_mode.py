@@ -1,6 +1,8 @@
 """Reading together (`read_mode="node"`): the same bits, each byte read once, errors on all ranks; and what "auto" picks."""
 
 import os
+import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ from tests._dist import run_ranks
 
 KINDS = ("llama", "tied", "gpt2", "mixtral")
 REAL = os.preadv
+NARROW = threading.Lock()
 
 
 def load(
@@ -66,6 +69,13 @@ def slow(descriptor: int, buffers: list[memoryview], position: int, *flags: int)
     return REAL(descriptor, buffers, position, *flags)
 
 
+def narrow(descriptor: int, buffers: list[memoryview], position: int, *flags: int) -> int:
+    """All requests of a rank share 4 MB/s."""
+    with NARROW:
+        time.sleep(sum(len(buffer) for buffer in buffers) / 4e6)
+    return slow(descriptor, buffers, position, *flags)
+
+
 def fsdp(folders: list[Path]) -> None:
     for folder in folders:
         alone, _ = load(folder, "rank")
@@ -99,6 +109,7 @@ def wide(root: Path) -> Iterator[Path]:
 def fsdp_and_choice(folders: list[Path]) -> None:
     fsdp(folders)
     broken_disk(folders[-1])
+    broken_later(folders[-1])
     choice(folders)
     with pytest.raises(ConfigError, match='"rank", "node" or "auto"'):
         load(folders[0], "best")
@@ -123,17 +134,36 @@ def broken_disk(folder: Path) -> None:
     assert_equal(load(folder, "node")[0], load(folder, "rank")[0])
 
 
+def broken_later(folder: Path) -> None:
+    """The disk of one rank fails while all ranks are timed at once: no rank waits for another, all stop alike."""
+    calls: list[int] = []
+
+    def broken(descriptor: int, buffers: list[memoryview], position: int, *flags: int) -> int:
+        calls.append(position)
+        if len(calls) > 8:
+            raise OSError(5, "Input/output error")
+        return slow(descriptor, buffers, position, *flags)
+
+    with reads(broken if dist.get_rank() == 1 else slow), pytest.raises(CheckpointError, match="Input/output error"):
+        load(folder, "auto")
+
+
+def assert_expected_to_be_quicker(report: LoadReport) -> None:
+    alone_s, together_s = map(float, re.findall(r"([\d.]+) s (?:each for itself|together)", report.read_mode_why))
+    assert report.read_mode == ("node" if together_s < alone_s else "rank") or alone_s == together_s, str(report)
+
+
 def choice(folders: list[Path]) -> None:
-    """The local disk gives "rank"; where each request takes 5 ms and would bring little, ranks read together."""
+    """The local disk is not timed twice; slow storage is, and then neighbours are read in one request."""
     for folder in folders[:3]:
         alone, report = load(folder, "auto")
         assert report.read_mode == "rank" and report.request_s < 2e-3, report.read_mode_why
         with reads(slow):
-            together, report = load(folder, "auto")
+            auto, report = load(folder, "auto")
             few, in_rank = load(folder, "rank")
-        assert report.read_mode == "node" and report.request_s >= 5e-3, report.read_mode_why
-        assert "a request takes" in str(report) and report.probe_bytes > 0
-        assert_equal(together, alone)
+        assert_expected_to_be_quicker(report)
+        assert report.request_s >= 5e-3 and "a request takes" in str(report)
+        assert_equal(auto, alone)
         assert_equal(few, alone)
         assert in_rank.read_calls < load(folder, "rank")[1].read_calls / 4  # neighbours became one request
 
@@ -143,8 +173,8 @@ def test_fsdp_reads_together_the_same_bits(folders: list[Path], world_size: int)
     run_ranks(fsdp_and_choice if world_size == 2 else fsdp, world_size, folders)
 
 
-def hsdp(folders: list[Path]) -> list[str]:
-    rows = []
+def hsdp(folders: list[Path]) -> list[LoadReport]:
+    reports = []
     for ranks_per_node in (4, 2):
         os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
         os.environ["LOCAL_RANK"] = str(dist.get_rank() % ranks_per_node)
@@ -152,14 +182,22 @@ def hsdp(folders: list[Path]) -> list[str]:
             together, report = load(folder, "node", replicas=2)
             assert_equal(together, load(folder, "rank", replicas=2)[0])
             assert report.total["bytes_read"] <= 1.02 * CheckpointIndex.open(folder).num_bytes, str(report)
-        with reads(slow):
-            rows.append(load(folders[0], "auto", replicas=2)[1].read_mode_why)
+        with reads(narrow):
+            auto, report = load(folders[-2], "auto", replicas=2)
+        assert_equal(auto, load(folders[-2], "rank", replicas=2)[0])
+        reports.append(report)
     # FSDP over two nodes: two groups, each of which reads what its own ranks want
     together, report = load(folders[0], "node")
     assert_equal(together, load(folders[0], "rank")[0])
-    return rows
+    return reports
 
 
 def test_hsdp_reads_each_byte_once_in_the_whole_job(folders: list[Path]) -> None:
-    for rows in run_ranks(hsdp, 4, folders):
-        assert all("each byte would be read" in why for why in rows), rows
+    """And "auto" picks that where storage is narrow."""
+    for reports in run_ranks(hsdp, 4, folders):
+        for report in reports:
+            assert report.read_mode == "node" and "each byte would be read 2.0 times" in report.read_mode_why, str(
+                report
+            )
+            assert report.probe_bytes > 2**19  # that many bytes say something about all ranks at once
+            assert_expected_to_be_quicker(report)
