@@ -24,6 +24,7 @@ LEVELS = (
         "checkpoint.report",
         "checkpoint.slices",
         "checkpoint.spans",
+        "checkpoint.stall",
     },
     {"compiled", "config", "demo", "fsdp1_shares", "live", "policy", "stacks", "checkpoint.stored"},
     {

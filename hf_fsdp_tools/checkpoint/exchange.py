@@ -6,7 +6,7 @@ the bytes that it wants out of it. The next segments are read while these are se
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from .agreement import all_ranks, rank_and_size
 from .arrivals import Arrivals
 from .reader import MAX_GAP_BYTES, Pace, TransferStats, opened
 from .spans import FILE_STEP, clipped, cut_points, merged, num_bytes, places
+from .stall import ReadThreads
 from .transfer import Batch, Transfer, cut_batches
 
 __all__ = ["Together", "groups_of", "read_together", "spans_of"]
@@ -147,7 +148,7 @@ class _Rounds:
             try:
                 wanted = sorted({self._files[i] for i in (self._union[:, 0] // FILE_STEP).tolist()})
                 read = stack.enter_context(opened(wanted, read_ahead=True))
-                pool = stack.enter_context(ThreadPoolExecutor(self._pace.threads))
+                pool = stack.enter_context(ReadThreads(self._pace.threads))
                 start = partial(self._start, pool=pool, read=read)
                 ahead = start(0)
             except Exception as error:
@@ -182,7 +183,7 @@ class _Rounds:
         return [(self._points[i], self._points[min(i + 1, last)]) for i in index]
 
     def _start(
-        self, number: int, *, pool: ThreadPoolExecutor, read: Callable[[Path, int, torch.Tensor], int]
+        self, number: int, *, pool: ReadThreads, read: Callable[[Path, int, torch.Tensor], int]
     ) -> list[Future[int]]:
         """Begin to read this rank's segment of a round into the buffer of that round."""
         spans = clipped(self._union, *self._segments(number)[self._rank])

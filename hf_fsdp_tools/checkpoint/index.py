@@ -17,6 +17,7 @@ from hf_fsdp_tools.hub import HubRepository, is_hub_name
 from .dcp import METADATA, find_dcp_folder, model_part, parse_dcp
 from .header import MAX_HEADER_BYTES, parse_header, parse_json, shortened
 from .pickled import locate_chunk, parse_pickled
+from .stall import patiently, reading
 from .stored import ChunkedTensor, StoredTensor, TensorChunk, leaves_folder
 
 __all__ = ["CheckpointIndex"]
@@ -140,27 +141,35 @@ class CheckpointIndex:
         name = fspath(path_or_repo)
         path = Path(name).expanduser()
         try:
-            if path.is_file():
+            if patiently(path.is_file, file=path):
                 if not allow_pickle:
                     _refuse_pickled([path])
-                return cls._from_files(name, [path], None)
-            if not path.is_dir():
+                return patiently(cls._from_files, name, [path], None)
+            if not patiently(path.is_dir, file=path):
                 path = _download(name, revision, token, cache_dir, local_files_only, subfolder, allow_pickle)
-            folder = path / subfolder if subfolder else path
-            if not _has_safetensors(folder) and (saved := find_dcp_folder(folder)):
-                return cls._from_dcp(name, saved)
-            files, listed = _weight_files(folder, allow_pickle)
-            index = cls._from_files(name, files, listed)
-            return replace(index, layout="model") if files == [folder / ACCELERATE_PICKLED] else index
+            return patiently(cls._from_folder, name, path / subfolder if subfolder else path, allow_pickle)
         except OSError as error:
             raise CheckpointError(
                 f"Cannot read checkpoint {name!r}: {error}. Check the path and its permissions."
             ) from error
 
     @classmethod
+    def _from_folder(cls, name: str, folder: Path, allow_pickle: bool) -> "CheckpointIndex":
+        """Whatever kind of checkpoint a folder holds."""
+        with reading(folder):
+            saved = None if _has_safetensors(folder) else find_dcp_folder(folder)
+        if saved is not None:
+            return cls._from_dcp(name, saved)
+        with reading(folder):
+            files, listed = _weight_files(folder, allow_pickle)
+        index = cls._from_files(name, files, listed)
+        return replace(index, layout="model") if files == [folder / ACCELERATE_PICKLED] else index
+
+    @classmethod
     def _from_dcp(cls, name: str, folder: Path) -> "CheckpointIndex":
         """Everything that a DCP folder holds, until `of_model` takes the model's part of it."""
-        found, num_bytes = parse_dcp(folder)
+        with reading(folder / METADATA):
+            found, num_bytes = parse_dcp(folder)
         tensors = MappingProxyType({tensor.key: tensor for _, tensor in found})
         return cls(name=name, tensors=tensors, header_bytes=num_bytes, layout="model", _saved=dict(found))
 
@@ -172,7 +181,8 @@ class CheckpointIndex:
         header_bytes = listed.num_bytes if listed else 0
         for file in files:
             try:
-                found, num_bytes = parse_pickled(file) if _is_pickled(file) else parse_header(file)
+                with reading(file):
+                    found, num_bytes = parse_pickled(file) if _is_pickled(file) else parse_header(file)
             except CheckpointError as error:
                 problems.append(str(error))
                 continue

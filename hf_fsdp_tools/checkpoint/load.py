@@ -39,6 +39,7 @@ from .report import LoadReport, MemoryWatch, log_keys
 from .rollback import aftermath, rolled_back
 from .scales import forget_scales
 from .shares import is_sharded, local_boxes_of, local_tensor, memory_view
+from .stall import READ_TIMEOUT_S, patience, patiently
 from .transfer import Transfer
 from .vocabulary import AddedTokens, fill_added
 
@@ -58,6 +59,7 @@ def load_weights(
     seed: int = 0,
     staging_bytes: int = 64 * 2**20,
     read_mode: ReadMode = "auto",
+    read_timeout_s: float = READ_TIMEOUT_S,
     progress: bool | None = None,
     **hub_kwargs: Any,
 ) -> LoadReport:
@@ -95,6 +97,9 @@ def load_weights(
             Otherwise "rank". Where requests are that slow, more of them are in flight in either mode, and in "rank"
             neighbouring ranges are read as one. The report says what was picked and why. Conversions that compute read
             their whole tensors on every rank in either mode.
+        read_timeout_s: When a rank has waited so long for its storage, without any read completed, all ranks stop with
+            an error. From 30 s on it warns, with file and position. Stay below the timeout of the process group (10 minutes
+            with NCCL), after which the ranks that wait are aborted without a word about the file.
         progress: A bar with bytes and speed on rank 0, over that rank's own bytes. None: where standard error is a terminal
             and transformers' and the hub's bars are on.
         hub_kwargs: ``allow_pickle`` (for legacy ``.bin`` files), ``revision``, ``token``, ``cache_dir``,
@@ -122,7 +127,7 @@ def load_weights(
     rank, world_size = rank_and_size()
     seconds: dict[str, float] = {}
     watch = MemoryWatch()
-    with _timed(seconds, "plan"), agreed("opening the checkpoint"):
+    with _timed(seconds, "plan"), agreed("opening the checkpoint"), patience(read_timeout_s):
         index = (
             path_or_repo
             if isinstance(path_or_repo, CheckpointIndex)
@@ -143,14 +148,14 @@ def load_weights(
         )
         check_ties(fit, index, staging_bytes)
     after = aftermath(model)
-    with rolled_back(model):
+    with rolled_back(model), patience(read_timeout_s):
         with _timed(seconds, "read"):
             with agreed(f"reading the checkpoint ({after})"):
                 forget_scales(model)
                 allocate(model, device=device or _device_of(model), dtype=dtype)
                 share = _share_of(model, load_map, fit, index)
                 packed = share_of_packed(model, to_pack, load_map, index)
-                probed = measure(share.transfers)
+                probed = patiently(measure, share.transfers)
             how = choose_read_mode(share.transfers, files=share.files, speed=probed, mode=read_mode)
             to_read = share.transfer_bytes + packed.read_bytes
             with loading_bar(to_read, rank=rank, world_size=world_size, progress=progress) as on_bytes:

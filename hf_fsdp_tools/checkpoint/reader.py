@@ -5,7 +5,6 @@ not.
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.host_memory import FaultIn
 
 from .staging import BUFFERS_PER_THREAD, Staging
+from .stall import ReadThreads, close_unless_read, reading
 from .transfer import Batch, Chunk, Transfer, cut_batches
 
 __all__ = [
@@ -42,6 +42,9 @@ _BUFFER_BYTES = 8 * 2**20
 
 PREFETCH_BYTES = 256 * 2**20
 """What `prefetch` asks for per node: a fast disk gives that much while a model is built and sharded (assumed)."""
+
+_CALL_BYTES = 64 * 2**20
+"""Largest system call: where a rank has 10 MB/s, one is completed every 7 s, so that slow is told from stuck."""
 
 _UNIT_BYTES = 4 * 2**20
 """What a thread takes at a time: enough that small batches do not each pay for a hand-over, and little enough that the
@@ -145,7 +148,7 @@ def write_transfers(
         CheckpointError: A file cannot be written; a full disk for example.
     """
     batches = cut_batches(transfers, staging_bytes=_buffer_bytes(staging_bytes, threads), max_gap_bytes=0)
-    return _run(list(batches), _open_to_write, threads, _write_batch)
+    return _run(list(batches), _open_to_write, threads, _write_batch, is_writing=True)
 
 
 @contextmanager
@@ -161,9 +164,10 @@ def opened(files: Iterable[Path], *, read_ahead: bool) -> Iterator[Callable[[Pat
     """
     with ExitStack() as stack:
         descriptors: dict[Path, int] = {}
-        for file in files:
-            descriptors[file] = _open_to_read(file, read_ahead=read_ahead)
-            stack.callback(os.close, descriptors[file])
+        with ReadThreads(1) as threads:
+            for file in files:
+                descriptors[file] = threads.submit(partial(_open_to_read, file, read_ahead=read_ahead)).result()
+                stack.callback(close_unless_read, descriptors[file])
 
         def read(file: Path, position: int, memory: torch.Tensor) -> int:
             with _io_errors(file, *_READING):
@@ -200,6 +204,7 @@ def _run(
     threads: int,
     handle: Callable[[int, Batch, Staging], int],
     on_bytes: Callable[[int], object] = lambda num_bytes: None,
+    is_writing: bool = False,
 ) -> TransferStats:
     """Open each file once and handle all batches on a few threads."""
     staged = [batch for batch in batches if not batch.is_direct]
@@ -208,11 +213,13 @@ def _run(
         num_bytes=max((batch.stop - batch.start for batch in staged), default=0),
         device=next((device for device in devices if device.type == "cuda"), None),
     )
-    with ExitStack() as stack:
+    units = list(_units(batches))
+    count = max(1, min(threads, len(units)))
+    with ExitStack() as stack, ReadThreads(count, never=is_writing) as pool:
         descriptors: dict[Path, int] = {}
         for file in {batch.file: None for batch in batches}:
-            descriptors[file] = open_file(file)
-            stack.callback(os.close, descriptors[file])
+            descriptors[file] = pool.submit(open_file, file).result()
+            stack.callback(close_unless_read, descriptors[file])
 
         def work(unit: Sequence[Batch]) -> tuple[int, int]:
             num_bytes = calls = 0
@@ -221,18 +228,16 @@ def _run(
                 num_bytes += batch.stop - batch.start
             return num_bytes, calls
 
-        units = list(_units(batches))
-        with ThreadPoolExecutor(max(1, min(threads, len(units)))) as pool:
-            futures = [pool.submit(work, unit) for unit in units]
-            done = []
-            try:
-                for unit, future in zip(units, futures, strict=True):
-                    done.append(future.result())
-                    on_bytes(sum(chunk.num_bytes for batch in unit for chunk in batch.chunks))
-            finally:
-                for future in futures:
-                    future.cancel()  # after a failure the rest is of no use
-        staging.finish()
+        futures = [pool.submit(work, unit) for unit in units]
+        done = []
+        try:
+            for unit, future in zip(units, futures, strict=True):
+                done.append(future.result())
+                on_bytes(sum(chunk.num_bytes for batch in unit for chunk in batch.chunks))
+        finally:
+            for future in futures:
+                future.cancel()  # after a failure the rest is of no use
+    staging.finish()
     return TransferStats(
         num_bytes=sum(n for n, _ in done), calls=sum(c for _, c in done), staging_bytes=staging.allocated_bytes
     )
@@ -245,7 +250,7 @@ def _buffer_bytes(staging_bytes: int, threads: int) -> int:
 
 def _open_to_read(file: Path, *, read_ahead: bool) -> int:
     """A descriptor; without ``read_ahead`` it reads from the disk exactly what it is asked for."""
-    with _io_errors(file, *_READING):
+    with _io_errors(file, *_READING), reading(file):
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         if not read_ahead and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
@@ -253,7 +258,7 @@ def _open_to_read(file: Path, *, read_ahead: bool) -> int:
 
 
 def _open_to_write(file: Path) -> int:
-    with _io_errors(file, *_WRITING):
+    with _io_errors(file, *_WRITING), reading(file):
         return os.open(file, os.O_WRONLY | os.O_CLOEXEC)
 
 
@@ -320,6 +325,17 @@ def _staged(chunk: Chunk, buffer: torch.Tensor, batch_start: int) -> torch.Tenso
     return raw.as_strided(chunk.memory.shape, chunk.strides, raw.storage_offset())
 
 
+def _first(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """The first of some buffers, so many bytes at most."""
+    first, size = [], 0
+    for buffer in buffers:
+        if size >= num_bytes:
+            break
+        first.append(buffer[: num_bytes - size])
+        size += len(first[-1])
+    return first
+
+
 def _all_bytes(
     call: Callable[[int, list[memoryview], int], int],
     descriptor: int,
@@ -330,7 +346,8 @@ def _all_bytes(
     """Repeat a vectored call until every byte went; the number of calls. The system may do less than asked."""
     stop, calls = position + sum(len(buffer) for buffer in buffers), 0
     while buffers:
-        done = call(descriptor, buffers, position)
+        with reading(file, position, descriptor):
+            done = call(descriptor, _first(buffers, _CALL_BYTES), position)
         calls += 1
         if done <= 0:
             raise CheckpointError(

@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_fsdp_tools.checkpoint import CheckpointIndex, load_weights, reader, save_pretrained
+from hf_fsdp_tools.checkpoint import CheckpointIndex, index, load_weights, reader, save_pretrained, stall
 from hf_fsdp_tools.checkpoint.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.fsdp1 import load_weights_fsdp1, wrap_fsdp1
@@ -172,6 +174,50 @@ def fail_in_every_way(folder: Path) -> None:
         failure(lambda: load_weights(unused, folder))
     with pytest.raises(RuntimeError, match="materialized from meta device"):
         unused(torch.ones(1, 3, dtype=torch.long))
+
+
+def wait_for_storage(folder: Path) -> None:
+    """Rank 1's storage does not answer, in the middle of reading or when a file is opened; it comes back later."""
+    stall._WARN_S, stall._POLL_S = 0.5, 0.05
+    real_preadv, real_parse = os.preadv, index.parse_header
+    expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    last = sorted(folder.glob("*.safetensors"))[-1]
+    for read_mode in ("rank", "node"):
+        back = threading.Event()
+
+        def stuck(descriptor: int, *rest: Any, back: threading.Event = back) -> int:
+            if os.readlink(f"/proc/self/fd/{descriptor}") == str(last):
+                back.wait()
+            return real_preadv(descriptor, *rest)
+
+        model = sharded(folder)
+        with preadv(stuck, rank=1), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            message = failure(
+                lambda mode=read_mode, model=model: load_weights(model, folder, read_mode=mode, read_timeout_s=1.5)
+            )
+        assert "failed on 1 of 2 ranks" in message and f"rank 1: {last}: expected bytes at" in message
+        assert "found none for 2 s: the storage does not answer" in message and is_untouched(model)
+        told = [str(warning.message) for warning in caught if "still waiting" in str(warning.message)]
+        assert len(told) == (2 if dist.get_rank() == 1 else 0) and all(str(last) in text for text in told)
+        load_weights(model, folder)  # while a thread still waits
+        back.set()
+        while stall._under_way:
+            time.sleep(0.01)
+        assert all(torch.equal(t, expected[key]) for key, t in full_state(model).items())
+
+    def never_opened(file: Path) -> Any:
+        return threading.Event().wait() if file == last else real_parse(file)
+
+    index.parse_header = never_opened if dist.get_rank() == 1 else real_parse
+    message = failure(lambda: load_weights(sharded(folder), folder, read_timeout_s=1))
+    assert (
+        "Opening the checkpoint failed on 1 of 2 ranks" in message and f"rank 1: {last}: expected bytes at 0" in message
+    )
+
+
+def test_storage_that_does_not_answer_on_one_rank_ends_all(llama: Path) -> None:
+    run_ranks(wait_for_storage, 2, llama)
 
 
 def fail_under_fsdp1(folder: Path) -> None:
