@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import Barrier
@@ -11,6 +10,7 @@ from threading import Barrier
 import torch
 
 from .reader import Pace, opened
+from .stall import ReadThreads
 from .transfer import Transfer
 
 __all__ = ["SLOW_REQUEST_S", "SLOW_STREAM_BYTES_S", "Speed", "measure", "measure_flow", "slowest"]
@@ -134,7 +134,7 @@ def measure_flow(
     with ExitStack() as stack:
         try:
             read = stack.enter_context(opened({t.file: None for t in points}, read_ahead=False))
-            pool = stack.enter_context(ThreadPoolExecutor(pace.threads))
+            pool = stack.enter_context(ReadThreads(pace.threads))
             list(pool.map(lambda _: everyone.wait(), range(pace.threads)))  # threads that are to be started take time
         finally:
             together()
