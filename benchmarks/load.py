@@ -12,11 +12,11 @@ load of a tiny checkpoint (which imports the rest), and stops at a barrier after
 been touched once, because some loaders only map files, and after all that was queued on the GPU is done.
 
 --alone           instead: rank 3 of 8 alone on its machine, where no neighbour warms the page cache (a fake process group)
---slow-storage    instead: a request for data takes 5 ms and 10 ms per MB more (100 MB/s per stream), cached or not, and all
-          requests of all ranks together bring no more than --shared-mb-s. Ours runs as it is, and in both of its read modes,
-          with that delay put on each of its read calls. The last row replays the pattern of mapped files, as safetensors
-          gives them to transformers: 4 threads fault the rank's slices in, and each fault brings in 128 KiB (Linux'
-          read-ahead on network file systems). Nothing but those reads is counted there, which is generous.
+--slow-storage    instead: a request for data takes 5 ms and 10 ms per MB more (100 MB/s per stream), cached or not, and with
+          --shared-mb-s all requests of all ranks together bring no more than that. Ours runs as it is, and in both of its
+          read modes, with that delay put on each of its read calls. The last row replays the pattern of mapped files, as
+          safetensors gives them to transformers: 4 threads fault the rank's slices in, and each fault brings in 128 KiB
+          (Linux' read-ahead on network file systems). Nothing but those reads is counted there, which is generous.
 --replicas 2      with --slow-storage: HSDP, where as many ranks want each byte
 
 limit     as many bytes as the rank's share, by `pread` on 4 threads (or one per core) from one contiguous part of each file
@@ -148,6 +148,7 @@ def cells(args: argparse.Namespace) -> Iterator[Figures]:
                 clock.write_bytes(bytes(8))
                 cell = {"model": kind, "bytes": size, "dtype": dtype, "cache": cache, "ranks": ranks, "mode": mode}
                 cell |= {"replicas": args.replicas, "device": args.device, "storage": str(storage or "")}
+                cell["shared_bytes_s"] = limit or 0
                 rows = run_cell(job, tiny, args, cell, expected)
                 yield {"cell": cell, "rows": rows, "about": about(args.device)}
 
@@ -167,9 +168,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--loaders", nargs="+", help="only these rows, named as in the table")
     parser.add_argument("--alone", action="store_true", help="rank 3 of 8 alone, cold")
     parser.add_argument("--slow-storage", action="store_true", help="5 ms per request, 100 MB/s per stream")
-    parser.add_argument(
-        "--shared-mb-s", type=float, nargs="+", default=[400.0], help="all streams together; 0: no limit"
-    )
+    parser.add_argument("--shared-mb-s", type=float, nargs="+", default=[0.0], help="all streams together; 0: no limit")
     parser.add_argument("--replicas", type=int, default=1, help="HSDP, with --slow-storage")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "hf-fsdp-load"), help="of models")
     parser.add_argument("--records", type=Path, help="JSON lines, one per cell, to which this run adds its own")
