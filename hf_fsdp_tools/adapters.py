@@ -23,7 +23,7 @@ from hf_fsdp_tools.bare import bare_model, base_of, is_wrapper
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.policy import HybridPolicy
-from hf_fsdp_tools.quantization import mark_weights, packed_linears
+from hf_fsdp_tools.quantization import mark_weights, packed_linears, refuse_cast_weights
 from hf_fsdp_tools.release import make_root, managed_parameters, release
 from hf_fsdp_tools.shard import Sharding, agree_on_plan, apply_sharding, average_gradients, sharding_of
 from hf_fsdp_tools.tree import ModuleTree, Weight
@@ -119,13 +119,15 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     Every rank must call. The ranks exchange the plan's digest; values come from rank 0.
 
     Raises:
-        ConfigError: PEFT made adapters of a wrong shape, because it took FSDP's mesh for tensor parallel.
+        ConfigError: PEFT made adapters of a wrong shape, because it took FSDP's mesh for tensor parallel; or 4-bit weights
+            were cast.
         WrapPlanError: the ranks added different things.
     """
     sharding = sharding_of(model)
     if sharding is None:
         return {}
     base = next(module for module in model.modules() if "_fsdp_sharding" in module.__dict__)
+    refuse_cast_weights(base)
     managed = set(managed_parameters(base))
     known = dict(base.named_parameters(remove_duplicate=False))
     whole = {known[name] for name in sharding.plan.replicated if name in known}

@@ -25,6 +25,7 @@ __all__ = [
     "packed_linears",
     "packing_of",
     "refuse_cast",
+    "refuse_cast_weights",
     "replace_linears",
     "set_quant_state",
 ]
@@ -158,7 +159,7 @@ def pack_weights(model: nn.Module, quantizer: Any) -> None:
         module._packing = packing
         # On a CPU with AVX512-BF16 an evaluation would put a whole, rearranged weight in place of the gathered one.
         module.support_avx512bf16_for_cpu = False
-        module.register_forward_pre_hook(_refuse_cast_weight)
+        module.register_forward_pre_hook(_before_forward)
         mark_weights(module)
 
 
@@ -210,6 +211,21 @@ def refuse_cast(model: nn.Module, param_dtype: torch.dtype | None) -> None:
             )
 
 
+def refuse_cast_weights(model: nn.Module) -> None:
+    """Refuse weights that were cast since they were packed, as PEFT's `prepare_model_for_kbit_training` does with shards.
+
+    Raises:
+        ConfigError: with what to leave out.
+    """
+    for module in packed_linears(model).values():
+        storage = packing_of(module).storage
+        if module.weight.dtype != storage:
+            raise ConfigError(
+                f"A 4-bit weight was packed as {storage} and is {module.weight.dtype} now; a cast destroys it. Do not cast the "
+                "model, and leave out prepare_model_for_kbit_training: load_weights and add_adapter do what it is for."
+            )
+
+
 _CURE = (
     "Use BitsAndBytesConfig(load_in_4bit=True, …), or load without it: the base stays in bf16, spread over all ranks."
 )
@@ -235,12 +251,5 @@ def _linears(model: nn.Module) -> dict[str, Any]:
     return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
 
 
-def _refuse_cast_weight(module: nn.Module, args: object) -> None:
-    """A weight that was cast since it was packed is noise: PEFT's `prepare_model_for_kbit_training` casts shards, for one."""
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    if weight.dtype != packing_of(module).storage:
-        raise ConfigError(
-            f"A 4-bit weight was packed as {packing_of(module).storage} and is {weight.dtype} now; a cast destroys it. Do not "
-            "cast the model, and leave out prepare_model_for_kbit_training: load_weights and add_adapter do what it is for."
-        )
+def _before_forward(module: nn.Module, args: object) -> None:
+    refuse_cast_weights(module)

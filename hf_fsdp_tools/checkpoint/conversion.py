@@ -89,12 +89,16 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: A 4-bit weight has no scales, because loading failed.
     """
-    tensors = persistent_tensors(model)
+    return persistent_tensors(model) | _scales(model)
+
+
+def _scales(model: nn.Module) -> dict[str, torch.Tensor]:
+    scales: dict[str, torch.Tensor] = {}
     for key, module in packed_linears(model).items():
         if module.quant_state is None:
             raise CheckpointError(f"{key!r} has no scales: it was never loaded, or loading failed. Load it again.")
-        tensors |= {f"{key}.{name}": tensor for name, tensor in module.quant_state.as_dict(packed=True).items()}
-    return tensors
+        scales |= {f"{key}.{name}": tensor for name, tensor in module.quant_state.as_dict(packed=True).items()}
+    return scales
 
 
 def map_loading(model: nn.Module, stored: Mapping[str, Stored], *, layout: str = "hub") -> LoadMap:
@@ -223,12 +227,13 @@ def map_saving(model: nn.Module) -> dict[str, PieceTensor]:
     Keys that the class does not save and all but one name of tied tensors are left out, as transformers does. No rank
     communicates: every rank gets the same map in the same order.
     """
-    state = saved_tensors(model)
+    state = persistent_tensors(model)
     for key in getattr(model, "_keys_to_ignore_on_save", None) or ():
         state.pop(key, None)
     if isinstance(model, PreTrainedModel):
         bare = {k: torch.empty(t.shape, dtype=t.dtype, device="meta") for k, t in state.items()}
         state = {k: state[k] for k in remove_tied_weights_from_state_dict(bare, model)}
+    state |= _scales(model)
     symbols = {k: PieceTensor.named(k, t.shape, t.dtype) for k, t in state.items()}
     return _revert(model, symbols)
 
