@@ -91,12 +91,13 @@ def load_weights(
         staging_bytes: Bound of host memory above the shards; at least 1 MiB.
         read_mode: "rank": each rank reads its own byte ranges. "node": the ranks of a node each read distinct contiguous
             parts of what any of them wants, once, and pass them on over gloo; in HSDP whose replicas are on different
-            nodes, all ranks of the job do. "auto" times five requests for 4 KiB and one for 1 MiB. It takes "node" where a
-            request takes 2 ms or more, or a stream brings less than 0.5 GB/s, and bytes would be read by 1.5 ranks on
-            average; also where a request takes 2 ms or more and would bring fewer bytes than a stream brings in that time.
-            Otherwise "rank". Where requests are that slow, more of them are in flight in either mode, and in "rank"
-            neighbouring ranges are read as one. The report says what was picked and why. Conversions that compute read
-            their whole tensors on every rank in either mode.
+            nodes, all ranks of the job do. "auto" times five requests for 4 KiB and one for 1 MiB. Where a request takes 2 ms or
+            more, or a stream brings less than 0.5 GB/s, it also times a 128th of what is wanted, on all ranks at once, expects
+            from that how long either way takes, and picks the shorter: "node" where many ranks want the same bytes of
+            storage that gives all of them little, or where each would make many small requests. Otherwise "rank". Where
+            requests take 2 ms, more of them are in flight in either mode, and in "rank" neighbouring ranges are read as one.
+            The report says what was picked and why. Conversions that compute read their whole tensors on every rank in
+            either mode.
         read_timeout_s: When a rank has waited so long for its storage, without any read completed, all ranks stop with
             an error. From 30 s on it warns, with file and position. Stay below the timeout of the process group (10 minutes
             with NCCL), after which the ranks that wait are aborted without a word about the file.

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from threading import Barrier
 
 import torch
 
@@ -123,7 +122,6 @@ def measure_flow(
     size = min(max(int(total * _FLOW_PART) // pace.threads, _FLOW_BYTES[0]), _FLOW_BYTES[1])
     points = [wanted[i * len(wanted) // pace.threads] for i in range(pace.threads)] if wanted else []
     buffer = torch.zeros((pace.threads, size), dtype=torch.uint8, device="cpu")
-    everyone = Barrier(pace.threads)
 
     def request(i: int) -> int:
         count = min(size, _span(points[i]))
@@ -135,7 +133,6 @@ def measure_flow(
         try:
             read = stack.enter_context(opened({t.file: None for t in points}, read_ahead=False))
             pool = stack.enter_context(ReadThreads(pace.threads))
-            list(pool.map(lambda _: everyone.wait(), range(pace.threads)))  # threads that are to be started take time
         finally:
             together()
         began = time.perf_counter()
