@@ -426,7 +426,7 @@ def _draw(path: ModulePath, shapes: Mapping[str, Sequence[int]], seed: int) -> d
         stores[key][key] = tensor
     try:
         with torch.random.fork_rng(devices=()), torch.no_grad(), init.guard_torch_init_functions():
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # that of GPUs is not restored, and not needed
             for initialize in _initializers(path):
                 initialize()
         made = {key: stores[key][key] for key in shapes}  # a module may have set a new tensor in its place

@@ -25,10 +25,9 @@ def mend_units(model: nn.Module) -> None:
     drop_hook(model._forward_hooks, _complete_units)  # it must come after FSDP2's own, which may be new
     model.register_forward_hook(_complete_units)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            drop_hook(module._forward_pre_hooks, _cast_inputs)
-            if len(_state_of(module)._modules) > 1:
-                module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+        drop_hook(module._forward_pre_hooks, _cast_inputs)  # of a module that is in no unit any more, too
+        if isinstance(module, FSDPModule) and len(_state_of(module)._modules) > 1:
+            module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
 
 
 def drop_hook(hooks: MutableMapping[int, Any], hook: Any) -> None:

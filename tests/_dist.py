@@ -1,6 +1,6 @@
 """Run one function on several real ranks: separate processes over a file store, no ports and no launcher.
 
-On GPUs (NCCL) where there is one for each rank, otherwise on the CPU (gloo).
+On the CPU (gloo), or, for a test that asks for it, each rank on a GPU of its own (NCCL, with gloo beside it).
 """
 
 import faulthandler
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-__all__ = ["run_ranks"]
+__all__ = ["hide_gpus", "num_gpus", "run_ranks"]
 
 _GRACE_S = 10.0  # how long the other ranks may go on after one has failed (assumed: enough to report their own error)
 
@@ -23,24 +23,47 @@ _GRACE_S = 10.0  # how long the other ranks may go on after one has failed (assu
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers", "transformers.modeling_utils"])
 
+_gpus: dict[str, Any] = {"count": 0, "visible": None}  # of this machine, as they were before `hide_gpus`
+
+
+def hide_gpus() -> None:
+    """Let this process and its children see no GPU: what most tests expect is what happens on CPUs."""
+    import torch
+
+    _gpus.update(count=torch.cuda.device_count(), visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def num_gpus() -> int:
+    """How many ranks with `device="cuda"` there can be."""
+    count: int = _gpus["count"]
+    return count
+
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, fresh: bool = False
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120,
+    fresh: bool = False,
+    device: Literal["cpu", "cuda"] = "cpu",
 ) -> list[Any]:
     """Each rank's return value of ``fn(*args)``, in rank order.
 
-    ``fn`` must be a module-level function, its arguments and result picklable. In it the default process group (gloo)
-    is up, RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set, and torch runs one thread. ``fresh`` ranks import
-    everything anew (5 s), for what libraries read from the environment at import.
+    ``fn`` must be a module-level function, its arguments and result picklable, tensors on the CPU. In it the default process
+    group is up (gloo; with `device="cuda"` also NCCL, and the rank's GPU is the current device), RANK, LOCAL_RANK,
+    WORLD_SIZE and LOCAL_WORLD_SIZE are set, and torch runs one thread. ``fresh`` ranks import everything anew (5 s), for
+    what libraries read from the environment at import.
 
     Raises:
         AssertionError: A rank raised, died or was still running at ``timeout_s``; holds every failing rank's traceback.
     """
+    gpus = dict(_gpus) if device == "cuda" else None
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         deadline = time.monotonic() + timeout_s
         context = multiprocessing.get_context("spawn") if fresh else _CONTEXT
         ranks = [
-            context.Process(target=_rank_main, args=(fn, rank, world_size, folder, timeout_s, args), daemon=True)
+            context.Process(target=_rank_main, args=(fn, rank, world_size, folder, timeout_s, gpus, args), daemon=True)
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -81,11 +104,22 @@ def _failure(folder: Path, rank: int, process: BaseProcess, timeout_s: float) ->
 
 
 def _rank_main(
-    fn: Callable[..., Any], rank: int, world_size: int, folder: str, timeout_s: float, args: tuple[Any, ...]
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout_s: float,
+    gpus: dict[str, Any] | None,
+    args: tuple[Any, ...],
 ) -> None:
     """The life of one rank: group up, call, result or traceback to a file, group down."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before the first call to CUDA, which reads it
+    if gpus is not None and gpus["visible"] is None:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    elif gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus["visible"]
     import torch
     import torch.distributed as dist
 
@@ -96,10 +130,9 @@ def _rank_main(
         try:
             store = dist.FileStore(str(Path(folder, "store")), world_size)
             patience = timedelta(seconds=timeout_s + 30)  # the parent's timeout comes first and says more
-            backend = "cpu:gloo,cuda:nccl"
-            if torch.cuda.device_count() < world_size:  # a GPU for each rank, or the CPU for all
-                os.environ["CUDA_VISIBLE_DEVICES"] = ""
-                backend = "gloo"
+            if gpus is not None:
+                torch.cuda.set_device(rank)
+            backend = "gloo" if gpus is None else "cpu:gloo,cuda:nccl"
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
             result = fn(*args)
             dist.barrier()  # nobody leaves while another still talks to it

@@ -216,6 +216,7 @@ def _run(
     units = list(_units(batches))
     count = max(1, min(threads, len(units)))
     with ExitStack() as stack, ReadThreads(count, never=is_writing) as pool:
+        stack.callback(staging.finish)  # after an error too
         descriptors: dict[Path, int] = {}
         for file in {batch.file: None for batch in batches}:
             descriptors[file] = pool.submit(open_file, file).result()
@@ -237,7 +238,6 @@ def _run(
         finally:
             for future in futures:
                 future.cancel()  # after a failure the rest is of no use
-    staging.finish()
     return TransferStats(
         num_bytes=sum(n for n, _ in done), calls=sum(c for _, c in done), staging_bytes=staging.allocated_bytes
     )
@@ -294,7 +294,13 @@ def _read_batch(descriptor: int, batch: Batch, staging: Staging, *, fault_in: Fa
 def scatter(batch: Batch, filled: torch.Tensor) -> None:
     """Cast a batch's bytes, wherever they came from, and put them where they belong."""
     for chunk in batch.chunks:
-        chunk.memory.copy_(_staged(chunk, filled, batch.start), non_blocking=True)
+        chunk.memory.copy_(_staged(chunk, filled, batch.start))  # within a GPU that is queued, not waited for
+
+
+def gather(batch: Batch, buffer: torch.Tensor) -> None:
+    """Cast what a batch writes into the layout of its file."""
+    for chunk in batch.chunks:
+        _staged(chunk, buffer, batch.start).copy_(chunk.memory)
 
 
 def _write_batch(descriptor: int, batch: Batch, staging: Staging) -> int:
@@ -305,8 +311,7 @@ def _write_batch(descriptor: int, batch: Batch, staging: Staging) -> int:
                 os.pwritev, descriptor, [_memory_of(chunk.memory) for chunk in batch.chunks], batch.file, batch.start
             )
         buffer = staging.next_buffer()
-        for chunk in batch.chunks:
-            _staged(chunk, buffer, batch.start).copy_(chunk.memory)
+        staging.collect(buffer, partial(gather, batch))
         return _all_bytes(
             os.pwritev, descriptor, [_memory_of(buffer[: batch.stop - batch.start])], batch.file, batch.start
         )

@@ -61,7 +61,7 @@ class Staging:
         self._local = threading.local()
         self._rings: list[Ring] = []
         self._made = 0
-        # The memory that is copied to may be in use by what was queued before.
+        # The memory that is copied may be in use by what was queued before, or not be written yet.
         self._before = torch.cuda.current_stream(device).record_event() if device is not None else None
 
     @property
@@ -83,12 +83,28 @@ class Staging:
             scatter(filled)
             return
         stream = self._stream()
+        try:
+            with torch.cuda.stream(stream):
+                scatter(filled.to(self._device, non_blocking=True))
+        finally:  # what was queued before an error is waited for, too
+            self._ring().copied_when(stream.record_event())
+
+    def collect(self, buffer: torch.Tensor, gather: Callable[[torch.Tensor], None]) -> None:
+        """Let ``gather`` fill a buffer of the calling thread, and return when it is full.
+
+        From a GPU, ``gather`` runs on the thread's own stream, behind what the thread that made this had queued.
+        """
+        if self._device is None:
+            gather(buffer)
+            return
+        stream = self._stream()
         with torch.cuda.stream(stream):
-            scatter(filled.to(self._device, non_blocking=True))
-        self._ring().copied_when(stream.record_event())
+            gather(buffer)
+        stream.synchronize()
 
     def finish(self) -> None:
-        """Wait until everything has arrived. For the thread that made this."""
+        """Wait until everything has arrived, also after an error: memory that is copied to must not be freed before. For the
+        thread that made this."""
         for ring in self._rings:
             ring.drain()
 

@@ -1,15 +1,10 @@
 """Staging buffers: bounded, in turn, and never given out while somebody copies from them."""
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import pytest
 import torch
 
-from hf_fsdp_tools.checkpoint.reader import read_transfers
-from hf_fsdp_tools.checkpoint.slices import View
 from hf_fsdp_tools.checkpoint.staging import Ring, Staging
-from hf_fsdp_tools.checkpoint.transfer import Transfer
 
 
 class Copy:
@@ -57,17 +52,3 @@ def test_each_thread_has_its_own_buffers() -> None:
     staging.next_buffer()
     staging.hand_over(torch.ones(3), seen.append)
     assert torch.equal(seen[0], torch.ones(3))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_files_reach_a_gpu(tmp_path: Path, dtype: torch.dtype) -> None:
-    """More bytes than all buffers hold, every second column, cast on the way."""
-    tensor = torch.randn(4096, 512).to(torch.bfloat16)
-    file = tmp_path / "stored.bin"
-    file.write_bytes(tensor.view(torch.uint8).numpy().tobytes())
-    memory = torch.zeros(4096, 256, dtype=dtype, device="cuda")
-    stored = View(offset=0, length=(4096, 256), strides=(512, 2))
-    transfer = Transfer(key="x", file=file, offset=0, dtype=torch.bfloat16, stored=stored, memory=memory)
-    stats = read_transfers([transfer], staging_bytes=2**20)
-    assert torch.equal(memory.cpu(), tensor[:, ::2].to(dtype)) and stats.staging_bytes <= 2**20

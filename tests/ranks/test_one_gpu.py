@@ -1,0 +1,363 @@
+"""What only a GPU can break: pinned copies on side streams, NCCL beside gloo, CPU offload, loss scaling, compilation.
+
+Each test runs on the CPU, and the same function on a GPU where there is one: one rank is enough. With two GPUs it runs
+sharded. All ranks train on the same rows, so the numbers do not depend on how many there are.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from hf_fsdp_tools import (
+    CheckpointError,
+    FSDPTrainerMixin,
+    HybridFSDPPlugin,
+    ParallelDims,
+    diagnose,
+    from_pretrained,
+    load_weights,
+    make_accelerator,
+    save_pretrained,
+)
+from hf_fsdp_tools.checkpoint.reader import read_transfers, write_transfers
+from hf_fsdp_tools.checkpoint.slices import View
+from hf_fsdp_tools.checkpoint.transfer import Transfer
+from hf_fsdp_tools.integrations.accelerator import adopt
+from hf_fsdp_tools.mesh import local_device
+from tests._checkpoints import make_checkpoint
+from tests._dist import num_gpus, run_ranks
+
+STEPS = 3
+IDS = torch.randint(3, 131, (4, 12), generator=torch.Generator().manual_seed(1))
+
+
+def _needs(gpus: int) -> Any:
+    return pytest.mark.skipif(num_gpus() < gpus, reason=f"needs {gpus} CUDA device(s); there are {num_gpus()}")
+
+
+on_each = pytest.mark.parametrize(
+    ("device", "ranks"),
+    [
+        pytest.param("cpu", 1, id="cpu"),
+        pytest.param("cuda", 1, id="one GPU", marks=[pytest.mark.gpu, _needs(1)]),
+        pytest.param("cuda", 2, id="two GPUs", marks=[pytest.mark.gpu, _needs(2)]),
+    ],
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("model"))
+
+
+def _is_gpu() -> bool:
+    return local_device().type == "cuda"
+
+
+def _accelerator(**settings: Any) -> Accelerator:
+    return make_accelerator(cpu=not _is_gpu(), **settings)
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    ids = IDS.to(local_device())
+    return {"input_ids": ids, "labels": ids}
+
+
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, count: int = STEPS) -> list[float]:
+    """A plain training loop."""
+    optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(count):
+        loss = model.train()(**_batch()).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _expected(folder: Path, count: int = STEPS) -> list[float]:
+    """The same steps without any of this, on the CPU."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(count):
+        loss = model.train()(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _close(found: list[float], expected: list[float], rtol: float = 1e-4) -> None:
+    # fp32: a GPU adds in another order (TF32 is off by default), and AdamW's steps carry that on
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-5)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+def _assert_is(model: nn.Module, plain: nn.Module) -> None:
+    """To the last bit, all parameters and buffers."""
+    expected = dict(plain.named_parameters()) | dict(plain.named_buffers())
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(_whole(tensor), expected[name].detach()), name
+
+
+# ---- loading ----
+
+
+def _loading(folder: Path, out: Path) -> list[float]:
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    here = local_device().type
+    before = torch.random.get_rng_state(), torch.cuda.get_rng_state() if _is_gpu() else None
+    for read_mode in ("rank", "node"):
+        model = from_pretrained(folder, load_kwargs={"read_mode": read_mode})
+        _assert_is(model, plain)
+        assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {here}
+    assert torch.equal(torch.random.get_rng_state(), before[0]), "loading draws no random number of the user's"
+    assert before[1] is None or torch.equal(torch.cuda.get_rng_state(), before[1])
+    assert not [f for f in diagnose(model).findings if f.severity == "error"]
+    # cast on the way, and saved again in the dtype of the files
+    half = from_pretrained(folder, dtype=torch.bfloat16)
+    _assert_is(half, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+    losses = _steps(model)
+    save_pretrained(model, out / "saved")
+    _assert_is(model, AutoModelForCausalLM.from_pretrained(out / "saved"))
+    load_weights(model, folder)  # over weights that are there
+    _assert_is(model, plain)
+    return losses
+
+
+@on_each
+def test_load_train_save(device: Any, ranks: int, folder: Path, tmp_path: Path) -> None:
+    for losses in run_ranks(_loading, ranks, folder, tmp_path, device=device):
+        _close(losses, _expected(folder))
+
+
+def _staged(folder: Path) -> None:
+    """More bytes than all buffers hold, every second column, cast on the way there and back."""
+    tensor = torch.randn(4096, 512, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    rank = dist.get_rank()
+    file, copy = folder / f"stored-{rank}", folder / f"copy-{rank}"
+    file.write_bytes(tensor.view(torch.uint8).numpy().tobytes())
+    copy.write_bytes(bytes(tensor.nbytes))
+    stored = View(offset=0, length=(4096, 256), strides=(512, 2))
+    for dtype in (torch.bfloat16, torch.float32):
+        memory = torch.zeros(4096, 256, dtype=dtype, device=local_device())
+        transfer = {"key": "x", "offset": 0, "dtype": torch.bfloat16}
+        stats = read_transfers([Transfer(file=file, stored=stored, memory=memory, **transfer)], staging_bytes=2**20)
+        assert stats.staging_bytes <= 2**20
+        assert torch.equal(memory.cpu(), tensor[:, ::2].to(dtype))
+        memory.mul_(2)  # queued; writing must come after it
+        whole = View(offset=0, length=(4096, 256), strides=(256, 1))
+        write_transfers([Transfer(file=copy, stored=whole, memory=memory, **transfer)], staging_bytes=2**20)
+        written = torch.frombuffer(bytearray(copy.read_bytes()), dtype=torch.bfloat16)[: 4096 * 256]
+        assert torch.equal(written.view(4096, 256), tensor[:, ::2] * 2)
+    with open(file, "r+b") as stream:
+        stream.truncate(tensor.nbytes // 2)
+    with pytest.raises(CheckpointError, match="shrank"):  # while copies of the first half are under way
+        read_transfers([Transfer(file=file, stored=stored, memory=memory, **transfer)], staging_bytes=2**20)
+
+
+@on_each
+def test_files_reach_memory_and_come_back_through_staging_buffers(device: Any, ranks: int, tmp_path: Path) -> None:
+    run_ranks(_staged, ranks, tmp_path, device=device)
+
+
+# ---- CPU offload, precision ----
+
+
+def _offloaded(folder: Path, out: Path) -> list[float]:
+    model = from_pretrained(folder, offload_policy=CPUOffloadPolicy())
+    _assert_is(model, AutoModelForCausalLM.from_pretrained(folder))
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) and parameter.device.type == "cpu", name
+        assert parameter.to_local().is_pinned() == (_is_gpu() and parameter.to_local().numel() > 0), name
+    assert {buffer.device.type for buffer in model.buffers()} == {local_device().type}
+    losses = _steps(model)
+    save_pretrained(model, out / "offloaded")
+    return losses
+
+
+@on_each
+def test_cpu_offload_trains_from_pinned_shards(device: Any, ranks: int, folder: Path, tmp_path: Path) -> None:
+    for losses in run_ranks(_offloaded, ranks, folder, tmp_path, device=device):
+        _close(losses, _expected(folder))
+
+
+def _mixed(folder: Path, mixed_precision: str) -> list[float]:
+    accelerator = _accelerator(mixed_precision=mixed_precision)
+    if mixed_precision == "fp16" and not _is_gpu():
+        accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu"), True  # what Accelerate has on GPUs
+        adopt(accelerator, sync_each_batch=True)
+    model = from_pretrained(folder, accelerator=accelerator)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}, "master weights"
+    model, optimizer = accelerator.prepare(model.train(), torch.optim.AdamW(model.parameters(), lr=1e-2))
+    losses = []
+    for _ in range(STEPS):
+        loss = model(**_batch()).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if mixed_precision == "fp16":
+        assert accelerator.scaler is not None and not optimizer.step_was_skipped
+        before = {name: _whole(p) for name, p in model.named_parameters()}
+        accelerator.backward(model(**_batch()).loss * float("inf"))
+        optimizer.step()
+        assert optimizer.step_was_skipped and accelerator.scaler.get_scale() == 2.0**15
+        assert all(torch.equal(_whole(p), before[name]) for name, p in model.named_parameters())
+    return losses
+
+
+@on_each
+@pytest.mark.parametrize("mixed_precision", ["bf16", "fp16"])
+def test_mixed_precision(device: Any, ranks: int, mixed_precision: str, folder: Path) -> None:
+    for losses in run_ranks(_mixed, ranks, folder, mixed_precision, device=device):
+        # bf16 keeps 8 bits, fp16 11; three steps (measured on the CPU: 2e-3 and 3e-4)
+        _close(losses, _expected(folder), rtol=2e-2)
+
+
+# ---- compiled, adapted ----
+
+
+def _compiled(folder: Path) -> list[float]:
+    # the code that inductor makes for CPUs takes minutes to build; on GPUs it is what users get
+    return _steps(from_pretrained(folder, compile={} if _is_gpu() else {"backend": "aot_eager"}))
+
+
+@on_each
+def test_compiled_blocks(device: Any, ranks: int, folder: Path) -> None:
+    for losses in run_ranks(_compiled, ranks, folder, device=device, timeout_s=240):
+        _close(losses, _expected(folder))
+
+
+def _adapted(folder: Path, out: Path) -> list[float]:
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = from_pretrained(folder, peft_config=config)
+    assert {p.device.type for p in model.parameters()} == {local_device().type}
+    losses = _steps(model, count=5)
+    save_pretrained(model, out / "adapter")
+    save_pretrained(model, out / "merged", merge_adapters=True)
+    again = from_pretrained(out / "adapter")
+    loss, merged = (m.eval()(**_batch()).loss.item() for m in (again, from_pretrained(out / "merged")))
+    assert loss == pytest.approx(model.eval()(**_batch()).loss.item(), rel=1e-5)
+    assert merged == pytest.approx(loss, rel=1e-4)
+    return losses
+
+
+@on_each
+def test_adapters(device: Any, ranks: int, folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    (expected,) = run_ranks(_adapted, 1, folder, tmp_path / "expected")
+    assert expected[-1] < expected[0]
+    for losses in run_ranks(_adapted, ranks, folder, tmp_path, device=device):
+        _close(losses, expected)
+
+
+# ---- Accelerate and the Trainer ----
+
+
+def _resumed(folder: Path, out: Path, offload: bool) -> list[float]:
+    plugin = HybridFSDPPlugin(cpu_offload=offload)
+    accelerator = _accelerator(fsdp_plugin=plugin)
+
+    def fresh() -> tuple[Any, Any]:
+        model = from_pretrained(folder, accelerator=accelerator)
+        accelerator._models.clear()
+        accelerator._optimizers.clear()
+        return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    model, optimizer = fresh()
+    losses = _steps(model, optimizer)
+    accelerator.save_state(str(out / "state"))
+    on = _steps(model, optimizer)
+    model, optimizer = fresh()
+    accelerator.load_state(str(out / "state"))
+    again = _steps(model, optimizer)
+    if _is_gpu():  # its kernels may add in another order each time
+        _close(again, on, rtol=1e-5)
+    else:
+        assert again == on, "the same steps, to the last bit"
+    return losses + on
+
+
+@on_each
+@pytest.mark.parametrize("offload", [False, True])
+def test_save_state_and_resume(device: Any, ranks: int, offload: bool, folder: Path, tmp_path: Path) -> None:
+    for losses in run_ranks(_resumed, ranks, folder, tmp_path, offload, device=device):
+        _close(losses, _expected(folder, 2 * STEPS), rtol=1e-3)
+
+
+class ShardedTrainer(FSDPTrainerMixin, Trainer):
+    pass
+
+
+def _train(folder: Path, out: Path, plain: bool, resume: bool) -> list[float]:
+    args = TrainingArguments(
+        output_dir=str(out), max_steps=4, learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=0.5,
+        logging_steps=1, report_to="none", save_steps=2, disable_tqdm=True, per_device_train_batch_size=2,
+        eval_strategy="steps", eval_steps=2, use_cpu=not _is_gpu(), train_sampling_strategy="sequential",
+    )  # fmt: skip
+    model = (
+        AutoModelForCausalLM.from_pretrained(folder) if plain else from_pretrained(folder, accelerator=_accelerator())
+    )
+    rows = [{"input_ids": row, "labels": row} for row in IDS.repeat(4, 1)]
+    trainer = ShardedTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:4])
+    trainer.train(resume_from_checkpoint=str(out / "checkpoint-2") if resume else None)
+    trainer.model.generate(IDS[:1, :3].to(local_device()), max_new_tokens=3, do_sample=False)
+    trainer.save_model(str(out / "final"))
+    return [entry["loss"] for entry in map(dict, trainer.state.log_history) if "loss" in entry]
+
+
+@on_each
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_trainer(device: Any, ranks: int, plain: bool, folder: Path, tmp_path: Path) -> None:
+    for losses, resumed in zip(
+        run_ranks(_train, ranks, folder, tmp_path, plain, False, device=device),
+        run_ranks(_train, ranks, folder, tmp_path, plain, True, device=device),
+        strict=True,
+    ):
+        losses, resumed = list(map(float, losses)), list(map(float, resumed))
+        assert len(losses) == 4 and losses[-1] < losses[0]
+        assert resumed == pytest.approx(losses, rel=1e-3), "also in the steps after the checkpoint"
+
+
+# ---- plain groups ----
+
+
+def _groups() -> None:
+    mesh = ParallelDims(dp_replicate_size=1).build_mesh()
+    assert mesh.device_type == local_device().type
+    backend = dist.get_backend_config()
+    assert ("nccl" in backend) == _is_gpu() and "gloo" in backend, backend
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, "on the CPU, beside NCCL")
+    total = torch.ones(3, device=local_device())
+    dist.all_reduce(total)
+    assert total.tolist() == [dist.get_world_size()] * 3
+    assert not _is_gpu() or torch.cuda.current_device() == dist.get_rank()
+
+
+@on_each
+def test_a_group_for_gpus_talks_between_cpus_too(device: Any, ranks: int) -> None:
+    run_ranks(_groups, ranks, device=device)
