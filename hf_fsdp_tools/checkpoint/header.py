@@ -16,7 +16,7 @@ from hf_fsdp_tools.errors import CheckpointError
 
 from .stored import StoredTensor
 
-__all__ = ["DTYPES", "MAX_HEADER_BYTES", "parse_header", "parse_json", "shortened"]
+__all__ = ["DTYPES", "MAX_HEADER_BYTES", "parse_header", "parse_json", "refuse_pointer", "shortened"]
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
 
@@ -66,6 +66,7 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
             text = stream.read(length) if sane else b""
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}. Check the path and its permissions.") from error
+    refuse_pointer(file, prefix)
     if len(prefix) < 8:
         raise _damaged(file, f"is {size} bytes long; a safetensors file has at least 8")
     if length > MAX_HEADER_BYTES:
@@ -79,24 +80,35 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
     return tensors, 8 + length
 
 
+def refuse_pointer(file: Path, beginning: bytes) -> None:
+    """Say so where a clone without git-lfs left a pointer to the file; ``beginning`` is at least 2 bytes of it."""
+    if len(beginning) > 1 and b"version https://git-lfs".startswith(beginning):
+        raise CheckpointError(
+            f"{file}: is a pointer of git-lfs, expected the file itself. Run `git lfs pull` in its folder, or download it."
+        )
+
+
 def parse_json(file: Path, text: bytes) -> dict[str, Any]:
-    """The header as a dict with unique keys."""
+    """The header of a safetensors file, or an index file, as a dict with unique keys."""
+    what = "it" if file.suffix == ".json" else "header"
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
             twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-            raise ValueError(f"key {shortened(twice)} occurs twice")
+            raise json.JSONDecodeError(f"key {shortened(twice)} occurs twice", "", 0)
         return found
 
     try:
         entries = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except UnicodeDecodeError as error:
-        raise _damaged(file, f"header is not UTF-8: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise _damaged(file, f"header is not valid JSON: {error}") from error
+        raise _damaged(file, f"{what} is not UTF-8: {error}") from error
+    except json.JSONDecodeError as error:
+        raise _damaged(file, f"{what} is not valid JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
+        raise _damaged(file, f"{what} is not valid JSON: a number is too long, or it is nested too deeply") from error
     if not isinstance(entries, dict):
-        raise _damaged(file, f"header is a JSON {type(entries).__name__}, expected an object")
+        raise _damaged(file, f"{what} is a JSON {type(entries).__name__}, expected an object")
     return entries
 
 
@@ -125,6 +137,10 @@ def _check_layout(file: Path, tensors: list[StoredTensor], data_start: int, size
     position, previous = data_start, "the header"
     for tensor in tensors:
         if tensor.offset != position:
+            beyond = next((t for t in tensors if t.offset + t.num_bytes > size), None)
+            if beyond is not None:
+                place = f"bytes {beyond.offset} to {beyond.offset + beyond.num_bytes}"
+                raise _damaged(file, f"{beyond.key!r} is said to lie at {place}, but the file has {size} bytes")
             what = "overlaps" if tensor.offset < position else "leaves a hole after"
             raise _damaged(
                 file, f"{tensor.key!r} begins at byte {tensor.offset}, {what} {previous}, which ends at {position}"
@@ -152,4 +168,5 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 
 def _damaged(file: Path, fact: str) -> CheckpointError:
-    return CheckpointError(f"{file}: {fact}. The file is damaged or not safetensors; download or save it again.")
+    kind = "no index of a checkpoint" if file.suffix == ".json" else "not safetensors"
+    return CheckpointError(f"{file}: {fact}. The file is damaged or {kind}; download or save it again.")

@@ -1,5 +1,6 @@
 """Which file of a checkpoint holds which tensor, with dtype, shape and byte range: headers are read, data is not."""
 
+import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -195,12 +196,12 @@ class CheckpointIndex:
                         cure += (
                             "enable_consolidation=True, and consolidate_safetensors_files for what is saved already."
                         )
-                    problems.append(f"{tensor.key!r} is in two files, {other.file.name} and {file.name}; {cure}")
+                    problems.append(f"{file}: holds {tensor.key!r}, which {other.file.name} holds too; {cure}")
                 tensors[tensor.key] = tensor
         if not problems and listed is not None:
             problems += [
                 f"{listed.file}: names {key!r} in {file!r}, which does not hold it; the index does not belong to "
-                "these files."
+                "these files. Download or save all of them again."
                 for key, file in listed.weight_map.items()
                 if key not in tensors or tensors[key].file != listed.file.parent / file
             ]
@@ -272,9 +273,12 @@ def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[Path], _Listin
     if (folder / PICKLED_INDEX).is_file():
         return _listed_files(folder / PICKLED_INDEX, ".bin")
     found = ", ".join(sorted(f.name for f in folder.iterdir())[:10]) or "nothing"
+    cure = "Give the folder that save_pretrained wrote."
+    if any(folder.glob("*.distcp")):
+        cure = f"Its {METADATA} is missing: copy it too (its name is hidden), or save again; it is written last."
     raise CheckpointError(
         f"No weights in {str(folder)!r}: expected {WEIGHTS}, {WEIGHTS_INDEX}, *.safetensors or {METADATA} (and, with "
-        f"allow_pickle=True, {PICKLED}), found {found}. Give the folder that save_pretrained wrote."
+        f"allow_pickle=True, {PICKLED}), found {found}. {cure}"
     )
 
 
@@ -298,15 +302,24 @@ def _read_listing(file: Path, suffix: str) -> _Listing:
     for name, count in sorted(Counter(weight_map.values()).items()):
         if leaves_folder(name) or not name.endswith(suffix):
             problems.append(
-                f"{file}: names the file {shortened(name)}; expected a {suffix[1:]} file inside the folder."
+                f"{file}: names the file {shortened(name)}; expected a {suffix[1:]} file inside the folder. Where you trust "
+                "its source, put the file there and name it so."
             )
         elif not (file.parent / name).is_file():
             problems.append(
-                f"{file}: names {shortened(name)} for {count} tensors, which is not there. Download or save it again."
+                f"{file}: names {shortened(name)} for {count} tensors, which {_instead(file.parent / name)}. Download or save "
+                "it again."
             )
     if problems:
         raise CheckpointError(_joined(problems))
     return _Listing(file=file, weight_map=weight_map, num_bytes=len(text))
+
+
+def _instead(file: Path) -> str:
+    """What a file is that should hold weights."""
+    if file.is_symlink():
+        return f"is a link that leads nowhere ({shortened(os.readlink(file))})"
+    return "is no file" if file.exists() else "is not there"
 
 
 def _download(

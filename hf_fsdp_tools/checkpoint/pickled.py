@@ -17,6 +17,7 @@ import torch
 
 from hf_fsdp_tools.errors import CheckpointError
 
+from .header import refuse_pointer
 from .slices import row_major_strides
 from .stored import StoredTensor, TensorChunk
 
@@ -60,6 +61,8 @@ def locate_chunk(chunk: TensorChunk, dtype: torch.dtype) -> StoredTensor:
     """
     try:
         with _Window(chunk.file, chunk.offset, chunk.length) as window:
+            if window.read(2) != b"PK":
+                raise _damaged(chunk.file, f"{chunk.name!r}: no archive of torch.save begins at byte {chunk.offset}")
             records = _records(chunk.file, window)
             tensor = _unpickle(chunk.file, window)
     except OSError as error:
@@ -118,7 +121,10 @@ def _unpickle(file: Path, window: _Window) -> Any:
     try:
         return torch.load(window, map_location="meta", weights_only=True)  # type: ignore[arg-type]  # a binary file
     except UnpicklingError as error:
-        line = next((s for s in str(error).splitlines() if "WeightsUnpickler" in s or "Unsupported" in s), str(error))
+        lines = [s for s in str(error).splitlines() if s.strip()]
+        line = next(
+            (s for s in lines if any(word in s for word in ("WeightsUnpickler", "GLOBAL", "upported"))), lines[0]
+        )
         raise CheckpointError(
             f"{file}: holds more than tensors, and unpickling it could run code, so it was not opened "
             f"({line.strip()[:200]}). Convert it to safetensors where you trust its source."
@@ -143,7 +149,10 @@ def _records(file: Path, window: _Window) -> dict[int, int]:
     cannot make a tensor of other bytes.
     """
     window.seek(0)
-    if window.read(2) != b"PK":
+    if not (head := window.read(2)):
+        raise _damaged(file, "is empty, expected a zip archive")
+    refuse_pointer(file, head)
+    if head != b"PK":
         raise _damaged(
             file,
             "is no zip archive, which torch.save writes since torch 1.6. If it is older, convert it once: "

@@ -177,6 +177,7 @@ def break_dcp(folder: Path, root: Path) -> dict[str, Path]:
         "code": copy("code"),
         "short": copy("short"),
         "absent": copy("absent"),
+        "zeros": copy("zeros"),
         "hole": change("hole", lambda m: m.state_dict_metadata["lm_head.weight"].chunks.pop()),
         "outside": change("outside", lambda m: setattr(places(m), "relative_path", "../other")),
         "other": change("other", lambda m: m.storage_data.update(dict.fromkeys(m.storage_data, places(m)))),
@@ -187,6 +188,8 @@ def break_dcp(folder: Path, root: Path) -> dict[str, Path]:
     with open(file, "r+b") as stream:
         stream.truncate(file.stat().st_size // 2)
     next(broken["absent"].glob("*.distcp")).unlink()
+    file = max(broken["zeros"].glob("*.distcp"), key=lambda f: f.stat().st_size)
+    file.write_bytes(bytes(file.stat().st_size))
     return broken
 
 
@@ -214,6 +217,7 @@ def test_dcp_folders_of_every_kind_at_another_number_of_ranks(folders: dict[str,
         "code": "nothing that DCP writes",
         "short": "bytes long, but .* is at bytes .*The checkpoint is not complete",
         "absent": "is not there, but",
+        "zeros": r"distcp: '.*': no archive of torch.save begins at byte \d+.*download or save it again",
         "hole": r"chunks of 'lm_head.weight' \[131, 48\] leave something out.*save it again",
         "outside": r"lies in '\.\./other', expected a file of the folder",
         "other": r"expected torch.float32 .*, found",

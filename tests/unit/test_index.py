@@ -136,6 +136,12 @@ BAD_HEADERS: dict[str, tuple[Any, bytes, str]] = {
     "offsets reversed": ({"a": entry(begin=8, end=0)}, bytes(8), r"is not \[begin, end\]"),
     "wrong length": ({"a": entry(shape=(3,))}, bytes(8), "needs 12 bytes, data_offsets give 8"),
     "out of range": ({"a": entry()}, b"", "is truncated"),
+    "far out of range": (
+        {"a": entry(), "b": entry(begin=1008, end=1016)},
+        bytes(16),
+        "'b' is said to lie at bytes .*, but the file has",
+    ),
+    "huge number": (b'{"a": ' + b"9" * 5000 + b"}", b"", "a number is too long"),
     "overlap": ({"a": entry(), "b": entry(begin=4, end=12)}, bytes(12), "'b' begins at byte .*, overlaps 'a'"),
     "hole": ({"a": entry(), "b": entry(begin=12, end=20)}, bytes(20), "leaves a hole after 'a'"),
     "bytes to spare": ({"a": entry()}, bytes(9), "has bytes that belong to no tensor"),
@@ -156,6 +162,7 @@ def test_a_hostile_header_is_one_error(tmp_path: Path, name: str) -> None:
     [
         (b"", "is 0 bytes long"),
         (b"1234567", "is 7 bytes long"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "is a pointer of git-lfs.*Run `git lfs pull`"),
         ((2**63).to_bytes(8, "little"), "the format allows 100000000"),
         ((1000).to_bytes(8, "little") + b"{}", "header length is 1000 bytes, but the file has 2 bytes"),
     ],
@@ -169,7 +176,7 @@ def test_a_header_that_does_not_fit_the_file(tmp_path: Path, content: bytes, mes
 def test_a_key_in_two_files(tmp_path: Path) -> None:
     for name in ("x.safetensors", "y.safetensors"):
         save_file({"a": torch.ones(2)}, tmp_path / name)
-    with pytest.raises(CheckpointError, match=r"'a' is in two files, x\.safetensors and y\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"y\.safetensors: holds 'a', which x\.safetensors holds too; keep one"):
         CheckpointIndex.open(tmp_path)
 
 
@@ -188,6 +195,35 @@ BAD_INDICES: dict[str, tuple[Callable[[dict[str, str]], Any], str]] = {
     "map of numbers": (lambda m: {"weight_map": {"a": 1}}, "expected a 'weight_map'"),
     "not an object": (lambda m: [1], "JSON list, expected an object"),
 }
+
+
+def test_an_index_that_is_no_json_and_files_that_are_none(tmp_path: Path) -> None:
+    index, file = tmp_path / INDEX, tmp_path / "x.safetensors"
+    index.write_bytes(b"\xff\xff{")
+    with pytest.raises(
+        CheckpointError, match=r"json: it is not UTF-8.*The file is damaged or no index of a checkpoint"
+    ):
+        CheckpointIndex.open(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"a": file.name}}))
+    file.symlink_to(tmp_path / "blob")
+    with pytest.raises(
+        CheckpointError, match=r"'x\.safetensors' .*is a link that leads nowhere \('.*blob'\)\. Download"
+    ):
+        CheckpointIndex.open(tmp_path)
+    file.unlink()
+    file.symlink_to(file.name)
+    with pytest.raises(CheckpointError, match="is a link that leads nowhere"):
+        CheckpointIndex.open(tmp_path)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(CheckpointError, match="which is no file"):
+        CheckpointIndex.open(tmp_path)
+
+
+def test_a_dcp_folder_without_its_metadata_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"found __0_0.distcp. Its \.metadata is missing: copy it too"):
+        CheckpointIndex.open(tmp_path)
 
 
 @pytest.mark.parametrize("name", BAD_INDICES)

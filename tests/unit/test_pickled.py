@@ -106,11 +106,12 @@ def test_what_is_refused_and_why(tmp_path: Path) -> None:
     big_endian = rezipped(good, tmp_path / "big.bin", zipfile.ZIP_STORED, byteorder=b"big")
     text = tmp_path / "text.bin"
     text.write_text("version https://git-lfs.github.com/spec/v1")
+    (tmp_path / "empty.bin").write_bytes(b"")
     raw_pickle = tmp_path / "raw.bin"
     raw_pickle.write_bytes(pickle.dumps(Runs(marker)))
     for file, said in [
         (files["old"], r"older, convert it once: torch\.save\(torch\.load"),
-        (files["code"], "could run code, so it was not opened.*Convert it to safetensors"),
+        (files["code"], "could run code, so it was not opened .*GLOBAL.*Convert it to safetensors"),
         (files["short"], "is no complete zip archive.*download or save it again"),
         (files["expanded"], "'a' is an expanded tensor.*contiguous copy"),
         (files["number"], r"no tensors: 'epoch' \(int\); expected the state dict of a model alone"),
@@ -118,7 +119,8 @@ def test_what_is_refused_and_why(tmp_path: Path) -> None:
         (files["sparse"], "'a' is no plain dense tensor"),
         (compressed, "'a': its 96 bytes are not in an uncompressed record"),
         (big_endian, "big"),
-        (text, "is no zip archive"),
+        (text, "is a pointer of git-lfs.*Run `git lfs pull`"),
+        (tmp_path / "empty.bin", "is empty, expected a zip archive"),
         (raw_pickle, "is no zip archive"),
         (tmp_path / "absent.bin", "cannot be read.*Check the path"),
     ]:
