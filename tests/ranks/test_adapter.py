@@ -428,7 +428,7 @@ def _quantised(folder):
 def test_complaint_17_a_quantised_base_is_refused_with_the_reason(tmp_path):
     folder = make_checkpoint("llama", tmp_path / "base")
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(AssertionError, match=r"quanti[sz]ed.*bitsandbytes"):
         run_ranks(_quantised, 2, folder)

@@ -86,6 +86,20 @@ def test_bad_input_gets_one_clear_line(tmp_path, model):
     assert 'finetune.py", line' not in done.stderr, "no traceback of ours"
 
 
+def test_qlora_in_one_command(tmp_path):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install bitsandbytes)")
+    done = launch(
+        tmp_path, "--use_peft", "--load_in_4bit", "--use_bnb_nested_quant", "--lora_target_modules", "all-linear",
+        "--bnb_4bit_quant_storage", "float32", "--max_steps", "4", "--per_device_train_batch_size", "2",
+        "--max_length", "64", "--output_dir", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    assert re.search(r"trained +float32, .*% of the parameters", done.stdout)
+    before, after = map(float, re.search(r"evaluation loss +([\d.]+) before, ([\d.]+) after", done.stdout).groups())
+    assert after < before
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # the plain base and the adapter, by PEFT
+
+
 def test_lora_in_one_command(tmp_path):
     done = launch(
         tmp_path, "--use_peft", "--merge_adapters", "--lora_target_modules", "all-linear", "--max_steps", "4",

@@ -1,0 +1,140 @@
+"""4-bit layers on meta: which become ones, how they are packed, what is refused, and how much is packed at a time."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers as hf
+from transformers import BitsAndBytesConfig
+from transformers.quantizers import quantizer_bnb_4bit
+
+from hf_fsdp_tools import CheckpointError, ConfigError, build_meta_model, load_weights, make_wrap_plan
+from hf_fsdp_tools.checkpoint import quantize
+from hf_fsdp_tools.quantization import packed_linears, packing_of, refuse_cast
+from tests._checkpoints import make_checkpoint
+
+TINY = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def four_bits(**options) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(load_in_4bit=True, **{"bnb_4bit_quant_storage": torch.bfloat16, **options})
+
+
+@pytest.fixture(autouse=True)
+def with_bitsandbytes(request):
+    if "without" not in request.node.name:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install bitsandbytes)")
+
+
+def test_the_layers_that_transformers_would_quantise():
+    """T5 keeps `wo` in fp32 beside fp16, and heads are left out; what is named is left out too."""
+    config = hf.T5Config(vocab_size=131, d_model=48, d_kv=12, d_ff=64, num_layers=2, num_heads=4)
+    given = four_bits(llm_int8_skip_modules=["SelfAttention.q", "lm_head"])
+    model = build_meta_model(
+        config, auto_class=hf.AutoModelForSeq2SeqLM, dtype=torch.float16, quantization_config=given
+    )
+    packed = packed_linears(model)
+    assert packed and not [key for key in packed if ".wo." in key or "SelfAttention.q" in key or "lm_head" in key]
+    for key, module in packed.items():
+        weight, packing = module.weight, packing_of(module)
+        assert weight.is_meta and weight.dtype == torch.bfloat16 and not weight.requires_grad, key
+        assert weight.shape == (packing.numel // 4, 1) and packing.shape == (module.out_features, module.in_features)
+        assert packing.dtype == torch.float16
+    assert {p.dtype for name, p in model.named_parameters() if ".wo." in name} == {torch.float32}
+    assert model.is_loaded_in_4bit and model.config.quantization_config is model.hf_quantizer.quantization_config
+
+
+def test_the_plan_has_the_units_of_the_plain_model():
+    config = hf.LlamaConfig(**TINY)
+    units = [unit.modules for unit in make_wrap_plan(build_meta_model(config)).units]
+    for storage in (torch.uint8, torch.bfloat16, torch.float32):
+        model = build_meta_model(config, quantization_config=four_bits(bnb_4bit_quant_storage=storage))
+        assert [unit.modules for unit in make_wrap_plan(model).units] == units, storage
+
+
+def test_what_cannot_be_quantised_is_refused():
+    config = hf.LlamaConfig(**TINY)
+    with pytest.raises(ConfigError, match=r"8-bit layers of bitsandbytes keep .*load_in_4bit=True"):
+        build_meta_model(config, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+    with pytest.raises(ConfigError, match=r"Only 4-bit weights of bitsandbytes .*load_in_4bit=True"):
+        build_meta_model(config, quantization_config=hf.EetqConfig())
+    with pytest.raises(ConfigError, match=r"No layer of LlamaForCausalLM .*llm_int8_skip_modules"):
+        build_meta_model(config, quantization_config=four_bits(llm_int8_skip_modules=["model", "lm_head"]))
+    odd = hf.LlamaConfig(**TINY | {"hidden_size": 36, "intermediate_size": 67, "head_dim": 8})
+    with pytest.raises(ConfigError, match=r"gate_proj\.weight' \[67, 36\] has 1206 bytes .*torch\.uint8"):
+        build_meta_model(odd, quantization_config=four_bits(bnb_4bit_quant_storage=torch.float32))
+
+
+def test_storage_that_computation_would_cast_is_refused():
+    model = build_meta_model(hf.LlamaConfig(**TINY), quantization_config=four_bits())
+    refuse_cast(model, None)
+    refuse_cast(model, torch.bfloat16)
+    with pytest.raises(
+        ConfigError, match=r"as torch\.bfloat16, and computation in torch\.float16 .*storage=torch\.float16"
+    ):
+        refuse_cast(model, torch.float16)
+
+
+def test_without_bitsandbytes_the_message_has_the_pip_line(monkeypatch):
+    monkeypatch.setattr(quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
+    with pytest.raises(ConfigError, match="pip install bitsandbytes"):
+        build_meta_model(hf.LlamaConfig(**TINY), quantization_config=four_bits())
+
+
+def test_without_being_asked_nothing_imports_bitsandbytes():
+    code = (
+        "import sys; from transformers import LlamaConfig; from hf_fsdp_tools import build_meta_model, load_weights; "
+        f"build_meta_model(LlamaConfig(**{TINY})); assert 'bitsandbytes' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_weights_are_packed_in_parts_of_bounded_size(tmp_path, monkeypatch):
+    """A weight of 8 MB at 1 MiB of staging: no part, and no window that is read, is larger than its share of that."""
+    import bitsandbytes.functional
+
+    config = hf.LlamaConfig(**TINY | {"intermediate_size": 32768, "num_hidden_layers": 1})
+    plain = hf.LlamaForCausalLM(config)
+    plain.save_pretrained(tmp_path)
+    parts, windows = [], []
+    pack, read = bitsandbytes.functional.quantize_4bit, quantize.read_transfers
+
+    def packing(values, **options):
+        parts.append(values.numel())
+        return pack(values, **options)
+
+    def reading(transfers, **options):
+        windows.append(sum(t.memory.numel() * t.memory.itemsize for t in transfers))
+        return read(transfers, **options)
+
+    monkeypatch.setattr(bitsandbytes.functional, "quantize_4bit", packing)
+    monkeypatch.setattr(quantize, "read_transfers", reading)
+    model = build_meta_model(tmp_path, dtype=torch.float32, quantization_config=four_bits())
+    report = load_weights(model, tmp_path, staging_bytes=2**20)
+    assert report.read_ratio == 1.0 and report.bytes_read == sum(p.numel() for p in plain.parameters()) * 4
+    assert sum(parts) == sum(packing_of(m).numel for m in packed_linears(model).values())
+    assert max(parts) * quantize._WORK_BYTES <= 2**19 and max(windows) <= 2**18
+    # a plain model on one process computes with what was loaded
+    expected = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=four_bits())
+    ids = torch.arange(3, 19).reshape(1, 16)
+    assert torch.equal(model.train()(ids).logits, expected.train()(ids).logits)
+
+
+def test_8_bit_floats_are_no_values_to_pack(tmp_path):
+    folder = make_checkpoint("llama", tmp_path)
+    from safetensors.torch import load_file, save_file
+
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({k: t.to(torch.float8_e4m3fn) if "q_proj" in k else t for k, t in tensors.items()}, file)
+    model = build_meta_model(folder, quantization_config=four_bits(bnb_4bit_quant_storage=torch.uint8))
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight': expected 16 or 32-bit .* found float8_e4m3fn"):
+        load_weights(model, folder)
