@@ -247,7 +247,11 @@ def verdict(met: Sequence[bool]) -> str:
 
 def short(cell: dict[str, Any]) -> str:
     """A cell's name within a line."""
-    parts = [cell["model"], *(["fp32"] if cell["dtype"] == "fp32" else []), cell["cache"]]
+    parts = [
+        f"{cell['model']} {cell['bytes'] / 1e9:.1f} GB",
+        *(["fp32"] if cell["dtype"] == "fp32" else []),
+        cell["cache"],
+    ]
     parts.append("alone" if cell["mode"] == "alone" else f"{cell['ranks']} ranks")
     parts += [f"HSDP {cell['replicas']}×{cell['ranks'] // cell['replicas']}"] if cell["replicas"] > 1 else []
     parts += [cell["storage"].rsplit(", ", 1)[1]] if cell["storage"] else []
