@@ -107,7 +107,8 @@ def plan_with_adapters(model: nn.Module, policy: HybridPolicy) -> WrapPlan:
 def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     """Shard what was added to a sharded model since (adapters, heads), in place, in the units of the plan it has.
 
-    Trainable weights become fp32 where computation is in a lower precision (master weights), and where their dtypes differ.
+    Trainable weights become fp32 where computation is in a lower precision (master weights), where their dtypes differ, and
+    on a 4-bit base, whose adapters TRL casts to bf16 (they keep the values that this rounds them to).
     What PEFT keeps outside the base (prompt encoders) stays whole on every rank, with averaged gradients.
 
     Args:
@@ -127,7 +128,9 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     if sharding is None:
         return {}
     base = next(module for module in model.modules() if "_fsdp_sharding" in module.__dict__)
-    refuse_cast_weights(base)
+    if packed_linears(base):
+        refuse_cast_weights(base)
+        _undo_casts(base)
     managed = set(managed_parameters(base))
     known = dict(base.named_parameters(remove_duplicate=False))
     whole = {known[name] for name in sharding.plan.replicated if name in known}
@@ -270,6 +273,16 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
         module._parameters[name] = shards[old]
     _renew(base)
     return {old: shard for old, shard in shards.items() if old is not shard}
+
+
+def _undo_casts(base: nn.Module) -> None:
+    """Trainable shards in fp32 again. TRL casts the adapters of a quantised model to bf16 by `parameter.data`, behind FSDP2,
+    which goes on gathering what it had: the optimizer would step on tensors that no forward pass sees."""
+    cast = [p for p in base.parameters() if p.requires_grad and isinstance(p, DTensor) and p.dtype != torch.float32]
+    for parameter in cast:
+        parameter.data = parameter.data.to(torch.float32)
+    if cast:
+        _renew(base)
 
 
 def _check_shapes(base: nn.Module) -> None:
