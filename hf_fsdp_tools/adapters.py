@@ -204,6 +204,7 @@ def _on_shards(config: Any) -> Iterator[None]:
 @contextmanager
 def _one_axis(model: nn.Module) -> Iterator[None]:
     """Show the shards on a mesh of one axis without a name: of any other, PEFT takes a Linear for tensor parallel."""
+    mark_weights(model)
     sharding = sharding_of(model)
     mesh = sharding.mesh if sharding else None
     if sharding is None or mesh is None or mesh.mesh_dim_names is None:

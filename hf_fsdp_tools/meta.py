@@ -20,7 +20,7 @@ from transformers import initialization as init
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.host_memory import empty_on_host
 from hf_fsdp_tools.hub import HubRepository, is_hub_name
-from hf_fsdp_tools.quantization import make_quantizer, pack_weights, replace_linears
+from hf_fsdp_tools.quantization import make_quantizer, mark_weights, pack_weights, replace_linears
 
 __all__ = [
     "allocate",
@@ -167,6 +167,7 @@ def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | Non
                     tensors[name] = replaced[tensor]  # type: ignore[assignment]  # a Parameter for a Parameter
     # FSDP2 keeps its own reference to each shard and renews it in `_apply`; a function that changes nothing is enough.
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch's own
+    mark_weights(model)
 
 
 def initialize_missing(model: nn.Module, *, missing_keys: Collection[str], seed: int = 0) -> None:

@@ -17,7 +17,7 @@ from hf_fsdp_tools.compiled import compile_blocks
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.mesh import ParallelDims
 from hf_fsdp_tools.older_torch import drop_hook, mend_units
-from hf_fsdp_tools.quantization import refuse_cast
+from hf_fsdp_tools.quantization import packed_linears, packing_of, refuse_cast
 from hf_fsdp_tools.release import copy_released
 from hf_fsdp_tools.sizes import show_bytes
 from hf_fsdp_tools.wrap import WrapPlan, check_wrap_plan
@@ -150,14 +150,15 @@ def describe_sharding(model: nn.Module) -> str:
     sharding = sharding_of(model)
     if sharding is None:
         raise ConfigError(f"{type(model).__name__} was not sharded by shard_model, so there is no plan to describe.")
-    parameters = [p for p in model.parameters() if p.is_floating_point()]
+    packed = {module.weight: packing_of(module).numel for module in packed_linears(model).values()}
+    parameters = [p for p in model.parameters() if p.is_floating_point() or p in packed]
     compute = sharding.mp_policy.param_dtype
     reduce = sharding.mp_policy.reduce_dtype or compute
     axes = zip(sharding.mesh.mesh_dim_names or ("dp_shard",), sharding.mesh.shape, strict=True)
     lines = [
         str(sharding.plan),
         f"mesh         {', '.join(f'{name} {size}' for name, size in axes)} on {sharding.mesh.device_type}",
-        *_describe_weights(parameters, offloaded=sharding.device.type != sharding.mesh.device_type),
+        *_describe_weights(parameters, packed, offloaded=sharding.device.type != sharding.mesh.device_type),
         f"computation  {_dtype_name(compute) if compute else 'in the dtype of the weights'}",
         f"reduction    {_dtype_name(reduce) if reduce else 'in the dtype of the weights'}",
         f"activations  {'recomputed block by block' if sharding.activation_checkpointing else 'kept'}",
@@ -167,14 +168,22 @@ def describe_sharding(model: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def _describe_weights(parameters: list[nn.Parameter], *, offloaded: bool) -> Iterator[str]:
-    """Dtype and size on this rank; where only some are trained, of these and of the frozen ones apart."""
+def _describe_weights(
+    parameters: list[nn.Parameter], packed: Mapping[nn.Parameter, int], *, offloaded: bool
+) -> Iterator[str]:
+    """Dtype and size on this rank; where only some are trained, of these and of the frozen ones apart.
+
+    Args:
+        parameters: of the model.
+        packed: which of them hold 4-bit values, and how many.
+        offloaded: whether they live on the CPU between uses.
+    """
     trained = [p for p in parameters if p.requires_grad]
     frozen = [p for p in parameters if not p.requires_grad]
     parts = {"frozen": frozen, "trained": trained} if frozen and trained else {"weights": parameters}
     for name, group in parts.items():
-        dtypes = " and ".join(sorted({_dtype_name(p.dtype) for p in group}))
-        share = sum(p.numel() for p in group) / sum(p.numel() for p in parameters)
+        dtypes = " and ".join(sorted({f"{'4-bit in ' * (p in packed)}{_dtype_name(p.dtype)}" for p in group}))
+        share = sum(packed.get(p, p.numel()) for p in group) / sum(packed.get(p, p.numel()) for p in parameters)
         yield (
             f"{name:<13}{dtypes}, {show_bytes(sum(map(_local_bytes, group)))} on this rank"
             + (f", {share:.2%} of the parameters" if name == "trained" else "")

@@ -20,9 +20,11 @@ from hf_fsdp_tools import (
     FSDPTrainerMixin,
     HybridFSDPPlugin,
     ParallelDims,
+    describe_sharding,
     from_pretrained,
     load_weights,
     make_accelerator,
+    resize_token_embeddings,
     save_pretrained,
     shard_added,
 )
@@ -240,6 +242,30 @@ def test_five_steps_of_qlora_equal_those_of_one_process(tmp_path, storage):
     torch.testing.assert_close(
         reopened.eval()(input_ids=ids).logits, expected.eval()(input_ids=ids).logits, rtol=1e-3, atol=1e-4
     )
+
+
+def _grown(folder: Path) -> tuple[list[float], str]:
+    """Rows for added tokens while loading and afterwards; then an adapter by PEFT's own call, in compiled blocks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = from_pretrained(folder, quantization_config=four_bits(), num_tokens=140, compile={"backend": "aot_eager"})
+    expected = {key: tensor for key, tensor in plain(folder, four_bits()).state_dict().items() if ".layers." in key}
+    assert_same({key: tensor for key, tensor in everything(model).items() if ".layers." in key}, expected)
+    resize_token_embeddings(model, 150)
+    assert model.lm_head.weight.shape == (150, 40)
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, lora())
+    shard_added(adapted)
+    return train(adapted, rank, ranks), describe_sharding(adapted)
+
+
+def test_4_bit_models_grow_and_are_compiled(tmp_path):
+    (alone, text), *_ = run_ranks(_grown, 1, small_llama(tmp_path / "llama"))
+    for losses, _ in run_ranks(_grown, 2, tmp_path / "llama"):
+        torch.testing.assert_close(losses, alone, rtol=1e-5, atol=0)
+    values = sum(p.numel() for p in plain(tmp_path / "llama").parameters()) + 2 * 19 * 40  # 19 rows were added
+    trained = sum(r * 4 for r in (80, 60, 60, 80, 92, 92, 92)) * 2  # the sides of each layer's weights, at rank 4
+    assert f"trained      float32, {trained * 4 / 1000:.1f} kB on this rank, {trained / (values + trained):.2%}" in text
+    assert "4-bit in bfloat16 and float32" in text
 
 
 class _Trainer(FSDPTrainerMixin, Trainer):
