@@ -51,6 +51,7 @@ LEVELS = (
     {"arrange", "choose", "checkpoint.fit", "checkpoint.read_mode"},
     {"checkpoint.scales"},
     {"checkpoint.quantize"},
+    {"checkpoint.fill"},
     {"wrap", "checkpoint.load", "checkpoint.save"},
     {"checkpoint", "fsdp1_policy", "shard"},
     {"adapters"},

@@ -4,11 +4,9 @@ ranks, unless storage is slow and reading together pays.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,30 +15,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.mesh import rank_on_node
 from hf_fsdp_tools.meta import allocate, initialize_missing
 from hf_fsdp_tools.quantization import packed_linears
 from hf_fsdp_tools.release import parameter_groups
 
 from .agreement import agreed, all_ranks, rank_and_size
 from .checks import refuse_not_finite, refuse_quantized
-from .conversion import ConversionGroup, LoadMap, convert_group, map_loading, persistent_tensors, set_conversions
-from .exchange import Together, read_together
-from .fit import Fit, check_ties, fit_checkpoint, transfers_of
+from .conversion import map_loading, persistent_tensors, set_conversions
+from .fill import Filled, Matched, fill_shards
+from .fit import check_ties, fit_checkpoint
 from .index import CheckpointIndex
-from .packed import part_packed, share_of_packed
-from .pieces import PieceTensor
-from .probe import measure
-from .progress import loading_bar
-from .quantize import quantize_weights
-from .read_mode import ReadChoice, ReadMode, choose_read_mode, refuse_read_mode
-from .reader import TransferStats, read_transfers
+from .packed import part_packed
+from .read_mode import ReadMode, refuse_read_mode
 from .report import LoadReport, MemoryWatch, log_keys
 from .rollback import aftermath, rolled_back
 from .scales import forget_scales
-from .shares import is_sharded, local_boxes_of, local_tensor, memory_view
-from .stall import READ_TIMEOUT_S, patience, patiently
-from .transfer import Transfer
+from .stall import READ_TIMEOUT_S, patience
 from .vocabulary import AddedTokens, fill_added
 
 __all__ = ["load_weights"]
@@ -125,7 +115,6 @@ def load_weights(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward pass alone, the root's parameters are still gathered copies
-    rank, world_size = rank_and_size()
     seconds: dict[str, float] = {}
     watch = MemoryWatch()
     with _timed(seconds, "plan"), agreed("opening the checkpoint"), patience(read_timeout_s):
@@ -134,55 +123,61 @@ def load_weights(
             if isinstance(path_or_repo, CheckpointIndex)
             else CheckpointIndex.open(path_or_repo, **hub_kwargs)
         )
-        index = index.of_model(persistent_tensors(model))
-        load_map = map_loading(model, index.tensors, layout=index.layout)
-        load_map, to_pack = part_packed(model, load_map, index)
-        refuse_quantized(model, load_map, index)
-        fit = fit_checkpoint(
-            model,
-            load_map,
-            index,
-            ignore_mismatched_sizes=ignore_mismatched_sizes,
-            strict=strict,
-            resize_vocabulary=added_tokens is not None,
-            packed=to_pack,
-        )
-        check_ties(fit, index, staging_bytes)
+        matched = _match(model, index, ignore_mismatched_sizes, strict, added_tokens is not None)
+        check_ties(matched.fit, matched.index, staging_bytes)
+    fit = matched.fit
     after = aftermath(model)
     with rolled_back(model), patience(read_timeout_s):
         with _timed(seconds, "read"):
-            with agreed(f"reading the checkpoint ({after})"):
+            doing = f"reading the checkpoint ({after})"
+            with agreed(doing):
                 forget_scales(model)
                 allocate(model, device=device or _device_of(model), dtype=dtype)
-                share = _share_of(model, load_map, fit, index)
-                packed = share_of_packed(model, to_pack, load_map, index)
-                probed = patiently(measure, share.transfers)
-            how = choose_read_mode(share.transfers, files=share.files, speed=probed, mode=read_mode)
-            to_read = share.transfer_bytes + packed.read_bytes
-            with loading_bar(to_read, rank=rank, world_size=world_size, progress=progress) as on_bytes:
-                together = _read_together(share, how, staging_bytes, on_bytes)
-                with agreed(f"reading the checkpoint ({after})"):
-                    stats = together.result() if together else _read_alone(share, how, staging_bytes, on_bytes)
-                    whole = _convert_whole(model, share, fit, index, staging_bytes, on_bytes)
-                stats += quantize_weights(
-                    packed,
-                    index,
-                    doing=f"reading the checkpoint ({after})",
-                    staging_bytes=staging_bytes,
-                    pace=how.speed.pace(),
-                    on_bytes=on_bytes,
-                )
+            filled = fill_shards(
+                model, matched, doing=doing, staging_bytes=staging_bytes, read_mode=read_mode, progress=progress
+            )
         if check_finite:
             with _timed(seconds, "check"), agreed(f"checking the values ({after})"):
-                refuse_not_finite(model, {*fit.loaded, *to_pack})
+                refuse_not_finite(model, {*fit.loaded, *matched.to_pack})
         with _timed(seconds, "initialize"), agreed(f"initialising what is in no file ({after})"):
             initialize_missing(model, missing_keys=fit.to_initialize, seed=seed)
-            set_conversions(model, load_map)
+            set_conversions(model, matched.load_map)
         if added_tokens is not None:
             fill_added(model, fit.added, added_tokens, seed)
-    report = LoadReport(
-        checkpoint=index.name,
-        rank=rank,
+    report = _report(model, matched, filled, watch, seconds)
+    log_keys(model, report)
+    return report.with_ranks(all_ranks(report.figures()))
+
+
+def _match(
+    model: nn.Module, index: CheckpointIndex, ignore_mismatched_sizes: bool, strict: bool, resize_vocabulary: bool
+) -> Matched:
+    """Hold the model against the checkpoint."""
+    index = index.of_model(persistent_tensors(model))
+    load_map = map_loading(model, index.tensors, layout=index.layout)
+    load_map, to_pack = part_packed(model, load_map, index)
+    refuse_quantized(model, load_map, index)
+    fit = fit_checkpoint(
+        model,
+        load_map,
+        index,
+        ignore_mismatched_sizes=ignore_mismatched_sizes,
+        strict=strict,
+        resize_vocabulary=resize_vocabulary,
+        packed=to_pack,
+    )
+    return Matched(index=index, load_map=load_map, to_pack=to_pack, fit=fit)
+
+
+def _report(
+    model: nn.Module, matched: Matched, filled: Filled, watch: MemoryWatch, seconds: dict[str, float]
+) -> LoadReport:
+    """This rank's."""
+    fit, how, stats, whole = matched.fit, filled.how, filled.stats, filled.whole
+    share, packed = filled.share, filled.packed
+    return LoadReport(
+        checkpoint=matched.index.name,
+        rank=rank_and_size()[0],
         dtypes=_dtypes(model),
         missing_keys=tuple(sorted(fit.missing_keys)),
         unexpected_keys=tuple(sorted(fit.unexpected_keys)),
@@ -193,7 +188,7 @@ def load_weights(
         share_bytes=share.num_bytes + packed.num_bytes,
         replicated_bytes=share.replicated_bytes + packed.replicated_bytes,
         converted_bytes=whole.num_bytes,
-        header_bytes=index.header_bytes,
+        header_bytes=matched.index.header_bytes,
         read_calls=stats.calls + whole.calls,
         read_mode=how.mode,
         read_mode_why=how.why,
@@ -204,8 +199,6 @@ def load_weights(
         peak_host_bytes=watch.above(share.host_bytes + packed.host_bytes),
         seconds=seconds,
     )
-    log_keys(model, report)
-    return report.with_ranks(all_ranks(report.figures()))
 
 
 @contextmanager
@@ -249,114 +242,3 @@ def _dtypes(model: nn.Module) -> tuple[str, ...]:
         if parameter.is_floating_point():
             count[parameter.dtype] += parameter.numel()
     return tuple(str(dtype).removeprefix("torch.") for dtype, _ in count.most_common())
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Share:
-    """This rank's part of the model, and how to fill it."""
-
-    transfers: tuple[Transfer, ...]
-    """What can be read directly."""
-
-    files: tuple[Path, ...]
-    """All files that hold something of the model; as many and in the same order on every rank."""
-
-    opaque: tuple[ConversionGroup, ...]
-    """Conversions that compute, and so take whole tensors."""
-
-    transfer_bytes: int
-    """Bytes to read for both, gaps left out."""
-
-    num_bytes: int
-    """Bytes of the whole share in stored dtypes."""
-
-    replicated_bytes: int
-    """Of these, what every rank holds."""
-
-    host_bytes: int
-    """Memory of the share on the host."""
-
-
-def _share_of(model: nn.Module, load_map: LoadMap, fit: Fit, index: CheckpointIndex) -> _Share:
-    """Every loaded tensor's local boxes as transfers into its memory."""
-    state = persistent_tensors(model)  # allocation made new tensors
-    transfers: list[Transfer] = []
-    num_bytes = replicated_bytes = 0
-    for key, tensor in fit.loaded.items():
-        local = local_tensor(state[key])
-        stored_size = index.source_dtype(min(tensor.sources)).itemsize if tensor.sources else 0
-        for box, local_start in local_boxes_of(state[key]):
-            num_bytes += box.numel * stored_size
-            replicated_bytes += 0 if is_sharded(state[key]) else box.numel * stored_size
-            if tensor.pieces is not None:
-                transfers += transfers_of(tensor, box, local, local_start, index)
-    opaque = {g.target: g for key, t in fit.loaded.items() if t.pieces is None for g in (load_map.groups[key],)}
-    opaque_bytes = sum(index.tensors[key].num_bytes for group in opaque.values() for key, _ in group.members)
-    distinct = {id(t): local_tensor(t) for t in state.values()}.values()
-    return _Share(
-        transfers=tuple(transfers),
-        files=tuple(sorted({index.source(key).file for tensor in fit.loaded.values() for key in tensor.sources})),
-        opaque=tuple(opaque.values()),
-        transfer_bytes=sum(t.memory.numel() * t.dtype.itemsize for t in transfers) + opaque_bytes,
-        num_bytes=num_bytes,
-        replicated_bytes=replicated_bytes,
-        host_bytes=sum(t.numel() * t.element_size() for t in distinct if t.device.type == "cpu"),
-    )
-
-
-def _read_together(
-    share: _Share, how: ReadChoice, staging_bytes: int, on_bytes: Callable[[int], object]
-) -> Together | None:
-    """Read with other ranks, if that was chosen."""
-    if how.mode == "rank":
-        return None
-    return read_together(
-        share.transfers, files=share.files, staging_bytes=staging_bytes, pace=how.speed.pace(), on_bytes=on_bytes
-    )
-
-
-def _read_alone(share: _Share, how: ReadChoice, staging_bytes: int, on_bytes: Callable[[int], object]) -> TransferStats:
-    """Read this rank's own share."""
-    # Where all ranks share this machine, what one does not want another does.
-    is_shared = rank_on_node()[1] == rank_and_size()[1]
-    return read_transfers(
-        share.transfers,
-        staging_bytes=staging_bytes,
-        pace=how.speed.pace(),
-        read_ahead=is_shared,
-        on_bytes=on_bytes,
-    )
-
-
-def _convert_whole(
-    model: nn.Module,
-    share: _Share,
-    fit: Fit,
-    index: CheckpointIndex,
-    staging_bytes: int,
-    on_bytes: Callable[[int], object],
-) -> TransferStats:
-    """Conversions that compute: one group at a time, its stored tensors read whole, converted, and this rank's part
-    kept.
-    """
-    state = persistent_tensors(model)
-    stats = TransferStats()
-    for group in share.opaque:
-        # transformers casts what it reads to the dtype of the model before it converts
-        dtype = state[group.target].dtype
-        whole = {key: torch.empty(index.tensors[key].shape, dtype=dtype) for key, _ in group.members}
-        transfers = [
-            transfer
-            for key, memory in whole.items()
-            for box, start in local_boxes_of(memory)
-            for transfer in transfers_of(PieceTensor.stored(index.tensors[key], dtype), box, memory, start, index)
-        ]
-        stats += read_transfers(transfers, staging_bytes=staging_bytes, on_bytes=on_bytes)
-        for key, result in convert_group(model, group, whole).items():
-            if key not in fit.loaded or fit.loaded[key].pieces is not None:
-                continue
-            local = local_tensor(state[key])
-            for box, local_start in local_boxes_of(state[key]):
-                part = result[tuple(slice(s, s + n) for s, n in zip(box.start, box.length, strict=True))]
-                memory_view(local, local_start, box.length).copy_(part)
-    return stats

@@ -297,7 +297,7 @@ def scatter(batch: Batch, filled: torch.Tensor) -> None:
         chunk.memory.copy_(_staged(chunk, filled, batch.start))  # within a GPU that is queued, not waited for
 
 
-def gather(batch: Batch, buffer: torch.Tensor) -> None:
+def _gather(batch: Batch, buffer: torch.Tensor) -> None:
     """Cast what a batch writes into the layout of its file."""
     for chunk in batch.chunks:
         _staged(chunk, buffer, batch.start).copy_(chunk.memory)
@@ -311,7 +311,7 @@ def _write_batch(descriptor: int, batch: Batch, staging: Staging) -> int:
                 os.pwritev, descriptor, [_memory_of(chunk.memory) for chunk in batch.chunks], batch.file, batch.start
             )
         buffer = staging.next_buffer()
-        staging.collect(buffer, partial(gather, batch))
+        staging.collect(buffer, partial(_gather, batch))
         return _all_bytes(
             os.pwritev, descriptor, [_memory_of(buffer[: batch.stop - batch.start])], batch.file, batch.start
         )
