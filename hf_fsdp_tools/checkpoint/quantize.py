@@ -110,8 +110,8 @@ def _pack(
     """Read this rank's blocks of some weights, window by window; packed bytes to the shards, scales to ``scales``."""
     stats = TransferStats()
     device = scales[0].device
-    many = staging_bytes // (2 * _WORK_BYTES) if device.type == "cpu" else staging_bytes // 8
-    for window in _windows(_parts(weights, scales, many), staging_bytes // 4):
+    many = staging_bytes // (4 * _WORK_BYTES) if device.type == "cpu" else staging_bytes // 16
+    for window in _windows(_parts(weights, scales, many), staging_bytes // 8):
         values = torch.empty(sum(part.numel for part in window), dtype=window[0].weight.packing.dtype, device=device)
         regions = torch.split(values, [part.numel for part in window])
         wanted = [t for part, region in zip(window, regions, strict=True) for t in _transfers(part, region, index)]
