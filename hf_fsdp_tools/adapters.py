@@ -8,7 +8,9 @@ without adapters, so a model has the same units with and without them.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from hf_fsdp_tools.appearance import refuse_plain_save
 from hf_fsdp_tools.bare import bare_model, base_of, is_wrapper
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.checkpoint.opening import opened
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.hub import HubRepository, is_hub_name
 from hf_fsdp_tools.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.policy import HybridPolicy
 from hf_fsdp_tools.quantization import mark_weights, packed_linears, refuse_cast_weights
@@ -76,16 +80,19 @@ def load_adapter(
     Every rank must call.
 
     Raises:
+        CheckpointError: there is no such adapter, or the hub does not give it; the same on every rank.
         ConfigError: PEFT cannot add this adapter here, or the files do not hold all of it.
     """
     peft = _peft()
-    config = peft.PeftConfig.from_pretrained(fspath(name_or_path), **hub_kwargs)
+    doing = f"opening the adapter {fspath(name_or_path)!r}"
+    folder = opened(doing, name_or_path, partial(_adapter_folder, fspath(name_or_path)), hub_kwargs)
+    config = peft.PeftConfig.from_pretrained(folder)
     if getattr(config, "init_lora_weights", None) == "eva":
         config.init_lora_weights = True  # the files hold the values
     _refuse_whole_base(config, model)
     with _on_shards(config), _one_axis(model):
         adapted = peft.PeftModel.from_pretrained(
-            model, fspath(name_or_path), config=config, is_trainable=is_trainable, torch_device="cpu", **hub_kwargs
+            model, folder, config=config, is_trainable=is_trainable, torch_device="cpu"
         )
     shard_added(adapted)
     return adapted.eval()
@@ -153,6 +160,21 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
 
 
 # ---- PEFT on shards ----
+
+
+def _adapter_folder(name: str, hub_kwargs: dict[str, Any]) -> str:
+    """The local folder of an adapter, fetched if it is on the hub."""
+    subfolder = hub_kwargs.get("subfolder") or ""
+    asked = {key: value for key, value in hub_kwargs.items() if key != "subfolder"}
+    is_local = Path(name).exists() or not is_hub_name(name)
+    pattern = f"{subfolder}/adapter_*" if subfolder else "adapter_*"
+    folder = Path(name) if is_local else HubRepository.open(name, **asked).fetch(pattern)
+    if not (folder / subfolder / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"No adapter_config.json in {name!r}{f', folder {subfolder!r}' if subfolder else ''}. Give a folder that "
+            "save_pretrained wrote for an adapter, or a hub name."
+        )
+    return str(folder / subfolder)
 
 
 def _peft() -> Any:

@@ -127,6 +127,10 @@ class HubRepository:
         folder = cache / "snapshots" / self.commit
         folder.mkdir(parents=True, exist_ok=True)
         files = list(filter_repo_objects(self.files, allow_patterns=list(patterns)))
+        if not files:  # the cache notes which commit a revision is only with a file
+            ref = cache / "refs" / (self.revision or constants.DEFAULT_REVISION)
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            ref.write_text(self.commit)
         # The first file goes by the revision's name, so that the cache notes which commit that is.
         for revision, some in ((self.revision, files[:1]), (self.commit, files)):
             arrivals = Arrivals()

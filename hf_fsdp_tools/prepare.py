@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -10,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_fsdp_tools.adapters import add_adapter, load_adapter
 from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, agreed, load_weights
 from hf_fsdp_tools.checkpoint.dcp import find_dcp_folder
+from hf_fsdp_tools.checkpoint.opening import opened, refuse_other_commits
 from hf_fsdp_tools.checkpoint.reader import prefetch
 from hf_fsdp_tools.checkpoint.vocabulary import resize_vocabulary
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
@@ -109,23 +111,20 @@ def from_pretrained(
         CheckpointError: the checkpoint is absent, damaged, or does not fit the model; on all ranks alike.
         ConfigError, WrapPlanError, MeshError: as the steps say.
     """
-    hub_kwargs = hub_kwargs or {}
-    adapter, adapter_kwargs = None, hub_kwargs
-    with agreed(f"looking for {fspath(name_or_path)!r}"):
-        if (base := _base_of_adapter(name_or_path, peft_config, hub_kwargs)) is not None:
-            adapter, (name_or_path, hub_kwargs) = name_or_path, base
     # 1 what the accelerator decides, where the caller did not
     mesh, mp_policy, offload_policy, activation_checkpointing = _from_accelerator(
         accelerator, mesh, mp_policy, offload_policy, activation_checkpointing
     )
     mesh = mesh if mesh is not None else ParallelDims().build_mesh()
-    with agreed(f"opening {fspath(name_or_path)!r}"):
-        # 2 what the checkpoint holds: its config and the headers of its files
-        home = _config_home(name_or_path)
-        config = load_config(home, trust_remote_code=trust_remote_code, **hub_kwargs)
-        if config._commit_hash:  # on the hub; weights of the same commit, whatever is pushed meanwhile
-            hub_kwargs = hub_kwargs | {"revision": config._commit_hash}
-        index = CheckpointIndex.open(name_or_path, allow_pickle=allow_pickle, **hub_kwargs)
+    # 2 what the checkpoint holds: its config and the headers of its files; of an adapter, those of its base
+    adapter, adapter_kwargs = None, hub_kwargs or {}
+    doing, look = f"looking for {fspath(name_or_path)!r}", partial(_base_of_adapter, name_or_path, peft_config)
+    if (base := opened(doing, name_or_path, look, adapter_kwargs)) is not None:
+        adapter, (name_or_path, hub_kwargs) = name_or_path, base
+    doing, read = f"opening {fspath(name_or_path)!r}", partial(_open, name_or_path, trust_remote_code, allow_pickle)
+    config, index = opened(doing, name_or_path, read, hub_kwargs or {})
+    refuse_other_commits(name_or_path, config._commit_hash)
+    with agreed(doing):
         _start_reading(index)
         # 3 the model without storage
         if dtype is None:
@@ -140,7 +139,7 @@ def from_pretrained(
             resize_vocabulary(model, num_tokens, pad_to_multiple_of)
             added_tokens = "mean" if mean_resizing else "random"
             load_kwargs = {"added_tokens": added_tokens} | (load_kwargs or {})
-        _set_generation_config(model, home, hub_kwargs)
+        _set_generation_config(model, name_or_path, config._commit_hash, hub_kwargs or {})
         # 4 what is gathered together
         plan = make_wrap_plan(model, policy=policy or _policy_from(accelerator, model))
     # 5 shards without storage
@@ -194,6 +193,15 @@ def _base_of_adapter(
     revision = {"revision": written["revision"]} if written.get("revision") else {}
     kept = {key: value for key, value in hub_kwargs.items() if key not in ("revision", "subfolder")}
     return base, kept | revision
+
+
+def _open(
+    name_or_path: str | PathLike[str], trust_remote_code: bool, allow_pickle: bool, hub_kwargs: dict[str, Any]
+) -> tuple[PreTrainedConfig, CheckpointIndex]:
+    """Config and index; of a hub name, both of one commit, whatever is pushed meanwhile."""
+    config = load_config(_config_home(name_or_path), trust_remote_code=trust_remote_code, **hub_kwargs)
+    revision = {"revision": config._commit_hash} if config._commit_hash else {}
+    return config, CheckpointIndex.open(name_or_path, allow_pickle=allow_pickle, **hub_kwargs | revision)
 
 
 def _start_reading(index: CheckpointIndex) -> None:
@@ -262,14 +270,14 @@ def _config_home(name_or_path: str | PathLike[str]) -> str | PathLike[str]:
 
 
 def _set_generation_config(
-    model: PreTrainedModel, name_or_path: str | PathLike[str], hub_kwargs: dict[str, Any]
+    model: PreTrainedModel, name_or_path: str | PathLike[str], commit: str | None, hub_kwargs: dict[str, Any]
 ) -> None:
     """As `from_pretrained` does: the checkpoint's own generation settings, where it has any."""
     if not model.can_generate():
         return
-    if not Path(name_or_path).exists():  # a hub name: fetched with the config, or not there
-        hub_kwargs = hub_kwargs | {"local_files_only": True}
+    if commit:  # a hub name: fetched with the config, or not there
+        hub_kwargs = hub_kwargs | {"revision": commit, "local_files_only": True}
     try:
-        model.generation_config = GenerationConfig.from_pretrained(name_or_path, **hub_kwargs)
+        model.generation_config = GenerationConfig.from_pretrained(_config_home(name_or_path), **hub_kwargs)
     except OSError:
         return  # the checkpoint has no generation_config.json: the model made one from its config

@@ -26,7 +26,17 @@ LEVELS = (
         "checkpoint.spans",
         "checkpoint.stall",
     },
-    {"compiled", "config", "demo", "fsdp1_shares", "live", "policy", "stacks", "checkpoint.stored"},
+    {
+        "compiled",
+        "config",
+        "demo",
+        "fsdp1_shares",
+        "live",
+        "policy",
+        "stacks",
+        "checkpoint.opening",
+        "checkpoint.stored",
+    },
     {
         "checkpoint.dcp",
         "checkpoint.staging",

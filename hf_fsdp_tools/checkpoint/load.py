@@ -25,6 +25,7 @@ from .conversion import map_loading, persistent_tensors, set_conversions
 from .fill import Filled, Matched, fill_shards
 from .fit import check_ties, fit_checkpoint
 from .index import CheckpointIndex
+from .opening import opened
 from .packed import part_packed
 from .read_mode import ReadMode, refuse_read_mode
 from .report import LoadReport, MemoryWatch, log_keys
@@ -117,14 +118,16 @@ def load_weights(
             module.reshard()  # after a forward pass alone, the root's parameters are still gathered copies
     seconds: dict[str, float] = {}
     watch = MemoryWatch()
-    with _timed(seconds, "plan"), agreed("opening the checkpoint"), patience(read_timeout_s):
+    with _timed(seconds, "plan"), patience(read_timeout_s):
+        doing = "opening the checkpoint"
         index = (
             path_or_repo
             if isinstance(path_or_repo, CheckpointIndex)
-            else CheckpointIndex.open(path_or_repo, **hub_kwargs)
+            else opened(doing, path_or_repo, lambda asked: CheckpointIndex.open(path_or_repo, **asked), hub_kwargs)
         )
-        matched = _match(model, index, ignore_mismatched_sizes, strict, added_tokens is not None)
-        check_ties(matched.fit, matched.index, staging_bytes)
+        with agreed(doing):
+            matched = _match(model, index, ignore_mismatched_sizes, strict, added_tokens is not None)
+            check_ties(matched.fit, matched.index, staging_bytes)
     fit = matched.fit
     after = aftermath(model)
     with rolled_back(model), patience(read_timeout_s):

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import from_pretrained
+from hf_fsdp_tools import from_pretrained, load_adapter
 from hf_fsdp_tools.checkpoint.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError
 from tests._checkpoints import make_checkpoint
@@ -57,6 +59,14 @@ def use_the_hub(main: Path, tagged: Path, url: str) -> dict[str, float]:
         assert_equal(load("org/model", revision=commit_of("v1")), tagged)
         assert_equal(load("org/model", local_files_only=True), main)
 
+    adapted = load("org/adapter").state_dict()
+    added = {key: tensor for key, tensor in adapted.items() if "lora_" in key}
+    for key, expected in load_file(main.with_name("adapter") / "adapter_model.safetensors").items():
+        assert torch.equal(added.pop(key.replace(".weight", ".default.weight")).full_tensor(), expected), key
+    assert not added
+    with pytest.raises(CheckpointError, match=r"No adapter_config.json in 'org/model'. Give a folder"):
+        load_adapter(model, "org/model")
+
     assert "token does not open it" in refusal(lambda: load("org/private"))
     assert_equal(load("org/private", token="secret"), main)
     message = refusal(lambda: load("org/model", revision="v9"))
@@ -72,10 +82,12 @@ def use_the_hub(main: Path, tagged: Path, url: str) -> dict[str, float]:
     message = refusal(lambda: load("org/silences"))  # and the hub is silent from here on
     assert "'org/silences'" in message and "expected bytes, found none for 4 s" in message
     assert f"{url}, or where it sends for files, does not answer" in message
-    with pytest.warns(
-        UserWarning, match=r"did not give 'org/model' \(ReadTimeout.* Using what is cached, in .*org--model"
-    ):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         assert_equal(load("org/model"), main)
+    said = [str(warning.message) for warning in caught if "did not give" in str(warning.message)]
+    assert len(said) == (dist.get_rank() == 0), "the first rank of a node asks, and says it"
+    assert all("'org/model' (ReadTimeout" in text and "Using what is cached, in " in text for text in said)
     return seconds
 
 
@@ -83,10 +95,16 @@ def test_hub_names_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     main, tagged = make_checkpoint("llama", tmp_path / "main"), make_checkpoint("llama", tmp_path / "tagged", seed=1)
     (main / "generation_config.json").write_text('{"max_new_tokens": 17}')
     (main / "consolidated.safetensors").write_bytes(b"named by no index")
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(main), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
+    adapted.peft_config["default"].base_model_name_or_path = "org/model"
+    adapted.save_pretrained(tmp_path / "adapter")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "README.md").write_text("")
     repositories = {
         "org/model": {"main": main, "v1": tagged},
+        "org/adapter": {"main": tmp_path / "adapter"},
         "org/private": {"main": main},
         "org/silences": {"main": main},
         "org/empty": {"main": tmp_path / "empty"},
@@ -107,6 +125,9 @@ def test_hub_names_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             }
             assert set(count) == files
             assert set(count.values()) == {2 if name == "org/model" else 1}, "each revision, once for both ranks"
+        assert server.requests["GET", "org/adapter", "adapter_model.safetensors"] == 1
+        lists = server.requests["GET", "org/private", ""]
+        assert lists == 1 + 3, "refused once; then asked by one rank alone: for an adapter, the config and the weights"
 
 
 ENDS = {  # how a server can fail for ever, and what is said of it
