@@ -27,7 +27,7 @@ _ALONE_BYTES_S = 1.3e9
 
 _TOGETHER_BYTES_S = 0.62e9
 """Bytes per second that a core receives while it also reads and sends (measured: 0.5 to 0.68 GB/s). With both, 4 ranks of HSDP
-2 × 2 on 2 cores are expected to gain by reading together up to 1.2 GB/s from all storage, and measured to up to 1.4 GB/s
+2 × 2 on 2 cores are expected to gain by reading together up to 1.2 GB/s from all storage; measured, they gain at 0.8, not at 1.6
 (`benchmarks/load.py --slow-storage --ranks 4 --replicas 2 --shared-mb-s 400 800 1200 1600`). Other machines: assumed."""
 
 _START_S = 0.02
