@@ -95,7 +95,9 @@ def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> An
         )
     if asked is None and not _is_4bit(stored):
         return None
-    if stored is not None and not isinstance(stored, Mapping):  # of a model that was made: transformers reads the file's form
+    if stored is not None and not isinstance(
+        stored, Mapping
+    ):  # of a model that was made: transformers reads the file's form
         config.quantization_config = stored.to_dict()
     try:
         quantizer, _, _ = get_hf_quantizer(config, asked, device_map={"": "cpu"}, weights_only=True, user_agent={})
