@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from transformers.utils import logging
 
-from hf_fsdp_tools.checkpoint import CheckpointIndex, load, load_weights, progress
+from hf_fsdp_tools.checkpoint import CheckpointIndex, fill, load_weights, progress
 from hf_fsdp_tools.checkpoint.progress import loading_bar
 from hf_fsdp_tools.meta import build_meta_model
 from tests._checkpoints import make_checkpoint
@@ -80,7 +80,7 @@ def test_the_bar_ends_at_its_total(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         def __exit__(self, *_: object) -> None:
             """Nothing to close."""
 
-    monkeypatch.setattr(load, "loading_bar", Bar)
+    monkeypatch.setattr(fill, "loading_bar", Bar)
     folder = make_checkpoint(kind, tmp_path)
     load_weights(build_meta_model(folder), folder)
     assert totals == [sum(arrived)] == [CheckpointIndex.open(folder).num_bytes]
