@@ -8,6 +8,7 @@ because that takes their mean.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -23,6 +24,8 @@ from .slices import Box, row_major_strides
 from .transfer import Transfer
 
 __all__ = ["quantize_weights"]
+
+T = TypeVar("T")
 
 _WORK_BYTES = 32
 """Host memory that packing one value takes in bitsandbytes on a CPU, intermediate tensors included (assumed)."""
@@ -57,7 +60,8 @@ def quantize_weights(
     if share.scales:
         with agreed(doing):
             stats += read_scales(share, index, staging_bytes=staging_bytes)
-    for weights in _rounds(share.weights, staging_bytes // 8):
+    # Weights whose scales are joined together: the same on every rank.
+    for weights in _groups(share.weights, staging_bytes // 8, lambda w: 4 * w.packing.num_blocks, lambda w: None):
         device = compute_device(weights[0].sharded)
         scales = [torch.zeros(weight.packing.num_blocks, dtype=torch.float32, device=device) for weight in weights]
         with agreed(doing):
@@ -68,19 +72,21 @@ def quantize_weights(
     return stats
 
 
-def _rounds(weights: Sequence[PackedWeight], num_bytes: int) -> Iterator[list[PackedWeight]]:
-    """Weights whose scales together take at most so many bytes, or single ones; the same on every rank."""
-    some: list[PackedWeight] = []
+def _groups(
+    items: Iterable[T], num_bytes: int, size_of: Callable[[T], int], kind_of: Callable[[T], object]
+) -> Iterator[list[T]]:
+    """Neighbours of one kind that together take at most so many bytes, or single ones."""
+    group: list[T] = []
     held = 0
-    for weight in weights:
-        size = 4 * weight.packing.num_blocks
-        if some and held + size > num_bytes:
-            yield some
-            some, held = [], 0
-        some.append(weight)
+    for item in items:
+        size = size_of(item)
+        if group and (held + size > num_bytes or kind_of(group[0]) != kind_of(item)):
+            yield group
+            group, held = [], 0
+        group.append(item)
         held += size
-    if some:
-        yield some
+    if group:
+        yield group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +104,10 @@ class _Part:
     def numel(self) -> int:
         return self.stop - self.start
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.packing.dtype
+
 
 def _pack(
     weights: Sequence[PackedWeight],
@@ -111,8 +121,9 @@ def _pack(
     stats = TransferStats()
     device = scales[0].device
     many = staging_bytes // (4 * _WORK_BYTES) if device.type == "cpu" else staging_bytes // 16
-    for window in _windows(_parts(weights, scales, many), staging_bytes // 8):
-        values = torch.empty(sum(part.numel for part in window), dtype=window[0].weight.packing.dtype, device=device)
+    parts = _parts(weights, scales, many)
+    for window in _groups(parts, staging_bytes // 8, lambda p: p.numel * p.dtype.itemsize, lambda p: p.dtype):
+        values = torch.empty(sum(part.numel for part in window), dtype=window[0].dtype, device=device)
         regions = torch.split(values, [part.numel for part in window])
         wanted = [t for part, region in zip(window, regions, strict=True) for t in _transfers(part, region, index)]
         stats += read_transfers(wanted, staging_bytes=staging_bytes // 4, pace=pace, on_bytes=on_bytes)
@@ -130,22 +141,6 @@ def _parts(weights: Sequence[PackedWeight], scales: Sequence[torch.Tensor], many
             for start in range(span.start, span.stop, step):
                 stop = min(start + step, span.stop)
                 yield _Part(weight=weight, span=span, scales=own, start=start, stop=stop)
-
-
-def _windows(parts: Iterable[_Part], num_bytes: int) -> Iterator[list[_Part]]:
-    """Parts of one dtype that are read together: at most so many bytes, or single ones."""
-    window: list[_Part] = []
-    held = 0
-    for part in parts:
-        dtype = part.weight.packing.dtype
-        size = part.numel * dtype.itemsize
-        if window and (held + size > num_bytes or window[0].weight.packing.dtype != dtype):
-            yield window
-            window, held = [], 0
-        window.append(part)
-        held += size
-    if window:
-        yield window
 
 
 def _transfers(part: _Part, region: torch.Tensor, index: CheckpointIndex) -> Iterator[Transfer]:
