@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from hf_fsdp_tools.bare import own_class
 from hf_fsdp_tools.errors import ConfigError
 
-__all__ = ["keep_appearance", "refuse_plain_save", "turn_cache_off", "with_cache_as_found"]
+__all__ = ["keep_appearance", "original_classes", "refuse_plain_save", "turn_cache_off", "with_cache_as_found"]
 
 
 def keep_appearance(model: nn.Module) -> None:
@@ -28,6 +28,20 @@ def keep_appearance(model: nn.Module) -> None:
             cls, own = type(module), own_class(module)
             cls.__name__, cls.__qualname__ = own.__name__, own.__qualname__
     refuse_plain_save(model)
+
+
+@contextmanager
+def original_classes(model: nn.Module) -> Iterator[None]:
+    """The modules of a model under their own classes for a while: FSDP2 gives each of its modules a class of its own, and
+    transformers takes a class from another module for a user's code."""
+    units: dict[nn.Module, type] = {m: type(m) for m in model.modules() if isinstance(m, FSDPModule)}
+    try:
+        for module in units:
+            module.__class__ = own_class(module)
+        yield
+    finally:
+        for module, cls in units.items():
+            module.__class__ = cls
 
 
 def refuse_plain_save(model: nn.Module) -> None:

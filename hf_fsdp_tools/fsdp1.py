@@ -25,8 +25,8 @@ from hf_fsdp_tools.checkpoint.report import LoadReport, MemoryWatch
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.fsdp1_policy import HybridAutoWrapPolicy, first_names, hybrid_auto_wrap_policy
 from hf_fsdp_tools.fsdp1_shares import plain_view
+from hf_fsdp_tools.initialize import initialize_missing
 from hf_fsdp_tools.mesh import ensure_process_group, local_device
-from hf_fsdp_tools.meta import initialize_missing
 from hf_fsdp_tools.plan import WrapPlan
 
 __all__ = ["load_weights_fsdp1", "wrap_fsdp1"]

@@ -10,11 +10,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from hf_fsdp_tools.allocate import allocate
 from hf_fsdp_tools.checkpoint.conversion import persistent_tensors
 from hf_fsdp_tools.checkpoint.shares import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.checkpoint.vocabulary import AddedRows, fill_added, resized_twin
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.meta import allocate
 from hf_fsdp_tools.release import parameter_groups
 from hf_fsdp_tools.shard import sharding_of
 from hf_fsdp_tools.wrap import make_wrap_plan

@@ -16,7 +16,18 @@ PACKAGE = Path(hf_fsdp_tools.__file__).parent
 LEVELS = (
     {"bare", "downloads", "errors", "host_memory", "older_torch"},
     {"appearance", "hub", "quantization", "release"},
-    {"accelerate_keys", "integrations.scaler", "integrations.settings", "meta", "mesh", "sizes", "tokens", "tree"},
+    {
+        "accelerate_keys",
+        "allocate",
+        "initialize",
+        "integrations.scaler",
+        "integrations.settings",
+        "meta",
+        "mesh",
+        "sizes",
+        "tokens",
+        "tree",
+    },
     {
         "plan",
         "checkpoint.agreement",

@@ -23,10 +23,11 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hf_fsdp_tools
+from hf_fsdp_tools.allocate import allocate
 from hf_fsdp_tools.checkpoint import CheckpointIndex, reader
 from hf_fsdp_tools.host_memory import empty_on_host
 from hf_fsdp_tools.mesh import ParallelDims
-from hf_fsdp_tools.meta import allocate, build_meta_model
+from hf_fsdp_tools.meta import build_meta_model
 from hf_fsdp_tools.shard import shard_model
 from hf_fsdp_tools.wrap import make_wrap_plan
 
@@ -93,7 +94,7 @@ def allocated_plainly(job: Job) -> nn.Module:
     """
     model = build_meta_model(job.folder, dtype=job.dtype)
     shard_model(model, make_wrap_plan(model), mesh=ParallelDims().build_mesh(job.device))
-    plain = patch("hf_fsdp_tools.meta.empty_on_host", lambda wanted: [torch.empty(s, dtype=d) for s, d in wanted])
+    plain = patch("hf_fsdp_tools.allocate.empty_on_host", lambda wanted: [torch.empty(s, dtype=d) for s, d in wanted])
     with plain:
         allocate(model, device=job.torch_device)
     return model

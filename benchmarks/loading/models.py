@@ -10,7 +10,8 @@ import torch
 import transformers as hf
 from torch import nn
 
-from hf_fsdp_tools.meta import allocate, build_meta_model
+from hf_fsdp_tools.allocate import allocate
+from hf_fsdp_tools.meta import build_meta_model
 
 __all__ = ["KINDS", "make_checkpoint", "set_cache"]
 

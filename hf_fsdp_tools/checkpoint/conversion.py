@@ -23,8 +23,8 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from hf_fsdp_tools.appearance import original_classes
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.meta import original_classes
 from hf_fsdp_tools.quantization import packed_linears
 
 from .pieces import PieceTensor

@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.allocate import allocate
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.meta import allocate, initialize_missing
+from hf_fsdp_tools.initialize import initialize_missing
 from hf_fsdp_tools.quantization import packed_linears
 from hf_fsdp_tools.release import parameter_groups
 

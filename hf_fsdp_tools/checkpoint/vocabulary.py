@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_fsdp_tools.appearance import original_classes
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.meta import build_meta_model, draw_values, original_classes
+from hf_fsdp_tools.initialize import draw_values
+from hf_fsdp_tools.meta import build_meta_model
 
 from .agreement import all_ranks
 from .conversion import persistent_tensors

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from hf_fsdp_tools.allocate import allocate
 from hf_fsdp_tools.checkpoint.agreement import all_ranks
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.meta import allocate
 from hf_fsdp_tools.shard import sharding_of
 
 __all__ = ["send_weights", "weights_to_send"]

@@ -23,12 +23,14 @@ from transformers import (
 )
 
 from hf_fsdp_tools import fsdp1
+from hf_fsdp_tools.allocate import allocate
 from hf_fsdp_tools.checkpoint import load_weights, save_pretrained
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, WrapPlanError
 from hf_fsdp_tools.fsdp1 import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.fsdp1_policy import hybrid_auto_wrap_policy
 from hf_fsdp_tools.fsdp1_shares import plain_view
-from hf_fsdp_tools.meta import allocate, build_meta_model, initialize_missing
+from hf_fsdp_tools.initialize import initialize_missing
+from hf_fsdp_tools.meta import build_meta_model
 from hf_fsdp_tools.wrap import HybridPolicy, make_wrap_plan
 from tests._checkpoints import KINDS as CHECKPOINTS
 from tests._checkpoints import make_checkpoint, make_model
