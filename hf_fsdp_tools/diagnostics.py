@@ -293,8 +293,8 @@ def _counted_findings(by_rank: list[dict[tuple[str, str], int]], num_parameters:
         yield Finding(
             code="empty-shards",
             severity="info",
-            fact=f"{sum(empty)} of {num_parameters * len(empty)} shards are empty, most on rank {rank} ({empty[rank]}): FSDP2 "
-            "cuts the first dimension, and these have too few rows.",
+            fact=f"{sum(empty)} of {num_parameters * len(empty)} shards are empty, most on rank {rank} ({empty[rank]}): "
+            "FSDP2 splits them along a dimension that has fewer indices than there are ranks.",
             cure="Nothing: they train correctly. Code that tells parameters apart by data_ptr() confuses them, Accelerate's own "
             "prepare(model, optimizer) too; that of make_accelerator() does not.",
         )

@@ -1,6 +1,7 @@
 """What can be wrong with a live model, one check per function: what a single rank sees, without communication."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -10,16 +11,20 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdp_tools.live import LiveModel, plain_name
-from hf_fsdp_tools.plan import WrapPlan
+from hf_fsdp_tools.placements import padded_ratio
+from hf_fsdp_tools.plan import WrapPlan, merge_alike
 from hf_fsdp_tools.rules import size_bound
 from hf_fsdp_tools.sizes import show_bytes, show_count
 from hf_fsdp_tools.stacks import find_blocks, is_major
 from hf_fsdp_tools.tree import ModuleNode, class_name
 
 __all__ = ["Finding", "check_model", "listed"]
+
+_MOST_PADDING = 0.1
+"""Padding in FSDP2's shards, over the model's bytes, from which it is worth a warning (assumed)."""
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -62,6 +67,7 @@ def check_model(
         yield from _check_plan(live, plan)
     yield from _check_meta(live, model)
     yield from _check_managed(live)
+    yield from _check_padding(live)
     yield from _check_mixes(live)
     yield from _check_checkpointing(model)
     yield from _check_precision(live)
@@ -233,6 +239,33 @@ def _check_managed(live: LiveModel) -> Iterator[Finding]:
             fact=f"{len(frozen)} frozen parameters are in no unit: each rank holds all of them, "
             f"{show_bytes(sum(weight.nbytes for weight in frozen))}.",
             cure="Nothing, if that is small or meant (quantised weights that cannot be sharded); else shard them with the rest.",
+        )
+
+
+def _check_padding(live: LiveModel) -> Iterator[Finding]:
+    """Padding that FSDP2 stores and sends because a dimension has too few indices for the ranks: fused experts above all."""
+    total = padding = 0.0
+    padded: list[str] = []
+    for weight in live.tree.weights:
+        tensor = live.parameters[weight.names[0]].tensor
+        total += weight.nbytes
+        if isinstance(tensor, DTensor):
+            ratio = math.prod(
+                padded_ratio(tensor.shape[placement.dim], ranks) if isinstance(placement, Shard) else 1.0
+                for placement, ranks in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+            )
+            padding += weight.nbytes * (ratio - 1)
+            padded += [weight.names[0]] if ratio > 1.01 else []
+    if padding > _MOST_PADDING * total:
+        yield Finding(
+            code="padded-shards",
+            severity="warning",
+            fact=f"Gathering the model carries {1 + padding / total:.1f} times its bytes, and the ranks that hold anything of "
+            f"these hold as much more than their share: {listed(merge_alike(padded))} have too few rows for the ranks, and "
+            "FSDP2 makes all shards as long as the longest.",
+            cure="Shard with shard_model, from_pretrained or HybridFSDPPlugin(), which split another dimension where one can be "
+            "split evenly; if they made this, take a number of ranks that divides a dimension of these tensors, or fewer shards "
+            "and replicas of them (dp_replicate_size).",
         )
 
 

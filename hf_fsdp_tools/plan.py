@@ -10,7 +10,7 @@ from typing import Any
 from hf_fsdp_tools.errors import WrapPlanError
 from hf_fsdp_tools.sizes import show_bytes, show_count
 
-__all__ = ["WrapPlan", "WrapUnit", "merge_names"]
+__all__ = ["WrapPlan", "WrapUnit", "merge_alike", "merge_names"]
 
 _RESHARD = {"True": "yes", "False": "no", "None": "auto"}
 _FORMAT = 1  # raised when a field changes its meaning, so that an old file is refused instead of misread
@@ -109,10 +109,7 @@ class WrapPlan:
             f"total {show_bytes(total)} before sharding; "
             f"largest gathered unit {show_bytes(largest.num_bytes)} ({_short(largest)})"
         )
-        alike: dict[str, list[str]] = {}
-        for name in self.replicated:
-            alike.setdefault(re.sub(r"\d+", "#", name), []).append(name)
-        lines += [f"replicated on every rank: {merge_names(names)}" for names in alike.values()]
+        lines += [f"replicated on every rank: {names}" for names in merge_alike(self.replicated)]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -129,6 +126,14 @@ def _equal_units(units: Iterable[WrapUnit]) -> list[list[WrapUnit]]:
 def _modules(units: list[WrapUnit]) -> str:
     names = [merge_names(column) for column in zip(*(unit.modules for unit in units), strict=True)]
     return " + ".join(names[:3]) + (f" + {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def merge_alike(names: Iterable[str]) -> list[str]:
+    """`merge_names` of the names that differ in their numbers only, in the order of the first."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    return [merge_names(group) for group in alike.values()]
 
 
 def merge_names(names: Iterable[str]) -> str:

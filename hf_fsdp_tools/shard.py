@@ -17,6 +17,8 @@ from hf_fsdp_tools.compiled import compile_blocks
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.mesh import ParallelDims
 from hf_fsdp_tools.older_torch import drop_hook, mend_units
+from hf_fsdp_tools.placements import choose_placement
+from hf_fsdp_tools.plan import merge_alike
 from hf_fsdp_tools.quantization import packed_linears, packing_of, refuse_cast
 from hf_fsdp_tools.release import copy_released
 from hf_fsdp_tools.sizes import show_bytes
@@ -159,6 +161,10 @@ def describe_sharding(model: nn.Module) -> str:
         str(sharding.plan),
         f"mesh         {', '.join(f'{name} {size}' for name, size in axes)} on {sharding.mesh.device_type}",
         *_describe_weights(parameters, packed, offloaded=sharding.device.type != sharding.mesh.device_type),
+        *(
+            f"split along dimension {dim}, having too few rows for {sharding.mesh.size(-1)} ranks: {names}"
+            for dim, names in _other_dims(model, sharding.mesh.ndim)
+        ),
         f"computation  {_dtype_name(compute) if compute else 'in the dtype of the weights'}",
         f"reduction    {_dtype_name(reduce) if reduce else 'in the dtype of the weights'}",
         f"activations  {'recomputed block by block' if sharding.activation_checkpointing else 'kept'}",
@@ -189,6 +195,17 @@ def _describe_weights(
             + (f", {share:.2%} of the parameters" if name == "trained" else "")
             + (" (kept on the CPU between uses)" if offloaded else "")
         )
+
+
+def _other_dims(model: nn.Module, ndim: int) -> Iterator[tuple[int, str]]:
+    """Dimensions other than 0 along which parameters are split, and those parameters' names. Tensor parallelism's, on meshes
+    of more axes than FSDP's, do not count.
+    """
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == ndim:
+            found.setdefault(getattr(parameter.placements[-1], "dim", 0), []).append(name)
+    yield from ((dim, names) for dim in sorted(found) if dim for names in merge_alike(found[dim]))
 
 
 def _without_names(mesh: DeviceMesh) -> DeviceMesh:
@@ -268,6 +285,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
             reshard_after_forward=unit.reshard_after_forward,
             mp_policy=sharding.mp_policy,
             offload_policy=sharding.offload_policy,
+            shard_placement_fn=partial(choose_placement, ranks=sharding.mesh.size(-1)),
             ignored_params=replicated or None,
         )
         for module in members if unit.modules != ("",) else ():

@@ -14,7 +14,7 @@ import hf_fsdp_tools
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
 LEVELS = (
-    {"bare", "downloads", "errors", "host_memory", "older_torch"},
+    {"bare", "downloads", "errors", "host_memory", "older_torch", "placements"},
     {"appearance", "hub", "quantization", "release"},
     {
         "accelerate_keys",

@@ -1,0 +1,54 @@
+"""Which dimension of a parameter is split: the padding that FSDP2 would store and send decides."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from hf_fsdp_tools.placements import choose_placement, padded_ratio, sharded_dim
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [
+        ((8, 28672, 4096), 8, 0),  # Mixtral's experts: one for each rank
+        ((8, 28672, 4096), 64, 1),
+        ((8, 28672, 4096), 3, 0),  # padded by an eighth
+        ((8, 28672, 4096), 6, 0),  # padded by a half, but 6 divides neither of the others
+        ((128, 2880, 2880), 96, 1),  # two experts for each of 64 ranks and none for the rest
+        ((128, 2881, 2880), 96, 2),
+        ((60, 2816, 2048), 64, 0),  # four ranks without an expert cost less than another copy
+        ((1, 2048), 8, 1),  # a gate of one row
+        ((8, 4096), 16, 1),  # LoRA's A
+        ((32000, 4096), 1024, 0),
+        ((2,), 8, 0),  # nothing else to split
+        ((0, 8), 8, 0),
+        ((), 8, 0),
+    ],
+)
+def test_dim(shape, ranks, dim):
+    assert sharded_dim(shape, ranks) == dim
+
+
+@given(st.lists(st.integers(0, 300), max_size=4), st.integers(1, 130))
+def test_other_dimensions_are_split_evenly_and_only_where_rows_would_be_padded(shape, ranks):
+    dim = sharded_dim(shape, ranks)
+    if dim:
+        assert shape[dim] % ranks == 0 < shape[dim]
+        assert padded_ratio(shape[0], ranks) > 1.25
+    elif len(shape) > 1 and all(shape) and padded_ratio(shape[0], ranks) > 1.25:
+        assert not any(size % ranks == 0 for size in shape[1:])
+
+
+def test_padding_is_what_torch_chunk_leaves():
+    for size, ranks in ((8, 64), (128, 96), (131, 4), (7, 7), (5, 2)):
+        longest = torch.arange(size).chunk(ranks)[0].numel()
+        assert padded_ratio(size, ranks) == longest * ranks / size
+
+
+def test_choose_placement_leaves_rows_to_fsdp():
+    parameter = nn.Parameter(torch.empty(8, 64, 16, device="meta"))
+    assert choose_placement(parameter, 4) is None
+    assert choose_placement(parameter, 32) == Shard(1)
