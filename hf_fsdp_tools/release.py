@@ -1,7 +1,8 @@
 """FSDP2 taken off a model again, so that it can be sharded anew with what was added to it: every rank keeps its shards.
 
 torch has no public way back from `fully_shard`. What it registered is undone here through private attributes of torch 2.11
-to 2.13 (`_fsdp_state.py`, `_fsdp_param_group.py`, `_composable/contract.py`); nothing else of the package does so.
+to 2.13 (`_fsdp_state.py`, `_fsdp_param_group.py`, `_composable/contract.py`); nothing else of the package does so. `resize`
+does less: it replaces a parameter in its unit, and so keeps whatever else a user has set on that unit.
 """
 
 import copy
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_fsdp_tools.bare import own_class
 
-__all__ = ["copy_released", "make_root", "managed_parameters", "parameter_groups", "release"]
+__all__ = ["copy_released", "make_root", "managed_groups", "managed_parameters", "parameter_groups", "release"]
 
 
 def parameter_groups(state: Any) -> list[Any]:
@@ -24,13 +25,17 @@ def parameter_groups(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def managed_groups(model: nn.Module) -> list[Any]:
+    """The parameter groups of all FSDP2 units below `model`."""
+    return [group for state in _states(model) for group in parameter_groups(state)]
+
+
 def managed_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The shards that FSDP2 manages below `model`, tied ones once; what it keeps gathered is sharded first."""
     found = []
-    for state in _states(model):
-        for group in parameter_groups(state):
-            group.reshard()
-            found += [managed.sharded_param for managed in group.fsdp_params]
+    for group in managed_groups(model):
+        group.reshard()
+        found += [managed.sharded_param for managed in group.fsdp_params]
     return found
 
 

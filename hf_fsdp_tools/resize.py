@@ -1,6 +1,5 @@
 """The vocabulary of a model that is sharded already: embeddings and head with rows for added tokens."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from hf_fsdp_tools.checkpoint.conversion import persistent_tensors
 from hf_fsdp_tools.checkpoint.shares import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.checkpoint.vocabulary import AddedRows, fill_added, resized_twin
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.release import parameter_groups
+from hf_fsdp_tools.release import managed_groups
 from hf_fsdp_tools.shard import sharding_of
 from hf_fsdp_tools.wrap import make_wrap_plan
 
@@ -140,7 +139,7 @@ def _replace_sharded(model: nn.Module, key: str, old: DTensor, shape: torch.Size
     torch has no public way to do this. A unit keeps one `FSDPParam` per parameter, with all that depends on its shape, so a
     new one is made by the same constructor and takes the old one's place (read in torch 2.11 and 2.13).
     """
-    for group in _param_groups(model):
+    for group in managed_groups(model):
         for i, entry in enumerate(group.fsdp_params):
             if entry.sharded_param is not old:
                 continue
@@ -171,12 +170,6 @@ def _replace_sharded(model: nn.Module, key: str, old: DTensor, shape: torch.Size
     raise ConfigError(
         f"{key!r} is a DTensor that no FSDP2 unit gathers. Shard the model with shard_model or fully_shard."
     )
-
-
-def _param_groups(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            yield from parameter_groups(module._get_fsdp_state())
 
 
 def _follow(model: PreTrainedModel, twin: PreTrainedModel) -> None:
