@@ -111,35 +111,31 @@ def from_pretrained(
         CheckpointError: the checkpoint is absent, damaged, or does not fit the model; on all ranks alike.
         ConfigError, WrapPlanError, MeshError: as the steps say.
     """
+    hub_kwargs, load_kwargs = hub_kwargs or {}, load_kwargs or {}
     # 1 what the accelerator decides, where the caller did not
     mesh, mp_policy, offload_policy, activation_checkpointing = _from_accelerator(
         accelerator, mesh, mp_policy, offload_policy, activation_checkpointing
     )
     mesh = mesh if mesh is not None else ParallelDims().build_mesh()
     # 2 what the checkpoint holds: its config and the headers of its files; of an adapter, those of its base
-    adapter, adapter_kwargs = None, hub_kwargs or {}
     doing, look = f"looking for {fspath(name_or_path)!r}", partial(_base_of_adapter, name_or_path, peft_config)
-    if (base := opened(doing, name_or_path, look, adapter_kwargs)) is not None:
-        adapter, (name_or_path, hub_kwargs) = name_or_path, base
-    doing, read = f"opening {fspath(name_or_path)!r}", partial(_open, name_or_path, trust_remote_code, allow_pickle)
-    config, index = opened(doing, name_or_path, read, hub_kwargs or {})
-    refuse_other_commits(name_or_path, config._commit_hash)
+    base_of_adapter = opened(doing, name_or_path, look, hub_kwargs)
+    base, base_kwargs = base_of_adapter or (name_or_path, hub_kwargs)
+    doing, read = f"opening {fspath(base)!r}", partial(_open, base, trust_remote_code, allow_pickle)
+    config, index = opened(doing, base, read, base_kwargs)
+    refuse_other_commits(base, config._commit_hash)
     with agreed(doing):
         _start_reading(index)
         # 3 the model without storage
-        if dtype is None:
-            quantized = model_kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
-            is_trained = peft_config is None and adapter is None and quantized is None
-            lower = is_trained and mp_policy is not None and mp_policy.param_dtype is not None
-            dtype = torch.float32 if lower else config_dtype(config) or index.dtype
+        is_frozen = base_of_adapter is not None or peft_config is not None
+        dtype = dtype or _default_dtype(config, index, mp_policy, is_frozen, model_kwargs)
         model = build_meta_model(
             config, auto_class=auto_class, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
         )
         if num_tokens is not None or pad_to_multiple_of is not None:
             resize_vocabulary(model, num_tokens, pad_to_multiple_of)
-            added_tokens = "mean" if mean_resizing else "random"
-            load_kwargs = {"added_tokens": added_tokens} | (load_kwargs or {})
-        _set_generation_config(model, name_or_path, config._commit_hash, hub_kwargs or {})
+            load_kwargs = {"added_tokens": "mean" if mean_resizing else "random"} | load_kwargs
+        _set_generation_config(model, base, config._commit_hash, base_kwargs)
         # 4 what is gathered together
         plan = make_wrap_plan(model, policy=policy or _policy_from(accelerator, model))
     # 5 shards without storage
@@ -153,12 +149,12 @@ def from_pretrained(
         compile=compile,
     )
     # 6 this rank's bytes
-    report = load_weights(model, index, **(load_kwargs or {}))
-    # 7 the adapter, which PEFT makes or reads
-    if adapter is not None:
-        model = load_adapter(model, adapter, is_trainable=is_trainable, **adapter_kwargs)
+    report = load_weights(model, index, **load_kwargs)
+    # 7 the adapter, which PEFT reads or makes
+    if base_of_adapter is not None:
+        model = load_adapter(model, name_or_path, is_trainable=is_trainable, **hub_kwargs)
     elif peft_config is not None:
-        model = add_adapter(model, peft_config, seed=(load_kwargs or {}).get("seed", 0))
+        model = add_adapter(model, peft_config, seed=load_kwargs.get("seed", 0))
     return (model, report) if output_loading_info else model
 
 
@@ -209,6 +205,21 @@ def _start_reading(index: CheckpointIndex) -> None:
     rank, ranks = rank_on_node()
     if ranks == dist.get_world_size():
         prefetch(list(dict.fromkeys(tensor.file for tensor in index.tensors.values())), part=rank, parts=ranks)
+
+
+def _default_dtype(
+    config: PreTrainedConfig,
+    index: CheckpointIndex,
+    mp_policy: MixedPrecisionPolicy | None,
+    is_frozen: bool,
+    model_kwargs: dict[str, Any],
+) -> torch.dtype | None:
+    """float32 for masters of what is computed in a lower precision; the checkpoint's dtype where none are needed."""
+    quantization = model_kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
+    is_lower = mp_policy is not None and mp_policy.param_dtype is not None
+    if is_lower and not is_frozen and quantization is None:
+        return torch.float32
+    return config_dtype(config) or index.dtype
 
 
 def _from_accelerator(
