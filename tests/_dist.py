@@ -20,8 +20,10 @@ __all__ = ["hide_gpus", "num_gpus", "run_ranks"]
 _GRACE_S = 10.0  # how long the other ranks may go on after one has failed (assumed: enough to report their own error)
 
 # The fork server imports these once, so that each further rank starts in about 0.1 s instead of 5.
+_PRELOAD = ["hf_fsdp_tools.diagnostics", "hf_fsdp_tools.integrations", "hf_fsdp_tools.prepare", "hf_fsdp_tools.resize"]
+_PRELOAD += ["peft", "transformers.trainer", "transformers.models.llama.modeling_llama", "pytest"]
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers", "transformers.modeling_utils"])
+_CONTEXT.set_forkserver_preload(_PRELOAD)
 
 _gpus: dict[str, Any] = {"count": 0, "visible": None}  # of this machine, as they were before `hide_gpus`
 
