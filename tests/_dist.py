@@ -4,6 +4,7 @@ On the CPU (gloo), or, for a test that asks for it, each rank on a GPU of its ow
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -115,6 +116,7 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     """The life of one rank: group up, call, result or traceback to a file, group down."""
+    gc.freeze()  # `gc.collect()`, which a Trainer calls often, need not look through what was imported: 0.2 s each time
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before the first call to CUDA, which reads it
