@@ -45,6 +45,9 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 
 
+_PARTS = frozenset(["dtype", "shape", "data_offsets"])
+
+
 def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
     """The tensors of one safetensors file, in file order, and the number of bytes that were read to know them.
 
@@ -114,7 +117,7 @@ def parse_json(file: Path, text: bytes) -> dict[str, Any]:
 
 def _parse_entry(file: Path, key: str, value: Any, data_start: int) -> StoredTensor:
     """One entry of the header, checked in itself."""
-    if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= set(value):
+    if not isinstance(value, dict) or not value.keys() >= _PARTS:
         raise _damaged(file, f"{key!r}: expected dtype, shape and data_offsets, found {shortened(value)}")
     name, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(name, str) or name not in DTYPES:
@@ -124,11 +127,12 @@ def _parse_entry(file: Path, key: str, value: Any, data_start: int) -> StoredTen
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _damaged(file, f"{key!r}: data_offsets {shortened(offsets)} is not [begin, end]")
     begin, end = offsets
-    expected = math.prod(shape) * DTYPES[name].itemsize
-    if end - begin != expected:
-        raise _damaged(file, f"{key!r}: {name} {shape} needs {expected} bytes, data_offsets give {end - begin}")
+    dtype = DTYPES[name]
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if end - begin != num_bytes:
+        raise _damaged(file, f"{key!r}: {name} {shape} needs {num_bytes} bytes, data_offsets give {end - begin}")
     return StoredTensor(
-        key=key, file=file, dtype=DTYPES[name], shape=tuple(shape), offset=data_start + begin, num_bytes=end - begin
+        key=key, file=file, dtype=dtype, shape=tuple(shape), offset=data_start + begin, num_bytes=num_bytes
     )
 
 

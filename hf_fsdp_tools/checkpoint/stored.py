@@ -12,7 +12,7 @@ from .slices import Box, Piece, View, row_major_strides
 __all__ = ["ChunkedTensor", "StoredTensor", "TensorChunk", "leaves_folder"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
     """One tensor of a checkpoint that lies in one file."""
 
