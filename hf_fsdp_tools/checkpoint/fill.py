@@ -142,7 +142,7 @@ def _share_of(model: nn.Module, load_map: LoadMap, fit: Fit, index: CheckpointIn
     distinct = {id(t): local_tensor(t) for t in state.values()}.values()
     return Share(
         transfers=tuple(transfers),
-        files=tuple(sorted({index.source(key).file for tensor in fit.loaded.values() for key in tensor.sources})),
+        files=tuple(sorted({index.source_file(key) for tensor in fit.loaded.values() for key in tensor.sources})),
         opaque=tuple(opaque.values()),
         transfer_bytes=sum(t.memory.numel() * t.dtype.itemsize for t in transfers) + opaque_bytes,
         num_bytes=num_bytes,

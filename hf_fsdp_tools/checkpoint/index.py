@@ -76,6 +76,10 @@ class CheckpointIndex:
         """The stored dtype of a tensor, or of a chunk of one, by the name that its pieces have."""
         return self._chunks[source][1] if source in self._chunks else self.tensors[source].dtype
 
+    def source_file(self, source: str) -> Path:
+        """The file of a tensor, or of a chunk of one, by the name that its pieces have; nothing is read."""
+        return self._chunks[source][0].file if source in self._chunks else self.tensors[source].file
+
     def source(self, source: str) -> StoredTensor:
         """Where the bytes of a tensor, or of a chunk of one, lie, by the name that its pieces have.
 
@@ -203,7 +207,7 @@ class CheckpointIndex:
                 f"{listed.file}: names {key!r} in {file!r}, which does not hold it; the index does not belong to "
                 "these files. Download or save all of them again."
                 for key, file in listed.weight_map.items()
-                if key not in tensors or tensors[key].file != listed.file.parent / file
+                if key not in tensors or tensors[key].file != listed.files[file]
             ]
         if problems:
             raise CheckpointError(_joined(problems))
@@ -227,6 +231,9 @@ class _Listing:
 
     weight_map: Mapping[str, str]
     """Stored key to file name."""
+
+    files: Mapping[str, Path]
+    """File name to file."""
 
     num_bytes: int
     """Size of the index file."""
@@ -284,7 +291,7 @@ def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[Path], _Listin
 
 def _listed_files(file: Path, suffix: str) -> tuple[list[Path], _Listing]:
     listing = _read_listing(file, suffix)
-    return [file.parent / name for name in sorted(set(listing.weight_map.values()))], listing
+    return list(listing.files.values()), listing
 
 
 def _read_listing(file: Path, suffix: str) -> _Listing:
@@ -298,21 +305,22 @@ def _read_listing(file: Path, suffix: str) -> _Listing:
         raise CheckpointError(
             f"{file}: expected a 'weight_map' from keys to file names, found {shortened(weight_map)}."
         )
+    counts = Counter(weight_map.values())
+    files = {name: file.parent / name for name in sorted(counts)}
     problems = []
-    for name, count in sorted(Counter(weight_map.values()).items()):
+    for name, place in files.items():
         if leaves_folder(name) or not name.endswith(suffix):
             problems.append(
                 f"{file}: names the file {shortened(name)}; expected a {suffix[1:]} file inside the folder. Where you trust "
                 "its source, put the file there and name it so."
             )
-        elif not (file.parent / name).is_file():
+        elif not place.is_file():
             problems.append(
-                f"{file}: names {shortened(name)} for {count} tensors, which {_instead(file.parent / name)}. Download or save "
-                "it again."
+                f"{file}: names {shortened(name)} for {counts[name]} tensors, which {_instead(place)}. Download or save it again."
             )
     if problems:
         raise CheckpointError(_joined(problems))
-    return _Listing(file=file, weight_map=weight_map, num_bytes=len(text))
+    return _Listing(file=file, weight_map=weight_map, files=files, num_bytes=len(text))
 
 
 def _instead(file: Path) -> str:

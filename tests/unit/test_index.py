@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -218,6 +219,17 @@ def test_an_index_that_is_no_json_and_files_that_are_none(tmp_path: Path) -> Non
     file.mkdir()
     with pytest.raises(CheckpointError, match="which is no file"):
         CheckpointIndex.open(tmp_path)
+
+
+def test_the_file_of_a_chunk_is_known_without_a_look_into_it(tmp_path: Path) -> None:
+    dcp.save({"w": torch.zeros(4)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    index = CheckpointIndex.open(tmp_path / "dcp")
+    (chunk,) = index.tensors["w"].chunks
+    (file,) = (tmp_path / "dcp").glob("*.distcp")
+    file.write_bytes(b"")
+    assert index.source_file(chunk.name) == file
+    with pytest.raises(CheckpointError, match=r"distcp"):
+        index.source(chunk.name)
 
 
 def test_a_dcp_folder_without_its_metadata_is_told_so(tmp_path: Path) -> None:
