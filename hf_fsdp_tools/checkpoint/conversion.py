@@ -4,9 +4,10 @@ This is the only file that touches transformers' conversion interface (checked w
 are never copied: their operations run on ``PieceTensor``s, which turns each into an index map.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -45,6 +48,9 @@ __all__ = [
 
 
 Stored = StoredTensor | ChunkedTensor
+
+NAMELESS = (Concatenate, MergeModulelist)
+"""Operations that see tensors and patterns, but not which layer or model they are from (`tests/unit/test_conversion.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +123,9 @@ def map_loading(model: nn.Module, stored: Mapping[str, Stored], *, layout: str =
         groups, unexpected = _group(model, stored, state, transforms)
         tensors: dict[str, PieceTensor] = {}
         makers: dict[str, ConversionGroup] = {}
+        traced: _Traced = {}
         for group in groups:
-            for key, tensor in _trace(model, group, stored, state[group.target].dtype).items():
+            for key, tensor in _trace_once(model, group, stored, state[group.target].dtype, traced).items():
                 if key not in state:
                     unexpected.add(key)
                     continue
@@ -142,7 +149,8 @@ def _group(
     members: dict[str, list[tuple[str, str]]] = {}
     transform_of: dict[str, Any] = {}
     unexpected: set[str] = set()
-    for key in sorted(stored, key=dot_natural_key):
+    order = cache(lambda name: tuple(dot_natural_key(name)))  # of a name between dots; keys are made of few of them
+    for key in sorted(stored, key=lambda key: tuple([order(name) for name in key.split(".")])):
         renamed, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if renamed not in state and key in state:  # should not have been renamed, save for the prefix
             renamed, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=state)
@@ -159,6 +167,37 @@ def _group(
         for target, found in members.items()
     ]
     return groups, unexpected
+
+
+_Traced = dict[Hashable, tuple[ConversionGroup, PieceTensor]]
+
+
+def _trace_once(
+    model: nn.Module, group: ConversionGroup, stored: Mapping[str, Stored], dtype: torch.dtype, traced: _Traced
+) -> dict[str, PieceTensor]:
+    """`_trace`, or what it gave for a group that is the same but for names, as the experts of most layers are."""
+    looks = _looks(group, stored, dtype)
+    if looks in traced:
+        first, tensor = traced[looks]
+        names = {old: new for (old, _), (new, _) in zip(first.members, group.members, strict=True)}
+        return {group.target: tensor.renamed(names)}
+    results = _trace(model, group, stored, dtype)
+    if looks is not None and results.keys() == {group.target}:
+        traced[looks] = group, results[group.target]
+    return results
+
+
+def _looks(group: ConversionGroup, stored: Mapping[str, Stored], dtype: torch.dtype) -> Hashable:
+    """All that the group's conversion can see, equal for groups that differ in names alone. None where it sees names."""
+    if group.transform is None or not all(type(op) in NAMELESS for op in group.transform.operations):
+        return None
+    inputs: list[Hashable] = []
+    for key, pattern in group.members:
+        tensor = stored[key]
+        if not isinstance(tensor, StoredTensor):
+            return None
+        inputs.append((tensor.shape, tensor.strides, pattern))
+    return id(group.transform), dtype, tuple(inputs)
 
 
 def _trace(

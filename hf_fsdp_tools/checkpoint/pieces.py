@@ -7,7 +7,7 @@ knows which inputs it came from, not how.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,11 @@ class PieceTensor(torch.Tensor):
         kept = _slice(self, dim, 0, size)
         assert kept is not None
         return _remade(self, [size if d == dim else n for d, n in enumerate(self.shape)], kept.pieces or ())
+
+    def renamed(self, names: Mapping[str, str]) -> "PieceTensor":
+        """The same made of other inputs: new name by old name."""
+        pieces = self.pieces and [Piece(box=p.box, source=names[p.source], view=p.view) for p in self.pieces]
+        return PieceTensor(self.shape, self.dtype, pieces, frozenset(names[source] for source in self.sources))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's names differ
         """Shape, dtype and number of pieces."""
@@ -194,21 +199,8 @@ def _squeeze(t: PieceTensor, dims: int | Sequence[int] | None = None) -> PieceTe
     return _drop_dims(t, [d % t.dim() for d in wanted if t.shape[d] == 1])
 
 
-def _unsqueeze(t: PieceTensor, dim: int) -> PieceTensor:
-    at = dim % (t.dim() + 1)
-
-    def put(values: Sequence[int], value: int) -> tuple[int, ...]:
-        return (*values[:at], value, *values[at:])
-
-    pieces = [
-        Piece(
-            box=Box(start=put(p.box.start, 0), length=put(p.box.length, 1)),
-            source=p.source,
-            view=View(offset=p.view.offset, length=put(p.view.length, 1), strides=put(p.view.strides, 0)),
-        )
-        for p in t.pieces or ()
-    ]
-    return _remade(t, put(tuple(t.shape), 1), pieces)
+def _unsqueeze(t: PieceTensor, dim: int) -> PieceTensor | None:
+    return _stack([t], dim)
 
 
 def _cat(tensors: Sequence[PieceTensor], dim: int = 0) -> PieceTensor | None:
@@ -230,7 +222,26 @@ def _cat(tensors: Sequence[PieceTensor], dim: int = 0) -> PieceTensor | None:
 
 
 def _stack(tensors: Sequence[PieceTensor], dim: int = 0) -> PieceTensor | None:
-    return _cat([_unsqueeze(t, dim) for t in tensors], dim)
+    """Lay tensors of one shape one after another along a new dimension."""
+    shape, dtype = tensors[0].shape, tensors[0].dtype
+    if any(not isinstance(t, PieceTensor) or t.dtype != dtype or t.shape != shape for t in tensors):
+        return None  # torch itself says what is wrong with the shapes
+    at = dim % (len(shape) + 1)
+
+    def put(values: Sequence[int], value: int) -> tuple[int, ...]:
+        return (*values[:at], value, *values[at:])
+
+    pieces = [
+        Piece(
+            box=Box(start=put(p.box.start, i), length=put(p.box.length, 1)),
+            source=p.source,
+            view=View(offset=p.view.offset, length=put(p.view.length, 1), strides=put(p.view.strides, 0)),
+        )
+        for i, t in enumerate(tensors)
+        for p in t.pieces or ()
+    ]
+    sources = frozenset[str]().union(*(t.sources for t in tensors))
+    return PieceTensor(put(shape, len(tensors)), dtype, pieces, sources)
 
 
 def _reshape(t: PieceTensor, shape: Sequence[int]) -> PieceTensor | None:
