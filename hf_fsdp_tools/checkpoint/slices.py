@@ -15,7 +15,7 @@ from typing import Any
 __all__ = ["Box", "Piece", "View", "local_boxes", "row_major_strides", "slice_piece", "slice_view"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
     """A rectangular region of a tensor, in elements."""
 
@@ -39,7 +39,7 @@ class Box:
         return Box(start=start, length=tuple(max(0, e - s) for s, e in zip(start, stop, strict=True)))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class View:
     """A strided region of a flat tensor, in elements."""
 
@@ -58,7 +58,7 @@ class View:
         return View(offset=offset, length=tuple(length), strides=self.strides)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
     """A box of one tensor that equals, index by index, a view of the tensor named ``source``."""
 
@@ -146,11 +146,17 @@ def _locate(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
 
 def slice_piece(piece: Piece, box: Box) -> Piece | None:
     """What of ``piece`` falls into ``box`` of the same tensor; None where they do not meet."""
-    common = piece.box.intersect(box)
-    if not common.numel:
-        return None
-    start = tuple(c - p for c, p in zip(common.start, piece.box.start, strict=True))
-    return Piece(box=common, source=piece.source, view=piece.view.crop(start, common.length))
+    own, view = piece.box, piece.view
+    start, length, offset = [], [], view.offset
+    for a, n, b, m, stride in zip(own.start, own.length, box.start, box.length, view.strides, strict=True):
+        low, high = max(a, b), min(a + n, b + m)
+        if low >= high:
+            return None
+        start.append(low)
+        length.append(high - low)
+        offset += (low - a) * stride
+    common = Box(start=tuple(start), length=tuple(length))
+    return Piece(box=common, source=piece.source, view=View(offset=offset, length=common.length, strides=view.strides))
 
 
 def slice_view(view: View, shape: Sequence[int], box: Box) -> Iterator[tuple[Box, View]]:

@@ -112,6 +112,31 @@ def test_the_part_of_a_view_in_a_box_is_found_exactly(
     assert sorted(found) == sorted(set(inside.flatten().tolist()) & set(tensor.flatten().tolist()))
 
 
+@settings(max_examples=300)
+@given(tensors=strided_views(), data=st.data())
+def test_the_part_of_a_piece_in_a_box_is_found_exactly(
+    tensors: tuple[torch.Tensor, torch.Tensor], data: st.DataObject
+) -> None:
+    """Pieces and boxes that meet, that touch, that lie apart, and boxes with nothing in them."""
+    base, tensor = tensors
+    places = st.tuples(*[st.integers(0, 6)] * tensor.dim())
+    box = Box(start=data.draw(places), length=data.draw(places))
+    view = View(offset=tensor.storage_offset(), length=tuple(tensor.shape), strides=tensor.stride())
+    at = data.draw(places)
+    piece = Piece(box=Box(start=at, length=view.length), source="w", view=view)
+    whole = torch.full([s + n for s, n in zip(at, view.length, strict=True)], -1)  # what the piece is a part of
+    whole[tuple(slice(s, s + n) for s, n in zip(at, view.length, strict=True))] = tensor
+    wanted = whole[tuple(slice(s, s + n) for s, n in zip(box.start, box.length, strict=True))]
+    found = slice_piece(piece, box)
+    if found is None:
+        assert (wanted == -1).all()
+        return
+    assert found.source == "w" and found.box.length == found.view.length
+    place = tuple(slice(s, s + n) for s, n in zip(found.box.start, found.box.length, strict=True))
+    part = base.as_strided(found.view.length, found.view.strides, found.view.offset)
+    assert torch.equal(part, whole[place]) and part.numel() == int((wanted != -1).sum())
+
+
 def test_a_row_shard_of_a_stacked_tensor_takes_one_run_of_each_source() -> None:
     """Experts stacked along dimension 0 and sharded there: whole experts, in one range each."""
     view = View(offset=0, length=(1, 4, 6), strides=(24, 6, 1))
