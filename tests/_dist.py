@@ -20,9 +20,15 @@ __all__ = ["hide_gpus", "num_gpus", "run_ranks"]
 
 _GRACE_S = 10.0  # how long the other ranks may go on after one has failed (assumed: enough to report their own error)
 
-# The fork server imports these once, so that each further rank starts in about 0.1 s instead of 5.
-_PRELOAD = ["hf_fsdp_tools.diagnostics", "hf_fsdp_tools.integrations", "hf_fsdp_tools.prepare", "hf_fsdp_tools.resize"]
-_PRELOAD += ["peft", "transformers.trainer", "transformers.models.llama.modeling_llama", "pytest"]
+# The fork server imports these once, so that each further rank starts in about 0.1 s instead of 5. Where GPUs are, the second
+# list is left to each rank: PEFT imports bitsandbytes, which looks for GPUs, and CUDA that found none finds none after a fork.
+_PRELOAD = [
+    "torch.distributed.fsdp",
+    "transformers.modeling_utils",
+    "transformers.models.llama.modeling_llama",
+    "pytest",
+]
+_PRELOAD_WITHOUT_GPUS = ["hf_fsdp_tools.diagnostics", "hf_fsdp_tools.integrations", "hf_fsdp_tools.resize", "peft"]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(_PRELOAD)
 
@@ -35,6 +41,8 @@ def hide_gpus() -> None:
 
     _gpus.update(count=torch.cuda.device_count(), visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if not num_gpus():
+        _CONTEXT.set_forkserver_preload(_PRELOAD + _PRELOAD_WITHOUT_GPUS)
 
 
 def num_gpus() -> int:
