@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
             for i in range(15):
                 self.wfile.write(body[len(body) * i // 15 : len(body) * (i + 1) // 15])
                 self.wfile.flush()
-                time.sleep(0.4)
+                time.sleep(0.2)
         else:
             self.wfile.write(body)
 
@@ -146,7 +146,7 @@ def fake_hub(repositories: dict[str, dict[str, Path]], moods: dict[str, Mood] | 
         repositories: Folders by name and revision.
         moods: By name, for how many requests of each weight file: "accepts" a request and does not answer; stops in the
             middle of the file and keeps the connection ("stalls"), then answers nothing at all ("silences"), "closes" the
-            connection, "resets" it; "drips" the file over 6 s; or answers "HTTP 503", with "HTTP 429 5" a time to wait,
+            connection, "resets" it; "drips" the file over 3 s; or answers "HTTP 503", with "HTTP 429 5" a time to wait,
             and with "HEAD" behind it also when only the file's size is asked for.
     """
     server = FakeHub(repositories)

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import from_pretrained, load_adapter
+from hf_fsdp_tools import from_pretrained, hub, load_adapter
 from hf_fsdp_tools.checkpoint.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError
 from tests._checkpoints import make_checkpoint
@@ -80,7 +80,7 @@ def use_the_hub(main: Path, tagged: Path, url: str) -> dict[str, float]:
     assert "Timeout" in message and f"{url} cannot be reached or does not answer" in message
 
     message = refusal(lambda: load("org/silences"))  # and the hub is silent from here on
-    assert "'org/silences'" in message and "expected bytes, found none for 4 s" in message
+    assert "'org/silences'" in message and "expected bytes, found none for 2 s" in message
     assert f"{url}, or where it sends for files, does not answer" in message
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -112,8 +112,8 @@ def test_hub_names_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with fake_hub(repositories, {"org/silences": ("silences", 99)}) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-        monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "2")  # 10 s by default
-        monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "2")
+        monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")  # 10 s by default; twice that is waited for bytes
+        monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "1")
         for seconds in run_ranks(use_the_hub, 2, main, tagged, server.url, fresh=True):
             assert seconds["org/silent"] < 8 and seconds["org/silences"] < 15 and seconds["org/model"] < 15
         files = {f.name for f in main.glob("model-*.safetensors")}
@@ -131,15 +131,21 @@ def test_hub_names_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 ENDS = {  # how a server can fail for ever, and what is said of it
-    "accepts": ("found none for 4 s", "does not answer"),
-    "stalls": ("found none for 4 s", "does not answer"),
-    "closes": ("found none for 4 s", "Check the network"),
+    "accepts": ("found none for 2 s", "does not answer"),
+    "stalls": ("found none for 2 s", "does not answer"),
+    "closes": ("found none for 2 s", "Check the network"),
     "resets": ("ReadError", "Check the network"),
     "HTTP 503": ("503", "is in trouble. Try again later"),
     "HTTP 503 HEAD": ("last answer was HTTP 503 for HEAD", "is in trouble"),
     "HTTP 429": ("last answer was HTTP 429 for GET", "too many requests"),
 }
-RECOVERS = {"closes": 1, "resets": 2, "HTTP 503": 1, "HTTP 429 5": 1, "drips": 99}
+RECOVERS = {
+    "closes": 1,
+    "resets": 2,
+    "HTTP 503": 1,
+    "HTTP 429 3": 1,
+    "drips": 99,
+}  # 3 s are more than is waited for bytes
 
 
 def name_of(mood: str, times: int) -> str:
@@ -147,6 +153,7 @@ def name_of(mood: str, times: int) -> str:
 
 
 def use_a_hub_with_moods(folder: Path) -> dict[str, float]:
+    hub._PAUSES_S = (0.1, 0.2, 0.4)
     seconds = {}
     for mood, times in RECOVERS.items():
         start = time.monotonic()
@@ -172,6 +179,6 @@ def test_a_hub_that_stops_in_the_middle_ends_on_all_ranks_and_a_slow_one_does_no
     with fake_hub({name: {"main": folder} for name in moods}, moods) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-        monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "2")  # 10 s by default; twice that is waited for bytes
-        monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "2")
+        monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")  # 10 s by default; twice that is waited for bytes
+        monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "1")
         run_ranks(use_a_hub_with_moods, 2, folder, fresh=True, timeout_s=200)
