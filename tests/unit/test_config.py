@@ -39,6 +39,11 @@ FSDP1 = [
     ),
 ]
 
+WRITTEN = {
+    "written_2": FSDPConfig(num_processes=8, dp_replicate_size=2, mixed_precision="bf16", offload_params=True),
+    "written_1": FSDPConfig(num_processes=2, fsdp_version=1, reshard_after_forward=False),
+}
+
 PROBE = """
 import json, os, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_FSDP", "FSDP_VERSION",
@@ -47,23 +52,28 @@ with open(os.path.join(sys.argv[1], os.environ["RANK"] + ".json"), "w") as file:
     json.dump({name: os.environ.get(name) for name in names}, file)
 """
 
-LAUNCHER_ENVIRONMENT = """
+LAUNCHER_ENVIRONMENTS = """
 import json, sys
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
-args = launch_command_parser().parse_args(["--config_file", sys.argv[1], "script.py"])
-args, _, _ = _validate_launch_command(args)
-assert args.use_fsdp and not args.cpu
-print(json.dumps({"args": {name: getattr(args, name) for name in ("num_processes", "num_machines", "machine_rank")},
-                  "environment": {name: value for name, value in prepare_multi_gpu_env(args).items()
-                                  if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_", "CUDA_"))}}))
+for path in sys.argv[1:]:
+    args = launch_command_parser().parse_args(["--config_file", path, "script.py"])
+    args, _, _ = _validate_launch_command(args)
+    assert args.use_fsdp and not args.cpu, path
+    print(json.dumps({"args": {name: getattr(args, name) for name in ("num_processes", "num_machines", "machine_rank")},
+                      "environment": {name: value for name, value in prepare_multi_gpu_env(args).items()
+                                      if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_", "CUDA_"))}}))
 """
 
-PLUGIN = """
-import sys
+PLUGINS = """
+import json, os, sys
 from accelerate import FullyShardedDataParallelPlugin
-plugin = FullyShardedDataParallelPlugin()
-print(plugin.fsdp_version, plugin.reshard_after_forward, plugin.state_dict_type.name, plugin.auto_wrap_policy)
+for environment in map(json.loads, sys.argv[1:]):
+    os.environ.update(environment)
+    plugin = FullyShardedDataParallelPlugin()
+    print(plugin.fsdp_version, plugin.reshard_after_forward, plugin.state_dict_type.name, plugin.auto_wrap_policy)
+    for name in environment:
+        del os.environ[name]
 """
 
 TRAINER = """
@@ -87,14 +97,22 @@ def run_python(code: str, *arguments: str, **environment: str) -> subprocess.Com
     )
 
 
-def launcher_environment(path: Path) -> dict[str, str]:
-    """What accelerate's own launcher makes of the YAML, up to the point where it would start processes."""
-    config = FSDPConfig.from_accelerate_yaml(path)
-    done = run_python(LAUNCHER_ENVIRONMENT, str(path))
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory) -> dict[str, dict[str, str]]:
+    """What accelerate's own launcher makes of each YAML, up to the point where it would start processes; by file name."""
+    folder = tmp_path_factory.mktemp("configs")
+    for name, config in WRITTEN.items():
+        (folder / f"{name}.yaml").write_text(config.to_accelerate_yaml())
+    paths = [*SHIPPED, *sorted(folder.iterdir())]
+    done = run_python(LAUNCHER_ENVIRONMENTS, *map(str, paths))
     assert done.stderr == ""
-    found = json.loads(done.stdout)
-    assert found["args"] == {name: getattr(config, name) for name in ("num_processes", "num_machines", "machine_rank")}
-    return found["environment"]
+    environments = {}
+    for path, found in zip(paths, map(json.loads, done.stdout.splitlines()), strict=True):
+        config = FSDPConfig.from_accelerate_yaml(path)
+        expected = {name: getattr(config, name) for name in ("num_processes", "num_machines", "machine_rank")}
+        assert found["args"] == expected, path
+        environments[path.stem] = found["environment"]
+    return environments
 
 
 @pytest.mark.parametrize("config", FSDP2, ids=range(len(FSDP2)))
@@ -119,10 +137,8 @@ def test_yaml_names_its_command():
     assert not FSDPConfig(num_processes=2).to_accelerate_yaml().startswith("# Generated")
 
 
-def test_accelerate_launch_takes_fsdp2(tmp_path):
-    config = FSDPConfig(num_processes=8, dp_replicate_size=2, mixed_precision="bf16", offload_params=True)
-    (tmp_path / "config.yaml").write_text(config.to_accelerate_yaml())
-    environment = launcher_environment(tmp_path / "config.yaml")
+def test_accelerate_launch_takes_fsdp2(launched):
+    environment = launched["written_2"]
     assert environment["ACCELERATE_USE_FSDP"] == "true"
     assert environment["FSDP_VERSION"] == "2"
     assert environment["FSDP_AUTO_WRAP_POLICY"] == "NO_WRAP"
@@ -132,26 +148,28 @@ def test_accelerate_launch_takes_fsdp2(tmp_path):
     assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert environment["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == "2"
     assert environment["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == "4"
-    done = run_python(PLUGIN, **{name: value for name, value in environment.items() if name.startswith("FSDP_")})
-    assert done.stdout.split() == ["2", "True", "SHARDED_STATE_DICT", "None"]
-    assert done.stderr == ""
 
 
-def test_accelerate_launch_takes_fsdp1(tmp_path):
-    config = FSDPConfig(num_processes=2, fsdp_version=1, reshard_after_forward=False)
-    (tmp_path / "config.yaml").write_text(config.to_accelerate_yaml())
-    environment = launcher_environment(tmp_path / "config.yaml")
+def test_accelerate_launch_takes_fsdp1(launched):
+    environment = launched["written_1"]
     assert environment["FSDP_VERSION"] == "1"
     assert environment["FSDP_SHARDING_STRATEGY"] == "SHARD_GRAD_OP"
     assert environment["FSDP_BACKWARD_PREFETCH"] == "BACKWARD_PRE"
     assert environment["FSDP_SYNC_MODULE_STATES"] == "false"
-    done = run_python(PLUGIN, **{name: value for name, value in environment.items() if name.startswith("FSDP_")})
-    assert done.stdout.split() == ["1", "None", "SHARDED_STATE_DICT", "None"]
+
+
+def test_what_is_launched_gets_the_plugin_that_was_meant(launched):
+    variables = [{n: v for n, v in launched[name].items() if n.startswith("FSDP_")} for name in WRITTEN]
+    done = run_python(PLUGINS, *map(json.dumps, variables))
+    fsdp2, fsdp1 = map(str.split, done.stdout.splitlines())
+    assert fsdp2 == ["2", "True", "SHARDED_STATE_DICT", "None"]
+    assert fsdp1 == ["1", "None", "SHARDED_STATE_DICT", "None"]
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_accelerate_launch_takes_what_is_shipped(path):
-    assert launcher_environment(path)["FSDP_AUTO_WRAP_POLICY"] == "NO_WRAP"
+def test_accelerate_launch_takes_what_is_shipped(launched, path):
+    assert launched[path.stem]["FSDP_AUTO_WRAP_POLICY"] == "NO_WRAP"
 
 
 def test_shipped_configs_cover_the_common_machines():
