@@ -29,7 +29,6 @@ _MIN_LARGE_BYTES = 2**16  # a shorter one says nothing about bytes per second
 
 _SLOW_THREADS = 16  # requests in flight where they are slow (assumed)
 _MAX_JOIN_BYTES = 2**20  # of bytes read for nothing (assumed)
-_REQUEST_BYTES = 8 * 2**20  # 80 ms at 100 MB/s, beside which a request's own time is little (assumed)
 
 _FLOW_BYTES = (2**16, 2**20)  # of each request where all ranks are timed at once: at least, at most
 _FLOW_PART = 1 / 128  # of what a rank wants, between these two (assumed)
@@ -63,7 +62,7 @@ class Speed:
         if not self.is_slow:
             return Pace()
         gap = min(self.worth_bytes, _MAX_JOIN_BYTES)
-        return Pace(threads=_SLOW_THREADS, max_gap_bytes=gap, join_bytes=gap, request_bytes=_REQUEST_BYTES)
+        return Pace(threads=_SLOW_THREADS, max_gap_bytes=gap, join_bytes=gap)
 
     def __str__(self) -> str:
         stream = f", {self.stream_bytes_s / 1e9:.2f} GB/s per stream" if self.stream_bytes_s else ""

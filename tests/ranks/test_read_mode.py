@@ -196,8 +196,10 @@ def test_hsdp_reads_each_byte_once_in_the_whole_job(folders: list[Path]) -> None
     """And "auto" picks that where storage is narrow."""
     for reports in run_ranks(hsdp, 4, folders):
         for report in reports:
-            assert report.read_mode == "node" and "each byte would be read 2.0 times" in report.read_mode_why, str(
-                report
+            assert report.read_mode == "node", str(report)
+            copies = re.search(r"each byte would be read (\d\.\d) times", report.read_mode_why)
+            assert copies and float(copies[1]) >= 2, (
+                "two replicas, and the gaps that are read through when requests are slow"
             )
             assert report.probe_bytes > 2**19  # that many bytes say something about all ranks at once
             assert_expected_to_be_quicker(report)
