@@ -65,9 +65,9 @@ class Pace:
     """Parts up to this size are read with their neighbours in one request, across gaps up to this size."""
 
     request_bytes: int = 8 * 2**20
-    """Where a part of a tensor that is read straight into place is divided, so that several requests bring it. An embedding's part
-    of 311 MB in one request was faulted in and read by one thread, and the disk waited: 1.73 s instead of 1.16 for a cold 1.5 GB
-    on 2 ranks. At 100 MB/s one request takes 80 ms, beside which what each one costs on slow storage is little."""
+    """Where a part of a tensor that is read straight into place is divided, so that several requests bring it. In one, an
+    embedding's part of 311 MB was faulted in and read by one thread, and the disk waited: a cold 1.5 GB took 1.73 s on 2 ranks
+    instead of 1.16 (measured). At 100 MB/s one takes 80 ms, beside which what a request costs on slow storage is little."""
 
 
 @dataclass(frozen=True, kw_only=True)
