@@ -369,18 +369,23 @@ def test_layers_that_differ_in_names_alone_are_traced_once_and_to_the_same(
         )
 
 
-def test_a_layer_of_other_shapes_or_dtype_is_traced_by_itself(tmp_path: Path) -> None:
-    """Its experts are stored transposed, or the model has them in another dtype."""
+def test_a_layer_of_other_shapes_or_another_dtype_is_traced_by_itself(tmp_path: Path) -> None:
+    """Its experts are stored transposed; or the model has them in another dtype."""
     folder = make_checkpoint("mixtral", tmp_path)
     stored = dict(CheckpointIndex.open(folder).tensors)
+    model = build_meta_model(folder)
+    down, other_down = (f"model.layers.{i}.mlp.experts.down_proj" for i in range(2))
+    model.model.layers[1].mlp.experts.half()
+    tensors = map_loading(model, stored).tensors
+    assert (tensors[down].dtype, tensors[other_down].dtype) == (torch.float32, torch.float16)
+
+    model = build_meta_model(folder)
     for key, tensor in stored.items():
         if ".layers.1." in key and "experts" in key:
             stored[key] = replace(tensor, shape=tensor.shape[::-1])
-    model = build_meta_model(folder)
-    model.model.layers[1].mlp.experts.half()
-    first, second = (map_loading(model, stored).tensors[f"model.layers.{i}.mlp.experts.down_proj"] for i in range(2))
-    assert first.shape[1:] == tuple(second.shape[1:])[::-1] and first.shape[1] != second.shape[1]
-    assert (first.dtype, second.dtype) == (torch.float32, torch.float16)
+    tensors = map_loading(model, stored).tensors
+    experts, rows, columns = tensors[down].shape
+    assert tensors[other_down].shape == (experts, columns, rows) and rows != columns
 
 
 def test_keys_are_taken_in_the_order_of_transformers(tmp_path: Path) -> None:

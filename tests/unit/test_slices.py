@@ -134,7 +134,7 @@ def test_the_part_of_a_piece_in_a_box_is_found_exactly(
     assert found.source == "w" and found.box.length == found.view.length
     place = tuple(slice(s, s + n) for s, n in zip(found.box.start, found.box.length, strict=True))
     part = base.as_strided(found.view.length, found.view.strides, found.view.offset)
-    assert torch.equal(part, whole[place]) and part.numel() == int((wanted != -1).sum())
+    assert torch.equal(part, whole[place]) and part.numel() == int((wanted != -1).sum()) > 0
 
 
 def test_a_row_shard_of_a_stacked_tensor_takes_one_run_of_each_source() -> None:
