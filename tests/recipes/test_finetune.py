@@ -1,5 +1,9 @@
-"""The recipe as a user starts it: `accelerate launch`, two processes, from a checkpoint to a checkpoint."""
+"""The recipe as a user starts it: `accelerate launch`, two processes, from a checkpoint to a checkpoint.
 
+Starting takes 8 s, nearly all of it imports. What differs in options and data only is run in a series after one start.
+"""
+
+import importlib.util
 import json
 import os
 import re
@@ -15,12 +19,36 @@ from hf_fsdp_tools.demo import make_demo_model
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "accelerate_configs" / "fsdp2_cpu_2.yaml"
+RECIPE = ROOT / "recipes" / "finetune.py"
+
+SERIES = """
+import os, runpy, sys
+from json import loads
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+recipe, *series = sys.argv[1:]
+names = runpy.run_path(recipe)
+environment = dict(os.environ)
+PartialState.destroy_process_group = lambda *_: None  # one group for the series: torch's launcher has a store for one
+for name, arguments in map(loads, series):
+    sys.argv = [recipe, *arguments]
+    if os.environ["RANK"] == "0":
+        print(f"=== {name}", flush=True)
+    names["main"]()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ.clear()
+    os.environ.update(environment)
+    if os.environ["RANK"] == "0":
+        print("=== done", flush=True)
+names["leave"]()
+"""
 
 
-def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [Path(sys.executable).with_name("accelerate"), "launch", "--config_file", CONFIG]
+def launch(folder: Path, *arguments: str, script: Path = RECIPE) -> subprocess.CompletedProcess[str]:
+    command = [Path(sys.executable).with_name("accelerate"), "launch", "--config_file", CONFIG, script]
     return subprocess.run(
-        [*map(str, command), str(ROOT / "recipes" / "finetune.py"), *arguments],
+        [*map(str, command), *arguments],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")},
         capture_output=True,
@@ -33,11 +61,6 @@ def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def lines(path: Path, rows: list[dict]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(make_demo_model(tmp_path_factory.mktemp("model") / "demo"))
 
 
 def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
@@ -58,25 +81,8 @@ def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
     assert loss(trained) < loss(start) - 0.5, "what was saved is what was trained"
 
 
-MESSAGES = [
-    {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}]}
-    for n in range(40)
-]
-PAIRS = [{"prompt": f"Count to {n}:", "completion": f" {n}."} for n in range(40)]
-
-
-@pytest.mark.parametrize("rows", [MESSAGES, PAIRS], ids=["messages", "prompt-completion"])
-def test_other_dataset_forms_on_a_local_model(tmp_path, model, rows):
-    data = lines(tmp_path / "data.jsonl", rows)
-    done = launch(
-        tmp_path, "--model_name_or_path", model, "--dataset_name", data, "--output_dir", "out", "--max_steps", "2",
-        "--per_device_train_batch_size", "2",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size > 0
-
-
-def test_bad_input_gets_one_clear_line(tmp_path, model):
+def test_bad_input_gets_one_clear_line(tmp_path):
+    model = str(make_demo_model(tmp_path / "demo"))
     data = lines(tmp_path / "data.jsonl", [{"question": "?", "answer": "!"}] * 8)
     done = launch(tmp_path, "--model_name_or_path", model, "--dataset_name", data)
     assert done.returncode == 1
@@ -86,29 +92,65 @@ def test_bad_input_gets_one_clear_line(tmp_path, model):
     assert 'finetune.py", line' not in done.stderr, "no traceback of ours"
 
 
-def test_qlora_in_one_command(tmp_path):
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install bitsandbytes)")
-    done = launch(
-        tmp_path, "--use_peft", "--load_in_4bit", "--use_bnb_nested_quant", "--lora_target_modules", "all-linear",
-        "--bnb_4bit_quant_storage", "float32", "--max_steps", "4", "--per_device_train_batch_size", "2",
-        "--max_length", "64", "--output_dir", str(tmp_path / "out"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-    assert re.search(r"trained +float32, .*% of the parameters", done.stdout)
-    before, after = map(float, re.search(r"evaluation loss +([\d.]+) before, ([\d.]+) after", done.stdout).groups())
-    assert after < before
-    AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # the plain base and the adapter, by PEFT
+# ---- a series after one start ----
+
+MESSAGES = [
+    {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}]}
+    for n in range(40)
+]
+PAIRS = [{"prompt": f"Count to {n}:", "completion": f" {n}."} for n in range(40)]
+
+has_bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
 
 
-def test_lora_in_one_command(tmp_path):
-    done = launch(
-        tmp_path, "--use_peft", "--merge_adapters", "--lora_target_modules", "all-linear", "--max_steps", "4",
-        "--per_device_train_batch_size", "2", "--max_length", "64", "--output_dir", str(tmp_path / "out"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-    assert re.search(r"trained +float32, .*% of the parameters", done.stdout)
-    adapted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # base and adapter, by PEFT
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged")
+@pytest.fixture(scope="module")
+def series(tmp_path_factory) -> tuple[Path, dict[str, str], str]:
+    """The folder with an output of each name, what was printed under each that ended well, and what was said besides."""
+    folder = tmp_path_factory.mktemp("series")
+    model = str(make_demo_model(folder / "demo"))
+    runs = {}
+    for name, rows in (("messages", MESSAGES), ("prompt-completion", PAIRS)):
+        data = lines(folder / f"{name}.jsonl", rows)
+        runs[name] = ["--model_name_or_path", model, "--dataset_name", data, "--max_steps", "2"]
+    peft = ["--use_peft", "--lora_target_modules", "all-linear", "--max_steps", "4", "--max_length", "64"]
+    runs["lora"] = [*peft, "--merge_adapters"]
+    if has_bitsandbytes:
+        runs["qlora"] = [*peft, "--load_in_4bit", "--use_bnb_nested_quant", "--bnb_4bit_quant_storage", "float32"]
+    for name, arguments in runs.items():
+        arguments += ["--per_device_train_batch_size", "2", "--output_dir", str(folder / name)]
+    script = folder / "series.py"
+    script.write_text(SERIES)
+    done = launch(folder, str(RECIPE), *map(json.dumps, runs.items()), script=script)
+    printed = dict(re.findall(r"^=== (\S+)\n(.*?)^=== done$", done.stdout, re.DOTALL | re.MULTILINE))
+    said = done.stdout[-1000:] + done.stderr[-4000:]
+    assert done.returncode == 0 or len(printed) < len(runs), "all ran, and then leaving failed:\n" + said
+    return folder, printed, said
+
+
+@pytest.mark.parametrize("rows", ["messages", "prompt-completion"])
+def test_other_dataset_forms_on_a_local_model(series, rows):
+    folder, printed, said = series
+    assert rows in printed, said
+    assert AutoModelForCausalLM.from_pretrained(folder / rows).config.vocab_size > 0
+
+
+def test_lora_in_one_command(series):
+    folder, printed, said = series
+    assert "lora" in printed, said
+    assert re.search(r"trained +float32, .*% of the parameters", printed["lora"])
+    adapted = AutoModelForCausalLM.from_pretrained(folder / "lora")  # base and adapter, by PEFT
+    merged = AutoModelForCausalLM.from_pretrained(folder / "lora" / "merged")
     ids = torch.arange(3, 19).reshape(1, 16)
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not has_bitsandbytes, reason="bitsandbytes is not installed (pip install bitsandbytes)")
+def test_qlora_in_one_command(series):
+    folder, printed, said = series
+    assert "qlora" in printed, said
+    assert re.search(r"trained +float32, .*% of the parameters", printed["qlora"])
+    losses = re.search(r"evaluation loss +([\d.]+) before, ([\d.]+) after", printed["qlora"])
+    before, after = map(float, losses.groups())
+    assert after < before
+    AutoModelForCausalLM.from_pretrained(folder / "qlora")  # the plain base and the adapter, by PEFT
