@@ -18,6 +18,7 @@ from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, agreed, load_w
 from hf_fsdp_tools.checkpoint.dcp import find_dcp_folder
 from hf_fsdp_tools.checkpoint.opening import opened, refuse_other_commits
 from hf_fsdp_tools.checkpoint.reader import prefetch
+from hf_fsdp_tools.checkpoint.stall import READ_TIMEOUT_S, patience, patiently
 from hf_fsdp_tools.checkpoint.vocabulary import resize_vocabulary
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import HubRepository, is_hub_name
@@ -101,7 +102,8 @@ def from_pretrained(
         output_loading_info: return `(model, LoadReport)`.
         trust_remote_code: run model code that comes with the checkpoint.
         hub_kwargs: where and how to fetch (`revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`).
-        load_kwargs: passed to `load_weights` (`ignore_mismatched_sizes`, `seed`, `staging_bytes`, `read_mode`, …).
+        load_kwargs: passed to `load_weights` (`ignore_mismatched_sizes`, `seed`, `staging_bytes`, `read_mode`, …);
+            `read_timeout_s` counts for the config, too.
         model_kwargs: for the config or the model, as in `from_pretrained` (`num_labels`, `attn_implementation`, …).
 
     Every rank must call, under `torchrun`, `accelerate launch`, or alone. Only the plan's digest and the outcome of
@@ -119,10 +121,11 @@ def from_pretrained(
     mesh = mesh if mesh is not None else ParallelDims().build_mesh()
     # 2 what the checkpoint holds: its config and the headers of its files; of an adapter, those of its base
     doing, look = f"looking for {fspath(name_or_path)!r}", partial(_base_of_adapter, name_or_path, peft_config)
-    base_of_adapter = opened(doing, name_or_path, look, hub_kwargs)
-    base, base_kwargs = base_of_adapter or (name_or_path, hub_kwargs)
-    doing, read = f"opening {fspath(base)!r}", partial(_open, base, trust_remote_code, allow_pickle)
-    config, index = opened(doing, base, read, base_kwargs)
+    with patience(load_kwargs.get("read_timeout_s", READ_TIMEOUT_S)):
+        base_of_adapter = opened(doing, name_or_path, look, hub_kwargs)
+        base, base_kwargs = base_of_adapter or (name_or_path, hub_kwargs)
+        doing, read = f"opening {fspath(base)!r}", partial(_open, base, trust_remote_code, allow_pickle)
+        config, index = opened(doing, base, read, base_kwargs)
     refuse_other_commits(base, config._commit_hash)
     with agreed(doing):
         _start_reading(index)
@@ -195,7 +198,9 @@ def _open(
     name_or_path: str | PathLike[str], trust_remote_code: bool, allow_pickle: bool, hub_kwargs: dict[str, Any]
 ) -> tuple[PreTrainedConfig, CheckpointIndex]:
     """Config and index; of a hub name, both of one commit, whatever is pushed meanwhile."""
-    config = load_config(_config_home(name_or_path), trust_remote_code=trust_remote_code, **hub_kwargs)
+    home = _config_home(name_or_path)
+    read = partial(load_config, home, trust_remote_code=trust_remote_code, **hub_kwargs)
+    config = patiently(read, file=Path(home) if Path(home).exists() else None)
     revision = {"revision": config._commit_hash} if config._commit_hash else {}
     return config, CheckpointIndex.open(name_or_path, allow_pickle=allow_pickle, **hub_kwargs | revision)
 

@@ -9,6 +9,7 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.mesh import rank_on_node
 
 from .agreement import agreed, all_ranks, rank_and_size
+from .stall import patiently
 
 __all__ = ["opened", "refuse_other_commits"]
 
@@ -38,8 +39,9 @@ def opened(
         CheckpointError: It failed on some rank; the same on every rank.
     """
     result: list[T] = []
-    is_first = rank_and_size()[1] == 1 or rank_on_node()[0] == 0 or Path(name_or_path).expanduser().exists()
+    path = Path(name_or_path).expanduser()
     with agreed(doing):
+        is_first = patiently(path.exists, file=path) or rank_and_size()[1] == 1 or rank_on_node()[0] == 0
         if is_first:
             result.append(open_it(dict(hub_kwargs)))
     with agreed(doing):

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_fsdp_tools import from_pretrained, prepare
 from hf_fsdp_tools.checkpoint import CheckpointIndex, index, load_weights, reader, save_pretrained, stall
 from hf_fsdp_tools.checkpoint.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError
@@ -218,6 +219,30 @@ def wait_for_storage(folder: Path) -> None:
 
 def test_storage_that_does_not_answer_on_one_rank_ends_all(llama: Path) -> None:
     run_ranks(wait_for_storage, 2, llama)
+
+
+def wait_for_the_mount(folder: Path) -> None:
+    """Rank 1's mount does not answer before anything is known of the checkpoint."""
+    stall._POLL_S = 0.05
+    real_exists, real_load = Path.exists, prepare.load_config
+
+    def forever(*_: Any, **__: Any) -> Any:
+        return threading.Event().wait()
+
+    if dist.get_rank() == 1:
+        Path.exists = lambda self: forever() if self == folder else real_exists(self)
+    told = failure(lambda: from_pretrained(folder, load_kwargs={"read_timeout_s": 0.5}))
+    assert "Looking for" in told and f"rank 1: {folder}: expected bytes at 0, found none" in told
+    Path.exists = real_exists
+    prepare.load_config = forever if dist.get_rank() == 1 else real_load
+    told = failure(lambda: from_pretrained(folder, load_kwargs={"read_timeout_s": 0.5}))
+    assert "Opening" in told and f"rank 1: {folder}: expected bytes at 0" in told
+    prepare.load_config = real_load
+    from_pretrained(folder)
+
+
+def test_a_mount_that_does_not_answer_on_one_rank_ends_all(llama: Path) -> None:
+    run_ranks(wait_for_the_mount, 2, llama)
 
 
 def fail_under_fsdp1(folder: Path) -> None:
