@@ -48,6 +48,9 @@ class CheckpointIndex:
     layout: Literal["hub", "model"] = "hub"
     """Whether keys and tensors are as on the hub, or as in the model itself (a DCP folder): nothing to convert then."""
 
+    commit: str | None = None
+    """Of a hub name, the commit that was fetched or found in the cache."""
+
     _saved: Mapping[tuple[str, ...], ChunkedTensor] = field(default_factory=dict, repr=False)
     """Of a DCP folder, everything that was saved, by its path in the saved state dict."""
 
@@ -150,9 +153,12 @@ class CheckpointIndex:
                 if not allow_pickle:
                     _refuse_pickled([path])
                 return patiently(cls._from_files, name, [path], None)
+            commit = None
             if not patiently(path.is_dir, file=path):
                 path = _download(name, revision, token, cache_dir, local_files_only, subfolder, allow_pickle)
-            return patiently(cls._from_folder, name, path / subfolder if subfolder else path, allow_pickle)
+                commit = path.name
+            index = patiently(cls._from_folder, name, path / subfolder if subfolder else path, allow_pickle)
+            return replace(index, commit=commit)
         except OSError as error:
             raise CheckpointError(
                 f"Cannot read checkpoint {name!r}: {error}. Check the path and its permissions."

@@ -26,7 +26,7 @@ from .conversion import map_loading, persistent_tensors, set_conversions
 from .fill import Filled, Matched, fill_shards
 from .fit import check_ties, fit_checkpoint
 from .index import CheckpointIndex
-from .opening import opened
+from .opening import opened, refuse_other_commits
 from .packed import part_packed
 from .read_mode import ReadMode, refuse_read_mode
 from .report import LoadReport, MemoryWatch, log_keys
@@ -121,11 +121,11 @@ def load_weights(
     watch = MemoryWatch()
     with _timed(seconds, "plan"), patience(read_timeout_s):
         doing = "opening the checkpoint"
-        index = (
-            path_or_repo
-            if isinstance(path_or_repo, CheckpointIndex)
-            else opened(doing, path_or_repo, lambda asked: CheckpointIndex.open(path_or_repo, **asked), hub_kwargs)
-        )
+        if isinstance(path_or_repo, CheckpointIndex):
+            index = path_or_repo
+        else:
+            index = opened(doing, path_or_repo, lambda asked: CheckpointIndex.open(path_or_repo, **asked), hub_kwargs)
+            refuse_other_commits(path_or_repo, index.commit)
         with agreed(doing):
             matched = _match(model, index, ignore_mismatched_sizes, strict, added_tokens is not None)
             check_ties(matched.fit, matched.index, staging_bytes)

@@ -1,10 +1,13 @@
 """Hub names, downloaded for real by huggingface_hub from a small hub on this machine."""
 
+import os
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import from_pretrained, hub, load_adapter
+from hf_fsdp_tools import build_meta_model, from_pretrained, hub, load_adapter, load_weights
 from hf_fsdp_tools.checkpoint.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError
 from tests._checkpoints import make_checkpoint
@@ -58,6 +61,16 @@ def use_the_hub(main: Path, tagged: Path, url: str) -> dict[str, float]:
         assert_equal(load("org/model", revision="v1"), tagged)
         assert_equal(load("org/model", revision=commit_of("v1")), tagged)
         assert_equal(load("org/model", local_files_only=True), main)
+
+    ours = {"revision": ("main", "v1")[dist.get_rank()]}
+    with patch.dict(
+        os.environ, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    ):  # two nodes, and a push between their answers
+        for get in (partial(load, "org/model"), partial(load_weights, build_meta_model(main), "org/model")):
+            message = refusal(partial(get, **ours))
+            assert "'org/model' is not the same on all nodes" in message
+            assert f"{commit_of('main')} on rank 0, {commit_of('v1')} on rank 1" in message
+            get(revision="main")
 
     adapted = load("org/adapter").state_dict()
     added = {key: tensor for key, tensor in adapted.items() if "lora_" in key}
