@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
+from hf_fsdp_tools.allocate import renew
 from hf_fsdp_tools.appearance import refuse_plain_save
 from hf_fsdp_tools.bare import bare_model, base_of, is_wrapper
 from hf_fsdp_tools.checkpoint.opening import opened
@@ -249,13 +250,7 @@ def _one_axis(model: nn.Module) -> Iterator[None]:
         for parameter, shown in views.items():
             parameter.requires_grad_(shown.requires_grad)
         _replace(model, {shown: parameter for parameter, shown in views.items()})
-        _renew(model)
-
-
-def _renew(model: nn.Module) -> None:
-    """Let FSDP2 take note of parameters that were put in place of others."""
-    model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch's own
-    mark_weights(model)
+        renew(model)
 
 
 def _replace(model: nn.Module, new: dict[nn.Parameter, nn.Parameter]) -> None:
@@ -294,7 +289,7 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
         if old not in shards:
             shards[old] = old if old in managed else _cut(old, module._parameters[name], sharding.device)
         module._parameters[name] = shards[old]
-    _renew(base)
+    renew(base)
     return {old: shard for old, shard in shards.items() if old is not shard}
 
 
@@ -305,7 +300,7 @@ def _undo_casts(base: nn.Module) -> None:
     for parameter in cast:
         parameter.data = parameter.data.to(torch.float32)
     if cast:
-        _renew(base)
+        renew(base)
 
 
 def _check_shapes(base: nn.Module) -> None:

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.host_memory import empty_on_host
 from hf_fsdp_tools.quantization import mark_weights
 
-__all__ = ["allocate"]
+__all__ = ["allocate", "renew"]
 
 
 def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
@@ -29,7 +29,14 @@ def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | Non
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
                     tensors[name] = replaced[tensor]  # type: ignore[assignment]  # a Parameter for a Parameter
-    # FSDP2 keeps its own reference to each shard and renews it in `_apply`; a function that changes nothing is enough.
+    renew(model)
+
+
+def renew(model: nn.Module) -> None:
+    """Let FSDP2 take note of parameters that were put in place of others. No rank communicates.
+
+    It keeps its own reference to each shard and renews it in `_apply`; a function that changes nothing is enough.
+    """
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch's own
     mark_weights(model)
 

@@ -18,7 +18,7 @@ from hf_fsdp_tools.allocate import allocate
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.initialize import initialize_missing
 from hf_fsdp_tools.quantization import packed_linears
-from hf_fsdp_tools.release import parameter_groups
+from hf_fsdp_tools.release import managed_groups
 
 from .agreement import agreed, all_ranks, rank_and_size
 from .checks import refuse_not_finite, refuse_quantized
@@ -230,11 +230,8 @@ def _refuse_other_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 def _device_of(model: nn.Module) -> torch.device:
     """Where shards belong: the mesh's device, or the CPU if FSDP2 offloads parameters or nothing is sharded."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            groups = parameter_groups(module._get_fsdp_state())
-            if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups):
-                return torch.device("cpu")
+    if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in managed_groups(model)):
+        return torch.device("cpu")
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     return torch.device(mesh.device_type if mesh is not None else "cpu")
 
