@@ -12,19 +12,24 @@ _MOST_PADDING = 1.25
 """Padded bytes ÷ bytes up to which dimension 0 stays split. Splitting another costs FSDP2 one more copy of what it gathers and
 of the gradients (memory bandwidth), padding costs bandwidth between ranks, of which there is less (assumed, not measured)."""
 
+_MOST_PADDING_BYTES = 2**20
+"""Padding of one parameter up to which it stays so, whatever the ratio: a gate of one row, a small adapter. Sending that much
+takes as long as starting a few more kernels (20 µs at 50 GB/s; assumed, not measured)."""
+
 
 def choose_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
     """For `fully_shard(shard_placement_fn=…)`: how one parameter is split; None leaves it to FSDP2.
 
-    Only shapes are read, so every rank answers alike. Parameters of tensor parallelism are left to FSDP2.
+    Only shapes and dtypes are read, so every rank answers alike. Parameters of tensor parallelism are left to FSDP2.
 
     Args:
         parameter: not sharded yet, on any device.
         ranks: over how many it is split, replicas not counted.
     """
-    if isinstance(parameter, DTensor):
+    if isinstance(parameter, DTensor) or not parameter.dim():
         return None
-    dim = sharded_dim(parameter.shape, ranks)
+    padding = parameter.nbytes * (padded_ratio(parameter.shape[0], ranks) - 1)
+    dim = sharded_dim(parameter.shape, ranks) if padding > _MOST_PADDING_BYTES else 0
     return Shard(dim) if dim else None
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.appearance import keep_appearance, turn_cache_off
 from hf_fsdp_tools.compiled import compile_blocks
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
+from hf_fsdp_tools.inference import allow_inference
 from hf_fsdp_tools.mesh import ParallelDims
 from hf_fsdp_tools.older_torch import drop_hook, mend_units
 from hf_fsdp_tools.placements import choose_placement
@@ -296,6 +297,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
     average_gradients(replicated, sharding.mesh)
     keep_appearance(model)
     mend_units(model)
+    allow_inference(model)
     drop_hook(model._forward_hooks, _reshard_after_evaluation)  # it must come after FSDP2's own, which may be new
     model.register_forward_hook(_reshard_after_evaluation)
     made = count_units(model)

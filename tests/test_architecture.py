@@ -19,6 +19,7 @@ LEVELS = (
     {
         "accelerate_keys",
         "allocate",
+        "inference",
         "initialize",
         "integrations.scaler",
         "integrations.settings",

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import CLIPConfig, CLIPModel
 
+from hf_fsdp_tools import placements
 from hf_fsdp_tools.errors import ConfigError, MeshError, WrapPlanError
 from hf_fsdp_tools.mesh import ParallelDims
 from hf_fsdp_tools.shard import describe_sharding, shard_model, sharding_of
@@ -44,7 +45,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def _gradients_equal_the_plain_ones(kinds, checkpointing, replicate):
     mesh = ParallelDims(dp_replicate_size=replicate).build_mesh("cpu")
-    worst = {}
+    counts = {}
     for kind in kinds:
         model = _model(kind)
         plan = make_wrap_plan(model)
@@ -52,15 +53,18 @@ def _gradients_equal_the_plain_ones(kinds, checkpointing, replicate):
         assert same is model
         assert sum(isinstance(m, FSDPModule) for m in model.modules()) == sum(len(u.modules) for u in plan.units)
         model.train(checkpointing)  # transformers checkpoints in training mode only; these models have no dropout
-        batch = _batches(dist.get_world_size())[dist.get_rank()]
-        model(input_ids=batch, labels=batch).loss.backward()
-        expected = _plain_gradients(kind, dist.get_world_size())
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(
-                _whole(parameter.grad), expected[name], rtol=1e-4, atol=1e-6, msg=f"{kind} {name}"
-            )
-        worst[kind] = len(expected)
-    return worst
+        counts[kind] = _compare_gradients(model, kind)
+    return counts
+
+
+def _compare_gradients(model: nn.Module, kind: str) -> int:
+    """How many gradients of a sharded model equal those of the plain one."""
+    batch = _batches(dist.get_world_size())[dist.get_rank()]
+    model(input_ids=batch, labels=batch).loss.backward()
+    expected = _plain_gradients(kind, dist.get_world_size())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(_whole(parameter.grad), expected[name], rtol=1e-4, atol=1e-6, msg=f"{kind} {name}")
+    return len(expected)
 
 
 @pytest.mark.parametrize(("ranks", "checkpointing"), [(2, False), (3, True)])
@@ -68,6 +72,25 @@ def test_gradients_equal_the_plain_ones(ranks, checkpointing):
     kinds = KINDS if not checkpointing else tuple(kind for kind in KINDS if kind != "gpt2")  # gpt2 has dropout
     for counts in run_ranks(_gradients_equal_the_plain_ones, ranks, kinds, checkpointing, 1):
         assert all(count > 5 for count in counts.values())
+
+
+def _inference_first(kinds, other_dims):
+    if other_dims:
+        placements._MOST_PADDING_BYTES = 0
+    for kind in kinds:
+        model, plain = _model(kind), _model(kind)
+        shard_model(model, make_wrap_plan(model), mesh=ParallelDims().build_mesh("cpu"))
+        assert any(p.placements[0].dim for p in model.parameters()) == other_dims
+        batch = _batches(dist.get_world_size())[dist.get_rank()]
+        with torch.inference_mode():
+            torch.testing.assert_close(model(input_ids=batch).logits, plain(input_ids=batch).logits)
+        assert _compare_gradients(model, kind) > 5
+
+
+def test_a_model_can_be_trained_after_it_ran_in_inference_mode():
+    """FSDP2 alone stops in training; on one rank, and for dimensions other than 0, in inference mode itself."""
+    for ranks, kinds in ((1, ("llama",)), (2, ("tied", "llama")), (3, ("mixtral",))):
+        run_ranks(_inference_first, ranks, kinds, ranks == 3)
 
 
 def test_hsdp_gradients_equal_the_plain_ones():

@@ -48,7 +48,12 @@ def test_padding_is_what_torch_chunk_leaves():
         assert padded_ratio(size, ranks) == longest * ranks / size
 
 
-def test_choose_placement_leaves_rows_to_fsdp():
-    parameter = nn.Parameter(torch.empty(8, 64, 16, device="meta"))
-    assert choose_placement(parameter, 4) is None
-    assert choose_placement(parameter, 32) == Shard(1)
+def test_choose_placement_leaves_rows_and_small_padding_to_fsdp():
+    experts = nn.Parameter(torch.empty(8, 640, 128, device="meta"))  # 2.6 MB
+    assert choose_placement(experts, 8) is None
+    assert choose_placement(experts, 10) is None, "padded by a quarter"
+    assert choose_placement(experts, 32) == Shard(1)
+    gate = nn.Parameter(torch.empty(1, 4096, device="meta"))
+    assert choose_placement(gate, 64) is None, "1 MB"
+    assert choose_placement(gate, 128) == Shard(1)
+    assert choose_placement(nn.Parameter(torch.empty((), device="meta")), 8) is None
