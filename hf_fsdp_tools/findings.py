@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdp_tools.live import LiveModel, plain_name
-from hf_fsdp_tools.placements import padded_ratio
+from hf_fsdp_tools.placements import is_much_padding, padded_ratio
 from hf_fsdp_tools.plan import WrapPlan, merge_alike
 from hf_fsdp_tools.rules import size_bound
 from hf_fsdp_tools.sizes import show_bytes, show_count
@@ -254,8 +254,9 @@ def _check_padding(live: LiveModel) -> Iterator[Finding]:
                 padded_ratio(tensor.shape[placement.dim], ranks) if isinstance(placement, Shard) else 1.0
                 for placement, ranks in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
             )
-            padding += weight.nbytes * (ratio - 1)
-            padded += [weight.names[0]] if ratio > 1.01 else []
+            if is_much_padding(weight.nbytes, ratio):
+                padding += weight.nbytes * (ratio - 1)
+                padded.append(weight.names[0])
     if padding > _MOST_PADDING * total:
         yield Finding(
             code="padded-shards",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["choose_placement", "padded_ratio", "sharded_dim"]
+__all__ = ["choose_placement", "is_much_padding", "padded_ratio", "sharded_dim"]
 
 _MOST_PADDING = 1.25
 """Padded bytes ÷ bytes up to which dimension 0 stays split. Splitting another costs FSDP2 one more copy of what it gathers and
@@ -28,9 +28,15 @@ def choose_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
     """
     if isinstance(parameter, DTensor) or not parameter.dim():
         return None
-    padding = parameter.nbytes * (padded_ratio(parameter.shape[0], ranks) - 1)
-    dim = sharded_dim(parameter.shape, ranks) if padding > _MOST_PADDING_BYTES else 0
+    if not is_much_padding(parameter.nbytes, padded_ratio(parameter.shape[0], ranks)):
+        return None
+    dim = sharded_dim(parameter.shape, ranks)
     return Shard(dim) if dim else None
+
+
+def is_much_padding(num_bytes: int, ratio: float) -> bool:
+    """Whether padding a parameter of so many bytes by a `padded_ratio` costs more than it is to avoid it."""
+    return num_bytes * (ratio - 1) > _MOST_PADDING_BYTES
 
 
 def sharded_dim(shape: Sequence[int], ranks: int) -> int:

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -84,10 +85,13 @@ def test_experts_on_more_ranks_than_experts_divide_by(folder: Path, tmp_path: Pa
 
 
 def find_padding() -> list[str]:
+    placements._MOST_PADDING_BYTES = 0  # so that a small model will do
     model = nn.Sequential(nn.Linear(8, 8, bias=False))
     model.experts = nn.Parameter(torch.zeros(2, 24, 10))
     fine = copy.deepcopy(model)
     fully_shard(model)
+    with patch.object(placements, "_MOST_PADDING_BYTES", 4000):  # 480 elements of padding are 1920 bytes
+        assert not [f for f in diagnose(model).findings if f.code == "padded-shards"]
     findings = [f for f in diagnose(model).findings if f.code == "padded-shards"]
     fully_shard(fine, shard_placement_fn=lambda p: Shard(1) if p.dim() == 3 else None)
     assert not [f for f in diagnose(fine).findings if f.code == "padded-shards"]
