@@ -63,9 +63,8 @@ def use_the_hub(main: Path, tagged: Path, url: str) -> dict[str, float]:
         assert_equal(load("org/model", local_files_only=True), main)
 
     ours = {"revision": ("main", "v1")[dist.get_rank()]}
-    with patch.dict(
-        os.environ, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    ):  # two nodes, and a push between their answers
+    # two nodes, and a push between the hub's answers to them
+    with patch.dict(os.environ, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}):
         for get in (partial(load, "org/model"), partial(load_weights, build_meta_model(main), "org/model")):
             message = refusal(partial(get, **ours))
             assert "'org/model' is not the same on all nodes" in message
@@ -156,9 +155,9 @@ RECOVERS = {
     "closes": 1,
     "resets": 2,
     "HTTP 503": 1,
-    "HTTP 429 3": 1,
+    "HTTP 429 3": 1,  # seconds; more than is waited for bytes
     "drips": 99,
-}  # 3 s are more than is waited for bytes
+}
 
 
 def name_of(mood: str, times: int) -> str:
