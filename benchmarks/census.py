@@ -42,8 +42,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_fsdp_tools.meta import build_meta_model
-from hf_fsdp_tools.wrap import WrapPlan, make_wrap_plan
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.planning.plan import WrapPlan
 
 WORLD = 8
 ACCELERATE_MIN_PARAMS = 100_000_000  # what `accelerate launch` sets for SIZE_BASED_WRAP where nothing is given
@@ -353,7 +354,7 @@ def examine(model_type: str, role: str, candidates: list[str], *, compare: bool)
 
 
 def describe(model: nn.Module, plan: WrapPlan) -> dict[str, Any]:
-    from hf_fsdp_tools.blocks import detect_blocks
+    from hf_fsdp_tools.planning.blocks import detect_blocks
 
     blocks = detect_blocks(model)
     stacks = [

@@ -61,7 +61,7 @@ import hf_fsdp_tools
 from tests._dist import run_ranks
 
 PRELOAD = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe", "gpt2")]
-PRELOAD += ["hf_fsdp_tools.prepare", "loading.measure"]
+PRELOAD += ["hf_fsdp_tools.pretrained", "loading.measure"]
 GB_OF_8B = 16.06
 
 

@@ -11,125 +11,87 @@ nothing else: each name loads its module at first use, so accelerate, transforme
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from hf_fsdp_tools.adapters import add_adapter, load_adapter, shard_added
-    from hf_fsdp_tools.blocks import BlockStack, ModelBlocks, detect_blocks
-    from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, SaveReport, load_weights, save_pretrained
-    from hf_fsdp_tools.config import FSDPConfig
-    from hf_fsdp_tools.demo import make_demo_model
-    from hf_fsdp_tools.diagnostics import Diagnosis, diagnose
-    from hf_fsdp_tools.errors import (
-        BlockDetectionError,
-        CheckpointError,
-        ConfigError,
-        EstimateError,
-        FSDPToolsError,
-        MeshError,
-        WrapPlanError,
-    )
-    from hf_fsdp_tools.findings import Finding
-    from hf_fsdp_tools.fsdp1 import load_weights_fsdp1, wrap_fsdp1
-    from hf_fsdp_tools.fsdp1_policy import hybrid_auto_wrap_policy
-    from hf_fsdp_tools.integrations import FSDPTrainerMixin, HybridFSDPPlugin, make_accelerator
-    from hf_fsdp_tools.mesh import ParallelDims
-    from hf_fsdp_tools.meta import build_meta_model
-    from hf_fsdp_tools.prepare import from_pretrained
-    from hf_fsdp_tools.resize import resize_token_embeddings
-    from hf_fsdp_tools.shard import Sharding, describe_sharding, shard_model, sharding_of
-    from hf_fsdp_tools.tokens import tokens_per_rank
-    from hf_fsdp_tools.wrap import HybridPolicy, WrapPlan, WrapUnit, check_wrap_plan, make_wrap_plan
+if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the table below
+    from hf_fsdp_tools.checkpoint.index import CheckpointIndex as CheckpointIndex
+    from hf_fsdp_tools.checkpoint.load import load_weights as load_weights
+    from hf_fsdp_tools.checkpoint.report import LoadReport as LoadReport
+    from hf_fsdp_tools.checkpoint.report import SaveReport as SaveReport
+    from hf_fsdp_tools.checkpoint.resize import resize_token_embeddings as resize_token_embeddings
+    from hf_fsdp_tools.checkpoint.save import save_pretrained as save_pretrained
+    from hf_fsdp_tools.cli.demo import make_demo_model as make_demo_model
+    from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis as Diagnosis
+    from hf_fsdp_tools.diagnostics.diagnosis import diagnose as diagnose
+    from hf_fsdp_tools.diagnostics.findings import Finding as Finding
+    from hf_fsdp_tools.distributed.mesh import ParallelDims as ParallelDims
+    from hf_fsdp_tools.errors import BlockDetectionError as BlockDetectionError
+    from hf_fsdp_tools.errors import CheckpointError as CheckpointError
+    from hf_fsdp_tools.errors import ConfigError as ConfigError
+    from hf_fsdp_tools.errors import FSDPToolsError as FSDPToolsError
+    from hf_fsdp_tools.errors import MeshError as MeshError
+    from hf_fsdp_tools.errors import WrapPlanError as WrapPlanError
+    from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy as hybrid_auto_wrap_policy
+    from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1 as load_weights_fsdp1
+    from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1 as wrap_fsdp1
+    from hf_fsdp_tools.integrations.accelerator import make_accelerator as make_accelerator
+    from hf_fsdp_tools.integrations.config import FSDPConfig as FSDPConfig
+    from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin as HybridFSDPPlugin
+    from hf_fsdp_tools.integrations.trainer import FSDPTrainerMixin as FSDPTrainerMixin
+    from hf_fsdp_tools.modeling.meta import build_meta_model as build_meta_model
+    from hf_fsdp_tools.planning.blocks import BlockStack as BlockStack
+    from hf_fsdp_tools.planning.blocks import ModelBlocks as ModelBlocks
+    from hf_fsdp_tools.planning.blocks import detect_blocks as detect_blocks
+    from hf_fsdp_tools.planning.make_plan import make_wrap_plan as make_wrap_plan
+    from hf_fsdp_tools.planning.plan import WrapPlan as WrapPlan
+    from hf_fsdp_tools.planning.plan import WrapUnit as WrapUnit
+    from hf_fsdp_tools.planning.policy import HybridPolicy as HybridPolicy
+    from hf_fsdp_tools.planning.rules import check_wrap_plan as check_wrap_plan
+    from hf_fsdp_tools.pretrained import from_pretrained as from_pretrained
+    from hf_fsdp_tools.sharding.adapters import add_adapter as add_adapter
+    from hf_fsdp_tools.sharding.adapters import load_adapter as load_adapter
+    from hf_fsdp_tools.sharding.adapters import shard_added as shard_added
+    from hf_fsdp_tools.sharding.shard import Sharding as Sharding
+    from hf_fsdp_tools.sharding.shard import describe_sharding as describe_sharding
+    from hf_fsdp_tools.sharding.shard import shard_model as shard_model
+    from hf_fsdp_tools.sharding.shard import sharding_of as sharding_of
 
-_MODULE_OF = {
-    "BlockDetectionError": "errors",
-    "BlockStack": "blocks",
-    "CheckpointError": "errors",
-    "CheckpointIndex": "checkpoint",
-    "ConfigError": "errors",
-    "Diagnosis": "diagnostics",
-    "EstimateError": "errors",
-    "FSDPConfig": "config",
-    "FSDPToolsError": "errors",
-    "FSDPTrainerMixin": "integrations",
-    "Finding": "findings",
-    "HybridFSDPPlugin": "integrations",
-    "HybridPolicy": "wrap",
-    "LoadReport": "checkpoint",
-    "MeshError": "errors",
-    "ModelBlocks": "blocks",
-    "ParallelDims": "mesh",
-    "SaveReport": "checkpoint",
-    "Sharding": "shard",
-    "WrapPlan": "wrap",
-    "WrapPlanError": "errors",
-    "WrapUnit": "wrap",
-    "add_adapter": "adapters",
-    "build_meta_model": "meta",
-    "check_wrap_plan": "wrap",
-    "describe_sharding": "shard",
-    "detect_blocks": "blocks",
-    "diagnose": "diagnostics",
-    "from_pretrained": "prepare",
-    "hybrid_auto_wrap_policy": "fsdp1_policy",
-    "load_adapter": "adapters",
-    "load_weights": "checkpoint",
-    "load_weights_fsdp1": "fsdp1",
-    "make_accelerator": "integrations",
-    "make_demo_model": "demo",
-    "make_wrap_plan": "wrap",
-    "resize_token_embeddings": "resize",
-    "save_pretrained": "checkpoint",
-    "shard_added": "adapters",
-    "shard_model": "shard",
-    "sharding_of": "shard",
-    "tokens_per_rank": "tokens",
-    "wrap_fsdp1": "fsdp1",
+_NAMES_OF = {
+    "checkpoint.index": ("CheckpointIndex",),
+    "checkpoint.load": ("load_weights",),
+    "checkpoint.report": ("LoadReport", "SaveReport"),
+    "checkpoint.resize": ("resize_token_embeddings",),
+    "checkpoint.save": ("save_pretrained",),
+    "cli.demo": ("make_demo_model",),
+    "diagnostics.diagnosis": ("Diagnosis", "diagnose"),
+    "diagnostics.findings": ("Finding",),
+    "distributed.mesh": ("ParallelDims",),
+    "errors": (
+        "BlockDetectionError",
+        "CheckpointError",
+        "ConfigError",
+        "FSDPToolsError",
+        "MeshError",
+        "WrapPlanError",
+    ),
+    "fsdp1.policy": ("hybrid_auto_wrap_policy",),
+    "fsdp1.wrap": ("load_weights_fsdp1", "wrap_fsdp1"),
+    "integrations.accelerator": ("make_accelerator",),
+    "integrations.config": ("FSDPConfig",),
+    "integrations.plugin": ("HybridFSDPPlugin",),
+    "integrations.trainer": ("FSDPTrainerMixin",),
+    "modeling.meta": ("build_meta_model",),
+    "planning.blocks": ("BlockStack", "ModelBlocks", "detect_blocks"),
+    "planning.make_plan": ("make_wrap_plan",),
+    "planning.plan": ("WrapPlan", "WrapUnit"),
+    "planning.policy": ("HybridPolicy",),
+    "planning.rules": ("check_wrap_plan",),
+    "pretrained": ("from_pretrained",),
+    "sharding.adapters": ("add_adapter", "load_adapter", "shard_added"),
+    "sharding.shard": ("Sharding", "describe_sharding", "shard_model", "sharding_of"),
 }
 
-__all__ = [
-    "BlockDetectionError",
-    "BlockStack",
-    "CheckpointError",
-    "CheckpointIndex",
-    "ConfigError",
-    "Diagnosis",
-    "EstimateError",
-    "FSDPConfig",
-    "FSDPToolsError",
-    "FSDPTrainerMixin",
-    "Finding",
-    "HybridFSDPPlugin",
-    "HybridPolicy",
-    "LoadReport",
-    "MeshError",
-    "ModelBlocks",
-    "ParallelDims",
-    "SaveReport",
-    "Sharding",
-    "WrapPlan",
-    "WrapPlanError",
-    "WrapUnit",
-    "add_adapter",
-    "build_meta_model",
-    "check_wrap_plan",
-    "describe_sharding",
-    "detect_blocks",
-    "diagnose",
-    "from_pretrained",
-    "hybrid_auto_wrap_policy",
-    "load_adapter",
-    "load_weights",
-    "load_weights_fsdp1",
-    "make_accelerator",
-    "make_demo_model",
-    "make_wrap_plan",
-    "resize_token_embeddings",
-    "save_pretrained",
-    "shard_added",
-    "shard_model",
-    "sharding_of",
-    "tokens_per_rank",
-    "wrap_fsdp1",
-]
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)  # a list of names, made from the table
 
 __version__ = "0.1.0"
 

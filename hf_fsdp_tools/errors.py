@@ -5,8 +5,7 @@
     ├── WrapPlanError              a plan or policy breaks a rule, or names something that is not there (also ValueError)
     ├── MeshError                  parallel degrees do not fit the processes at hand (also ValueError)
     ├── CheckpointError            a checkpoint is absent, damaged, or does not fit the model (also ValueError)
-    ├── ConfigError                a setting is unknown or cannot be honoured (also ValueError)
-    └── EstimateError              a prediction cannot be made (also ValueError)
+    └── ConfigError                a setting is unknown or cannot be honoured (also ValueError)
 
 A message reads in this order: the fact, the offending value, the allowed values, the cure. Mistakes inside this package are
 `AssertionError`, never one of these.
@@ -16,7 +15,6 @@ __all__ = [
     "BlockDetectionError",
     "CheckpointError",
     "ConfigError",
-    "EstimateError",
     "FSDPToolsError",
     "MeshError",
     "WrapPlanError",
@@ -45,7 +43,3 @@ class CheckpointError(FSDPToolsError, ValueError):
 
 class ConfigError(FSDPToolsError, ValueError):
     """A setting is unknown, contradicts another, or cannot be honoured on this machine."""
-
-
-class EstimateError(FSDPToolsError, ValueError):
-    """A prediction of memory or speed cannot be made from what was given."""

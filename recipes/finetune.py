@@ -45,7 +45,7 @@ from hf_fsdp_tools import (
     make_demo_model,
     save_pretrained,
 )
-from hf_fsdp_tools.demo import write_demo_dataset
+from hf_fsdp_tools.cli.demo import write_demo_dataset
 
 QUICK_START = {
     "num_train_epochs": 6,

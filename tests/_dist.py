@@ -28,7 +28,12 @@ _PRELOAD = [
     "transformers.models.llama.modeling_llama",
     "pytest",
 ]
-_PRELOAD_WITHOUT_GPUS = ["hf_fsdp_tools.diagnostics", "hf_fsdp_tools.integrations", "hf_fsdp_tools.resize", "peft"]
+_PRELOAD_WITHOUT_GPUS = [
+    "hf_fsdp_tools.diagnostics.diagnosis",
+    "hf_fsdp_tools.integrations",
+    "hf_fsdp_tools.checkpoint.resize",
+    "peft",
+]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(_PRELOAD)
 

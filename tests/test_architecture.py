@@ -1,8 +1,9 @@
-"""The shape of the package: imports point down, `__all__` is what is public, importing changes nothing."""
+"""The shape of the package: a room imports only rooms above it, `__all__` is what is public, importing changes nothing."""
 
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,81 +14,29 @@ import hf_fsdp_tools
 
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
-LEVELS = (
-    {"bare", "downloads", "errors", "host_memory", "older_torch", "placements"},
-    {"appearance", "hub", "quantization", "release"},
-    {
-        "accelerate_keys",
-        "allocate",
-        "inference",
-        "initialize",
-        "integrations.scaler",
-        "integrations.settings",
-        "meta",
-        "mesh",
-        "sizes",
-        "tokens",
-        "tree",
-    },
-    {
-        "plan",
-        "checkpoint.agreement",
-        "checkpoint.progress",
-        "checkpoint.report",
-        "checkpoint.slices",
-        "checkpoint.spans",
-        "checkpoint.stall",
-    },
-    {
-        "compiled",
-        "config",
-        "demo",
-        "fsdp1_shares",
-        "live",
-        "policy",
-        "stacks",
-        "checkpoint.opening",
-        "checkpoint.stored",
-    },
-    {
-        "checkpoint.dcp",
-        "checkpoint.staging",
-        "checkpoint.header",
-        "integrations.wrapping",
-    },
-    {"checkpoint.pickled"},
-    {"checkpoint.index", "checkpoint.pieces", "checkpoint.shares", "checkpoint.transfer"},
-    {"blocks", "rules", "checkpoint.conversion", "checkpoint.gather", "checkpoint.reader", "checkpoint.rollback"},
-    {"checkpoint.arrivals", "checkpoint.probe"},
-    {
-        "draft",
-        "findings",
-        "checkpoint.adapter",
-        "checkpoint.checks",
-        "checkpoint.exchange",
-        "checkpoint.layout",
-        "checkpoint.merge",
-        "checkpoint.packed",
-        "checkpoint.vocabulary",
-    },
-    {"arrange", "choose", "checkpoint.fit", "checkpoint.read_mode"},
-    {"checkpoint.scales"},
-    {"checkpoint.quantize"},
-    {"checkpoint.fill"},
-    {"wrap", "checkpoint.load", "checkpoint.save"},
-    {"checkpoint", "fsdp1_policy", "shard"},
-    {"adapters"},
-    {"diagnostics", "fsdp1", "prepare", "resize"},
-    {"doctor", "integrations.plugin", "integrations.rank0"},
-    {"integrations.placement", "integrations.resume", "integrations.state"},
-    {"integrations.accelerator", "integrations.frozen"},
-    {"integrations.trainer"},
-    {"cli", "integrations"},
-    {""},
+ROOMS = (
+    "errors",
+    "text",
+    "hub",
+    "distributed",
+    "modeling",
+    "planning",
+    "sharding",
+    "checkpoint",
+    "fsdp1",
+    "diagnostics",
+    "pretrained",
+    "integrations",
+    "cli",
 )
-"""Module names below the package, lowest level first; a module may import lower levels only. "" is the package itself."""
+"""In the order in which they may import: each only rooms above it."""
 
-LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
+NEVER = (
+    ("planning", "distributed"),  # a plan is pure: no process group, no device
+    ("sharding", "checkpoint"),
+    ("checkpoint", "fsdp1"),  # it can be deleted one day
+)
+"""(room, what it must not import although it stands above). Nothing at all imports `integrations`."""
 
 
 def modules() -> dict[str, Path]:
@@ -98,31 +47,53 @@ def modules() -> dict[str, Path]:
     return found
 
 
+def room_of(module: str) -> str:
+    return module.split(".")[0]
+
+
 def imports(path: Path) -> set[str]:
     """Modules of the package that a file imports, anywhere in it, except for type checking only."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             node.body = []
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            module = node.module if node.level == 0 else f"hf_fsdp_tools.{path.parent.name}.{node.module}"
-            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-    ours = {name.removeprefix("hf_fsdp_tools").removeprefix(".") for name in names if name.startswith("hf_fsdp_tools")}
-    return {name for name in ours if name in LEVEL_OF}
+    names = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    return {name.partition(".")[2] for name in names if name.startswith("hf_fsdp_tools.")}
 
 
-def test_every_module_has_a_level():
-    assert set(modules()) == set(LEVEL_OF)
+def test_these_are_the_rooms():
+    assert {room_of(name) for name in modules()} - {""} == set(ROOMS)
 
 
 @pytest.mark.parametrize("name", sorted(modules()))
-def test_imports_point_down(name):
-    upward = {other for other in imports(modules()[name]) if LEVEL_OF[other] >= LEVEL_OF[name]}
-    assert not upward, f"{name} imports {sorted(upward)}, which are not below it"
+def test_a_room_imports_only_rooms_above_it(name):
+    own = room_of(name)
+    for other in {room_of(module) for module in imports(modules()[name])} - {own}:
+        assert own == "" or ROOMS.index(other) < ROOMS.index(own), f"{name} imports {other}, which is not above it"
+        assert (own, other) not in NEVER and other != "integrations", f"{name} must never import {other}"
+
+
+def test_no_module_imports_itself_in_a_circle():
+    below = {name: {m for m in imports(path) if m in modules()} for name, path in modules().items()}
+
+    def reach(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"imports in a circle: {' -> '.join((*path, name))}"
+        if name not in done:
+            for other in below[name]:
+                reach(other, (*path, name))
+            done.add(name)
+
+    done: set[str] = set()
+    for name in below:
+        reach(name, ())
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(modules()) if modules()[name].name == "__init__.py" and name])
+def test_a_room_says_in_one_sentence_what_it_owns(name):
+    tree = ast.parse(modules()[name].read_text())
+    assert len(tree.body) == 1, f"{name} holds more than its docstring"
+    assert re.fullmatch(r"[^.]+(\.\w+[^.]*)*\.", ast.get_docstring(tree) or ""), f"{name}: not one sentence"
 
 
 def test_only_integrations_imports_accelerate_and_the_trainer():
@@ -132,21 +103,21 @@ def test_only_integrations_imports_accelerate_and_the_trainer():
         roots |= {alias.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
         assert ("accelerate" in roots) <= name.startswith("integrations"), name
         assert not roots & {"datasets", "trl"}, name
-        assert ("peft" in roots) <= (name in ("adapters", "checkpoint.adapter")), name
+        assert ("peft" in roots) <= (name in ("sharding.adapters", "checkpoint.save_adapter")), name
 
 
 def test_the_environment_is_read_in_two_places():
     readers = {
-        name.split(".")[0]
+        room_of(name)
         for name, path in modules().items()
         if "os.environ" in path.read_text() or "getenv" in path.read_text()
     }
-    assert readers <= {"mesh", "integrations"}
+    assert readers <= {"distributed", "integrations"}
 
 
-@pytest.mark.parametrize("name", sorted(modules()))
+@pytest.mark.parametrize("name", [name for name in sorted(modules()) if modules()[name].name != "__init__.py"])
 def test_all_is_what_is_public(name):
-    module = importlib.import_module(f"hf_fsdp_tools.{name}".rstrip("."))
+    module = importlib.import_module(f"hf_fsdp_tools.{name}")
     assert module.__all__ == sorted(module.__all__, key=lambda name: (not name.isupper(), name)), (
         "constants, then the rest"
     )
@@ -163,11 +134,17 @@ def test_all_is_what_is_public(name):
 
 
 def test_the_front_door_lists_real_names():
-    assert sorted(hf_fsdp_tools._MODULE_OF) == hf_fsdp_tools.__all__
     for name in hf_fsdp_tools.__all__:
         assert getattr(hf_fsdp_tools, name).__name__ == name
     with pytest.raises(AttributeError, match="from_pretrained"):
         _ = hf_fsdp_tools.no_such_name
+
+
+def test_editors_see_the_names_of_the_front_door():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.asname: node.module for node in block.body for alias in node.names}
+    assert seen == {name: f"hf_fsdp_tools.{module}" for name, module in hf_fsdp_tools._MODULE_OF.items()}
 
 
 def test_importing_changes_nothing():

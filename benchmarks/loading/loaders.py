@@ -23,13 +23,14 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hf_fsdp_tools
-from hf_fsdp_tools.allocate import allocate
-from hf_fsdp_tools.checkpoint import CheckpointIndex, reader
-from hf_fsdp_tools.host_memory import empty_on_host
-from hf_fsdp_tools.mesh import ParallelDims
-from hf_fsdp_tools.meta import build_meta_model
-from hf_fsdp_tools.shard import shard_model
-from hf_fsdp_tools.wrap import make_wrap_plan
+from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.checkpoint.io import reader
+from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.sharding.allocate import allocate
+from hf_fsdp_tools.sharding.host_memory import empty_on_host
+from hf_fsdp_tools.sharding.shard import shard_model
 
 from .job import Job, Loaded, synchronize
 
@@ -94,7 +95,9 @@ def allocated_plainly(job: Job) -> nn.Module:
     """
     model = build_meta_model(job.folder, dtype=job.dtype)
     shard_model(model, make_wrap_plan(model), mesh=ParallelDims().build_mesh(job.device))
-    plain = patch("hf_fsdp_tools.allocate.empty_on_host", lambda wanted: [torch.empty(s, dtype=d) for s, d in wanted])
+    plain = patch(
+        "hf_fsdp_tools.sharding.allocate.empty_on_host", lambda wanted: [torch.empty(s, dtype=d) for s, d in wanted]
+    )
     with plain:
         allocate(model, device=job.torch_device)
     return model

@@ -10,8 +10,8 @@ import torch
 import transformers as hf
 from torch import nn
 
-from hf_fsdp_tools.allocate import allocate
-from hf_fsdp_tools.meta import build_meta_model
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.sharding.allocate import allocate
 
 __all__ = ["KINDS", "make_checkpoint", "set_cache"]
 

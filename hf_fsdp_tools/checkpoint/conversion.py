@@ -26,12 +26,11 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from hf_fsdp_tools.appearance import original_classes
+from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, StoredTensor
+from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.quantization import packed_linears
-
-from .pieces import PieceTensor
-from .stored import ChunkedTensor, StoredTensor
+from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.module_tree import original_classes
 
 __all__ = [
     "ConversionGroup",

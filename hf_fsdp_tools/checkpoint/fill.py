@@ -7,23 +7,32 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hf_fsdp_tools.mesh import rank_on_node
-
-from .agreement import agreed, rank_and_size
-from .conversion import ConversionGroup, LoadMap, convert_group, persistent_tensors
-from .exchange import Together, read_together
-from .fit import Fit, transfers_of
-from .index import CheckpointIndex
-from .packed import PackedShare, share_of_packed
-from .pieces import PieceTensor
-from .probe import measure
-from .progress import loading_bar
-from .quantize import quantize_weights
-from .read_mode import ReadChoice, ReadMode, choose_read_mode
-from .reader import TransferStats, read_transfers
-from .shares import is_sharded, local_boxes_of, local_tensor, memory_view
-from .stall import patiently
-from .transfer import Transfer
+from hf_fsdp_tools.checkpoint.conversion import (
+    ConversionGroup,
+    LoadMap,
+    convert_group,
+    persistent_tensors,
+)
+from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.checkpoint.io.exchange import Together, read_together
+from hf_fsdp_tools.checkpoint.io.probe import measure
+from hf_fsdp_tools.checkpoint.io.read_mode import ReadChoice, ReadMode, choose_read_mode
+from hf_fsdp_tools.checkpoint.io.reader import TransferStats, read_transfers
+from hf_fsdp_tools.checkpoint.io.transfer import Transfer
+from hf_fsdp_tools.checkpoint.io.watch import patiently
+from hf_fsdp_tools.checkpoint.match import Fit, transfers_of
+from hf_fsdp_tools.checkpoint.quantized.pack import quantize_weights
+from hf_fsdp_tools.checkpoint.quantized.share import PackedShare, share_of_packed
+from hf_fsdp_tools.checkpoint.report import loading_bar
+from hf_fsdp_tools.checkpoint.shards import (
+    is_sharded,
+    local_boxes_of,
+    local_tensor,
+    memory_view,
+)
+from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
+from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
+from hf_fsdp_tools.distributed.mesh import rank_on_node
 
 __all__ = ["Filled", "Matched", "Share", "fill_shards"]
 

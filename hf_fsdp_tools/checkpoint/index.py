@@ -12,14 +12,28 @@ from typing import Literal
 
 import torch
 
+from hf_fsdp_tools.checkpoint.formats.dcp import (
+    METADATA,
+    find_dcp_folder,
+    model_part,
+    parse_dcp,
+)
+from hf_fsdp_tools.checkpoint.formats.pickled import locate_chunk, parse_pickled
+from hf_fsdp_tools.checkpoint.formats.safetensors import (
+    MAX_HEADER_BYTES,
+    parse_header,
+    parse_json,
+    shortened,
+)
+from hf_fsdp_tools.checkpoint.formats.stored import (
+    ChunkedTensor,
+    StoredTensor,
+    TensorChunk,
+    leaves_folder,
+)
+from hf_fsdp_tools.checkpoint.io.watch import patiently, reading
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import HubRepository, is_hub_name
-
-from .dcp import METADATA, find_dcp_folder, model_part, parse_dcp
-from .header import MAX_HEADER_BYTES, parse_header, parse_json, shortened
-from .pickled import locate_chunk, parse_pickled
-from .stall import patiently, reading
-from .stored import ChunkedTensor, StoredTensor, TensorChunk, leaves_folder
 
 __all__ = ["CheckpointIndex"]
 

@@ -10,10 +10,10 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import nn
 
-from .conversion import map_saving
-from .header import DTYPES
-from .index import WEIGHTS
-from .pieces import PieceTensor
+from hf_fsdp_tools.checkpoint.conversion import map_saving
+from hf_fsdp_tools.checkpoint.formats.safetensors import DTYPES
+from hf_fsdp_tools.checkpoint.index import WEIGHTS
+from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 
 __all__ = ["Layout", "Place", "plan_layout"]
 

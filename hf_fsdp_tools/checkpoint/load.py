@@ -14,28 +14,25 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.allocate import allocate
+from hf_fsdp_tools.checkpoint.conversion import map_loading, persistent_tensors, set_conversions
+from hf_fsdp_tools.checkpoint.fill import Filled, Matched, fill_shards
+from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.checkpoint.io.read_mode import ReadMode, refuse_read_mode
+from hf_fsdp_tools.checkpoint.io.watch import READ_TIMEOUT_S, patience
+from hf_fsdp_tools.checkpoint.match import check_ties, fit_checkpoint, refuse_not_finite, refuse_quantized
+from hf_fsdp_tools.checkpoint.quantized.pack import forget_scales
+from hf_fsdp_tools.checkpoint.quantized.share import part_packed
+from hf_fsdp_tools.checkpoint.report import LoadReport, MemoryWatch, log_keys
+from hf_fsdp_tools.checkpoint.shards import local_boxes_of, local_tensor, memory_view
+from hf_fsdp_tools.checkpoint.vocabulary import AddedTokens, fill_added
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, opened, rank_and_size, refuse_other_commits
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.initialize import initialize_missing
-from hf_fsdp_tools.quantization import packed_linears
-from hf_fsdp_tools.release import managed_groups
+from hf_fsdp_tools.modeling.initialize import initialize_missing
+from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.sharding.allocate import allocate
+from hf_fsdp_tools.sharding.fsdp2_internals import managed_groups
 
-from .agreement import agreed, all_ranks, rank_and_size
-from .checks import refuse_not_finite, refuse_quantized
-from .conversion import map_loading, persistent_tensors, set_conversions
-from .fill import Filled, Matched, fill_shards
-from .fit import check_ties, fit_checkpoint
-from .index import CheckpointIndex
-from .opening import opened, refuse_other_commits
-from .packed import part_packed
-from .read_mode import ReadMode, refuse_read_mode
-from .report import LoadReport, MemoryWatch, log_keys
-from .rollback import aftermath, rolled_back
-from .scales import forget_scales
-from .stall import READ_TIMEOUT_S, patience
-from .vocabulary import AddedTokens, fill_added
-
-__all__ = ["load_weights"]
+__all__ = ["aftermath", "load_weights", "rolled_back"]
 
 
 def load_weights(
@@ -243,3 +240,53 @@ def _dtypes(model: nn.Module) -> tuple[str, ...]:
         if parameter.is_floating_point():
             count[parameter.dtype] += parameter.numel()
     return tuple(str(dtype).removeprefix("torch.") for dtype, _ in count.most_common())
+
+
+def aftermath(model: nn.Module) -> str:
+    """What ``rolled_back`` would leave, for messages that are written before it happens."""
+    if all(parameter.is_meta for parameter in model.parameters()):
+        return "the model is on meta again, as it was"
+    return "weights that had storage are partly overwritten, so they were filled with NaN"
+
+
+@contextmanager
+def rolled_back(model: nn.Module) -> Iterator[None]:
+    """Undo a block that fails: tensors that were on meta are on meta again and their storage is free.
+
+    A forward pass then stops at once (FSDP2 says that parameters are on meta), saving is refused, and loading can be
+    tried again. Floating-point tensors that had storage before have lost their values, so they become NaN rather than a
+    mixture of two models. No rank communicates; a failure that ``agreed`` shares undoes the block on all ranks.
+    """
+    before: list[tuple[dict[str, Any], str, torch.Tensor]] = [
+        (store, name, tensor)
+        for module in model.modules()
+        for store in (module._parameters, module._buffers)
+        for name, tensor in store.items()
+        if tensor is not None
+    ]
+    try:
+        yield
+    except BaseException:
+        for store, name, tensor in before:
+            if tensor.is_meta:
+                _free(store[name])
+                store[name] = tensor
+            elif tensor.is_floating_point():
+                _fill_with_nan(tensor)
+        model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # FSDP2 takes note of its parameters here
+        raise
+
+
+def _free(tensor: torch.Tensor | None) -> None:
+    """Give the memory back now: FSDP2 keeps a reference to each shard until it gets the next one."""
+    if tensor is not None and not tensor.is_meta:
+        storage = local_tensor(tensor).untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+
+
+def _fill_with_nan(tensor: torch.Tensor) -> None:
+    local = local_tensor(tensor)
+    with torch.no_grad():
+        for box, start in local_boxes_of(tensor):
+            memory_view(local, start, box.length).fill_(float("nan"))

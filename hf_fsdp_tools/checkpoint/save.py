@@ -17,23 +17,27 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
-from hf_fsdp_tools.appearance import with_cache_as_found
-from hf_fsdp_tools.bare import is_adapted, is_wrapper
+from hf_fsdp_tools.checkpoint.conversion import persistent_tensors, revert_group, saved_tensors
+from hf_fsdp_tools.checkpoint.gather import gather_to_first
+from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
+from hf_fsdp_tools.checkpoint.io.reader import TransferStats, write_transfers
+from hf_fsdp_tools.checkpoint.io.transfer import Transfer
+from hf_fsdp_tools.checkpoint.layout import Layout, Place, plan_layout
+from hf_fsdp_tools.checkpoint.merge_adapter import merged_model
+from hf_fsdp_tools.checkpoint.regions import View, row_major_strides, slice_view
+from hf_fsdp_tools.checkpoint.report import SaveReport
+from hf_fsdp_tools.checkpoint.save_adapter import save_adapter
+from hf_fsdp_tools.checkpoint.shards import (
+    is_first_replica,
+    local_boxes_of,
+    local_tensor,
+    memory_view,
+)
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.quantization import packed_linears
-
-from .adapter import save_adapter
-from .agreement import agreed, all_ranks, rank_and_size
-from .conversion import persistent_tensors, revert_group, saved_tensors
-from .gather import gather_to_first
-from .index import WEIGHTS, WEIGHTS_INDEX
-from .layout import Layout, Place, plan_layout
-from .merge import merged_model
-from .reader import TransferStats, write_transfers
-from .report import SaveReport
-from .shares import is_first_replica, local_boxes_of, local_tensor, memory_view
-from .slices import View, row_major_strides, slice_view
-from .transfer import Transfer
+from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.peft_view import is_adapted, is_wrapper
+from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 
 __all__ = ["save_pretrained"]
 

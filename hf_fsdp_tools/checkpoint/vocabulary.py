@@ -9,15 +9,19 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_fsdp_tools.appearance import original_classes
+from hf_fsdp_tools.checkpoint.conversion import persistent_tensors
+from hf_fsdp_tools.checkpoint.regions import Box
+from hf_fsdp_tools.checkpoint.shards import (
+    is_first_replica,
+    local_boxes_of,
+    local_tensor,
+    memory_view,
+)
+from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.initialize import draw_values
-from hf_fsdp_tools.meta import build_meta_model
-
-from .agreement import all_ranks
-from .conversion import persistent_tensors
-from .shares import is_first_replica, local_boxes_of, local_tensor, memory_view
-from .slices import Box
+from hf_fsdp_tools.modeling.initialize import draw_values
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.modeling.module_tree import original_classes
 
 __all__ = ["AddedRows", "AddedTokens", "fill_added", "resize_vocabulary", "resized_twin", "vocabulary_dims"]
 

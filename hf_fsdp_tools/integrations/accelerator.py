@@ -1,9 +1,10 @@
-"""An Accelerator that runs FSDP2 on GPUs, on one GPU, and on CPUs."""
+"""Loss scaling for fp16 over sharded and whole parameters."""
 
 import shutil
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,11 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.checkpoint import save_pretrained
-from hf_fsdp_tools.checkpoint.agreement import agreed, all_ranks
+from hf_fsdp_tools.checkpoint.save import save_pretrained
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-
-from .placement import (
+from hf_fsdp_tools.integrations.model import (
     check_managed,
     check_native,
     check_optimizers,
@@ -26,8 +26,8 @@ from .placement import (
     shard_additions,
     shard_in_place,
 )
-from .plugin import HybridFSDPPlugin
-from .resume import (
+from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
+from hf_fsdp_tools.integrations.resume import (
     awaiting_state,
     former_of,
     replacing,
@@ -36,10 +36,32 @@ from .resume import (
     using_format,
     warn_of_other_world,
 )
-from .scaler import ShardedScaler
-from .state import start_state
+from hf_fsdp_tools.integrations.state import start_state
 
-__all__ = ["ShardedAccelerator", "adopt", "make_accelerator"]
+__all__ = ["ShardedAccelerator", "ShardedScaler", "adopt", "make_accelerator"]
+
+
+class ShardedScaler(torch.amp.GradScaler):
+    """torch's `GradScaler` for an optimizer that holds both sharded parameters and whole ones (0-d ones, for instance).
+
+    torch (2.13) divides all gradients of a device in one call, which takes no mix of the two. Here each kind has its call;
+    if a gradient of either is infinite on one rank, every rank skips the step: those of shards are compared between ranks
+    by torch, those of whole parameters are averages, and so the same on all.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        found: dict[torch.device, torch.Tensor] = {}
+        for sharded in (True, False):
+            groups = [
+                {"params": [p for p in group["params"] if isinstance(p.grad, DTensor) is sharded]}
+                for group in optimizer.param_groups
+            ]
+            part: Any = SimpleNamespace(param_groups=groups)
+            for device, infinite in super()._unscale_grads_(part, inv_scale, found_inf.clone(), allow_fp16).items():
+                found[device] = torch.maximum(found[device], infinite) if device in found else infinite
+        return found
 
 
 def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerate_kwargs: Any) -> Accelerator:

@@ -12,19 +12,18 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
+from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.fsdp1_policy import hybrid_auto_wrap_policy
-from hf_fsdp_tools.mesh import local_device
-from hf_fsdp_tools.wrap import HybridPolicy
-
-from .settings import (
+from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
+from hf_fsdp_tools.integrations.settings import (
     drop_fsdp1_settings,
     is_set,
     reshard_after_forward,
     warn_of_idle_wrap_settings,
     warn_of_unknown_variables,
 )
-from .wrapping import narrowed, policy_from_wrap, without_modules
+from hf_fsdp_tools.integrations.wrapping import narrowed, policy_from_wrap, without_modules
+from hf_fsdp_tools.planning.policy import HybridPolicy
 
 __all__ = ["LOW_PRECISION", "HybridFSDPPlugin"]
 

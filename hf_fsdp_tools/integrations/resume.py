@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
-from hf_fsdp_tools.checkpoint.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.fsdp1_shares import plain_view
+from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 
 __all__ = [
     "awaiting_state",

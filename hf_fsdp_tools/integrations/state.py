@@ -10,11 +10,10 @@ from accelerate import DistributedType, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
+from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.mesh import ensure_process_group, local_device
-
-from .plugin import HybridFSDPPlugin
-from .settings import is_set
+from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
+from hf_fsdp_tools.integrations.settings import is_set
 
 __all__ = ["start_state"]
 

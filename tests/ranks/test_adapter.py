@@ -38,7 +38,7 @@ from hf_fsdp_tools import (
     shard_added,
     sharding_of,
 )
-from hf_fsdp_tools.bare import base_of
+from hf_fsdp_tools.modeling.peft_view import base_of
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks
 

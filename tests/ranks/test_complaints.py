@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import from_pretrained, make_accelerator, make_wrap_plan, save_pretrained, shard_model
-from hf_fsdp_tools.mesh import ParallelDims, local_device
+from hf_fsdp_tools.distributed.mesh import ParallelDims, local_device
 from tests._checkpoints import make_checkpoint, randomize
 from tests._dist import run_ranks
 

@@ -13,14 +13,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_fsdp_tools.allocate import allocate
-from hf_fsdp_tools.diagnostics import diagnose
+from hf_fsdp_tools.diagnostics.diagnosis import diagnose
+from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import FSDPToolsError, WrapPlanError
-from hf_fsdp_tools.fsdp1 import wrap_fsdp1
-from hf_fsdp_tools.mesh import ParallelDims
-from hf_fsdp_tools.policy import HybridPolicy
-from hf_fsdp_tools.shard import shard_model
-from hf_fsdp_tools.wrap import make_wrap_plan
+from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.sharding.allocate import allocate
+from hf_fsdp_tools.sharding.shard import shard_model
 from tests._checkpoints import KINDS, make_model
 from tests._dist import run_ranks
 

@@ -19,11 +19,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel
 
 from hf_fsdp_tools import HybridFSDPPlugin, from_pretrained, make_accelerator
-from hf_fsdp_tools.checkpoint import CheckpointIndex, load_weights, save_pretrained
-from hf_fsdp_tools.checkpoint.dcp import METADATA
-from hf_fsdp_tools.checkpoint.shares import local_boxes_of, local_tensor, memory_view
+from hf_fsdp_tools.checkpoint.formats.dcp import METADATA
+from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.checkpoint.save import save_pretrained
+from hf_fsdp_tools.checkpoint.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.meta import build_meta_model
+from hf_fsdp_tools.modeling.meta import build_meta_model
 from tests._checkpoints import make_checkpoint, make_model, pickled_copy
 from tests._dist import run_ranks
 from tests.ranks.test_load import assert_same, full, last_even_dim, sharded_meta_model

@@ -22,16 +22,18 @@ from transformers import (
     CLIPModel,
 )
 
-from hf_fsdp_tools import fsdp1
-from hf_fsdp_tools.allocate import allocate
-from hf_fsdp_tools.checkpoint import load_weights, save_pretrained
+from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, WrapPlanError
-from hf_fsdp_tools.fsdp1 import load_weights_fsdp1, wrap_fsdp1
-from hf_fsdp_tools.fsdp1_policy import hybrid_auto_wrap_policy
-from hf_fsdp_tools.fsdp1_shares import plain_view
-from hf_fsdp_tools.initialize import initialize_missing
-from hf_fsdp_tools.meta import build_meta_model
-from hf_fsdp_tools.wrap import HybridPolicy, make_wrap_plan
+from hf_fsdp_tools.fsdp1 import wrap
+from hf_fsdp_tools.fsdp1.flat_shards import plain_view
+from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
+from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1, wrap_fsdp1
+from hf_fsdp_tools.modeling.initialize import initialize_missing
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.sharding.allocate import allocate
 from tests._checkpoints import KINDS as CHECKPOINTS
 from tests._checkpoints import make_checkpoint, make_model
 from tests._dist import run_ranks
@@ -203,7 +205,7 @@ def _memory(use_orig_params):
         peak = max(peak, sum({storage.data_ptr(): storage.nbytes() for storage in alive}.values()))
         return given
 
-    with_storage, fsdp1._with_storage = fsdp1._with_storage, watching
+    with_storage, wrap._with_storage = wrap._with_storage, watching
     wrapped = wrap_fsdp1(model, plan, use_orig_params=use_orig_params)
     assert len(made) > 70, "watched every allocation"
     after = _live_bytes() - before

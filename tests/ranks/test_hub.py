@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import build_meta_model, from_pretrained, hub, load_adapter, load_weights
-from hf_fsdp_tools.checkpoint.agreement import all_ranks
+from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks

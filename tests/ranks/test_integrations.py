@@ -29,8 +29,8 @@ from hf_fsdp_tools import (
     make_wrap_plan,
     sharding_of,
 )
-from hf_fsdp_tools.fsdp1_policy import hybrid_auto_wrap_policy
-from hf_fsdp_tools.integrations.placement import check_managed
+from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
+from hf_fsdp_tools.integrations.model import check_managed
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks
 

@@ -15,10 +15,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel
 
-from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, load_weights, save_pretrained
-from hf_fsdp_tools.checkpoint.shares import local_boxes_of
+from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.checkpoint.report import LoadReport
+from hf_fsdp_tools.checkpoint.save import save_pretrained
+from hf_fsdp_tools.checkpoint.shards import local_boxes_of
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.meta import build_meta_model
+from hf_fsdp_tools.modeling.meta import build_meta_model
 from tests._checkpoints import KINDS, make_checkpoint, make_model
 from tests._dist import run_ranks
 

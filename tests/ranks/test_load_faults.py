@@ -19,13 +19,18 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_fsdp_tools import from_pretrained, prepare
-from hf_fsdp_tools.checkpoint import CheckpointIndex, index, load_weights, reader, save_pretrained, stall
-from hf_fsdp_tools.checkpoint.agreement import all_ranks
+from hf_fsdp_tools import from_pretrained, pretrained
+from hf_fsdp_tools.checkpoint import index
+from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.checkpoint.io import reader
+from hf_fsdp_tools.checkpoint.io import watch as stall
+from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.checkpoint.save import save_pretrained
+from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.fsdp1 import load_weights_fsdp1, wrap_fsdp1
-from hf_fsdp_tools.meta import build_meta_model
-from hf_fsdp_tools.wrap import make_wrap_plan
+from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1, wrap_fsdp1
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks
 
@@ -224,7 +229,7 @@ def test_storage_that_does_not_answer_on_one_rank_ends_all(llama: Path) -> None:
 def wait_for_the_mount(folder: Path) -> None:
     """Rank 1's mount does not answer before anything is known of the checkpoint."""
     stall._POLL_S = 0.05
-    real_exists, real_load = Path.exists, prepare.load_config
+    real_exists, real_load = Path.exists, pretrained.load_config
 
     def forever(*_: Any, **__: Any) -> Any:
         return threading.Event().wait()
@@ -234,10 +239,10 @@ def wait_for_the_mount(folder: Path) -> None:
     told = failure(lambda: from_pretrained(folder, load_kwargs={"read_timeout_s": 0.5}))
     assert "Looking for" in told and f"rank 1: {folder}: expected bytes at 0, found none" in told
     Path.exists = real_exists
-    prepare.load_config = forever if dist.get_rank() == 1 else real_load
+    pretrained.load_config = forever if dist.get_rank() == 1 else real_load
     told = failure(lambda: from_pretrained(folder, load_kwargs={"read_timeout_s": 0.5}))
     assert "Opening" in told and f"rank 1: {folder}: expected bytes at 0" in told
-    prepare.load_config = real_load
+    pretrained.load_config = real_load
     from_pretrained(folder)
 
 

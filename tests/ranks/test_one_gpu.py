@@ -27,11 +27,11 @@ from hf_fsdp_tools import (
     make_accelerator,
     save_pretrained,
 )
-from hf_fsdp_tools.checkpoint.reader import read_transfers, write_transfers
-from hf_fsdp_tools.checkpoint.slices import View
-from hf_fsdp_tools.checkpoint.transfer import Transfer
+from hf_fsdp_tools.checkpoint.io.reader import read_transfers, write_transfers
+from hf_fsdp_tools.checkpoint.io.transfer import Transfer
+from hf_fsdp_tools.checkpoint.regions import View
+from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.accelerator import adopt
-from hf_fsdp_tools.mesh import local_device
 from tests._checkpoints import make_checkpoint
 from tests._dist import num_gpus, run_ranks
 

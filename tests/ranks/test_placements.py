@@ -13,9 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import diagnose, from_pretrained, make_accelerator, placements, save_pretrained
-from hf_fsdp_tools.mesh import ParallelDims
-from hf_fsdp_tools.shard import describe_sharding
+from hf_fsdp_tools import diagnose, from_pretrained, make_accelerator, save_pretrained
+from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.sharding import placement
+from hf_fsdp_tools.sharding.shard import describe_sharding
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks
 
@@ -45,7 +46,7 @@ def train(model: nn.Module, batches: list[torch.Tensor], accelerator=None) -> nn
 
 
 def load_train_and_save(folder: Path, to: Path, replicas: int) -> str:
-    placements._MOST_PADDING_BYTES = 0  # so that a small model will do
+    placement._MOST_PADDING_BYTES = 0  # so that a small model will do
     accelerator = make_accelerator()
     mesh = ParallelDims(dp_replicate_size=replicas).build_mesh("cpu")
     model = from_pretrained(folder, mesh=mesh, attn_implementation="eager")
@@ -82,12 +83,12 @@ def test_experts_on_more_ranks_than_experts_divide_by(folder: Path, tmp_path: Pa
 
 
 def find_padding() -> list[str]:
-    placements._MOST_PADDING_BYTES = 0  # so that a small model will do
+    placement._MOST_PADDING_BYTES = 0  # so that a small model will do
     model = nn.Sequential(nn.Linear(8, 8, bias=False))
     model.experts = nn.Parameter(torch.zeros(2, 24, 10))
     fine = copy.deepcopy(model)
     fully_shard(model)
-    with patch.object(placements, "_MOST_PADDING_BYTES", 4000):  # 480 elements of padding are 1920 bytes
+    with patch.object(placement, "_MOST_PADDING_BYTES", 4000):  # 480 elements of padding are 1920 bytes
         assert not [f for f in diagnose(model).findings if f.code == "padded-shards"]
     findings = [f for f in diagnose(model).findings if f.code == "padded-shards"]
     fully_shard(fine, shard_placement_fn=lambda p: Shard(1) if p.dim() == 3 else None)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from hf_fsdp_tools import FSDPToolsError, HybridPolicy, from_pretrained, load_weights, save_pretrained, sharding_of
-from hf_fsdp_tools.mesh import ParallelDims
+from hf_fsdp_tools.distributed.mesh import ParallelDims
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks
 

@@ -28,8 +28,8 @@ from hf_fsdp_tools import (
     save_pretrained,
     shard_added,
 )
-from hf_fsdp_tools.checkpoint import quantize
-from hf_fsdp_tools.quantization import packed_linears
+from hf_fsdp_tools.checkpoint.quantized import pack
+from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from tests._checkpoints import make_checkpoint, randomize
 from tests._dist import run_ranks
 
@@ -341,17 +341,17 @@ def test_what_cannot_be_had_is_refused_with_the_reason(tmp_path):
 
 def _fails_on_one_rank(folder: Path) -> str:
     model = from_pretrained(folder, quantization_config=four_bits())
-    reading = quantize.read_transfers
+    reading = pack.read_transfers
 
     def broken(transfers: Any, **options: Any) -> Any:
         if dist.get_rank() == 1:
             raise CheckpointError("the disk is on fire")
         return reading(transfers, **options)
 
-    quantize.read_transfers = broken
+    pack.read_transfers = broken
     with pytest.raises(CheckpointError) as failure:
         load_weights(model, folder)
-    quantize.read_transfers = reading
+    pack.read_transfers = reading
     assert all(module.quant_state is None for module in packed_linears(model).values()), "no scales to compute with"
     with pytest.raises(CheckpointError, match="has no scales"):
         save_pretrained(model, folder.parent / "out")

@@ -18,10 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.checkpoint import CheckpointIndex, LoadReport, load_weights, reader
-from hf_fsdp_tools.checkpoint.agreement import all_ranks
+from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.checkpoint.io import reader
+from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.checkpoint.report import LoadReport
+from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.meta import build_meta_model
+from hf_fsdp_tools.modeling.meta import build_meta_model
 from tests._checkpoints import make_checkpoint, make_model, randomize
 from tests._dist import run_ranks
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from transformers.distributed import DistributedConfig
 
 from hf_fsdp_tools import CheckpointError, ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator
+from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.resume import using_format
-from hf_fsdp_tools.mesh import local_device
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks
 

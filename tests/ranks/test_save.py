@@ -19,12 +19,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
-from hf_fsdp_tools.checkpoint import CheckpointIndex, SaveReport, load_weights, save_pretrained
+from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.checkpoint.report import SaveReport
+from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.fsdp1 import wrap_fsdp1
-from hf_fsdp_tools.fsdp1_shares import plain_view
-from hf_fsdp_tools.meta import build_meta_model
-from hf_fsdp_tools.wrap import make_wrap_plan
+from hf_fsdp_tools.fsdp1.flat_shards import plain_view
+from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from tests._checkpoints import KINDS, make_checkpoint, make_model, randomize
 from tests._dist import run_ranks
 from tests.ranks.test_load import full, last_even_dim, sharded_meta_model

@@ -10,11 +10,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import CLIPConfig, CLIPModel
 
-from hf_fsdp_tools import placements
+from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError, MeshError, WrapPlanError
-from hf_fsdp_tools.mesh import ParallelDims
-from hf_fsdp_tools.shard import describe_sharding, shard_model, sharding_of
-from hf_fsdp_tools.wrap import HybridPolicy, make_wrap_plan
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.sharding import placement
+from hf_fsdp_tools.sharding.shard import describe_sharding, shard_model, sharding_of
 from tests._checkpoints import make_model
 from tests._dist import run_ranks
 
@@ -76,7 +77,7 @@ def test_gradients_equal_the_plain_ones(ranks, checkpointing):
 
 def _inference_first(kinds, other_dims):
     if other_dims:
-        placements._MOST_PADDING_BYTES = 0
+        placement._MOST_PADDING_BYTES = 0
     for kind in kinds:
         model, plain = _model(kind), _model(kind)
         shard_model(model, make_wrap_plan(model), mesh=ParallelDims().build_mesh("cpu"))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_fsdp_tools import build_meta_model, load_weights, make_wrap_plan, save_pretrained, shard_model
-from hf_fsdp_tools.mesh import local_device
+from hf_fsdp_tools.distributed.mesh import local_device
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks
 

@@ -33,11 +33,10 @@ from hf_fsdp_tools import (
     make_wrap_plan,
     shard_model,
     sharding_of,
-    tokens_per_rank,
 )
+from hf_fsdp_tools.distributed.mesh import backends, local_device
 from hf_fsdp_tools.integrations.accelerator import adopt
-from hf_fsdp_tools.mesh import backends, local_device
-from hf_fsdp_tools.release import parameter_groups
+from hf_fsdp_tools.sharding.fsdp2_internals import parameter_groups
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks
 
@@ -318,7 +317,8 @@ def _splits(folder, out):
         for size in split[rank]:
             batches.append(_on_device(next(iter(DataLoader(mine[start : start + size], batch_size=size)))))
             start += size
-        items = tokens_per_rank(batches)
+        trained_tokens = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+        items = accelerator.reduce(trained_tokens.float(), "mean")
         losses = []
         for batch in batches:
             loss = model(**batch, num_items_in_batch=items).loss

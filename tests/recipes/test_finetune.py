@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fsdp_tools.demo import make_demo_model
+from hf_fsdp_tools.cli.demo import make_demo_model
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "accelerate_configs" / "fsdp2_cpu_2.yaml"

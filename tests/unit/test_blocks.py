@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_fsdp_tools.blocks import detect_blocks
 from hf_fsdp_tools.errors import BlockDetectionError
+from hf_fsdp_tools.planning.blocks import detect_blocks
 
 
 class Block(nn.Module):

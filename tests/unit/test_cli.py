@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from hf_fsdp_tools.cli import main
-from hf_fsdp_tools.config import FSDPConfig
-from hf_fsdp_tools.plan import WrapPlan
+from hf_fsdp_tools.cli.main import main
+from hf_fsdp_tools.integrations.config import FSDPConfig
+from hf_fsdp_tools.planning.plan import WrapPlan
 from tests._checkpoints import make_checkpoint
 
 
@@ -53,7 +53,7 @@ def run(capsys, *words):
 )
 def test_help_imports_nothing_heavy(words):
     code = (
-        "import sys\nfrom hf_fsdp_tools.cli import main\n"
+        "import sys\nfrom hf_fsdp_tools.cli.main import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
         "print(sorted({'torch', 'transformers', 'accelerate', 'huggingface_hub', 'yaml'} & set(sys.modules)))"
     )
@@ -150,7 +150,7 @@ def test_a_hub_name_without_a_network(llama):
         [
             sys.executable,
             "-c",
-            "from hf_fsdp_tools.cli import main; raise SystemExit(main())",
+            "from hf_fsdp_tools.cli.main import main; raise SystemExit(main())",
             "plan",
             "nobody/nothing",
         ],
@@ -298,7 +298,7 @@ def test_doctor_of_this_machine(capsys, monkeypatch):
     code, out, err = run(capsys, "doctor", "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["versions"]["transformers"] == transformers.__version__
-    monkeypatch.setattr("hf_fsdp_tools.doctor._NEEDED", {"torch": "99.0"})
+    monkeypatch.setattr("hf_fsdp_tools.diagnostics.environment._NEEDED", {"torch": "99.0"})
     code, out, err = run(capsys, "doctor")
     assert (code, err) == (1, "")
     assert "error: version-too-old" in out and 'pip install "torch>=99.0"' in out

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hf_fsdp_tools.config import FSDPConfig, suggest_config
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.integrations.config import FSDPConfig, suggest_config
 
 REPOSITORY = Path(__file__).parents[2]
 SHIPPED = sorted((REPOSITORY / "accelerate_configs").glob("fsdp*.yaml"))
@@ -374,7 +374,7 @@ def test_a_suggestion_fits_the_machine():
 
 
 def test_shipped_configs_are_what_their_command_makes(tmp_path, monkeypatch):
-    from hf_fsdp_tools.cli import main
+    from hf_fsdp_tools.cli.main import main
 
     monkeypatch.chdir(tmp_path)
     assert SHIPPED

@@ -19,11 +19,14 @@ from safetensors.torch import load_file, save_file
 from transformers import core_model_loading as ops
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
-from hf_fsdp_tools.checkpoint import CheckpointIndex, conversion, load_weights, save_pretrained
+from hf_fsdp_tools.checkpoint import conversion
 from hf_fsdp_tools.checkpoint.conversion import map_loading, map_saving
-from hf_fsdp_tools.checkpoint.pieces import PieceTensor
+from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.checkpoint.save import save_pretrained
+from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.meta import build_meta_model
+from hf_fsdp_tools.modeling.meta import build_meta_model
 from tests._checkpoints import make_checkpoint, make_model, randomize, tiny_config
 
 # fmt: off

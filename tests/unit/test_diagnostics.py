@@ -23,16 +23,16 @@ from transformers import (
     DiffLlamaConfig,
 )
 
-from hf_fsdp_tools import doctor
-from hf_fsdp_tools.diagnostics import Diagnosis, diagnose
-from hf_fsdp_tools.doctor import check_environment, rehearse
+from hf_fsdp_tools.diagnostics import environment
+from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis, diagnose
+from hf_fsdp_tools.diagnostics.environment import check_environment, rehearse
+from hf_fsdp_tools.diagnostics.findings import Finding
+from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import BlockDetectionError, ConfigError
-from hf_fsdp_tools.findings import Finding
-from hf_fsdp_tools.mesh import ParallelDims
-from hf_fsdp_tools.meta import build_meta_model
-from hf_fsdp_tools.policy import HybridPolicy
-from hf_fsdp_tools.shard import shard_model
-from hf_fsdp_tools.wrap import make_wrap_plan
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.sharding.shard import shard_model
 from tests._checkpoints import KINDS, make_model
 
 FINDING = Finding(code="some-code", severity="warning", fact="2 of 3 are wrong.", cure="Do the other thing.")
@@ -170,7 +170,7 @@ def test_units_inside_units_print_as_a_tree(fake_group):
 def test_the_doctor_needs_what_the_package_needs():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     declared = dict(requirement.split(">=") for requirement in project["dependencies"])
-    assert doctor._NEEDED.items() <= declared.items()
+    assert environment._NEEDED.items() <= declared.items()
 
 
 def _findings(environment):
@@ -197,11 +197,11 @@ def test_the_environment_of_the_tests_is_fit():
     ],
 )
 def test_an_unfit_environment_is_an_error_with_its_cure(monkeypatch, attribute, value, code, cure):
-    monkeypatch.setattr(f"hf_fsdp_tools.doctor.{attribute}", value)
-    monkeypatch.setattr(doctor, "_check_accelerate", lambda found: ())
-    environment = check_environment()
-    assert environment.has_errors
-    finding = _findings(environment)[code]
+    monkeypatch.setattr(f"hf_fsdp_tools.diagnostics.environment.{attribute}", value)
+    monkeypatch.setattr(environment, "_check_accelerate", lambda found: ())
+    found = check_environment()
+    assert found.has_errors
+    finding = _findings(found)[code]
     assert finding.severity == "error" and cure in finding.cure
 
 
@@ -217,14 +217,14 @@ def test_what_is_known_of_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
-    found = list(doctor._check_devices(("gloo",)))
+    found = list(environment._check_devices(("gloo",)))
     assert [finding.code for finding in found] == ["no-nccl", "no-bfloat16"]
     assert "2 CUDA devices" in found[0].fact and "Tesla V100" in found[1].fact and "fp16" in found[1].cure
 
 
 def test_traps_of_accelerate_are_told_for_the_version_that_has_them():
-    told = {finding.code: finding for finding in doctor._check_accelerate("1.15.2")}
+    told = {finding.code: finding for finding in environment._check_accelerate("1.15.2")}
     assert {"accelerate-wrap-callable", "accelerate-buffers"} <= told.keys()
     assert "HybridFSDPPlugin" in told["accelerate-wrap-callable"].cure
-    assert not list(doctor._check_accelerate("1.16.0"))
-    assert not list(doctor._check_accelerate(None))
+    assert not list(environment._check_accelerate("1.16.0"))
+    assert not list(environment._check_accelerate(None))

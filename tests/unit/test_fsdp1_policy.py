@@ -10,9 +10,10 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy, _or_policy, _recursive_wrap, transformer_auto_wrap_policy
 
 from hf_fsdp_tools.errors import WrapPlanError
-from hf_fsdp_tools.fsdp1_policy import hybrid_auto_wrap_policy
-from hf_fsdp_tools.fsdp1_shares import flat_boxes
-from hf_fsdp_tools.wrap import HybridPolicy, make_wrap_plan
+from hf_fsdp_tools.fsdp1.flat_shards import flat_boxes
+from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.planning.policy import HybridPolicy
 from tests._checkpoints import make_model
 
 LAYERS = ["model.layers.0", "model.layers.1"]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fsdp_tools import host_memory
-from hf_fsdp_tools.host_memory import FaultIn, empty_on_host
+from hf_fsdp_tools.sharding import host_memory
+from hf_fsdp_tools.sharding.host_memory import FaultIn, empty_on_host
 
 WANTED = [((3, 5), torch.bfloat16), ((0, 7), torch.float32), ((), torch.int64), ((1000, 1000), torch.float32)]
 

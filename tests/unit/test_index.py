@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hf_fsdp_tools.checkpoint import CheckpointIndex
-from hf_fsdp_tools.checkpoint.header import DTYPES, parse_header
+from hf_fsdp_tools.checkpoint.formats.safetensors import DTYPES, parse_header
+from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.errors import CheckpointError
 from tests._checkpoints import make_checkpoint
 

@@ -9,10 +9,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, LlamaConfig
 
-from hf_fsdp_tools.allocate import allocate
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.initialize import initialize_missing
-from hf_fsdp_tools.meta import build_meta_model
+from hf_fsdp_tools.modeling.initialize import initialize_missing
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.sharding.allocate import allocate
 from tests._checkpoints import make_checkpoint
 
 TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 31}

@@ -13,12 +13,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_fsdp_tools.checkpoint import CheckpointIndex, load_weights
-from hf_fsdp_tools.checkpoint.pickled import parse_pickled
-from hf_fsdp_tools.checkpoint.stored import StoredTensor
+from hf_fsdp_tools.checkpoint.formats.pickled import parse_pickled
+from hf_fsdp_tools.checkpoint.formats.stored import StoredTensor
+from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import HubRepository
-from hf_fsdp_tools.meta import build_meta_model
+from hf_fsdp_tools.modeling.meta import build_meta_model
 from tests._checkpoints import make_checkpoint, pickled_copy
 
 

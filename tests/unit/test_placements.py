@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from hf_fsdp_tools.placements import choose_placement, padded_ratio, sharded_dim
+from hf_fsdp_tools.sharding.placement import choose_placement, padded_ratio, sharded_dim
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from transformers import BitsAndBytesConfig
 from transformers.quantizers import quantizer_bnb_4bit
 
 from hf_fsdp_tools import CheckpointError, ConfigError, build_meta_model, load_weights, make_wrap_plan
-from hf_fsdp_tools.checkpoint import quantize
-from hf_fsdp_tools.quantization import packed_linears, packing_of, refuse_cast
+from hf_fsdp_tools.checkpoint.quantized import pack
+from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of, refuse_cast
 from tests._checkpoints import make_checkpoint
 
 TINY = {
@@ -105,23 +105,23 @@ def test_weights_are_packed_in_parts_of_bounded_size(tmp_path, monkeypatch):
     plain = hf.LlamaForCausalLM(config)
     plain.save_pretrained(tmp_path)
     parts, windows = [], []
-    pack, read = bitsandbytes.functional.quantize_4bit, quantize.read_transfers
+    quantize, read = bitsandbytes.functional.quantize_4bit, pack.read_transfers
 
     def packing(values, **options):
         parts.append(values.numel())
-        return pack(values, **options)
+        return quantize(values, **options)
 
     def reading(transfers, **options):
         windows.append(sum(t.memory.numel() * t.memory.itemsize for t in transfers))
         return read(transfers, **options)
 
     monkeypatch.setattr(bitsandbytes.functional, "quantize_4bit", packing)
-    monkeypatch.setattr(quantize, "read_transfers", reading)
+    monkeypatch.setattr(pack, "read_transfers", reading)
     model = build_meta_model(tmp_path, dtype=torch.float32, quantization_config=four_bits())
     report = load_weights(model, tmp_path, staging_bytes=2**20)
     assert report.read_ratio == 1.0 and report.bytes_read == sum(p.numel() for p in plain.parameters()) * 4
     assert sum(parts) == sum(packing_of(m).numel for m in packed_linears(model).values())
-    assert max(parts) * quantize._WORK_BYTES <= 2**19 and max(windows) <= 2**18
+    assert max(parts) * pack._WORK_BYTES <= 2**19 and max(windows) <= 2**18
     # a plain model on one process computes with what was loaded
     expected = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=four_bits())
     ids = torch.arange(3, 19).reshape(1, 16)

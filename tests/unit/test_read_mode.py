@@ -2,8 +2,8 @@
 
 import pytest
 
-from hf_fsdp_tools.checkpoint.probe import Speed
-from hf_fsdp_tools.checkpoint.read_mode import _Demand
+from hf_fsdp_tools.checkpoint.io.probe import Speed
+from hf_fsdp_tools.checkpoint.io.read_mode import _Demand
 
 SLOW = Speed(request_s=5e-3, stream_bytes_s=1e8)
 GB = 10**9

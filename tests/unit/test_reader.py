@@ -13,11 +13,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_fsdp_tools.checkpoint import reader
-from hf_fsdp_tools.checkpoint.reader import MAX_GAP_BYTES, read_transfers, write_transfers
+from hf_fsdp_tools.checkpoint.io import reader
+from hf_fsdp_tools.checkpoint.io.reader import MAX_GAP_BYTES, read_transfers, write_transfers
+from hf_fsdp_tools.checkpoint.io.transfer import Transfer
+from hf_fsdp_tools.checkpoint.regions import View, row_major_strides
 from hf_fsdp_tools.checkpoint.report import MemoryWatch
-from hf_fsdp_tools.checkpoint.slices import View, row_major_strides
-from hf_fsdp_tools.checkpoint.transfer import Transfer
 from hf_fsdp_tools.errors import CheckpointError
 
 MIB = 2**20

@@ -6,7 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_fsdp_tools.checkpoint.spans import clipped, cut_points, merged, num_bytes, places
+from hf_fsdp_tools.checkpoint.io.spans import (
+    clipped,
+    cut_points,
+    merged,
+    num_bytes,
+    places,
+)
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=12)
 

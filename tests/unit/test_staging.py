@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from hf_fsdp_tools.checkpoint.staging import Ring, Staging
+from hf_fsdp_tools.checkpoint.io.staging import Ring, Staging
 
 
 class Copy:

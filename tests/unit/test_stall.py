@@ -10,11 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fsdp_tools.checkpoint import reader, stall
-from hf_fsdp_tools.checkpoint.reader import read_transfers
-from hf_fsdp_tools.checkpoint.slices import View
-from hf_fsdp_tools.checkpoint.stall import ReadThreads, close_unless_read, patience, patiently, reading
-from hf_fsdp_tools.checkpoint.transfer import Transfer
+from hf_fsdp_tools.checkpoint.io import reader
+from hf_fsdp_tools.checkpoint.io import watch as stall
+from hf_fsdp_tools.checkpoint.io.reader import read_transfers
+from hf_fsdp_tools.checkpoint.io.transfer import Transfer
+from hf_fsdp_tools.checkpoint.io.watch import (
+    ReadThreads,
+    close_unless_read,
+    patience,
+    patiently,
+    reading,
+)
+from hf_fsdp_tools.checkpoint.regions import View
 from hf_fsdp_tools.errors import CheckpointError
 
 FILE = Path("weights")

@@ -16,8 +16,11 @@ from torch import nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
 from hf_fsdp_tools.errors import BlockDetectionError, WrapPlanError
-from hf_fsdp_tools.meta import build_meta_model
-from hf_fsdp_tools.wrap import HybridPolicy, WrapPlan, WrapUnit, check_wrap_plan, make_wrap_plan
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
+from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.planning.rules import check_wrap_plan
 from tests.unit.test_blocks import Block, Model
 
 # One architecture or more for each trap that the survey of the registry found.

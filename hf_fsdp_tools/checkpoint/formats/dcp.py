@@ -1,0 +1,195 @@
+"""What a folder of `torch.distributed.checkpoint` (DCP) holds: by its `.metadata`, which is not trusted either.
+
+Each rank of the saving job wrote its part of every tensor as one `torch.save` archive inside a `.distcp` file. With the
+place of each chunk known, any number of ranks reads from them what its own shards need.
+"""
+
+import io
+import math
+import pickle
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.serialization import _get_layout
+
+from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, TensorChunk, leaves_folder
+from hf_fsdp_tools.checkpoint.regions import Box
+from hf_fsdp_tools.errors import CheckpointError
+
+__all__ = ["METADATA", "find_dcp_folder", "model_part", "parse_dcp"]
+
+METADATA = ".metadata"
+_ACCELERATE_FOLDERS = "pytorch_model_fsdp_*"  # below what Accelerate's save_state and the Trainer write
+
+# Names that wrappers of torch put into a module's path; they belong to how a model ran, not to its parameters.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+_Path = tuple[str, ...]
+
+
+def find_dcp_folder(folder: Path) -> Path | None:
+    """The DCP folder of a model: `folder` itself, or the one that Accelerate's `save_state` or the Trainer put below it.
+
+    Raises:
+        CheckpointError: there are several models below it.
+    """
+    if (folder / METADATA).is_file():
+        return folder
+    below = sorted(path.parent for path in folder.glob(f"{_ACCELERATE_FOLDERS}/{METADATA}"))
+    if len(below) > 1:
+        names = ", ".join(path.name for path in below)
+        raise CheckpointError(f"{str(folder)!r} holds several models: {names}. Give the path of one of these folders.")
+    return below[0] if below else None
+
+
+def parse_dcp(folder: Path) -> tuple[list[tuple[_Path, ChunkedTensor]], int]:
+    """The tensors of a DCP folder, each with its path in the state dict that was saved, and the bytes of the metadata.
+
+    The metadata is a pickle; only the plain records that DCP itself puts there are built. Other values than tensors (step
+    counts, random states) are left out.
+
+    Raises:
+        CheckpointError: the metadata is damaged or would run code, or files are absent, short or outside the folder, or
+            the chunks of a tensor leave something out.
+    """
+    file = folder / METADATA
+    text = file.read_bytes()
+    metadata = _unpickle(file, text)
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    places: Mapping[Any, Any] = metadata.storage_data or {}
+    problems: list[str] = []
+    sizes: dict[str, int] = {}
+    tensors = []
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, dcp.TensorStorageMetadata):
+            continue
+        try:
+            chunks = [_chunk(folder, key, chunk, places, sizes) for chunk in entry.chunks if math.prod(chunk.sizes)]
+            _check_cover(file, key, tuple(entry.size), [chunk.box for chunk in chunks])
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        tensor = ChunkedTensor(
+            key=key, file=file, dtype=entry.properties.dtype, shape=tuple(entry.size), chunks=tuple(chunks)
+        )
+        path = paths.get(key, (key,))
+        tensors.append((tuple(str(part) for part in path), tensor))
+    if problems:
+        more = f"\n… and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise CheckpointError("\n".join(problems[:10]) + more)
+    return tensors, len(text)
+
+
+def model_part(tensors: Mapping[_Path, ChunkedTensor], model_keys: Collection[str]) -> dict[str, ChunkedTensor]:
+    """The tensors of the model among all that was saved, by their names in the model.
+
+    A training job saves the model beside optimizer and progress (`{"model": …, "optim": …}`). The part of the saved state
+    dict in which most names are the model's is taken, whatever it is called. All of that part is returned, also what the
+    model does not know.
+    """
+    suffixes = {suffix for key in model_keys for suffix in _suffixes(key)}
+    votes = Counter(path[:-1] for path in tensors if suffixes.intersection(_suffixes(_unwrapped(path[-1]))))
+    part = max(votes, key=lambda p: (votes[p], -len(p)), default=())
+    return {_unwrapped(path[-1]): tensor for path, tensor in tensors.items() if path[:-1] == part}
+
+
+def _suffixes(key: str) -> Iterator[str]:
+    """A dotted name and what remains of it without its first parts, but for the last one, which any module has."""
+    parts = key.split(".")
+    return (".".join(parts[i:]) for i in range(max(1, len(parts) - 1)))
+
+
+def _unwrapped(key: str) -> str:
+    for wrapper in _WRAPPERS:
+        key = key.replace(wrapper, "")
+    return key
+
+
+# ---- the metadata file ----
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds what DCP itself writes and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The few classes of DCP's metadata; any other name would be code of the file's own choice."""
+        if module == dcp.__name__ and (name in dcp.__all__ or name == "_MEM_FORMAT_ENCODING"):
+            return getattr(dcp, name)
+        if (module, name) == (_StorageInfo.__module__, "_StorageInfo"):
+            return _StorageInfo
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _get_layout
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        if module.split(".")[0] == "pathlib" and name.endswith("Path"):
+            return PurePosixPath
+        raise pickle.UnpicklingError(f"{module}.{name} is nothing that DCP writes")
+
+
+def _unpickle(file: Path, text: bytes) -> dcp.Metadata:
+    try:
+        metadata = _Unpickler(io.BytesIO(text)).load()
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise CheckpointError(
+            f"{file}: cannot be read as the metadata of torch.distributed.checkpoint: {error}. Save it again, or give the "
+            "folder of a Hugging Face checkpoint."
+        ) from error
+    if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+        raise CheckpointError(f"{file}: holds a {type(metadata).__name__}, expected DCP metadata. Save it again.")
+    return metadata
+
+
+def _chunk(folder: Path, key: str, saved: Any, places: Mapping[Any, Any], sizes: dict[str, int]) -> TensorChunk:
+    """One chunk of a tensor, its place checked."""
+    start, length = tuple(saved.offsets), tuple(saved.sizes)
+    place = places.get(dcp.MetadataIndex(key, saved.offsets))
+    name = f"{key}[{', '.join(f'{s}:{s + n}' for s, n in zip(start, length, strict=True))}]" if start else key
+    if place is None or leaves_folder(place.relative_path):
+        found = "nowhere" if place is None else f"in {place.relative_path!r}"
+        raise CheckpointError(
+            f"{folder / METADATA}: {name!r} lies {found}, expected a file of the folder. Save it again."
+        )
+    if getattr(place, "transform_descriptors", None):
+        raise CheckpointError(
+            f"{folder / METADATA}: {name!r} is stored through {', '.join(place.transform_descriptors)}; parts of it cannot be "
+            "read. Save it without stream transforms."
+        )
+    file = folder / place.relative_path
+    if place.relative_path not in sizes:
+        sizes[place.relative_path] = file.stat().st_size if file.is_file() else -1
+    size = sizes[place.relative_path]
+    if not 0 <= place.offset <= place.offset + place.length <= size:
+        found = "is not there" if size < 0 else f"is {size} bytes long"
+        raise CheckpointError(
+            f"{file}: {found}, but {name!r} is at bytes {place.offset} to {place.offset + place.length}. The checkpoint is not "
+            "complete: copy or save it again."
+        )
+    box = Box(start=start, length=length)
+    return TensorChunk(name=name, box=box, file=file, offset=place.offset, length=place.length)
+
+
+def _check_cover(file: Path, key: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """The chunks form a grid that covers the tensor: along each dimension their ranges follow each other."""
+    if not math.prod(shape):
+        return
+    cells = 1
+    for dim, size in enumerate(shape):
+        position = 0
+        for start, length in (ranges := sorted({(box.start[dim], box.length[dim]) for box in boxes})):
+            if start != position:
+                break
+            position += length
+        cells *= len(ranges)
+        if position != size:
+            cells = -1
+            break
+    if cells != len(boxes) or len(set(boxes)) != len(boxes):
+        raise CheckpointError(
+            f"{file}: the chunks of {key!r} {list(shape)} leave something out or overlap: "
+            f"{[(box.start, box.length) for box in boxes[:6]]}. Some rank did not finish; save it again."
+        )

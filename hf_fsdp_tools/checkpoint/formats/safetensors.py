@@ -1,0 +1,175 @@
+"""What one safetensors file holds, by its header; nothing in the file is trusted."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from reprlib import Repr
+from stat import S_ISREG
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from hf_fsdp_tools.checkpoint.formats.stored import StoredTensor
+from hf_fsdp_tools.errors import CheckpointError
+
+__all__ = ["DTYPES", "MAX_HEADER_BYTES", "parse_header", "parse_json", "refuse_pointer", "shortened"]
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
+
+# https://github.com/huggingface/safetensors#format; sub-byte types have no torch dtype that can be sliced, so they are
+# left out.
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "BOOL": torch.bool,
+        "U8": torch.uint8,
+        "I8": torch.int8,
+        "U16": torch.uint16,
+        "I16": torch.int16,
+        "U32": torch.uint32,
+        "I32": torch.int32,
+        "U64": torch.uint64,
+        "I64": torch.int64,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E8M0": torch.float8_e8m0fnu,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F32": torch.float32,
+        "F64": torch.float64,
+        "C64": torch.complex64,
+    }
+)
+
+
+_PARTS = frozenset(["dtype", "shape", "data_offsets"])
+
+
+def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
+    """The tensors of one safetensors file, in file order, and the number of bytes that were read to know them.
+
+    Nothing in the file is trusted: length, encoding, JSON, dtypes, shapes and byte ranges are checked, and ranges must
+    cover the data without holes or overlaps, as the format demands.
+
+    Raises:
+        CheckpointError: The first thing that is wrong.
+    """
+    try:
+        status = file.stat()
+        if not S_ISREG(status.st_mode):  # to open a named pipe would wait for a writer for ever
+            raise OSError("it is not a regular file")
+        size = status.st_size
+        with open(file, "rb") as stream:
+            prefix = stream.read(8)
+            length = int.from_bytes(prefix, "little")
+            sane = len(prefix) == 8 and 8 + length <= size and length <= MAX_HEADER_BYTES
+            text = stream.read(length) if sane else b""
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}. Check the path and its permissions.") from error
+    refuse_pointer(file, prefix)
+    if len(prefix) < 8:
+        raise _damaged(file, f"is {size} bytes long; a safetensors file has at least 8")
+    if length > MAX_HEADER_BYTES:
+        raise _damaged(file, f"header length is {length} bytes; the format allows {MAX_HEADER_BYTES}")
+    if len(text) < length:
+        raise _damaged(file, f"header length is {length} bytes, but the file has {size - 8} bytes after the length")
+    entries = parse_json(file, text)
+    tensors = [_parse_entry(file, key, value, 8 + length) for key, value in entries.items() if key != "__metadata__"]
+    tensors.sort(key=lambda t: (t.offset, t.num_bytes))
+    _check_layout(file, tensors, 8 + length, size)
+    return tensors, 8 + length
+
+
+def refuse_pointer(file: Path, beginning: bytes) -> None:
+    """Say so where a clone without git-lfs left a pointer to the file; ``beginning`` is at least 2 bytes of it."""
+    if len(beginning) > 1 and b"version https://git-lfs".startswith(beginning):
+        raise CheckpointError(
+            f"{file}: is a pointer of git-lfs, expected the file itself. Run `git lfs pull` in its folder, or download it."
+        )
+
+
+def parse_json(file: Path, text: bytes) -> dict[str, Any]:
+    """The header of a safetensors file, or an index file, as a dict with unique keys."""
+    what = "it" if file.suffix == ".json" else "header"
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+            raise json.JSONDecodeError(f"key {shortened(twice)} occurs twice", "", 0)
+        return found
+
+    try:
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except UnicodeDecodeError as error:
+        raise _damaged(file, f"{what} is not UTF-8: {error}") from error
+    except json.JSONDecodeError as error:
+        raise _damaged(file, f"{what} is not valid JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
+        raise _damaged(file, f"{what} is not valid JSON: a number is too long, or it is nested too deeply") from error
+    if not isinstance(entries, dict):
+        raise _damaged(file, f"{what} is a JSON {type(entries).__name__}, expected an object")
+    return entries
+
+
+def _parse_entry(file: Path, key: str, value: Any, data_start: int) -> StoredTensor:
+    """One entry of the header, checked in itself."""
+    if not isinstance(value, dict) or not value.keys() >= _PARTS:
+        raise _damaged(file, f"{key!r}: expected dtype, shape and data_offsets, found {shortened(value)}")
+    name, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(name, str) or name not in DTYPES:
+        raise _damaged(file, f"{key!r}: dtype {shortened(name)} is not supported; supported: {', '.join(DTYPES)}")
+    if not _are_sizes(shape):
+        raise _damaged(file, f"{key!r}: shape {shortened(shape)} is not a list of non-negative integers")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _damaged(file, f"{key!r}: data_offsets {shortened(offsets)} is not [begin, end]")
+    begin, end = offsets
+    dtype = DTYPES[name]
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if end - begin != num_bytes:
+        raise _damaged(file, f"{key!r}: {name} {shape} needs {num_bytes} bytes, data_offsets give {end - begin}")
+    return StoredTensor(
+        key=key, file=file, dtype=dtype, shape=tuple(shape), offset=data_start + begin, num_bytes=num_bytes
+    )
+
+
+def _check_layout(file: Path, tensors: list[StoredTensor], data_start: int, size: int) -> None:
+    """Tensors, sorted by offset, follow each other without hole or overlap up to the end of the file."""
+    position, previous = data_start, "the header"
+    for tensor in tensors:
+        if tensor.offset != position:
+            beyond = next((t for t in tensors if t.offset + t.num_bytes > size), None)
+            if beyond is not None:
+                place = f"bytes {beyond.offset} to {beyond.offset + beyond.num_bytes}"
+                raise _damaged(file, f"{beyond.key!r} is said to lie at {place}, but the file has {size} bytes")
+            what = "overlaps" if tensor.offset < position else "leaves a hole after"
+            raise _damaged(
+                file, f"{tensor.key!r} begins at byte {tensor.offset}, {what} {previous}, which ends at {position}"
+            )
+        position, previous = tensor.offset + tensor.num_bytes, repr(tensor.key)
+    if size != position:
+        what = "is truncated" if size < position else "has bytes that belong to no tensor"
+        raise _damaged(file, f"{what}: it is {size} bytes long, its header describes {position}")
+
+
+def _are_sizes(value: Any) -> bool:
+    """Whether it is a list of non-negative integers that a file could have: 64 bits each, no more than torch has
+    dimensions (their product would be a number of millions of digits).
+    """
+    return isinstance(value, list) and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def shortened(value: Any) -> str:
+    """Its ``repr`` in about 80 characters, for messages; takes no longer for a long or deep value."""
+    return _REPR.repr(value)[:120]
+
+
+_REPR = Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
+
+
+def _damaged(file: Path, fact: str) -> CheckpointError:
+    kind = "no index of a checkpoint" if file.suffix == ".json" else "not safetensors"
+    return CheckpointError(f"{file}: {fact}. The file is damaged or {kind}; download or save it again.")

@@ -1,0 +1,342 @@
+"""A model and a checkpoint held against each other: which key fills which tensor, what is left over on either side."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_fsdp_tools.checkpoint.conversion import LoadMap, adjust_keys, persistent_tensors
+from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, StoredTensor
+from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.checkpoint.io.reader import read_transfers
+from hf_fsdp_tools.checkpoint.io.transfer import Transfer
+from hf_fsdp_tools.checkpoint.regions import Box, slice_piece
+from hf_fsdp_tools.checkpoint.shards import local_boxes_of, local_tensor, memory_view
+from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
+from hf_fsdp_tools.checkpoint.vocabulary import AddedRows, vocabulary_dims
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.modeling.linear4bit import packed_linears
+
+__all__ = ["Fit", "check_ties", "fit_checkpoint", "refuse_not_finite", "refuse_quantized", "transfers_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """The model and the checkpoint held against each other."""
+
+    state: Mapping[str, torch.Tensor]
+    """The model's persistent tensors by key, before storage."""
+
+    loaded: Mapping[str, PieceTensor]
+    """One key per distinct tensor of the model that the checkpoint fills."""
+
+    doubles: tuple[tuple[PieceTensor, PieceTensor, str, str], ...]
+    """Tied keys that the checkpoint holds both, with their keys."""
+
+    to_initialize: frozenset[str]
+    """Keys that nothing fills; one per distinct tensor."""
+
+    missing_keys: frozenset[str]
+    """As reported."""
+
+    unexpected_keys: frozenset[str]
+    """As reported."""
+
+    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    """(key, checkpoint shape, model shape)."""
+
+    resized: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    """(key, checkpoint shape, model shape) of what is loaded although the model has another number of tokens."""
+
+    added: Mapping[str, AddedRows]
+    """Of these, the loaded keys with rows that the checkpoint lacks."""
+
+
+def fit_checkpoint(
+    model: nn.Module,
+    load_map: LoadMap,
+    index: CheckpointIndex,
+    *,
+    ignore_mismatched_sizes: bool,
+    strict: bool,
+    resize_vocabulary: bool = False,
+    packed: Collection[str] = (),
+) -> Fit:
+    """Sort every key of the model into loaded, missing and mismatched; raise for what must not be.
+
+    With ``resize_vocabulary``, tensors that differ in their number of tokens alone are loaded token by token. Keys in
+    ``packed`` are filled elsewhere.
+    """
+    state = persistent_tensors(model)
+    found, added = _resized(model, state, load_map) if resize_vocabulary else (load_map.tensors, {})
+    resized = tuple(
+        (k, tuple(load_map.tensors[k].shape), tuple(t.shape))
+        for k, t in found.items()
+        if t.shape != load_map.tensors[k].shape
+    )
+    mismatched = tuple(
+        (k, tuple(t.shape), tuple(state[k].shape)) for k, t in found.items() if t.shape != state[k].shape
+    )
+    if mismatched and not ignore_mismatched_sizes:
+        rows = "\n".join(f"- {k}: {list(a)} in the checkpoint, {list(b)} in the model" for k, a, b in mismatched[:20])
+        more = f"\n… and {len(mismatched) - 20} more" if len(mismatched) > 20 else ""
+        raise CheckpointError(
+            f"{len(mismatched)} tensors of {index.name!r} have another shape than the model's:\n{rows}{more}\nUse "
+            "the config that "
+            "belongs to the checkpoint, or pass ignore_mismatched_sizes=True to initialise these anew"
+            + (" (or added_tokens, where the vocabulary alone was resized)." if not resize_vocabulary else ".")
+        )
+    _refuse_untied(model, state)
+    wrong = {key for key, _, _ in mismatched}
+    names: dict[int, list[str]] = {}
+    for key, tensor in state.items():
+        if key not in packed:
+            names.setdefault(id(tensor), []).append(key)
+    loaded: dict[str, PieceTensor] = {}
+    doubles: list[tuple[PieceTensor, PieceTensor, str, str]] = []
+    to_initialize: set[str] = set()
+    missing: set[str] = set()
+    for tied in names.values():
+        there = [key for key in tied if key in found and key not in wrong]
+        if there:
+            loaded[there[0]] = found[there[0]]
+            doubles += [(found[there[0]], found[other], there[0], other) for other in there[1:]]
+        else:
+            to_initialize.add(tied[0])
+            missing.update(key for key in tied if key not in wrong)
+    missing_keys, unexpected_keys = adjust_keys(model, missing, set(load_map.unexpected_keys))
+    if strict and (missing_keys or unexpected_keys):
+        raise CheckpointError(
+            f"{index.name!r} does not hold exactly what the model needs. Missing: "
+            f"{', '.join(sorted(missing_keys)) or 'none'}. "
+            f"Unexpected: {', '.join(sorted(unexpected_keys)) or 'none'}. Use the matching auto class, or strict=False."
+        )
+    return Fit(
+        state=state,
+        loaded=loaded,
+        doubles=tuple(doubles),
+        to_initialize=frozenset(to_initialize),
+        missing_keys=missing_keys,
+        unexpected_keys=unexpected_keys,
+        mismatched=mismatched,
+        resized=resized,
+        added={key: rows for key, rows in added.items() if key in loaded},
+    )
+
+
+def _resized(
+    model: nn.Module, state: Mapping[str, torch.Tensor], load_map: LoadMap
+) -> tuple[dict[str, PieceTensor], dict[str, AddedRows]]:
+    """What the checkpoint holds, with the vocabulary's tensors cut or extended to the model's number of tokens."""
+    found, added = dict(load_map.tensors), {}
+    dims = vocabulary_dims(model)
+    for key, tensor in load_map.tensors.items():
+        dim = dims.get(key)
+        if dim is None or tensor.pieces is None or tensor.dim() != state[key].dim():
+            continue
+        old, new = tensor.shape[dim], state[key].shape[dim]
+        extended = tensor.extended(dim, new)
+        if old != new and extended.shape == state[key].shape:
+            found[key] = extended
+            if new > old:
+                added[key] = AddedRows(dim=dim, start=old)
+    return found, added
+
+
+def _refuse_untied(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Names that the config ties must be one parameter by now: a shard cannot be tied afterwards."""
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    apart = [f"{a} = {b}" for a, b in ties.items() if a in state and b in state and state[a] is not state[b]]
+    if apart:
+        raise CheckpointError(
+            f"The config ties weights that are separate parameters in this model: {', '.join(apart)}. Call "
+            "model.tie_weights() "
+            "before sharding, or set tie_word_embeddings=False in the config."
+        )
+
+
+def check_ties(fit: Fit, index: CheckpointIndex, staging_bytes: int) -> None:
+    """A tied weight that the checkpoint holds under two names must be equal in both; each rank compares its share."""
+    for first, second, name, other in fit.doubles:
+        if _are_same_bytes(first, second, index):
+            continue
+        for box, _ in local_boxes_of(fit.state[name]):
+            for slab in _slabs(box, first.dtype, staging_bytes // 4):
+                values = [torch.zeros(slab.length, dtype=first.dtype) for _ in range(2)]  # rows of added tokens stay 0
+                for tensor, value in zip((first, second), values, strict=True):
+                    transfers = transfers_of(tensor, slab, value, (0,) * len(slab.start), index)
+                    read_transfers(transfers, staging_bytes=staging_bytes // 2)
+                if not torch.equal(values[0], values[1]):
+                    raise CheckpointError(
+                        f"{index.name!r}: the config ties {name!r} and {other!r}, but the checkpoint holds "
+                        "different values for "
+                        "them. Set tie_word_embeddings=False in the config to keep both."
+                    )
+
+
+def _are_same_bytes(first: PieceTensor, second: PieceTensor, index: CheckpointIndex) -> bool:
+    """Whether two tensors are one stored one: pickled files keep what the model ties under both names, and once."""
+    if first.pieces is None or second.pieces is None:
+        return False
+    places = []
+    for tensor in (first, second):
+        stored = [(index.source(piece.source), piece) for piece in tensor.pieces or ()]
+        places.append({(s.file, s.offset, s.dtype, piece.box, piece.view) for s, piece in stored})
+    return places[0] == places[1]
+
+
+def _slabs(box: Box, dtype: torch.dtype, num_bytes: int) -> Iterator[Box]:
+    """The box in parts along dimension 0 of at most ``num_bytes``, or single rows."""
+    rows = box.length[0] if box.length else 1
+    step = max(1, num_bytes * rows // max(1, box.numel * dtype.itemsize))
+    for i in range(0, rows, step):
+        count = min(step, rows - i)
+        yield Box(start=(box.start[0] + i, *box.start[1:]), length=(count, *box.length[1:])) if box.length else box
+
+
+def transfers_of(
+    tensor: PieceTensor, box: Box, local: torch.Tensor, local_start: tuple[int, ...], index: CheckpointIndex
+) -> Iterator[Transfer]:
+    """What to read for one box of a tensor that lies at ``local_start`` of ``local``."""
+    for piece in tensor.pieces or ():
+        part = slice_piece(piece, box)
+        if part is None:
+            continue
+        stored = index.source(part.source)
+        start = [p - b + at for p, b, at in zip(part.box.start, box.start, local_start, strict=True)]
+        yield Transfer(
+            key=part.source,
+            file=stored.file,
+            offset=stored.offset,
+            dtype=stored.dtype,
+            stored=part.view,
+            memory=memory_view(local, start, part.box.length),
+        )
+
+
+_SLAB_ELEMENTS = 2**22  # looked at in one go, so that the check needs a few MiB whatever the model (assumed)
+_CURE = "Dequantise it once: load it with from_pretrained, call model.dequantize(), save it, and remove quantization_config."
+
+
+def refuse_quantized(model: nn.Module, load_map: LoadMap, index: CheckpointIndex) -> None:
+    """Refuse packed values, from which no shard of a parameter can be cut, and a config that does not fit the files.
+
+    The files decide: a tensor is packed if it fills a floating-point parameter with integers, or if it stands beside the
+    parameter of the same module as a key that the model does not know (``qweight``, ``weight_packed``, and the scales of
+    an 8-bit ``weight``), whatever the method is called.
+
+    Raises:
+        CheckpointError: The same on every rank; nothing has been read.
+    """
+    layers = packed_linears(model)  # 4-bit layers of bitsandbytes, whose own weights `part_packed` looked at
+    packed = _packed_tensors(model, load_map, index.tensors, layers)
+    method = None if layers else _quantization_method(model)
+    if not packed and method is None:
+        return
+    if not packed:
+        found = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in index.tensors.values()}))
+        raise CheckpointError(
+            f"{index.name!r}: the config says that it is quantised ({method}), but its files hold plain values ({found}). "
+            "Remove quantization_config from the config to load these."
+        )
+    rows = [
+        f"{t.file}: {t.key!r} holds {str(t.dtype).removeprefix('torch.')}, expected floating-point values for {target!r}"
+        for t, target in packed[:3]
+    ]
+    more = [f"… and {len(packed) - 3} more"] if len(packed) > 3 else []
+    says = f"quantised ({method})" if method else "quantised, although its config has no quantization_config"
+    raise CheckpointError(
+        f"The checkpoint {index.name!r} is {says}; only floating-point checkpoints, and 4-bit ones of bitsandbytes, can be read "
+        "into shards.\n" + "\n".join(rows + more) + f"\n{_CURE}"
+    )
+
+
+def refuse_not_finite(model: nn.Module, keys: Iterable[str]) -> None:
+    """Refuse NaN and infinity in what was loaded; each rank looks at its own shards, and of 4-bit weights at the scales.
+
+    Raises:
+        CheckpointError: Names every such key, with a count; of this rank's part only.
+    """
+    state = persistent_tensors(model)
+    layers = packed_linears(model)
+    counts = {
+        key: _num_bad_scales(layers[key]) if key in layers else _num_not_finite(state[key]) for key in sorted(keys)
+    }
+    found = [(key, count) for key, count in counts.items() if count]
+    if found:
+        rows = "\n".join(f"- {key}: {count} of its values here" for key, count in found[:20])
+        more = f"\n… and {len(found) - 20} more" if len(found) > 20 else ""
+        raise CheckpointError(
+            f"{len(found)} tensors hold values that are not finite:\n{rows}{more}\nThe training that wrote the checkpoint "
+            "diverged, or the values do not fit the dtype they are loaded in. Use another checkpoint or dtype, or "
+            "check_finite=False to load it as it is."
+        )
+
+
+def _packed_tensors(
+    model: nn.Module,
+    load_map: LoadMap,
+    stored: Mapping[str, StoredTensor | ChunkedTensor],
+    layers: Collection[str],
+) -> list[tuple[StoredTensor | ChunkedTensor, str]]:
+    """(stored tensor, key of the parameter it stands for) wherever packed values take the place of floating-point ones."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    floats = {key for key, parameter in parameters if parameter.is_floating_point() and key not in layers}
+    of_source = {source: tensor for tensor in stored.values() for source in tensor.sources}
+    packed = []
+    beside: dict[str, str] = {}  # module of a parameter that is missing, or 8 bits wide -> its key
+    for key in sorted(floats):
+        made_of = (
+            [of_source[source] for source in sorted(load_map.tensors[key].sources)] if key in load_map.tensors else []
+        )
+        packed += [(t, key) for t in made_of if not t.dtype.is_floating_point]
+        if all(t.dtype.itemsize == 1 for t in made_of):
+            beside[key.rpartition(".")[0]] = key
+    used = {source for tensor in load_map.tensors.values() for source in tensor.sources}
+    for t in (t for t in stored.values() if used.isdisjoint(t.sources) and t.shape):
+        module = t.key.rpartition(".")[0]
+        target = next((key for name, key in beside.items() if _is_same_module(name, module)), None)
+        if target is not None and (
+            target in load_map.tensors or t.dtype.itemsize == 1 or not t.dtype.is_floating_point
+        ):
+            packed.append((t, target))
+    return packed
+
+
+def _is_same_module(name: str, stored: str) -> bool:
+    """Whether two module names are one, but for the prefix of a base model."""
+    return bool(stored) and (name == stored or name.endswith(f".{stored}") or stored.endswith(f".{name}"))
+
+
+def _quantization_method(model: nn.Module) -> str | None:
+    """The quantisation that the model's config names."""
+    config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    if config is None:
+        return None
+    return str(config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None))
+
+
+def _num_not_finite(tensor: torch.Tensor) -> int:
+    """How many values of this rank's part are NaN or infinite."""
+    if not tensor.is_floating_point():
+        return 0
+    local = local_tensor(tensor)
+    parts = (memory_view(local, start, box.length) for box, start in local_boxes_of(tensor))
+    return sum(slab.numel() - int(torch.isfinite(slab).sum()) for part in parts for slab in _split(part))
+
+
+def _num_bad_scales(layer: Any) -> int:
+    """How many scales of a 4-bit weight are not finite; of quantised ones, those that they are made with."""
+    state = layer.quant_state
+    scales = [state.absmax] if state.state2 is None else [state.offset, state.state2.absmax]
+    return sum(tensor.numel() - int(torch.isfinite(tensor).sum()) for tensor in scales)
+
+
+def _split(part: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor in parts of bounded size: runs of memory where it is contiguous, rows otherwise."""
+    if part.is_contiguous():
+        yield from torch.split(part.view(-1), _SLAB_ELEMENTS)
+    else:
+        yield from torch.split(part, max(1, _SLAB_ELEMENTS * part.shape[0] // max(1, part.numel())))

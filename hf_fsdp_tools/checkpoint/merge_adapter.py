@@ -1,0 +1,113 @@
+"""A PEFT model's base with its adapters merged, as a second model that can be saved; the first stays as it is."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.module_tree import own_class
+from hf_fsdp_tools.modeling.peft_view import bare_model, base_of, is_wrapper
+from hf_fsdp_tools.sharding.fsdp2_internals import managed_parameters
+
+__all__ = ["merged_model"]
+
+
+def merged_model(model: nn.Module) -> nn.Module:
+    """The base with the active adapters merged into it, sharded as it is: what PEFT's `merge_and_unload` returns.
+
+    PEFT's own `merge` computes, on one adapted module at a time, whole: each rank gathers its weights, merges, and keeps its
+    shard, so the result is PEFT's bit for bit. Merged weights are new tensors, as large as this rank's shards of the
+    adapted modules; all others are the model's own. The result is for saving; it has no FSDP2 hooks to run with.
+
+    Every rank must call; the adapted modules are gathered one after another.
+
+    Raises:
+        ConfigError: this adapter cannot be merged (prompt methods, 4-bit bases), or one is merged already.
+    """
+    base = base_of(model)
+    if packed_linears(base):
+        raise ConfigError(
+            "Adapters merged into 4-bit weights would be rounded to 4 bits. Save the adapter, load the base again without "
+            "quantization_config, load_adapter(model, folder), and save that with merge_adapters=True."
+        )
+    managed_parameters(base)  # which shards what is still gathered
+    wrappers = list(_outermost(base))
+    if not wrappers:
+        kind = type(model).__name__
+        raise ConfigError(f"{kind} has no adapter in its modules that could be merged. Save it without merge_adapters.")
+    check = getattr(getattr(model, "base_model", None), "_check_merge_allowed", None)
+    try:
+        if check is not None:
+            check()
+        with torch.no_grad():
+            merged = {old: new for wrapper in wrappers for old, new in _merged_parameters(wrapper)}
+    except ValueError as error:
+        raise ConfigError(f"PEFT cannot merge these adapters: {error}") from error
+    result = bare_model(base, merged=merged, trained=True).model
+    _untie_if_apart(result)
+    return result
+
+
+def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if is_wrapper(child):
+            yield child
+        else:
+            yield from _outermost(child)
+
+
+def _merged_parameters(wrapper: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Each parameter of the module inside the wrapper that merging changes, with its merged shard."""
+    if "modules_to_save" in wrapper._modules:
+        return  # trained whole: nothing to compute
+    twin = _whole_copy(wrapper)
+    if hasattr(twin, "unload_and_optionally_merge_module"):
+        inside: nn.Module = twin.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+    else:
+        twin.merge(safe_merge=False, adapter_names=None)
+        inside = twin.get_base_layer()
+    before = bare_model(wrapper).model
+    for (name, old), (other, whole) in zip(before.named_parameters(), inside.named_parameters(), strict=True):
+        assert name == other, f"PEFT renamed {name} to {other}"
+        yield old, nn.Parameter(_cut(whole.detach(), old), requires_grad=False)
+
+
+def _cut(whole: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
+    if not isinstance(like.data, DTensor):
+        return whole
+    return distribute_tensor(whole, like.data.device_mesh, like.data.placements, src_data_rank=None).to(like.device)
+
+
+def _whole_copy(module: nn.Module, parameters: dict[nn.Parameter, nn.Parameter] | None = None) -> Any:
+    """A copy of a module and all below it with whole parameters of its own, without hooks, not managed by FSDP2."""
+    seen = {} if parameters is None else parameters
+    twin: nn.Module = object.__new__(own_class(module))
+    fresh = nn.Module().__dict__
+    for key, value in module.__dict__.items():
+        twin.__dict__[key] = copy.copy(value) if isinstance(value, dict | list | set) else value
+    twin.__dict__.update({key: value for key, value in fresh.items() if key not in ("_buffers", "training")})
+    for key, parameter in module._parameters.items():
+        if parameter is not None and parameter not in seen:
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            seen[parameter] = nn.Parameter(whole.detach().clone(), requires_grad=False)
+        twin._parameters[key] = None if parameter is None else seen[parameter]
+    for key, child in module._modules.items():
+        twin._modules[key] = None if child is None else _whole_copy(child, seen)
+    return twin
+
+
+def _untie_if_apart(model: Any) -> None:
+    """As PEFT does after merging: a config must not tie embeddings that differ now."""
+    config = getattr(model, "config", None)
+    if not getattr(config, "tie_word_embeddings", False) or not hasattr(model, "get_output_embeddings"):
+        return
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    if last is not None and first.weight is not last.weight:
+        model.config = copy.deepcopy(config)
+        model.config.tie_word_embeddings = False
+        model.all_tied_weights_keys = {}

@@ -1,0 +1,1 @@
+"""4-bit weights, packed while they are read."""

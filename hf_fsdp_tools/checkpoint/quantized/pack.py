@@ -1,0 +1,279 @@
+"""Plain weights of a checkpoint into 4-bit shards: each rank reads and packs its own blocks, and gets the scales of all.
+
+A block is a run of values of the flattened weight (64 by default) that share one scale, so packing depends on nothing
+outside it. A rank whose shard begins or ends within a block reads the whole block and keeps its part: the shards together
+are what bitsandbytes makes of the whole weight, bit for bit. The scales are joined before they are quantised themselves,
+because that takes their mean.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.checkpoint.io.reader import Pace, TransferStats, read_transfers
+from hf_fsdp_tools.checkpoint.io.transfer import Transfer
+from hf_fsdp_tools.checkpoint.match import transfers_of
+from hf_fsdp_tools.checkpoint.quantized.share import (
+    PackedShare,
+    PackedWeight,
+    Span,
+    compute_device,
+)
+from hf_fsdp_tools.checkpoint.regions import Box, row_major_strides
+from hf_fsdp_tools.checkpoint.shards import local_boxes_of
+from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
+from hf_fsdp_tools.distributed.agreement import agreed
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.modeling.linear4bit import (
+    Packing,
+    packed_linears,
+    packing_of,
+    set_quant_state,
+)
+
+__all__ = ["forget_scales", "join_scales", "make_quant_state", "quantize_weights", "read_scales"]
+
+T = TypeVar("T")
+
+_WORK_BYTES = 32
+"""Host memory that packing one value takes in bitsandbytes on a CPU, intermediate tensors included (assumed)."""
+
+
+def quantize_weights(
+    share: PackedShare,
+    index: CheckpointIndex,
+    *,
+    doing: str,
+    staging_bytes: int,
+    pace: Pace,
+    on_bytes: Callable[[int], object],
+) -> TransferStats:
+    """Fill 4-bit weights and give all 4-bit layers their scales: what bitsandbytes makes of whole weights, bit for bit.
+
+    Values are cast to the dtype of the model and packed on the mesh's device, a bounded number at a time. Every rank must
+    call: scales (4 bytes for a block of 64 values) are joined, some weights at a time.
+
+    Args:
+        share: of an allocated model.
+        index: of the checkpoint.
+        doing: for messages, as in ``agreed``.
+        staging_bytes: Bound of host memory above the shards and the scales.
+        pace: Reads in flight.
+        on_bytes: Told how many bytes arrived, as by ``read_transfers``.
+
+    Raises:
+        CheckpointError: a file cannot be read, or stored scales are damaged; the same on every rank.
+    """
+    stats = TransferStats()
+    if share.scales:
+        with agreed(doing):
+            stats += read_scales(share, index, staging_bytes=staging_bytes)
+    # Weights whose scales are joined together: the same on every rank.
+    for weights in _groups(share.weights, staging_bytes // 8, lambda w: 4 * w.packing.num_blocks, lambda w: None):
+        device = compute_device(weights[0].sharded)
+        scales = [torch.zeros(weight.packing.num_blocks, dtype=torch.float32, device=device) for weight in weights]
+        with agreed(doing):
+            stats += _pack(weights, scales, index, staging_bytes, pace, on_bytes)
+        for weight, own in zip(weights, scales, strict=True):
+            join_scales(own, weight.sharded)
+            set_quant_state(weight.module, make_quant_state(own, weight.packing))
+    return stats
+
+
+def _groups(
+    items: Iterable[T], num_bytes: int, size_of: Callable[[T], int], kind_of: Callable[[T], object]
+) -> Iterator[list[T]]:
+    """Neighbours of one kind that together take at most so many bytes, or single ones."""
+    group: list[T] = []
+    held = 0
+    for item in items:
+        size = size_of(item)
+        if group and (held + size > num_bytes or kind_of(group[0]) != kind_of(item)):
+            yield group
+            group, held = [], 0
+        group.append(item)
+        held += size
+    if group:
+        yield group
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Whole blocks of a span that are packed in one go."""
+
+    weight: PackedWeight
+    span: Span
+    scales: torch.Tensor
+    """Of the whole weight."""
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.packing.dtype
+
+
+def _pack(
+    weights: Sequence[PackedWeight],
+    scales: Sequence[torch.Tensor],
+    index: CheckpointIndex,
+    staging_bytes: int,
+    pace: Pace,
+    on_bytes: Callable[[int], object],
+) -> TransferStats:
+    """Read this rank's blocks of some weights, window by window; packed bytes to the shards, scales to ``scales``."""
+    stats = TransferStats()
+    device = scales[0].device
+    many = staging_bytes // (4 * _WORK_BYTES) if device.type == "cpu" else staging_bytes // 16
+    parts = _parts(weights, scales, many)
+    for window in _groups(parts, staging_bytes // 8, lambda p: p.numel * p.dtype.itemsize, lambda p: p.dtype):
+        values = torch.empty(sum(part.numel for part in window), dtype=window[0].dtype, device=device)
+        regions = torch.split(values, [part.numel for part in window])
+        wanted = [t for part, region in zip(window, regions, strict=True) for t in _transfers(part, region, index)]
+        stats += read_transfers(wanted, staging_bytes=staging_bytes // 4, pace=pace, on_bytes=on_bytes)
+        for part, region in zip(window, regions, strict=True):
+            _pack_part(part, region)
+    return stats
+
+
+def _parts(weights: Sequence[PackedWeight], scales: Sequence[torch.Tensor], many: int) -> Iterator[_Part]:
+    """This rank's blocks in parts of at most so many values."""
+    for weight, own in zip(weights, scales, strict=True):
+        block = weight.packing.blocksize
+        step = max(1, many // block) * block
+        for span in weight.spans:
+            for start in range(span.start, span.stop, step):
+                stop = min(start + step, span.stop)
+                yield _Part(weight=weight, span=span, scales=own, start=start, stop=stop)
+
+
+def _transfers(part: _Part, region: torch.Tensor, index: CheckpointIndex) -> Iterator[Transfer]:
+    """What to read for a run of the flattened weight: the rest of a row, whole rows, and the beginning of one."""
+    at, columns = part.start, part.weight.packing.shape[1]
+    while at < part.stop:
+        row, column = divmod(at, columns)
+        rows = 1 if column else max(1, (part.stop - at) // columns)
+        width = min(columns - column, part.stop - at)
+        box = Box(start=(row, column), length=(rows, width))
+        local = region[at - part.start :].as_strided(box.length, row_major_strides(box.length))
+        yield from transfers_of(part.weight.plain, box, local, (0, 0), index)
+        at += box.numel
+
+
+def _pack_part(part: _Part, values: torch.Tensor) -> None:
+    """Pack whole blocks; keep the bytes that are the shard's, and all their scales."""
+    from bitsandbytes.functional import quantize_4bit
+
+    packing, span = part.weight.packing, part.span
+    packed, state = quantize_4bit(
+        values, blocksize=packing.blocksize, quant_type=packing.quant_type, quant_storage=torch.uint8
+    )
+    first = part.start // packing.blocksize
+    part.scales[first : first + state.absmax.numel()] = state.absmax
+    offset = part.start // 2
+    begin = max(offset, span.first_byte)
+    end = min(offset + packed.numel(), span.first_byte + span.memory.numel())
+    span.memory[begin - span.first_byte : end - span.first_byte] = packed.view(-1)[begin - offset : end - offset]
+
+
+_NESTED_BLOCKSIZE = 256
+"""Scales that share a scale of their own under double quantisation (bitsandbytes 0.50: `functional.quantize_4bit`)."""
+
+
+def forget_scales(model: nn.Module) -> None:
+    """Take the scales from all 4-bit layers, so that a load which fails leaves none that can be used."""
+    for module in packed_linears(model).values():
+        set_quant_state(module, None)
+
+
+def join_scales(scales: torch.Tensor, sharded: torch.Tensor) -> None:
+    """Every rank's scales of one weight, in place: the larger of what a rank made itself and of the others' zeros.
+
+    Every rank of the parameter's mesh must call.
+    """
+    if not isinstance(sharded, DTensor):
+        return
+    bits = scales.view(torch.int32)  # ordered as the numbers are, which are not negative; NaN comes last
+    for axis, placement in enumerate(sharded.placements):
+        if not placement.is_replicate() and sharded.device_mesh.size(axis) > 1:
+            dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=sharded.device_mesh.get_group(axis))
+
+
+def make_quant_state(scales: torch.Tensor, packing: Packing) -> Any:
+    """What bitsandbytes keeps beside a packed weight (`functional.quantize_4bit` of 0.50), from the scales of all blocks."""
+    from bitsandbytes.functional import QuantState, get_4bit_type, quantize_blockwise
+
+    common = {
+        "shape": torch.Size(packing.shape),
+        "dtype": packing.dtype,
+        "blocksize": packing.blocksize,
+        "code": get_4bit_type(packing.quant_type, device=scales.device),
+        "quant_type": packing.quant_type,
+    }
+    if not packing.is_nested:
+        return QuantState(absmax=scales, **common)
+    offset = scales.mean()
+    nested, of_scales = quantize_blockwise(scales - offset, blocksize=_NESTED_BLOCKSIZE)
+    return QuantState(absmax=nested, offset=offset, state2=of_scales, **common)
+
+
+def read_scales(share: PackedShare, index: CheckpointIndex, *, staging_bytes: int) -> TransferStats:
+    """Give the layers whose packed weights are stored their scales, read whole.
+
+    Raises:
+        CheckpointError: they cannot be read, are none, or belong to a weight of another shape.
+    """
+    read = [
+        (
+            module,
+            keys,
+            {name: torch.empty(index.tensors[key].shape, dtype=index.tensors[key].dtype) for name, key in keys.items()},
+        )
+        for module, keys in share.scales
+    ]
+    transfers: list[Transfer] = []
+    for _, keys, tensors in read:
+        for name, memory in tensors.items():
+            stored = PieceTensor.stored(index.tensors[keys[name]], memory.dtype)
+            for box, start in local_boxes_of(memory):
+                transfers += transfers_of(stored, box, memory, start, index)
+    stats = read_transfers(transfers, staging_bytes=staging_bytes)
+    for module, keys, tensors in read:
+        set_quant_state(module, _checked(module, keys, tensors, index))
+    return stats
+
+
+def _checked(
+    module: nn.Module, keys: Mapping[str, str], tensors: dict[str, torch.Tensor], index: CheckpointIndex
+) -> Any:
+    """bitsandbytes' own reading of stored scales, which must belong to the layer's weight."""
+    from bitsandbytes.functional import QuantState
+
+    packing = packing_of(module)
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    try:
+        state = QuantState.from_dict(qs_dict=tensors, device=compute_device(weight))
+        found = (tuple(state.shape), state.absmax.numel())
+        expected = (packing.shape, -(-packing.numel // int(state.blocksize)))
+    except (ArithmeticError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{index.name!r}: {', '.join(sorted(keys.values()))} are no scales of bitsandbytes ({type(error).__name__}: "
+            f"{error}). Download or save the checkpoint again."
+        ) from error
+    if found != expected:
+        raise CheckpointError(
+            f"{index.name!r}: {min(keys.values())!r} belongs to a weight of shape {list(found[0])} with {found[1]} scales, "
+            f"expected {list(expected[0])} with {expected[1]}. Use the config that belongs to the checkpoint."
+        )
+    return state

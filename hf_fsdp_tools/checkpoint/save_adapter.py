@@ -1,0 +1,100 @@
+"""The adapters of a sharded PEFT model as the folder that PEFT itself writes: adapters only, all rows of every rank."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_tools.checkpoint.gather import gather_to_first
+from hf_fsdp_tools.checkpoint.report import SaveReport
+from hf_fsdp_tools.checkpoint.shards import LocalBoxes
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.modeling.peft_view import bare_model, base_of
+
+__all__ = ["save_adapter"]
+
+_STAGING_BYTES = 64 * 2**20  # what `save_pretrained` allows itself, too
+
+
+def save_adapter(
+    model: nn.Module, folder: Path, *, tokenizer: Any = None, dtype: torch.dtype | None = None
+) -> SaveReport:
+    """Write `adapter_model.safetensors` and `adapter_config.json`; `PeftModel.from_pretrained` opens them.
+
+    PEFT chooses what belongs to an adapter (`modules_to_save` too) and writes it, on rank 0; adapters are small, so they
+    are gathered there, one tensor at a time.
+
+    Args:
+        model: a `PeftModel`, sharded or not.
+        folder: made if it is not there; only rank 0 needs to see it.
+        tokenizer: saved beside the adapter.
+        dtype: what floating-point tensors become in the file; None keeps the model's.
+
+    Every rank of the default process group must call; the adapters' tensors are gathered.
+
+    Raises:
+        CheckpointError: the folder cannot be written; the same on every rank.
+    """
+    start = time.perf_counter()
+    rank, _ = rank_and_size()
+    whole = _gather_adapter(model, dtype, keep=rank == 0)
+    with agreed(f"writing the adapter to {str(folder)!r}"):
+        if rank == 0:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                model.save_pretrained(str(folder), state_dict=whole)  # type: ignore[operator]  # PEFT's own
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(folder)
+            except OSError as error:
+                raise CheckpointError(
+                    f"Cannot save the adapter to {str(folder)!r}: {error}. Check space and permissions."
+                ) from error
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in whole.values())
+    return SaveReport(
+        folder=str(folder),
+        files=("adapter_model.safetensors",),
+        total_bytes=num_bytes,
+        bytes_written=num_bytes if rank == 0 else 0,
+        gathered_bytes=num_bytes,
+        write_calls=1 if rank == 0 else 0,
+        seconds=round(time.perf_counter() - start, 4),
+    )
+
+
+def _gather_adapter(model: nn.Module, dtype: torch.dtype | None, *, keep: bool) -> dict[str, torch.Tensor]:
+    """Every tensor that PEFT may write, whole on the CPU; empty stand-ins unless kept.
+
+    These are the tensors of PEFT's wrappers without what they wrap, of its prompt encoders, whatever is trained, and what
+    PEFT chooses beside that (embeddings that were resized, or have an adapter).
+    """
+    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    base = {id(tensor) for tensor in bare_model(base_of(model)).model.state_dict(keep_vars=True).values()}
+    # Rank 0 decides for all: PEFT may ask the hub whether the base has the same vocabulary.
+    chosen = all_ranks(_chosen_by_peft(model, state) if keep else None)[0] or frozenset()
+    whole = {}
+    for name, tensor in state.items():
+        if tensor.requires_grad or id(tensor) not in base or name in chosen:
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if isinstance(tensor, LocalBoxes):  # FSDP1's flat shards
+                found = gather_to_first(tensor, staging_bytes=_STAGING_BYTES)
+                full = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if found is None else found
+            full = full.detach().to(dtype if full.is_floating_point() else None)
+            whole[name] = full.cpu() if keep else full.to("meta")
+    return whole
+
+
+def _chosen_by_peft(model: Any, state: dict[str, torch.Tensor]) -> frozenset[str]:
+    """Names of the tensors that PEFT would write as they are; prompt methods write what their encoders give instead."""
+    from peft import get_peft_model_state_dict
+
+    ids = {
+        id(tensor)
+        for adapter, config in model.peft_config.items()
+        if not config.is_prompt_learning
+        for tensor in get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter).values()
+    }
+    return frozenset(name for name, tensor in state.items() if id(tensor) in ids)

@@ -1,0 +1,335 @@
+"""What is wrong with a sharded model, as data: each finding has a code, the fact with its figure, and the cure.
+
+diagnosis = diagnose(model)          # every rank; after sharding, before the first step
+print(diagnosis)                     # the tree of units, then the findings
+
+error    the result is wrong, the run hangs, or sharding saves nothing
+warning  it runs, with more memory or time than it needs
+info     good to know
+"""
+
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_tools.diagnostics.findings import Finding, check_model, listed
+from hf_fsdp_tools.diagnostics.live import (
+    LiveModel,
+    describe_units,
+    local_part,
+    plain_name,
+    read_live_model,
+)
+from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.sharding.shard import sharding_of
+
+__all__ = ["Diagnosis", "diagnose"]
+
+_SEVERITIES = ("error", "warning", "info")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What `diagnose` found; the same on every rank."""
+
+    findings: tuple[Finding, ...]
+    """Errors first, then warnings, then infos; empty where there is nothing to say."""
+    units: str
+    """What the model's units are, nested and with sizes, as text; equal siblings in one line."""
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether a finding is an error."""
+        return any(finding.severity == "error" for finding in self.findings)
+
+    def to_json(self) -> str:
+        """This value as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        counts: Counter[str] = Counter(finding.severity for finding in self.findings)
+        summary = ", ".join(f"{counts[s]} {s}{'s' * (counts[s] != 1)}" for s in _SEVERITIES if counts[s])
+        return "\n".join([self.units, "", summary or "no findings", *map(str, self.findings)])
+
+
+def diagnose(
+    model: nn.Module, *, plan: WrapPlan | None = None, policy: HybridPolicy | None = None, values: bool = False
+) -> Diagnosis:
+    """Check a model against a plan, before the first step or at any time: what is sharded wrong, and what cures it.
+
+    The model may be sharded by `shard_model`, by Accelerate, by hand with `fully_shard`, by FSDP1, or not at all; on any
+    device, meta included. It is not changed.
+
+    Args:
+        model: as it is trained. Names in findings are those of the model without wrappers around its modules.
+        plan: to check against; None means the plan that `shard_model` remembers, else one that is made from the structure.
+        policy: for the plan that is made from the structure.
+        values: also look for NaN and infinity in every parameter and buffer: reads all of this rank's shards once.
+
+    Every rank of the default process group must call. The ranks gather a few short findings and two checksums each; where
+    checksums differ, rank 0 also sends its table of units, shapes and buffers (about 100 bytes per parameter). Non-persistent
+    buffers are copied to the CPU one by one. Under the "fake" backend nothing is communicated.
+
+    Raises:
+        ConfigError: both `plan` and `policy` are given.
+        BlockDetectionError: the model has no parameters.
+        WrapPlanError: `policy` does not fit the model.
+        FSDPToolsError: another rank could not look at its model.
+    """
+    # 1 what this rank sees
+    report, failure = None, None
+    try:
+        report = _look(model, plan, policy, values=values)
+    except Exception as error:  # raised again below, when the other ranks know
+        failure = error
+    # 2 no rank waits for one that failed
+    failures = _all_ranks(repr(failure) if failure is not None else None)
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise FSDPToolsError(f"Rank {rank} could not look at its model: {text}. Cure that rank first.")
+    assert report is not None
+    # 3 what all ranks see together
+    findings = _merged_findings(_all_ranks(report.findings))
+    findings += _differences_between_ranks(report)
+    findings += _counted_findings(_all_ranks(report.counts), report.num_parameters)
+    findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
+    return Diagnosis(findings=tuple(findings), units=_from_rank_0(report.units))
+
+
+# ---- what one rank sees ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Report:
+    findings: tuple[Finding, ...]
+    """Expected to be equal on all ranks."""
+    counts: dict[tuple[str, str], int]
+    """Figures that may differ between ranks: (what, name) -> count."""
+    layout: dict[str, str]
+    """Units and parameters, by name: what must be equal on all ranks before the first step."""
+    buffers: dict[str, str]
+    """Non-persistent buffers, by name, with their checksums."""
+    num_parameters: int
+    """Parameter tensors, for "n of m"."""
+    units: str
+    """The tree of units as text."""
+
+
+def _look(model: nn.Module, plan: WrapPlan | None, policy: HybridPolicy | None, *, values: bool) -> _Report:
+    if plan is not None and policy is not None:
+        raise ConfigError("plan and policy are both given; a policy makes a plan, so give one of the two.")
+    live = read_live_model(model)
+    sharding = sharding_of(model)
+    given = plan
+    if given is None and policy is None and sharding is not None:
+        given = _renamed(sharding.plan, model)
+    plan = given or make_wrap_plan(live.tree.root.module, policy=policy or HybridPolicy())
+    findings = check_model(model, live, plan, compare_units=given is not None, world_size=_world_size())
+    return _Report(
+        findings=tuple(findings),
+        counts=_counts(live, model, values=values),
+        layout=_layout(live, plan),
+        buffers=_buffer_checksums(live),
+        num_parameters=len({id(parameter.tensor) for parameter in live.parameters.values()}),
+        units=describe_units(live),
+    )
+
+
+def _renamed(plan: WrapPlan, model: nn.Module) -> WrapPlan:
+    """The remembered plan with the names that its modules have in `model`, which may wrap the model it was made for."""
+    place = next(name for name, module in model.named_modules() if "_fsdp_sharding" in vars(module))
+
+    def rename(name: str) -> str:
+        return ".".join(part for part in (place, name) if part)
+
+    units = [replace(unit, modules=tuple(rename(name) for name in unit.modules)) for unit in plan.units]
+    return replace(plan, units=tuple(units), replicated=tuple(rename(name) for name in plan.replicated))
+
+
+def _counts(live: LiveModel, model: nn.Module, *, values: bool) -> dict[tuple[str, str], int]:
+    distinct = {id(parameter.tensor): parameter for parameter in live.parameters.values()}.values()
+    empty = [place for place in distinct if place.unit and place.unit.version == 2 and place.local_numel == 0]
+    counts = {("empty", ""): len(empty)}  # FSDP1 cuts a unit as one piece, so that its parameters' shares say nothing
+    for weight in live.tree.weights:
+        tensors = list({id(t): t for name in weight.names if (t := live.parameters[name].tensor) is not None}.values())
+        if len(tensors) > 1:
+            counts["tie", " = ".join(weight.names)] = int(not _equal(tensors))
+    tensors_by_name = [*model.named_parameters(), *model.named_buffers()] if values else []
+    for name, tensor in tensors_by_name:
+        local = local_part(tensor)
+        if local.is_floating_point() and not local.is_meta:
+            # Masks in buffers may be infinite on purpose.
+            bad = ~local.isfinite() if isinstance(tensor, nn.Parameter) else local.isnan()
+            if count := int(bad.sum()):
+                counts["values", plain_name(name)] = count
+    return counts
+
+
+def _equal(tensors: list[torch.Tensor]) -> bool:
+    """Whether this rank's parts are equal; unknown ones (on meta, sharded otherwise) count as equal."""
+    parts = [local_part(tensor) for tensor in tensors]
+    comparable = not any(part.is_meta for part in parts) and len({part.shape for part in parts}) == 1
+    return not comparable or all(torch.equal(parts[0], part.to(parts[0])) for part in parts[1:])
+
+
+def _layout(live: LiveModel, plan: WrapPlan) -> dict[str, str]:
+    """What FSDP will do, by name; the plan's units where nothing is sharded yet."""
+    units = [(unit.name, f"{unit.num_params} parameters") for unit in live.units if unit.weights]
+    if not live.units:
+        units = [(" + ".join(unit.modules) or "(root)", f"{unit.num_params} parameters") for unit in plan.units]
+    layout = {f"unit {name}": size for name, size in units}
+    for name, parameter in live.parameters.items():
+        tensor = parameter.tensor
+        kind = "trainable" if tensor.requires_grad else "frozen"
+        where = f" in {parameter.unit.name}" if parameter.unit else ""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        layout[f"parameter {name}"] = f"{tuple(tensor.shape)} {dtype} {kind}{where}"
+    return layout
+
+
+def _buffer_checksums(live: LiveModel) -> dict[str, str]:
+    checksums = {}
+    for node in live.tree:
+        for key in sorted(node.module._non_persistent_buffers_set):
+            buffer = node.module._buffers.get(key)
+            if buffer is None or buffer.is_meta or isinstance(buffer, DTensor):
+                continue
+            data = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            dtype = str(buffer.dtype).removeprefix("torch.")
+            name = f"{node.fqn}.{key}" if node.fqn else key
+            checksums[name] = f"{tuple(buffer.shape)} {dtype} crc32 {zlib.crc32(data):08x}"
+    return checksums
+
+
+# ---- what all ranks see together -------------------------------------------------------------------------------------
+
+
+def _world_size() -> int:
+    """Ranks that can talk to each other."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
+        return 1
+    return dist.get_world_size()
+
+
+def _all_ranks(value: T) -> list[T]:
+    size = _world_size()
+    values = [value] * size
+    if size > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def _from_rank_0(value: T) -> T:
+    sent = [value]
+    if _world_size() > 1:
+        dist.broadcast_object_list(sent, src=0)
+    return sent[0]
+
+
+def _merged_findings(by_rank: list[tuple[Finding, ...]]) -> list[Finding]:
+    """Each finding once; those of some ranks only say which."""
+    ranks: dict[Finding, list[int]] = {}
+    for rank, findings in enumerate(by_rank):
+        for finding in findings:
+            ranks.setdefault(finding, []).append(rank)
+    return [
+        finding if len(on) == len(by_rank) else replace(finding, fact=f"On {_ranks(on)}: {finding.fact}")
+        for finding, on in ranks.items()
+    ]
+
+
+def _differences_between_ranks(report: _Report) -> Iterator[Finding]:
+    if differing := _differing(report.layout):
+        yield Finding(
+            code="plans-differ",
+            severity="error",
+            fact="Units or parameters differ between ranks, which would wait for each other for ever. "
+            + "; ".join(differing),
+            cure="Build the same model with the same policy on every rank: same config, adapters, dtype and library versions.",
+        )
+    if differing := _differing(report.buffers):
+        yield Finding(
+            code="buffers-differ",
+            severity="error",
+            fact=f"Non-persistent buffers differ between ranks; no checkpoint holds them. {'; '.join(differing)}",
+            cure="Initialise them on every rank after allocating: load_weights does (initialize_missing); after a to_empty() "
+            "of your own, run the model's _init_weights for the modules that own them.",
+        )
+
+
+def _differing(table: dict[str, str]) -> list[str]:
+    """One line per rank whose table is not rank 0's; the same lines on every rank."""
+    digests = _all_ranks(zlib.crc32(json.dumps(sorted(table.items())).encode()))
+    if len(set(digests)) == 1:
+        return []
+    line = _difference(_from_rank_0(table), table)
+    alike: dict[str, list[int]] = {}
+    for rank, other in enumerate(_all_ranks(line)):
+        if other:
+            alike.setdefault(other, []).append(rank)
+    return [f"{_ranks(ranks)}: {line}" for line, ranks in alike.items()]
+
+
+def _difference(first: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """How `here` differs from rank 0's table, the first names only."""
+    lines = [f"{name} is not here" for name in first if name not in here]
+    lines += [f"{name} ({value}) is not on rank 0" for name, value in here.items() if name not in first]
+    lines += [f"{n} is {here[n]}, on rank 0 {first[n]}" for n in first if n in here and here[n] != first[n]]
+    return f"{len(lines)} differences from rank 0: {listed(lines)}" if lines else ""
+
+
+def _counted_findings(by_rank: list[dict[tuple[str, str], int]], num_parameters: int) -> Iterator[Finding]:
+    empty = [counts["empty", ""] for counts in by_rank]
+    if any(empty):
+        rank = empty.index(max(empty))
+        yield Finding(
+            code="empty-shards",
+            severity="info",
+            fact=f"{sum(empty)} of {num_parameters * len(empty)} shards are empty, most on rank {rank} ({empty[rank]}): "
+            "FSDP2 splits them along a dimension that has fewer indices than there are ranks.",
+            cure="Nothing: they train correctly. Code that tells parameters apart by data_ptr() confuses them, Accelerate's own "
+            "prepare(model, optimizer) too; that of make_accelerator() does not.",
+        )
+    ties = {name: sum(c.get(("tie", name), 0) for c in by_rank) for what, name in by_rank[0] if what == "tie"}
+    if ties:
+        apart = sum(count > 0 for count in ties.values())
+        yield Finding(
+            code="tie-broken",
+            severity="error",
+            fact=f"{len(ties)} tied sets are separate parameters now, {apart} of them with different values: "
+            f"{listed(list(ties))}. They are trained apart, and a checkpoint keeps one of them.",
+            cure="Call model.tie_weights() before sharding, gather tied modules in one unit, and fill the model with "
+            "load_weights, which keeps ties: to_empty() makes each name a tensor of its own.",
+        )
+    bad: Counter[str] = Counter()
+    for counts in by_rank:
+        bad.update({name: count for (what, name), count in counts.items() if what == "values"})
+    if bad:
+        yield Finding(
+            code="non-finite-values",
+            severity="error",
+            fact=f"{len(bad)} tensors hold NaN or infinity: "
+            f"{listed([f'{name} ({count} elements)' for name, count in bad.most_common()])}.",
+            cure="Load the checkpoint again with load_weights, which initialises what it does not hold; memory that nobody wrote "
+            "looks like this too. If the values came in training, go back to the last good checkpoint.",
+        )
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -1,0 +1,208 @@
+"""What can be said before a run: is this machine fit for FSDP, and how would a model be sharded on N processes."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+from torch import nn
+
+from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis, diagnose
+from hf_fsdp_tools.diagnostics.findings import Finding
+from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.sharding.shard import shard_model
+
+__all__ = ["Environment", "check_environment", "rehearse"]
+
+_NEEDED = {
+    "torch": "2.11",
+    "transformers": "5.17",
+    "accelerate": "1.15",
+    "safetensors": "0.6",
+    "huggingface_hub": "1.0",
+}
+"""Required packages and their least versions, as in pyproject.toml."""
+
+_OPTIONAL = ("peft", "trl", "datasets")
+
+_ACCELERATE_TRAPS = (
+    (
+        "accelerate-wrap-callable",
+        "FSDP2 knows its two built-in wrap policies only: any other callable, PEFT's too, is dropped and all is one unit.",
+        "Give the callable's rule as HybridFSDPPlugin(policy=HybridPolicy(...)).",
+    ),
+    (
+        "accelerate-buffers",
+        "RAM-efficient loading under FSDP2 fails on persistent buffers ('Tensor' object has no attribute 'device_mesh'), which "
+        "routers of DeepSeek-V3, GLM-MoE and MiniMax have.",
+        "Load with from_pretrained(name, accelerator=make_accelerator()), which reads each rank's bytes instead.",
+    ),
+)
+"""Code, fact and cure of what Accelerate 1.15 does, read in its source (utils/fsdp_utils.py)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What this process runs on."""
+
+    versions: dict[str, str | None]
+    """Package -> version; None where it is not installed."""
+    devices: tuple[str, ...]
+    """Accelerators that this process sees, with their memory; the CPU where there is none."""
+    backends: tuple[str, ...]
+    """Process-group backends that this torch was built with."""
+    findings: tuple[Finding, ...]
+    """What is wrong, and what the installed versions are known to do."""
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether a finding is an error."""
+        return any(finding.severity == "error" for finding in self.findings)
+
+    def to_json(self) -> str:
+        """This value as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        width = max(map(len, self.versions))
+        lines = [
+            f"{name:<{width}}  {found or 'not installed'}" + (f"  (needs {_NEEDED[name]})" if name in _NEEDED else "")
+            for name, found in self.versions.items()
+        ]
+        lines += [f"{'device' if not index else '':<{width}}  {device}" for index, device in enumerate(self.devices)]
+        lines.append(f"{'backends':<{width}}  {', '.join(self.backends) or 'none'}")
+        return "\n".join([*lines, "", *map(str, self.findings)]).rstrip()
+
+
+def check_environment() -> Environment:
+    """Versions, devices and process-group backends of this process, and what is known to go wrong with them.
+
+    Nothing is communicated, no process group is started, and no package but torch is imported.
+    """
+    versions = {name: _version(name) for name in (*_NEEDED, *_OPTIONAL)}
+    distributed = dist.is_available()
+    checks = {"gloo": "is_gloo_available", "nccl": "is_nccl_available", "mpi": "is_mpi_available"}
+    backends = tuple(name for name, check in checks.items() if distributed and getattr(dist, check)())
+    order = ("error", "warning", "info")
+    findings = [*_check_packages(versions), *_check_devices(backends), *_check_accelerate(versions.get("accelerate"))]
+    return Environment(
+        versions=versions,
+        devices=_devices(),
+        backends=backends,
+        findings=tuple(sorted(findings, key=lambda finding: order.index(finding.severity))),
+    )
+
+
+def rehearse(model: nn.Module, *, num_processes: int = 8, policy: HybridPolicy | None = None) -> Diagnosis:
+    """Shard a meta model as rank 0 of `num_processes` would, in this process alone, and diagnose it. Changes the model.
+
+    Nothing is communicated: the process group is torch's "fake" one, which is taken down again.
+
+    Args:
+        model: on meta, as `build_meta_model` makes it.
+        num_processes: world size to pretend.
+        policy: what becomes a unit; None means `HybridPolicy()`.
+
+    Raises:
+        ConfigError: `num_processes` is below 1, or a process group is running.
+        WrapPlanError: `policy` does not fit the model.
+    """
+    if num_processes < 1:
+        raise ConfigError(f"num_processes is {num_processes}; it must be 1 or more.")
+    if dist.is_initialized():
+        raise ConfigError(
+            "A process group is running; a rehearsal needs a process of its own. Use diagnose(model) here."
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend "fake"
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_processes)
+    try:
+        plan = make_wrap_plan(model, policy=policy or HybridPolicy())
+        shard_model(model, plan, mesh=ParallelDims().build_mesh("cpu"))
+        diagnosis = diagnose(model)
+    finally:
+        dist.destroy_process_group()
+    # Nothing is loaded here, on purpose; some models make a few small parameters with values even on meta.
+    return replace(diagnosis, findings=tuple(f for f in diagnosis.findings if f.code != "meta-parameters"))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return (f"CPU, {os.cpu_count()} cores",)
+    if accelerator.type != "cuda":
+        return tuple(f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count()))
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(f"cuda:{index} {p.name}, {p.total_memory / 1e9:.1f} GB" for index, p in enumerate(properties))
+
+
+def _check_packages(versions: dict[str, str | None]) -> Iterator[Finding]:
+    for name, least in _NEEDED.items():
+        found = versions[name]
+        if found is None or Version(found).release < Version(least).release:
+            yield Finding(
+                code="package-missing" if found is None else "version-too-old",
+                severity="error",
+                fact=f"{name} is {'not installed' if found is None else found}; {least} or later is needed.",
+                cure=f'pip install "{name}>={least}"',
+            )
+
+
+def _check_devices(backends: tuple[str, ...]) -> Iterator[Finding]:
+    has_cuda = torch.cuda.is_available()
+    if not backends:
+        yield Finding(
+            code="no-backend",
+            severity="error",
+            fact="This torch was built without distributed backends.",
+            cure="Install a torch with them: the wheels for Linux have gloo, those for CUDA also NCCL.",
+        )
+    elif has_cuda and "nccl" not in backends:
+        yield Finding(
+            code="no-nccl",
+            severity="error",
+            fact=f"There are {torch.cuda.device_count()} CUDA devices and no NCCL; the backends are {', '.join(backends)}.",
+            cure="Install the torch wheel for CUDA on Linux.",
+        )
+    if torch.version.cuda and not has_cuda:
+        yield Finding(
+            code="no-device",
+            severity="warning",
+            fact=f"This torch is built for CUDA {torch.version.cuda} and sees no GPU: it would run on the CPU.",
+            cure="Check nvidia-smi, the driver's version, and CUDA_VISIBLE_DEVICES.",
+        )
+    if has_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+        yield Finding(
+            code="no-bfloat16",
+            severity="warning",
+            fact=f"{torch.cuda.get_device_name()} does not compute in bfloat16.",
+            cure="Use mixed_precision fp16 or no.",
+        )
+
+
+def _check_accelerate(found: str | None) -> Iterator[Finding]:
+    if found is None or Version(found).release[:2] != (1, 15):
+        return
+    for code, fact, cure in _ACCELERATE_TRAPS:
+        yield Finding(code=code, severity="info", fact=f"Accelerate {found}: {fact}", cure=cure)
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        yield Finding(
+            code="accelerate-cpu",
+            severity="info",
+            fact=f"Accelerate {found}: a plain Accelerator drops FSDP where there is no accelerator device, as here.",
+            cure="Make it with make_accelerator(), which runs FSDP2 on CPUs too.",
+        )

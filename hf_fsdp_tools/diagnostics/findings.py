@@ -1,0 +1,372 @@
+"""What can be wrong with a live model, one check per function: what a single rank sees, without communication."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+
+from hf_fsdp_tools.diagnostics.live import LiveModel, plain_name
+from hf_fsdp_tools.modeling.module_tree import ModuleNode, class_name
+from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.planning.rules import size_bound
+from hf_fsdp_tools.planning.stacks import find_blocks, is_major
+from hf_fsdp_tools.sharding.placement import is_much_padding, padded_ratio
+from hf_fsdp_tools.text import merge_alike, show_bytes, show_count
+
+__all__ = ["Finding", "check_model", "listed"]
+
+_MOST_PADDING = 0.1
+"""Padding in FSDP2's shards, over the model's bytes, from which it is worth a warning (assumed)."""
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that was found."""
+
+    code: str
+    """Short, in kebab-case, and the same in every version."""
+    severity: Literal["error", "warning", "info"]
+    """error: wrong results, a hang, or no benefit; warning: costs memory or time; info: good to know."""
+    fact: str
+    """What is the case, with its figure."""
+    cure: str
+    """What to do about it."""
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.code}\n    {self.fact}\n    {self.cure}"
+
+    def to_json(self) -> str:
+        """This finding as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+
+def check_model(
+    model: nn.Module, live: LiveModel, plan: WrapPlan, *, compare_units: bool, world_size: int
+) -> Iterator[Finding]:
+    """Yield what is wrong with a model as this rank sees it.
+
+    Args:
+        model: the live model.
+        live: what `read_live_model` read from it.
+        plan: to check against, with names as in `model`.
+        compare_units: whether the units must be those of the plan, not only as fine as it.
+        world_size: ranks that hold the model together.
+    """
+    yield from _check_units(live, plan) if live.units else _not_sharded(live, world_size)
+    if compare_units and live.units:
+        yield from _check_plan(live, plan)
+    yield from _check_meta(live, model)
+    yield from _check_managed(live)
+    yield from _check_padding(live)
+    yield from _check_mixes(live)
+    yield from _check_checkpointing(model)
+    yield from _check_precision(live)
+
+
+def _not_sharded(live: LiveModel, world_size: int) -> Iterator[Finding]:
+    size = sum(weight.nbytes for weight in live.tree.weights)
+    alone = world_size == 1
+    yield Finding(
+        code="not-sharded",
+        severity="info" if alone else "error",
+        fact=f"The model has no FSDP unit: "
+        f"{'this process' if alone else f'each of {world_size} ranks'} holds all {show_bytes(size)} of it.",
+        cure="Load it with from_pretrained(...), or call shard_model(model, make_wrap_plan(model)). Under Accelerate, make the "
+        "accelerator with make_accelerator(): a plain one drops FSDP without a word where it finds no GPU.",
+    )
+
+
+def _check_units(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
+    stacks = find_blocks(live.tree)
+    bound = size_bound(live.tree, stacks)
+    blocks = [block for stack in stacks if is_major(live.tree, stack) for block in stack]
+    missed = [block for block in blocks if _is_missed(block, live, bound)]
+    if finding := _root_only(live, plan, blocks_have_units=len(missed) < len(blocks)):
+        yield finding
+        return
+    if missed:
+        yield Finding(
+            code="missed-blocks",
+            severity="warning",
+            fact=f"{len(missed)} of {len(blocks)} blocks have no unit and are gathered with what is around them: "
+            f"{listed([block.fqn for block in missed])} ({_classes(missed)}).",
+            cure=f"Name every block class in the wrap policy ({_classes(blocks)}), or use make_wrap_plan(model): it finds them.",
+        )
+    if large := [unit for unit in live.units if unit.num_params > bound]:
+        worst = max(large, key=lambda unit: unit.num_params)
+        yield Finding(
+            code="oversize-unit",
+            severity="warning",
+            fact=f"{len(large)} of {len(live.units)} units gather more than twice the largest block or layer "
+            f"({show_count(bound)} parameters). The largest is {worst.name} with {show_count(worst.num_params)} "
+            f"({show_bytes(worst.num_bytes)}).",
+            cure="Make its largest parts units of their own; make_wrap_plan(model) does, and HybridPolicy(min_unit_params=...) "
+            "sets from which size.",
+        )
+    if empty := [unit for unit in live.units if not unit.weights and unit.parent is not None]:
+        yield Finding(
+            code="empty-unit",
+            severity="info",
+            fact=f"{len(empty)} of {len(live.units)} units hold no parameter: {listed([unit.name for unit in empty])}. What is "
+            "below them lies in other units.",
+            cure="Leave them out of the wrap policy: they gather nothing.",
+        )
+
+
+def _root_only(live: LiveModel, plan: WrapPlan, *, blocks_have_units: bool) -> Finding | None:
+    """The classic failure: one unit gathers all blocks, or all there is in a model without blocks."""
+    planned = [unit for unit in plan.units if unit.num_params]
+    full = [unit for unit in live.units if unit.weights]
+    worst = max(live.units, key=lambda unit: unit.num_params)
+    is_split = blocks_have_units and len(full) > 1
+    if is_split or len(planned) < 2 or worst.num_params <= plan.largest_unit.num_params:
+        return None
+    return Finding(
+        code="root-only",
+        severity="error",
+        fact=f"No block has a unit: each forward pass gathers {show_count(worst.num_params)} of "
+        f"{show_count(live.tree.num_params)} parameters ({show_bytes(worst.num_bytes)}) at once, in {worst.name}, "
+        f"much as plain data parallelism holds them. The plan has {len(planned)} units of at most "
+        f"{show_count(plan.largest_unit.num_params)}.",
+        cure="Shard a fresh model with shard_model(model, make_wrap_plan(model)), or give Accelerate a HybridFSDPPlugin(). "
+        "Its own wrap policy is NO_WRAP, or names classes that the model does not have.",
+    )
+
+
+def _is_missed(block: ModuleNode, live: LiveModel, bound: int) -> bool:
+    """Whether a matrix of the block is gathered by a unit around the block that is a root or too large."""
+    modules = {id(node.module) for node in block.walk()}
+    for node in block.walk():
+        for weight in node.own:
+            unit = live.parameters[weight.names[0]].unit
+            if unit is None or weight.ndim < 2 or len(weight.owners) > 1:
+                continue
+            outside = not any(id(own.module) in modules for own in unit.nodes)
+            if outside and (unit.parent is None or unit.num_params > bound):
+                return True
+    return False
+
+
+def _check_plan(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
+    planned = {frozenset(plain_name(name) for name in unit.modules): unit for unit in plan.units if unit.num_params}
+    made = {frozenset(node.fqn for node in unit.nodes): unit for unit in live.units if unit.weights}
+    extra = [unit.name for names, unit in made.items() if names not in planned]
+    if live.units[0].version == 1:  # a unit of FSDP1 is one module: those of several are cut up or left to the root
+        planned = {names: unit for names, unit in planned.items() if len(names) == 1 and names != {""}}
+        extra = []
+    absent = [" + ".join(unit.modules) or "(root)" for names, unit in planned.items() if names not in made]
+    if absent or extra:
+        lists = [f"{len(absent)} of its {len(planned)} units are not there ({listed(absent)})"] if absent else []
+        lists += [f"{len(extra)} units are not in it ({listed(extra)})"] if extra else []
+        yield Finding(
+            code="plan-mismatch",
+            severity="warning",
+            fact=f"The model is not sharded as the plan says: {' and '.join(lists)}.",
+            cure="Shard a fresh model with shard_model(model, plan), and add adapters or heads before that; or make the plan "
+            "from this model.",
+        )
+
+
+def _check_meta(live: LiveModel, model: nn.Module) -> Iterator[Finding]:
+    names = [name for name, parameter in live.parameters.items() if parameter.is_meta]
+    buffers = [plain_name(name) for name, buffer in model.named_buffers() if buffer.is_meta]
+    if len(names) == len(live.parameters):
+        yield Finding(
+            code="meta-parameters",
+            severity="info",
+            fact=f"All {len(names)} parameters are on meta: the model has shapes and no values yet.",
+            cure="Fill it with load_weights(model, ...) before the first forward pass.",
+        )
+    elif names or buffers:
+        yield Finding(
+            code="meta-parameters",
+            severity="error",
+            fact=f"{len(names)} of {len(live.parameters)} parameters and {len(buffers)} buffers are still on meta: "
+            f"{listed([*names, *buffers])}.",
+            cure="Load the whole model with load_weights(model, ...), which also initialises what the checkpoint lacks; give "
+            "modules that were added later values before they are used.",
+        )
+
+
+def _check_managed(live: LiveModel) -> Iterator[Finding]:
+    if not live.units:
+        return
+    twice, alone, frozen = [], [], []
+    for weight in live.tree.weights:
+        places = [live.parameters[name] for name in weight.names]
+        units = {place.unit.name if place.unit else "no unit" for place in places}
+        if len({id(place.tensor) for place in places}) == 1 and len(units) > 1:
+            twice.append(f"{' = '.join(weight.names)} (in {' and in '.join(sorted(units))})")
+        place = places[0]
+        if len(units) > 1 or place.unit or isinstance(place.tensor, DTensor):
+            continue
+        if not place.tensor.requires_grad:
+            frozen.append(weight)
+        elif not place.tensor._post_accumulate_grad_hooks:  # shard_model averages what it keeps whole by such a hook
+            alone.append(weight.names[0])
+    if twice:
+        yield Finding(
+            code="managed-twice",
+            severity="error",
+            fact=f"{len(twice)} tied parameters are in one unit under one name and elsewhere under another: {listed(twice)}. "
+            "Their gradients or values go apart, or the forward pass sees a shard instead of the whole.",
+            cure="Tie weights before sharding, keep each tied set in one unit (fully_shard([embedding, head]); make_wrap_plan "
+            "does it), and do not call tie_weights() on a sharded model.",
+        )
+    if alone:
+        yield Finding(
+            code="unmanaged-parameters",
+            severity="error",
+            fact=f"{len(alone)} trainable parameters are in no unit: {listed(alone)}. Nobody averages their gradients, so each "
+            "rank trains its own copy.",
+            cure="Add adapters and heads to the plain model and shard the whole, the root included (fully_shard(model) last). "
+            "What must stay whole belongs in HybridPolicy(replicate=...), for which shard_model averages gradients.",
+        )
+    if frozen:
+        yield Finding(
+            code="replicated-frozen",
+            severity="info",
+            fact=f"{len(frozen)} frozen parameters are in no unit: each rank holds all of them, "
+            f"{show_bytes(sum(weight.nbytes for weight in frozen))}.",
+            cure="Nothing, if that is small or meant (quantised weights that cannot be sharded); else shard them with the rest.",
+        )
+
+
+def _check_padding(live: LiveModel) -> Iterator[Finding]:
+    """Padding that FSDP2 stores and sends because a dimension has too few indices for the ranks: fused experts above all."""
+    total = padding = 0.0
+    padded: list[str] = []
+    for weight in live.tree.weights:
+        tensor = live.parameters[weight.names[0]].tensor
+        total += weight.nbytes
+        if isinstance(tensor, DTensor):
+            ratio = math.prod(
+                padded_ratio(tensor.shape[placement.dim], ranks) if isinstance(placement, Shard) else 1.0
+                for placement, ranks in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+            )
+            if is_much_padding(weight.nbytes, ratio):
+                padding += weight.nbytes * (ratio - 1)
+                padded.append(weight.names[0])
+    if padding > _MOST_PADDING * total:
+        yield Finding(
+            code="padded-shards",
+            severity="warning",
+            fact=f"Gathering the model carries {1 + padding / total:.1f} times its bytes, and the ranks that hold anything of "
+            f"these hold as much more than their share: {listed(merge_alike(padded))} have too few rows for the ranks, and "
+            "FSDP2 makes all shards as long as the longest.",
+            cure="Shard with shard_model, from_pretrained or HybridFSDPPlugin(), which split another dimension where one can be "
+            "split evenly; if they made this, take a number of ranks that divides a dimension of these tensors, or fewer shards "
+            "and replicas of them (dp_replicate_size).",
+        )
+
+
+def _check_mixes(live: LiveModel) -> Iterator[Finding]:
+    mixed = []
+    for unit in live.units:
+        dtypes = Counter(str(w.dtype).removeprefix("torch.") for w in unit.weights if w.requires_grad)
+        if unit.version == 2 and len(dtypes) > 1:
+            mixed.append(f"{unit.name} ({', '.join(f'{n} {dtype}' for dtype, n in dtypes.most_common())})")
+    if mixed:
+        yield Finding(
+            code="mixed-dtypes",
+            severity="error",
+            fact=f"{len(mixed)} of {len(live.units)} units mix dtypes among their trainable parameters: {listed(mixed)}. "
+            "FSDP2 stops at the first forward pass.",
+            cure="Cast them to one dtype before sharding (adapters to that of the base, or all to float32), or give each dtype "
+            "units of its own, as make_wrap_plan(model) does.",
+        )
+    flat = [u for u in live.units if u.version == 1 and len({weight.requires_grad for weight in u.weights}) > 1]
+    if flat:
+        frozen = sum(weight.nbytes for unit in flat for weight in unit.weights if not weight.requires_grad)
+        yield Finding(
+            code="mixed-requires-grad",
+            severity="warning",
+            fact=f"{len(flat)} of {len(live.units)} FSDP1 units mix trainable and frozen parameters "
+            f"({listed([unit.name for unit in flat])}): {show_bytes(frozen)} of frozen weights get gradient memory, and FSDP1 "
+            "without use_orig_params would refuse them.",
+            cure="Use FSDP2 (shard_model), which keeps parameters apart; or give the frozen ones units of their own.",
+        )
+
+
+def _check_checkpointing(model: nn.Module) -> Iterator[Finding]:
+    wrappers = [(plain_name(name), m) for name, m in model.named_modules() if isinstance(m, CheckpointWrapper)]
+    own = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    layers = [m for m in own if any(base.__name__ == "GradientCheckpointingLayer" for base in type(m).__mro__)]
+    recomputing = {id(m) for m in layers or own}  # beside such layers, the flag of the model itself does nothing
+    inside = {id(m): name for name, w in wrappers for m in w.modules() if m is not w}
+    around = {id(w) for m in layers for w in m.modules() if isinstance(w, CheckpointWrapper)}
+    twice = [name for name, w in wrappers if id(w) in inside or id(w) in around]
+    twice += [inside[key] for key in recomputing if key in inside]
+    if twice or (wrappers and own and not layers):
+        names = list(dict.fromkeys(twice or [name for name, _ in wrappers]))
+        yield Finding(
+            code="checkpointing-twice",
+            severity="warning",
+            fact=f"{len(names)} modules are checkpointed twice, which computes their forward pass a third time: {listed(names)}.",
+            cure="Switch one off: transformers' own (gradient_checkpointing=False in TrainingArguments, or "
+            "model.activation_checkpointing_disable()), torch's checkpoint_wrapper, or the plugin's activation_checkpointing.",
+        )
+    outside = [(name, w) for name, w in wrappers if _wraps_a_unit(w)]
+    if not outside:
+        return
+    again = any(
+        isinstance(m, FullyShardedDataParallel) and w.checkpoint_impl == CheckpointImpl.REENTRANT
+        for _, w in outside
+        for m in w.modules()
+    )
+    yield Finding(
+        code="checkpointing-outside-unit",
+        severity="warning" if again else "info",
+        fact=f"{len(outside)} checkpoint wrappers are around an FSDP unit instead of inside it: "
+        f"{listed([name for name, _ in outside])}. "
+        + (
+            "Under FSDP1 with the reentrant kind, each gathers its unit once more in the backward pass."
+            if again
+            else "It gathers no more than the right order (measured with torch 2.13), which no torch version promises."
+        ),
+        cure="Checkpoint first, then shard: fully_shard(checkpoint_wrapper(block)), "
+        "or shard_model(..., activation_checkpointing=True).",
+    )
+
+
+def _wraps_a_unit(wrapper: nn.Module) -> bool:
+    inner = wrapper._modules.get("_checkpoint_wrapped_module")
+    while inner is not None:
+        if isinstance(inner, FSDPModule | FullyShardedDataParallel):
+            return True
+        inner = inner._modules.get("_checkpoint_wrapped_module", inner._modules.get("_orig_mod"))
+    return False
+
+
+def _check_precision(live: LiveModel) -> Iterator[Finding]:
+    trainable = [weight for weight in live.tree.weights if weight.requires_grad and weight.dtype.is_floating_point]
+    low = [weight for weight in trainable if weight.dtype in _LOW_PRECISION]
+    if low:
+        dtypes = " and ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in low}))
+        yield Finding(
+            code="low-precision-masters",
+            severity="info",
+            fact=f"{show_count(sum(w.numel for w in low))} of {show_count(sum(w.numel for w in trainable))} trainable "
+            f"parameters are kept in {dtypes}: the optimizer's updates are rounded to it, and small ones are lost.",
+            cure="For float32 master weights, load with dtype=torch.float32 and compute in low precision by "
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16). Fine as it is for inference, or on purpose.",
+        )
+
+
+def listed(names: list[str], most: int = 3) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _classes(nodes: Iterable[ModuleNode]) -> str:
+    return ", ".join(sorted({class_name(node.module) for node in nodes}))

@@ -1,0 +1,118 @@
+"""All ranks go on together or stop together with the same error, so that none is left waiting in a collective."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from hf_fsdp_tools.checkpoint.io.watch import patiently
+from hf_fsdp_tools.distributed.mesh import rank_on_node
+from hf_fsdp_tools.errors import CheckpointError
+
+__all__ = ["agreed", "all_ranks", "opened", "rank_and_size", "refuse_other_commits"]
+
+T = TypeVar("T")
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process's rank and the number of ranks; (0, 1) without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def all_ranks(value: T) -> list[T]:
+    """Every rank's value, in rank order. All ranks must call; the values are pickled and gathered, keep them small."""
+    _, size = rank_and_size()
+    if size == 1:
+        return [value]
+    values: list[T] = [value] * size
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextmanager
+def agreed(doing: str) -> Iterator[None]:
+    """Run a block on every rank; if it failed on any of them, raise the same ``CheckpointError`` on all of them.
+
+    All ranks must enter, and nothing in the block may communicate: a rank that fails leaves it early. At the end of
+    the block the ranks gather one short string each. A rank whose own failure was no ``CheckpointError`` (a mistake in
+    this package, memory exhausted) raises that itself; the others say where it happened.
+
+    Args:
+        doing: What the block does, for messages: "reading the checkpoint".
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    _, size = rank_and_size()
+    text = str(failure) if isinstance(failure, CheckpointError) else repr(failure) if failure else None
+    texts = all_ranks(text)
+    if failure is not None and not isinstance(failure, CheckpointError):
+        raise failure
+    failed = [r for r, t in enumerate(texts) if t is not None]
+    if not failed:
+        return
+    messages = list(dict.fromkeys(t for t in texts if t is not None))
+    if len(failed) == size and len(messages) == 1:
+        raise CheckpointError(messages[0]) from failure
+    lines = [f"rank {', '.join(str(r) for r in failed if texts[r] == m)}: {m}" for m in messages]
+    raise CheckpointError(
+        f"{doing[:1].upper()}{doing[1:]} failed on {len(failed)} of {size} ranks.\n" + "\n".join(lines)
+    ) from failure
+
+
+def opened(
+    doing: str,
+    name_or_path: str | PathLike[str],
+    open_it: Callable[[dict[str, Any]], T],
+    hub_kwargs: Mapping[str, Any],
+) -> T:
+    """The result of `open_it(hub_kwargs)`, which fetches what `name_or_path` names, on every rank.
+
+    A local path is opened by all ranks at once. A hub name is opened by the first rank of each node, and then by the others
+    with `local_files_only`: a job asks the hub once per node, and a hub that fails makes nobody wait twice.
+
+    Args:
+        doing: As for `agreed`.
+        name_or_path: Hub name or local path.
+        open_it: Must not communicate.
+        hub_kwargs: For it.
+
+    Every rank must call.
+
+    Raises:
+        CheckpointError: It failed on some rank; the same on every rank.
+    """
+    result: list[T] = []
+    path = Path(name_or_path).expanduser()
+    with agreed(doing):
+        is_first = patiently(path.exists, file=path) or rank_and_size()[1] == 1 or rank_on_node()[0] == 0
+        if is_first:
+            result.append(open_it(dict(hub_kwargs)))
+    with agreed(doing):
+        if not is_first:
+            result.append(open_it({**hub_kwargs, "local_files_only": True}))
+    return result[0]
+
+
+def refuse_other_commits(name_or_path: str | PathLike[str], commit: str | None) -> None:
+    """Stop where nodes got different commits of one name: it was pushed to meanwhile, or one of them has only an older one.
+
+    Every rank must call.
+
+    Raises:
+        CheckpointError: On every rank.
+    """
+    commits = all_ranks(commit)
+    if len(set(commits)) > 1:
+        found = ", ".join(f"{c or 'a local folder'} on rank {commits.index(c)}" for c in dict.fromkeys(commits))
+        raise CheckpointError(
+            f"{str(name_or_path)!r} is not the same on all nodes: {found}. Give one commit as revision, or download it first "
+            "and give the folder."
+        )

@@ -1,0 +1,273 @@
+"""A wrap plan as PyTorch's FSDP1 wrap policies: a callable, and a `CustomPolicy`.
+
+What FSDP1 lacks beside FSDP2, and what becomes of a plan for it:
+
+    grouped units      FSDP1 wraps single modules. Of a group ([final norm, head]) each member is its own unit; one below the
+                       floor stays with the unit above it.
+    tied parameters    must lie in one flat parameter, so units that are (mostly) one of them are dissolved into the unit that
+                       holds their lowest common ancestor, as a rule the root. Where that would dissolve a whole block, the
+                       tied parameter stays whole on every rank instead.
+    reshard to an int  does not exist.
+    one dtype per unit also for frozen parameters (those of a rarer dtype stay whole on every rank), and, without original
+                       parameters, one requires_grad.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from hf_fsdp_tools.errors import WrapPlanError
+from hf_fsdp_tools.modeling.module_tree import (
+    ModuleNode,
+    ModuleTree,
+    Weight,
+    class_name,
+)
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
+from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.planning.rules import check_wrap_plan
+
+__all__ = ["HybridAutoWrapPolicy", "first_names", "hybrid_auto_wrap_policy"]
+
+# What a unit that is not resharded after forward becomes under a strategy that reshards.
+_KEPT = {
+    ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.HYBRID_SHARD: ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+
+
+class HybridAutoWrapPolicy:
+    """The units of a wrap plan as an FSDP1 auto-wrap policy for one model; `hybrid_auto_wrap_policy` makes it.
+
+    Call it as `(module, recurse, nonwrapped_numel) -> bool`, alone or in `functools.partial(_or_policy, policies=[…])`. It
+    knows the modules of its model by identity: make it last, when adapters are in place.
+    """
+
+    plan: WrapPlan
+    """What this policy was made from."""
+
+    units: tuple[str, ...]
+    """Fqns of the modules to wrap, children before parents, without the root, which FSDP1 always wraps."""
+
+    ignored: tuple[str, ...]
+    """Parameters that stay whole on every rank. FSDP1 learns of them by `ignored_states=policy.ignored_states`, and does not
+    reduce their gradients (`wrap_fsdp1` does)."""
+
+    def __init__(self, model: nn.Module, plan: WrapPlan, *, floor_params: float) -> None:
+        tree = ModuleTree(model)
+        draft = _Draft(tree, plan)
+        draft.join_ties()
+        draft.part_groups(floor_params)
+        draft.keep_frozen_apart()
+        self.plan = plan
+        self.units = tuple(name for unit in plan.units for name in unit.modules if name in draft.reshard and name)
+        self.ignored = tuple(weight.names[0] for weight in draft.ignored.values())
+        self._reshard = {tree.by_fqn[name].module: draft.reshard[name] for name in self.units}
+        self._known = {node.module for node in tree}
+        self._model = model
+        self._held = {node.fqn: weights for node, weights in draft.held().items()}
+        self._refuse_mixed_dtypes(class_name(model))
+        self._warn_of_ties()
+
+    def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        """PyTorch's question about one module; sizes were weighed by the plan, so `nonwrapped_numel` is not looked at."""
+        self._refuse_strangers(module)
+        return True if recurse else module in self._reshard
+
+    def __repr__(self) -> str:
+        return f"HybridAutoWrapPolicy({self.plan.model_class}: {len(self.units)} units and the root)"
+
+    @property
+    def ignored_states(self) -> list[nn.Parameter]:
+        """The live parameters behind `ignored`, for FSDP1's argument of this name."""
+        return [self._model.get_parameter(name) for name in self.ignored]
+
+    def as_custom_policy(self, sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> CustomPolicy:
+        """The same units with `reshard_after_forward` kept: a unit that stays gathered gets its own sharding strategy.
+
+        Args:
+            sharding_strategy: what the root is wrapped with.
+        """
+
+        def options(module: nn.Module) -> bool | dict[str, Any]:
+            self._refuse_strangers(module)
+            if module in self._reshard and self._reshard[module] is False and sharding_strategy in _KEPT:
+                return {"sharding_strategy": _KEPT[sharding_strategy]}
+            return module in self._reshard
+
+        return CustomPolicy(options)
+
+    def begins_unit(self, module: nn.Module) -> bool:
+        """Whether FSDP1 wraps this very module, the root included."""
+        return module in self._reshard or module is self._model
+
+    def mixed_requires_grad(self) -> Mapping[str, tuple[list[str], list[str]]]:
+        """Units (by fqn) that hold trainable and frozen parameters: the names of each."""
+        parted = {
+            unit: (
+                [weight.names[0] for weight in held if weight.requires_grad],
+                [weight.names[0] for weight in held if not weight.requires_grad],
+            )
+            for unit, held in self._held.items()
+        }
+        return {unit: names for unit, names in parted.items() if all(names)}
+
+    def _refuse_strangers(self, module: nn.Module) -> None:
+        if module not in self._known and not any(below in self._known for below in module.modules()):
+            raise WrapPlanError(
+                f"This policy was made for another {self.plan.model_class}: it does not know the "
+                f"{class_name(module)} that FSDP asks about. Call hybrid_auto_wrap_policy with the very model that is "
+                "wrapped, after adapters are added."
+            )
+
+    def _refuse_mixed_dtypes(self, model_class: str) -> None:
+        mixed = []
+        for unit, held in self._held.items():
+            dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in held})
+            if len(dtypes) > 1:
+                mixed.append(f"{unit or '(root)'} ({', '.join(dtypes)})")
+        if mixed:
+            raise WrapPlanError(
+                f"FSDP1 needs one dtype per unit, frozen parameters included, but {len(mixed)} units of {model_class} mix "
+                f"them: {first_names(mixed)}. Cast the model to one dtype (adapters too) and let MixedPrecision compute in "
+                "another, or use FSDP2 (shard_model), which takes frozen parameters of any dtype."
+            )
+
+    def _warn_of_ties(self) -> None:
+        size, unit = max((sum(weight.numel for weight in held), unit) for unit, held in self._held.items())
+        if size > 2 * self.plan.largest_unit.num_params:  # what a correct plan never does (rule 2)
+            warnings.warn(
+                f"Tied parameters bring {size:,} parameters of {self.plan.model_class} into one FSDP1 unit, "
+                f"{unit or 'the root'}, which every rank gathers at once; the plan's largest unit has "
+                f"{self.plan.largest_unit.num_params:,}. FSDP2 (shard_model) can keep to the plan.",
+                UserWarning,
+                stacklevel=4,
+            )
+
+
+def hybrid_auto_wrap_policy(
+    model: nn.Module, *, plan: WrapPlan | None = None, policy: HybridPolicy | None = None
+) -> HybridAutoWrapPolicy:
+    """The wrap plan of `model` as an FSDP1 auto-wrap policy: a callable `(module, recurse, nonwrapped_numel) -> bool`.
+
+    The units are the plan's, as far as FSDP1 can have them (see the top of this file). Nothing is communicated.
+
+    Args:
+        model: not wrapped yet; any device, meta included.
+        plan: what to wrap; None makes the plan from `policy`.
+        policy: as in `make_wrap_plan`; None means `HybridPolicy()`. Only its `floor_params` counts beside a plan.
+
+    Raises:
+        WrapPlanError: the plan breaks a rule for this model, or asks for what FSDP1 cannot do. All units are listed.
+
+    Example:
+        >>> FSDP(model, auto_wrap_policy=hybrid_auto_wrap_policy(model))
+    """
+    policy = policy or HybridPolicy()
+    if plan is None:
+        plan = make_wrap_plan(model, policy=policy)
+    elif problems := check_wrap_plan(model, plan):
+        raise WrapPlanError(f"The plan does not fit {class_name(model)}: " + "; ".join(problems))
+    smaller = [f"{u.modules[0] or '(root)'} ({u.reshard_after_forward})" for u in plan.units if _is_degree(u)]
+    if smaller:
+        raise WrapPlanError(
+            f"FSDP1 cannot reshard to a smaller world, as {first_names(smaller)} ask for. Set reshard_after_forward to True or "
+            "False for them, or use FSDP2 (shard_model)."
+        )
+    floor = policy.floor_params
+    if floor is None:  # as in make_wrap_plan
+        floor = min(1e5, plan.largest_unit.num_params / 100)
+    return HybridAutoWrapPolicy(model, plan, floor_params=floor)
+
+
+# ---- the units that FSDP1 can have ----
+
+
+class _Draft:
+    """A plan's units for FSDP1 under construction: a node belongs to the nearest chosen node above it, or itself."""
+
+    def __init__(self, tree: ModuleTree, plan: WrapPlan) -> None:
+        self.tree, self.plan = tree, plan
+        self.reshard = {name: unit.reshard_after_forward for unit in plan.units for name in unit.modules}
+        kept = [tree.weight(name) for name in plan.replicated]
+        self.ignored = {id(weight): weight for weight in kept}
+
+    def part_groups(self, floor: float) -> None:
+        """Make each member of a group its own unit; leave a small one to the unit above it, unless their dtypes differ."""
+        held = self.held()
+        for name in [name for unit in self.plan.units if len(unit.modules) > 1 for name in unit.modules]:
+            node = self.tree.by_fqn[name]
+            if name not in self.reshard or node.parent is None:
+                continue
+            own, above = held.get(node, []), held.setdefault(self.unit_of(node.parent), [])
+            same = len({weight.dtype for weight in (*own, *above)}) < 2
+            if same and sum(weight.numel for weight in own) < floor:
+                del self.reshard[name]
+                above += own
+
+    def keep_frozen_apart(self) -> None:
+        """Keep frozen parameters of a unit's rarer dtypes whole on every rank: they have no gradient and no optimizer state."""
+        for held in self.held().values():
+            sizes: dict[object, int] = {}
+            for weight in held:
+                sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel
+            main = max(sizes, key=lambda dtype: sizes[dtype])
+            self.ignored.update((id(w), w) for w in held if w.dtype != main and not w.requires_grad)
+
+    def join_ties(self) -> None:
+        """Bring every tied parameter into one unit, or out of all of them."""
+        tied = [weight for weight in self.tree.weights if len(weight.owners) > 1 and id(weight) not in self.ignored]
+        for _ in tied:  # dissolving a unit can part another set, so repeat until nothing moves
+            parted = [weight for weight in tied if id(weight) not in self.ignored and len(self._units(weight)) > 1]
+            if not parted:
+                return
+            for weight in parted:
+                self._join(weight)
+
+    def unit_of(self, node: ModuleNode) -> ModuleNode:
+        """The chosen node that holds what is registered on this one."""
+        return next(above for above in (node, *node.ancestors()) if above.fqn in self.reshard)
+
+    def held(self) -> dict[ModuleNode, list[Weight]]:
+        """What each chosen node holds. FSDP1 flattens a parameter where it first meets one of its owners."""
+        held: dict[ModuleNode, list[Weight]] = {}
+        for weight in self.tree.weights:
+            if id(weight) not in self.ignored:
+                held.setdefault(self.unit_of(weight.owners[0]), []).append(weight)
+        return held
+
+    def _units(self, weight: Weight) -> set[ModuleNode]:
+        return {self.unit_of(owner) for owner in weight.owners}
+
+    def _join(self, weight: Weight) -> None:
+        paths = [[owner, *owner.ancestors()] for owner in weight.owners]
+        common = next(node for node in paths[0] if all(node in path for path in paths))
+        between = [node for path in paths for node in path[: path.index(common)] if node.fqn in self.reshard]
+        if all(_is_mostly_tied(node) for node in between):
+            for node in between:
+                self.reshard.pop(node.fqn, None)
+        else:
+            self.ignored[id(weight)] = weight
+
+
+def _is_mostly_tied(node: ModuleNode) -> bool:
+    """Whether at least half of the parameters below a node are tied to something outside it."""
+    inside = {id(below) for below in node.walk()}
+    below = {id(w): w for each in node.walk() for w in each.own}.values()
+    tied = sum(w.numel for w in below if any(id(owner) not in inside for owner in w.owners))
+    return 2 * tied >= sum(w.numel for w in below)
+
+
+def _is_degree(unit: WrapUnit) -> bool:
+    return unit.reshard_after_forward is not None and not isinstance(unit.reshard_after_forward, bool)
+
+
+def first_names(names: Iterable[str]) -> str:
+    """A few of many names, and how many there are, for a message."""
+    names = list(names)
+    return ", ".join(names[:4]) + (f", … {len(names)} in all" if len(names) > 4 else "")

@@ -1,0 +1,1 @@
+"""A model before FSDP: built on meta, read as a tree, seen without its adapters, with values that live in no file."""

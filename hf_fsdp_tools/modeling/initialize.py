@@ -1,0 +1,207 @@
+"""Values that live in no file: the model's own initialisation draws them, the same for any number of ranks."""
+
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers import initialization as init
+
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.modeling.module_tree import original_classes
+
+__all__ = ["draw_values", "initialize_missing"]
+
+ModulePath = tuple[tuple[str, nn.Module], ...]
+"""A module and its ancestors, root first, each with its fqn."""
+
+
+def initialize_missing(model: nn.Module, *, missing_keys: Collection[str], seed: int = 0) -> None:
+    """Fill what no checkpoint holds: missing parameters and persistent buffers, and every non-persistent buffer.
+
+    The model's own `_init_weights` (or `reset_parameters` of a plain module) makes the values. Each module's are drawn
+    from a generator seeded by `seed` and the module's name, whole and on the CPU, and then cut to the shard, so they do
+    not depend on the number of ranks, on their order, or on what else is missing. One module's missing tensors are whole
+    on the host at a time.
+
+    Args:
+        model: allocated; sharded or not.
+        missing_keys: names as in `state_dict()`; all other parameters and buffers are left as they are.
+        seed: of the whole model.
+
+    No rank communicates.
+
+    Raises:
+        CheckpointError: a missing tensor or non-persistent buffer that the model's own code does not initialise.
+    """
+    missing = set(missing_keys)
+    _mark_initialized(model, except_for=missing)
+    untouched: list[str] = []
+    with original_classes(model):
+        for path in _module_paths(model):
+            name, module = path[-1]
+            wanted = {key: tensor for key, tensor in _own_tensors(module) if _is_wanted(module, name, key, missing)}
+            if wanted:
+                _refuse_adapters(path, wanted)
+                untouched += _initialize_module(path, wanted, seed)
+    if untouched:
+        raise CheckpointError(
+            f"In no checkpoint file, and not initialised by the model's own code: {', '.join(untouched)}. "
+            "Initialise them in the model's `_init_weights`, or register the buffers as persistent and save them."
+        )
+
+
+def draw_values(model: nn.Module, shapes: Mapping[str, Sequence[int]], *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """What the model's own initialisation makes of some of its tensors if they had other shapes: rows for added tokens.
+
+    Drawn per module on the CPU, as `initialize_missing` does, in the dtypes of the model. The model is not changed.
+
+    Args:
+        model: sharded or not.
+        shapes: state-dict key to shape.
+        seed: of the whole model.
+
+    No rank communicates; the values are the same on all.
+
+    Raises:
+        CheckpointError: the model's own code does not initialise one of them.
+    """
+    _mark_initialized(model, except_for=set())
+    drawn: dict[str, torch.Tensor] = {}
+    with original_classes(model):
+        for path in _module_paths(model):
+            name, module = path[-1]
+            own = {key: _fqn(name, key) for key, _ in _own_tensors(module)}
+            wanted = {key: shapes[fqn] for key, fqn in own.items() if fqn in shapes}
+            if wanted:
+                with _without_padding(module):
+                    made = _draw(path, wanted, seed)
+                drawn |= {own[key]: value for key, value in made.items()}
+    if untouched := sorted(shapes.keys() - drawn.keys()):
+        raise CheckpointError(f"Not initialised by the model's own code: {', '.join(untouched)}.")
+    return drawn
+
+
+def _refuse_adapters(path: ModulePath, wanted: Collection[str]) -> None:
+    """PEFT draws adapter weights when it adds an adapter; the model's own initialiser would make other values of them."""
+    if any(hasattr(module, "adapter_layer_names") for _, module in path[:-1]):
+        names = ", ".join(f"{path[-1][0]}.{key}" for key in wanted)
+        raise CheckpointError(
+            f"Adapter weights on meta, which no checkpoint fills: {names}. Add the adapter to a model with real weights and "
+            "let prepare() shard it."
+        )
+
+
+def _module_paths(model: nn.Module) -> Iterator[ModulePath]:
+    """Every module once, children before parents, as transformers initialises them."""
+    seen: set[nn.Module] = set()
+
+    def walk(path: ModulePath) -> Iterator[ModulePath]:
+        name, module = path[-1]
+        seen.add(module)
+        for child_name, child in module.named_children():
+            if child not in seen:
+                yield from walk((*path, (_fqn(name, child_name), child)))
+        yield path
+
+    return walk((("", model),))
+
+
+def _fqn(name: str, part: str) -> str:
+    return f"{name}.{part}" if name else part
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    own = [*module._parameters.items(), *module._buffers.items()]
+    return [(key, tensor) for key, tensor in own if tensor is not None]
+
+
+def _is_wanted(module: nn.Module, name: str, key: str, missing: set[str]) -> bool:
+    return key in module._non_persistent_buffers_set or _fqn(name, key) in missing
+
+
+def _mark_initialized(model: nn.Module, *, except_for: set[str]) -> None:
+    """transformers' initialisers leave a tensor with this mark alone."""
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        tensor._is_hf_initialized = key not in except_for  # type: ignore[attr-defined]  # transformers' own mark
+
+
+def _initialize_module(path: ModulePath, wanted: dict[str, torch.Tensor], seed: int) -> list[str]:
+    """Initialise the `wanted` tensors of the last module of `path`; return the names of those that nobody wrote."""
+    name = path[-1][0]
+    made = _draw(path, {key: tensor.shape for key, tensor in wanted.items()}, seed)
+    for key, tensor in wanted.items():
+        if key in made:
+            _copy_into(tensor, made[key])
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
+    return [_fqn(name, key) for key in wanted if key not in made]
+
+
+def _draw(path: ModulePath, shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, torch.Tensor]:
+    """What the model's own initialisers make of tensors of these shapes in the last module of `path`, on the CPU; those that
+    nobody wrote are left out. The module keeps its own tensors."""
+    name, module = path[-1]
+    stores: dict[str, dict[str, Any]] = {
+        key: module._parameters if key in module._parameters else module._buffers for key in shapes
+    }
+    own = {key: stores[key][key] for key in shapes}
+    whole = {key: _zeros_on_cpu(own[key], shape) for key, shape in shapes.items()}
+    versions = {key: tensor._version for key, tensor in whole.items()}
+    for key, tensor in whole.items():
+        stores[key][key] = tensor
+    try:
+        with torch.random.fork_rng(devices=()), torch.no_grad(), init.guard_torch_init_functions():
+            torch.default_generator.manual_seed(seed ^ zlib.crc32(name.encode()))  # that of GPUs is left alone
+            for initialize in _initializers(path):
+                initialize()
+        made = {key: stores[key][key] for key in shapes}  # a module may have set a new tensor in its place
+    finally:
+        for key, tensor in own.items():
+            stores[key][key] = tensor
+    return {key: t for key, t in made.items() if t is not whole[key] or t._version != versions[key]}
+
+
+def _initializers(path: ModulePath) -> Iterator[Callable[[], object]]:
+    """What initialises the last module of a path: its own initialiser, then those of its ancestors that reach into it."""
+    for depth in range(len(path), 0, -1):
+        module = path[depth - 1][1]
+        owners = [ancestor for _, ancestor in path[:depth] if isinstance(ancestor, PreTrainedModel)]
+        if not owners:
+            if depth == len(path) and callable(reset := getattr(module, "reset_parameters", None)):
+                yield reset
+        elif depth == len(path) or not owners[-1].is_custom_code():
+            # Code outside transformers may write tensors without looking at the mark, so it sees no other module.
+            yield partial(owners[-1]._init_weights, module)
+
+
+@contextmanager
+def _without_padding(module: nn.Module) -> Iterator[None]:
+    """An embedding without its padding row, which is an index of its own shape and of no other."""
+    padding = getattr(module, "padding_idx", None)
+    if padding is None:
+        yield
+        return
+    module.padding_idx = None  # type: ignore[assignment]  # as nn.Embedding has it
+    try:
+        yield
+    finally:
+        module.padding_idx = padding
+
+
+def _zeros_on_cpu(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    zeros = torch.zeros(tuple(shape), dtype=like.dtype, device="cpu")
+    return nn.Parameter(zeros, requires_grad=False) if isinstance(like, nn.Parameter) else zeros
+
+
+def _copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
+    with torch.no_grad():
+        if isinstance(target, DTensor):
+            shard = distribute_tensor(whole.data, target.device_mesh, target.placements, src_data_rank=None)
+            target.to_local().copy_(shard.to_local())
+        else:
+            target.copy_(whole)

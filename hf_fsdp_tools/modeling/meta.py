@@ -1,0 +1,172 @@
+"""A model with shapes and no storage, built from its configuration as `from_pretrained` builds it."""
+
+import copy
+import re
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.hub import HubRepository, is_hub_name
+from hf_fsdp_tools.modeling.linear4bit import make_quantizer, pack_weights, replace_linears
+
+__all__ = ["build_meta_model", "config_dtype", "load_config"]
+
+
+def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kwargs: Any) -> PreTrainedConfig:
+    """The configuration of a hub name, a local folder, or a `config.json`; a copy of one that is given.
+
+    Args:
+        name_or_config: what to open.
+        hub_kwargs: passed to `AutoConfig.from_pretrained` (`revision`, `token`, `trust_remote_code`, `local_files_only`, …).
+
+    Raises:
+        CheckpointError: there is no such folder, no `config.json` in it, or the hub does not give it.
+        ConfigError: the configuration is not JSON, or its `model_type` is unknown to the installed transformers.
+    """
+    if isinstance(name_or_config, PreTrainedConfig):
+        return copy.deepcopy(name_or_config)
+    name = fspath(name_or_config)
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        raise CheckpointError(
+            f"No config.json in {name!r} (found: {found}). Give a folder that `save_pretrained` wrote, "
+            "a hub name, or the path of a config.json."
+        )
+    if not path.exists():
+        if not is_hub_name(name):
+            raise CheckpointError(
+                f"No such folder: {name!r}. Give an existing local folder, a config.json, or a hub name."
+            )
+        hub_kwargs = _fetch_config(name, **hub_kwargs)
+        commit = hub_kwargs["revision"]
+    else:
+        commit = None
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, **hub_kwargs)
+    except ValueError as error:
+        raise ConfigError(f"The configuration of {name!r} cannot be used: {_first_line(error)}") from error
+    except OSError as error:
+        raise CheckpointError(f"The configuration in {name!r} cannot be read: {_first_line(error)}") from error
+    config._commit_hash = commit  # older versions of transformers set it; never written to a file
+    return config
+
+
+def config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
+    """The floating-point dtype that a configuration names for its weights, the text model's if only that has one."""
+    for part in (config, config.get_text_config()):
+        dtype = getattr(part, "dtype", None)
+        dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+            return dtype
+    return None
+
+
+def build_meta_model(
+    name_or_config: str | PathLike[str] | PreTrainedConfig,
+    *,
+    auto_class: Any = AutoModelForCausalLM,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    **model_kwargs: Any,
+) -> PreTrainedModel:
+    """Build a model whose parameters and buffers have shapes and dtypes but no storage, whatever its size.
+
+    It is built as `from_pretrained` builds it before it reads a file: same class, same dtypes (also the modules that
+    transformers keeps in fp32), weights tied where the config ties them, in evaluation mode.
+
+    Args:
+        name_or_config: a hub name, a local folder, the path of a `config.json`, or a `PreTrainedConfig` (copied).
+        auto_class: the `AutoModelFor…` class, or a model class itself.
+        dtype: of the floating-point parameters; None means the dtype that the config names, or float32 if it names none.
+        trust_remote_code: run model code that comes with the checkpoint.
+        model_kwargs: as in `from_pretrained`: what the config has is set there (`num_labels`, …), the rest goes to the model
+            (`attn_implementation`, …). `quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)` makes linear layers
+            4-bit layers of bitsandbytes, with weights of the packed shape.
+
+    No rank communicates; every rank may call.
+
+    Raises:
+        CheckpointError: the configuration cannot be found.
+        ConfigError: the architecture is unknown, `auto_class` has no model for it, a keyword fits nothing, or a quantisation
+            that cannot be sharded.
+    """
+    config = load_config(name_or_config, trust_remote_code=trust_remote_code)
+    quantizer = make_quantizer(config, model_kwargs)
+    dtype = dtype or config_dtype(config) or torch.float32
+    for name in [name for name in model_kwargs if hasattr(config, name) and not name.endswith("_implementation")]:
+        setattr(config, name, model_kwargs.pop(name))
+    is_model_class = isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel)
+    try:
+        # linspace stays real: code that calls .item() while a model is built would fail on meta tensors.
+        with torch.device("meta"), init.meta_device_safe_creation_ops():
+            if is_model_class:
+                model = auto_class._from_config(config, dtype=dtype, **model_kwargs)
+            else:
+                model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs)
+    except TypeError as error:
+        if not model_kwargs:
+            raise
+        raise ConfigError(
+            f"{', '.join(model_kwargs)} fit neither the config nor the model: {_first_line(error)}"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{getattr(auto_class, '__name__', auto_class)} has no model for {type(config).__name__}: {_first_line(error)} "
+            "Choose another auto_class (AutoModel always has the base model)."
+        ) from error
+    if quantizer is not None:
+        replace_linears(model, quantizer, dtype)
+    _keep_in_fp32(model, dtype)
+    if quantizer is not None:
+        pack_weights(model, quantizer)
+    model.eval()
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _fetch_config(name: str, **hub_kwargs: Any) -> dict[str, Any]:
+    """The arguments with which transformers finds the configuration of a hub name in the cache, where it is put first:
+    left to itself, transformers asks a hub that does not answer for more than a minute."""
+    fetched = {
+        key: hub_kwargs[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in hub_kwargs
+    }
+    folder = f"{hub_kwargs['subfolder']}/" if hub_kwargs.get("subfolder") else ""
+    own_code = bool(hub_kwargs.get("trust_remote_code"))
+    files = [f"{folder}config.json", f"{folder}generation_config.json", *(["*.py"] if own_code else [])]
+    snapshot = HubRepository.open(name, **fetched).fetch(*files)
+    if not (snapshot / files[0]).is_file():
+        raise CheckpointError(
+            f"No {files[0]} in {name!r} (commit {snapshot.name}). Give the name of a transformers model, or its subfolder."
+        )
+    # Code may come from yet another repository, so only without it is everything there.
+    return hub_kwargs | {
+        "revision": snapshot.name,
+        "local_files_only": not own_code or hub_kwargs.get("local_files_only"),
+    }
+
+
+def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """transformers loads some modules in fp32 whatever dtype is asked for; the meta model says so already."""
+    patterns = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
+    if not patterns:
+        return
+    kept = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))  # searched anywhere, as transformers does
+    for name, module in model.named_modules():
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None or not tensor.is_floating_point() or not kept.search(f"{name}.{key}" if name else key):
+                continue
+            if key in module._parameters:
+                tensor.data = tensor.data.to(torch.float32)
+            elif key not in module._non_persistent_buffers_set:
+                module._buffers[key] = tensor.to(torch.float32)
+
+
+def _first_line(error: BaseException) -> str:
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return line if line.endswith((".", "!", "?")) else f"{line}."

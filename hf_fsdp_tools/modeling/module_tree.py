@@ -1,0 +1,250 @@
+"""A model as a tree of modules with every parameter counted once: what blocks and plans are read from.
+
+Nouns used here and in `blocks`, `policy` and `wrap`:
+
+    node     one place of a module in the tree; a module registered twice has two nodes
+    weight   one parameter after tying: all names that are, or will be, the same tensor
+    owner    a node whose module registers a weight directly
+    size     parameters below a node, each weight counted at its first owner only (sums to the whole model)
+    extent   parameters below a node, tied or not (what a single block would gather)
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from hf_fsdp_tools.errors import BlockDetectionError
+
+__all__ = [
+    "WRAPPED_ATTRIBUTES",
+    "ModuleNode",
+    "ModuleTree",
+    "Weight",
+    "class_name",
+    "has_forward",
+    "original_classes",
+    "own_class",
+]
+
+# Attributes under which wrappers keep the module that they wrap: checkpoint wrappers, torch.compile, FSDP1. The wrapper has
+# the same role in the model as what it wraps, so it is named after it.
+WRAPPED_ATTRIBUTES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+
+# Path parts that wrappers insert into parameter names after the model has declared its ties.
+_INSERTED_PARTS = re.compile(
+    r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module|base_layer|original_module)\."
+)
+
+
+@dataclass(eq=False, slots=True)
+class Weight:
+    """One parameter after tying."""
+
+    names: list[str]
+    """Every parameter name of this weight in the model, in registration order; the first is the canonical one."""
+    owners: "list[ModuleNode]"
+    """The nodes that register it, in the order of `names`."""
+    numel: int
+    """Elements."""
+    nbytes: int
+    """Bytes at the present dtype."""
+    ndim: int
+    """Dimensions; FSDP2 refuses 0."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    dtype: torch.dtype
+    """Present dtype."""
+    requires_grad: bool
+    """Whether any of the tied parameters is trainable."""
+    is_declared_tie: bool = False
+    """True where the model declares a tie but the parameters are still separate tensors."""
+
+
+@dataclass(eq=False, slots=True)
+class ModuleNode:
+    """One place of a module in the tree."""
+
+    fqn: str
+    """Fully qualified name in the model passed in; "" for the root."""
+    module: nn.Module
+    """The live module."""
+    parent: "ModuleNode | None"
+    """The node above; None for the root."""
+    children: "list[ModuleNode]" = field(default_factory=list)
+    """The nodes below, in registration order."""
+    own: list[Weight] = field(default_factory=list)
+    """Weights registered on this very module."""
+    size: int = 0
+    """Parameters below, each weight counted at its first owner in the model."""
+    extent: int = 0
+    """Parameters below, counted at every owner."""
+
+    @property
+    def name(self) -> str:
+        """The last part of the fqn."""
+        return self.fqn.rpartition(".")[2]
+
+    def walk(self) -> "Iterator[ModuleNode]":
+        """Yield this node and all below it, parents first, in registration order."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(reversed(node.children))
+
+    def ancestors(self) -> "Iterator[ModuleNode]":
+        """Yield the nodes above this one, nearest first."""
+        node = self.parent
+        while node is not None:
+            yield node
+            node = node.parent
+
+
+class ModuleTree:
+    """The nodes and weights of one model, read once; reads shapes only, so it works on the meta device.
+
+    Args:
+        model: Any module. It is not changed.
+
+    Raises:
+        BlockDetectionError: The model has no parameter, or has lazy parameters whose shape is not known yet.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.root = ModuleNode(fqn="", module=model, parent=None)
+        self.by_fqn: dict[str, ModuleNode] = {}
+        self._weight_of: dict[str, Weight] = {}
+        self._read_modules(self.root, on_path=set(), by_id={})
+        if not self._weight_of:
+            raise BlockDetectionError(
+                f"{type(model).__name__} has no parameters, so there is nothing to shard. "
+                "Pass the model itself (for a wrapper or a container, the module that holds the weights)."
+            )
+        self.nodes: list[ModuleNode] = list(self.by_fqn.values())  # parents first, in registration order
+        self._join_declared_ties()
+        self.weights: list[Weight] = list({id(w): w for w in self._weight_of.values()}.values())
+        self.num_params = sum(weight.numel for weight in self.weights)
+        self._sum_sizes()
+
+    def __iter__(self) -> Iterator[ModuleNode]:
+        return iter(self.nodes)
+
+    def weight(self, parameter_fqn: str) -> Weight:
+        """The weight behind a parameter name; raises KeyError when the model has no such parameter."""
+        return self._weight_of[parameter_fqn]
+
+    def has_weight(self, parameter_fqn: str) -> bool:
+        """Whether the model has a parameter of this name."""
+        return parameter_fqn in self._weight_of
+
+    def _read_modules(self, node: ModuleNode, on_path: set[int], by_id: dict[int, Weight]) -> None:
+        self.by_fqn[node.fqn] = node
+        prefix = f"{node.fqn}." if node.fqn else ""
+        for name, parameter in node.module._parameters.items():
+            if parameter is not None:
+                self._read_parameter(node, prefix + name, parameter, by_id)
+        on_path.add(id(node.module))
+        for name, module in node.module._modules.items():
+            if module is not None and id(module) not in on_path:  # a module that registers its own parent would not end
+                child = ModuleNode(fqn=prefix + name, module=module, parent=node)
+                node.children.append(child)
+                self._read_modules(child, on_path, by_id)
+        on_path.discard(id(node.module))
+
+    def _read_parameter(self, node: ModuleNode, fqn: str, parameter: nn.Parameter, by_id: dict[int, Weight]) -> None:
+        if nn.parameter.is_lazy(parameter):
+            raise BlockDetectionError(
+                f"Parameter {fqn!r} is lazy and has no shape yet. Run one forward pass with the model before planning."
+            )
+        weight = by_id.get(id(parameter))
+        if weight is None:
+            weight = by_id[id(parameter)] = Weight(
+                names=[],
+                owners=[],
+                numel=parameter.numel(),
+                nbytes=parameter.numel() * parameter.element_size(),
+                ndim=parameter.ndim,
+                shape=tuple(parameter.shape),
+                dtype=parameter.dtype,
+                requires_grad=parameter.requires_grad,
+            )
+        weight.names.append(fqn)
+        weight.owners.append(node)
+        node.own.append(weight)
+        self._weight_of[fqn] = weight
+
+    def _join_declared_ties(self) -> None:
+        """Join weights that the model will tie when it is loaded, although they are separate tensors now."""
+        plain_names = {_INSERTED_PARTS.sub("", name): name for name in self._weight_of}
+        for node in self:
+            declared = getattr(node.module, "all_tied_weights_keys", None)
+            if not isinstance(declared, dict):
+                continue
+            prefix = _INSERTED_PARTS.sub("", f"{node.fqn}." if node.fqn else "")
+            for target, source in declared.items():
+                names = [plain_names.get(f"{prefix}{key}") for key in (source, target)]
+                if names[0] is not None and names[1] is not None:
+                    self._join(self._weight_of[names[0]], self._weight_of[names[1]])
+
+    def _join(self, first: Weight, second: Weight) -> None:
+        if first is second or first.shape != second.shape:
+            return
+        for name, owner in zip(second.names, second.owners, strict=True):
+            first.names.append(name)
+            first.owners.append(owner)
+            owner.own[owner.own.index(second)] = first
+            self._weight_of[name] = first
+        first.requires_grad |= second.requires_grad
+        first.is_declared_tie = True
+
+    def _sum_sizes(self) -> None:
+        for node in reversed(self.nodes):  # children before parents
+            for weight in {id(w): w for w in node.own}.values():
+                node.size += weight.numel if weight.owners[0] is node else 0
+                node.extent += weight.numel
+            if node.parent is not None:
+                node.parent.size += node.size
+                node.parent.extent += node.extent
+
+
+def class_name(module: nn.Module) -> str:
+    """The class name a user knows: wrappers (checkpoint, compile) and FSDP2's renaming (`FSDPXxx`) looked through."""
+    for attribute in WRAPPED_ATTRIBUTES:
+        wrapped = module._modules.get(attribute)
+        if wrapped is not None:
+            return class_name(wrapped)
+    mro = type(module).__mro__
+    if len(mro) > 2 and mro[1].__name__ == "FSDPModule":  # fully_shard builds (FSDPXxx, FSDPModule, Xxx, ...)
+        return mro[2].__name__
+    return mro[0].__name__
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module can run: containers such as `ModuleList` and plain holders of modules cannot."""
+    forward = getattr(type(module), "forward", None)
+    return forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before FSDP2 gave it one of its own."""
+    cls = type(module)
+    return cls.__mro__[cls.__mro__.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else cls
+
+
+@contextmanager
+def original_classes(model: nn.Module) -> Iterator[None]:
+    """The modules of a model under their own classes for a while: FSDP2 gives each of its modules a class of its own, and
+    transformers takes a class from another module for a user's code."""
+    units: dict[nn.Module, type] = {m: type(m) for m in model.modules() if isinstance(m, FSDPModule)}
+    try:
+        for module in units:
+            module.__class__ = own_class(module)
+        yield
+    finally:
+        for module, cls in units.items():
+            module.__class__ = cls

@@ -1,0 +1,358 @@
+"""The repeated blocks of a model, its embeddings, final norm, head and tied weights, read from the module tree alone.
+
+Structure decides. What a model says about itself (`_no_split_modules`, `GradientCheckpointingLayer`, `get_input_embeddings`)
+is a witness: agreement and disagreement are recorded as evidence and change nothing, because such hints name absent
+classes, attention layers and sibling towers in many models.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+
+from torch import nn
+
+from hf_fsdp_tools.modeling.module_tree import (
+    ModuleNode,
+    ModuleTree,
+    Weight,
+    class_name,
+)
+from hf_fsdp_tools.planning.stacks import (
+    MAJOR_SHARE,
+    find_blocks,
+    is_list,
+    lists_of_experts,
+)
+from hf_fsdp_tools.text import merge_names, show_count
+
+__all__ = ["BlockStack", "ModelBlocks", "ModulePart", "TiedSet", "describe_blocks", "detect_blocks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockStack:
+    """Blocks that repeat."""
+
+    fqn: str
+    """Where the stack is; `*` stands for the indices of stages ("encoder.layers.*.blocks")."""
+    blocks: tuple[str, ...]
+    """The fqn of each block, in registration order."""
+    class_names: tuple[str, ...]
+    """Classes of the blocks, most frequent first."""
+    num_params: int
+    """Parameters of all blocks together, tied ones once."""
+    largest_block_params: int
+    """Parameters that the largest block would gather."""
+    share: float
+    """`num_params` as a share of the model, 0 to 1."""
+    evidence: tuple[str, ...]
+    """What the tree shows, then what the model's own hints say."""
+
+    @property
+    def count(self) -> int:
+        """The number of blocks."""
+        return len(self.blocks)
+
+    @property
+    def is_major(self) -> bool:
+        """Whether the stack holds at least 10 % of the parameters."""
+        return self.share >= MAJOR_SHARE
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePart:
+    """A module with a role: an embedding, the final norm, the head."""
+
+    fqn: str
+    """Fully qualified name."""
+    class_name: str
+    """Its class."""
+    num_params: int
+    """Parameters below it."""
+    evidence: tuple[str, ...]
+    """Why it has the role."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiedSet:
+    """Parameter names that are one tensor."""
+
+    names: tuple[str, ...]
+    """Every name, the canonical one first."""
+    num_params: int
+    """Elements of the one tensor."""
+    evidence: str
+    """Whether the names are one Parameter now, or the model declares that loading will tie them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelBlocks:
+    """What repeats in a model and what stands around it; data, the same on every rank."""
+
+    model_class: str
+    """Class of the model."""
+    num_params: int
+    """Parameters of the model, tied ones once."""
+    stacks: tuple[BlockStack, ...]
+    """Every stack, major ones first, then by registration order; empty where nothing repeats."""
+    embeddings: tuple[ModulePart, ...]
+    """Embedding tables outside blocks, largest first."""
+    final_norm: ModulePart | None
+    """The normalisation after the last block, if it is a module of its own."""
+    head: ModulePart | None
+    """The output projection, if there is one outside blocks."""
+    ties: tuple[TiedSet, ...]
+    """Sets of parameter names that are one tensor, now or after loading."""
+    scalars: tuple[str, ...]
+    """Names of 0-d parameters, which FSDP cannot shard."""
+    rejected: tuple[str, ...]
+    """Lists that were considered and are no stacks, equal ones in one line, each with the reason."""
+    evidence: tuple[str, ...]
+    """What was noticed about the model as a whole, disagreements of its hints included."""
+
+    @property
+    def major_stacks(self) -> tuple[BlockStack, ...]:
+        """The stacks that hold at least 10 % of the parameters each."""
+        return tuple(stack for stack in self.stacks if stack.is_major)
+
+    def to_json(self) -> str:
+        """This value as JSON text (a stable order of keys)."""
+        return json.dumps(asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        lines = [f"{self.model_class}: {show_count(self.num_params)} parameters"]
+        for stack in self.stacks:
+            kind = "blocks" if stack.is_major else "blocks (minor)"
+            lines.append(
+                f"  {kind:<15} {stack.fqn}  {stack.count} × {' | '.join(stack.class_names)}  "
+                f"largest {show_count(stack.largest_block_params)}, {stack.share:.1%} of the model"
+            )
+        parts = [("embedding", part) for part in self.embeddings]
+        parts += [(role, part) for role, part in (("final norm", self.final_norm), ("head", self.head)) if part]
+        lines += [f"  {role:<15} {part.fqn}  {part.class_name}  {show_count(part.num_params)}" for role, part in parts]
+        lines += [f"  {'tied':<15} {' = '.join(tie.names[:4])}{' = …' * (len(tie.names) > 4)}" for tie in self.ties[:4]]
+        lines += [f"  {'tied':<15} … and {len(self.ties) - 4} sets more"] * (len(self.ties) > 4)
+        lines += [f"  {'0-d parameter':<15} {name}" for name in self.scalars]
+        lines += [f"  {'rejected':<15} {line}" for line in self.rejected[:8]]
+        lines += [f"  {'rejected':<15} … and {len(self.rejected) - 8} lists more"] * (len(self.rejected) > 8)
+        lines += [f"  {'note':<15} {note}" for note in self.evidence]
+        return "\n".join(lines)
+
+
+def detect_blocks(model: nn.Module) -> ModelBlocks:
+    """Find what repeats in `model`, and the embeddings, final norm, head and ties around it.
+
+    Works for any module (transformers models, plain modules, models wrapped by PEFT, `torch.compile`, checkpoint wrappers
+    or DDP, also after sharding), on any device, meta included: only names, classes and shapes are read. Names are those
+    of the model passed in. Nothing is communicated; every rank gets the same answer.
+
+    Example:
+        >>> print(detect_blocks(build_meta_model("meta-llama/Llama-3.1-8B")))
+
+    Raises:
+        BlockDetectionError: The model has no parameters, or lazy ones without a shape.
+    """
+    tree = ModuleTree(model)
+    return describe_blocks(tree, find_blocks(tree))
+
+
+def describe_blocks(tree: ModuleTree, found: list[list[ModuleNode]]) -> ModelBlocks:
+    """`detect_blocks` for a tree and its stacks that have been read already."""
+    stacks = sorted((_describe_stack(tree, blocks) for blocks in found), key=lambda stack: not stack.is_major)
+    in_blocks = {id(node) for blocks in found for block in blocks for node in block.walk()}
+    outside = [node for node in tree if id(node) not in in_blocks]
+    largest = max(found, key=lambda blocks: sum(block.size for block in blocks), default=[])
+    embeddings = _embeddings(tree, outside)
+    head = _head(tree, outside, largest, embeddings)
+    notes = [] if stacks else ["nothing repeats: no list, Sequential or numbered attributes with members of one class"]
+    return ModelBlocks(
+        model_class=class_name(tree.root.module),
+        num_params=tree.num_params,
+        stacks=tuple(stacks),
+        embeddings=embeddings,
+        final_norm=_final_norm(outside, _stack_before(head, found, largest)),
+        head=head,
+        ties=tuple(_tied_set(weight) for weight in tree.weights if len(set(weight.names)) > 1),
+        scalars=tuple(weight.names[0] for weight in tree.weights if weight.ndim == 0),
+        rejected=tuple(_rejected(tree, found)),
+        evidence=tuple(notes + _hint_notes(tree, found)),
+    )
+
+
+# ---- what stands around the stacks -----------------------------------------------------------------------------------
+
+
+def _embeddings(tree: ModuleTree, outside: list[ModuleNode]) -> tuple[ModulePart, ...]:
+    """Tables looked up by index: `nn.Embedding` and its kind, outside blocks."""
+    parts: dict[int, ModulePart] = {}
+    witness = _witness(tree, "get_input_embeddings")
+    for node in outside:
+        is_table = isinstance(node.module, nn.Embedding | nn.EmbeddingBag) or hasattr(node.module, "num_embeddings")
+        if not is_table or not any(weight.ndim == 2 for weight in node.own):
+            continue
+        evidence = ["a table of rows looked up by index, outside blocks"]
+        if node.module is witness:
+            evidence.append("get_input_embeddings() names it")
+        parts.setdefault(id(node.module), _part(node, evidence))
+    return tuple(sorted(parts.values(), key=lambda part: -part.num_params))
+
+
+def _head(
+    tree: ModuleTree, outside: list[ModuleNode], blocks: list[ModuleNode], embeddings: tuple[ModulePart, ...]
+) -> ModulePart | None:
+    """The output projection: a matrix outside blocks that is tied to an embedding, else the last one after the blocks."""
+    tables = {part.fqn for part in embeddings}
+    order = {id(node): index for index, node in enumerate(tree)}
+    last_block = max((order[id(block)] for block in blocks), default=-1)
+    witness = _witness(tree, "get_output_embeddings")
+    candidates = []
+    for node in outside:
+        if node.fqn in tables or isinstance(node.module, nn.Embedding) or not any(w.ndim == 2 for w in node.own):
+            continue
+        tied = any(owner.fqn in tables for weight in node.own for owner in weight.owners)
+        if tied or (order[id(node)] > last_block and not node.children):
+            candidates.append((tied, order[id(node)], node))
+    if not candidates:
+        return None
+    tied, _, node = max(candidates, key=lambda candidate: candidate[:2])
+    evidence = ["a matrix tied to an embedding" if tied else "the last matrix after the blocks"]
+    if node.module is witness:
+        evidence.append("get_output_embeddings() names it")
+    elif witness is not None:
+        evidence.append("get_output_embeddings() names another module")
+    return _part(node, evidence)
+
+
+def _stack_before(
+    head: ModulePart | None, found: list[list[ModuleNode]], largest: list[ModuleNode]
+) -> list[ModuleNode]:
+    """The stack whose output the head takes: of several towers the one that lies nearest to it, as a rule the largest."""
+    if head is None:
+        return largest
+    path = head.fqn.split(".")[:-1]
+
+    def nearness(blocks: list[ModuleNode]) -> tuple[int, bool]:
+        shared = zip(path, blocks[0].fqn.split("."), strict=False)
+        return sum(1 for _ in takewhile(lambda parts: parts[0] == parts[1], shared)), blocks is largest
+
+    return max(found, key=nearness, default=[])
+
+
+def _final_norm(outside: list[ModuleNode], blocks: list[ModuleNode]) -> ModulePart | None:
+    """The first module after the last block, beside the stack or beside what holds it, whose weights are all vectors."""
+    if not blocks:
+        return None
+    last = blocks[-1]
+    candidates = {id(node): node for node in outside}
+    for above in [last, *last.ancestors()]:
+        if above.parent is None:
+            return None
+        siblings = above.parent.children
+        for node in siblings[[s is above for s in siblings].index(True) + 1 :]:
+            if id(node) in candidates and node.own and not node.children and all(w.ndim == 1 for w in node.own):
+                return _part(node, ["the first module after the last block whose weights are vectors"])
+            if any(weight.ndim > 1 for below in node.walk() for weight in below.own):
+                return None
+    return None
+
+
+def _rejected(tree: ModuleTree, found: list[list[ModuleNode]]) -> Iterator[str]:
+    """Lists without a block in them, with the reason; those that differ in numbers only share a line."""
+    blocks = [block for stack in found for block in stack]
+    is_block = {id(block) for block in blocks}
+    holds_blocks = {id(above) for block in blocks for above in block.ancestors()}
+    of_experts = {id(experts) for block in blocks for experts in lists_of_experts(block)}
+    alike: dict[tuple[str, str], list[str]] = {}
+    for node in tree:
+        members = [child for child in node.children if child.extent]
+        if len(members) < 2 or not is_list(node.module) or id(node) in is_block | holds_blocks:
+            continue
+        if id(node) in of_experts:
+            reason = f"{len(members)} experts: a router chooses among them, so that ranks would gather unequally"
+        elif any(id(above) in is_block for above in node.ancestors()):
+            reason = "part of a block"
+        else:
+            reason = "its members do not repeat, or are single layers"
+        alike.setdefault((re.sub(r"\d+", "#", node.fqn), reason), []).append(node.fqn)
+    for (_, reason), names in alike.items():
+        yield f"{merge_names(names)}  ({reason})"
+
+
+def _part(node: ModuleNode, evidence: list[str]) -> ModulePart:
+    return ModulePart(
+        fqn=node.fqn, class_name=class_name(node.module), num_params=node.extent, evidence=tuple(evidence)
+    )
+
+
+def _tied_set(weight: Weight) -> TiedSet:
+    evidence = "the model declares the tie; loading makes it" if weight.is_declared_tie else "one Parameter"
+    return TiedSet(names=tuple(weight.names), num_params=weight.numel, evidence=evidence)
+
+
+# ---- witnesses -------------------------------------------------------------------------------------------------------
+
+
+def _witness(tree: ModuleTree, method: str) -> nn.Module | None:
+    """What the model itself answers; None where it has no answer (many models raise NotImplementedError)."""
+    for node in (tree.root, *tree.root.children):
+        ask = getattr(node.module, method, None)
+        if callable(ask):
+            try:
+                answer = ask()
+            except Exception:  # a witness that fails says nothing: any model code may run here
+                return None
+            return answer if isinstance(answer, nn.Module) else None
+    return None
+
+
+def _place(blocks: list[ModuleNode]) -> str:
+    """The fqn that the parents of the blocks share, with `*` where they differ."""
+    parents = [block.fqn.split(".")[:-1] for block in blocks]
+    if len({len(parts) for parts in parents}) == 1:
+        return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*parents, strict=True))
+    common = [parts[0] for parts in zip(*parents, strict=False) if len(set(parts)) == 1]
+    return ".".join([*common, "*"])
+
+
+def _describe_stack(tree: ModuleTree, blocks: list[ModuleNode]) -> BlockStack:
+    fqn = _place(blocks)
+    names = Counter(class_name(block.module) for block in blocks)
+    params = sum(block.size for block in blocks)
+    container = class_name(blocks[0].parent.module) if blocks[0].parent else "module"
+    stages = " in stages that were opened" if "*" in fqn else ""
+    evidence = [f"{len(blocks)} × {container} member at {fqn or 'the top'}{stages}"]
+    if len(blocks) == 1:
+        evidence.append("a list of one: a shared layer, or a model with one layer")
+    if len(names) > 1:
+        evidence.append(f"classes in one list: {', '.join(f'{name} × {count}' for name, count in names.most_common())}")
+    marked = sum(any(c.__name__ == "GradientCheckpointingLayer" for c in type(b.module).__mro__) for b in blocks)
+    if marked:
+        evidence.append(f"{marked} of {len(blocks)} are GradientCheckpointingLayer")
+    return BlockStack(
+        fqn=fqn,
+        blocks=tuple(block.fqn for block in blocks),
+        class_names=tuple(name for name, _ in names.most_common()),
+        num_params=params,
+        largest_block_params=max(block.extent for block in blocks),
+        share=params / tree.num_params,
+        evidence=tuple(evidence),
+    )
+
+
+def _hint_notes(tree: ModuleTree, found: list[list[ModuleNode]]) -> list[str]:
+    """Where `_no_split_modules` and the tree disagree."""
+    hinted = {name for node in tree for name in getattr(node.module, "_no_split_modules", None) or ()}
+    if not hinted:
+        return []
+    present = {class_name(node.module) for node in tree}
+    blocks = {class_name(block.module) for stack in found for block in stack}
+    notes = []
+    if absent := sorted(hinted - present):
+        notes.append(f"_no_split_modules names classes that the model does not have: {', '.join(absent)}")
+    if others := sorted((hinted & present) - blocks):
+        notes.append(f"_no_split_modules names classes that do not repeat as blocks: {', '.join(others)}")
+    if blocks & hinted:
+        notes.append(f"_no_split_modules agrees on {', '.join(sorted(blocks & hinted))}")
+    return notes

@@ -1,0 +1,147 @@
+"""A wrap plan as data: what is sharded together, in which order, and why."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hf_fsdp_tools.errors import WrapPlanError
+from hf_fsdp_tools.text import merge_alike, merge_names, show_bytes, show_count
+
+__all__ = [
+    "WrapPlan",
+    "WrapUnit",
+]
+
+_RESHARD = {"True": "yes", "False": "no", "None": "auto"}
+_FORMAT = 1  # raised when a field changes its meaning, so that an old file is refused instead of misread
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapUnit:
+    """Modules whose parameters FSDP gathers in one collective and frees together."""
+
+    modules: tuple[str, ...]
+    """Fqns of the modules, in the order of first use; `("",)` is the root. More than one: `fully_shard([a, b])`."""
+    reshard_after_forward: bool | int | None
+    """As in `fully_shard`: free after forward, keep (False), reshard to a smaller world (int), or let FSDP decide (None)."""
+    num_params: int
+    """Parameters of this unit: those below its modules that are in no unit inside it, tied ones once."""
+    num_bytes: int
+    """Their bytes at the dtype of the model that was planned, gathered (all ranks' shards together)."""
+    reason: str
+    """Why this is a unit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapPlan:
+    """What is sharded together in one model; the same on every rank, comparable by `digest`."""
+
+    units: tuple[WrapUnit, ...]
+    """Units, children before parents, the root last with `modules == ("",)`."""
+    replicated: tuple[str, ...]
+    """Parameters that FSDP must ignore and every rank holds whole (0-d ones, and those a policy keeps). FSDP does not reduce
+    their gradients either: whoever shards the model has to."""
+    model_class: str
+    """Class of the model planned for."""
+    num_params: int
+    """Parameters of the model, tied ones once, replicated ones included."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know: a size-based plan, hints that were overruled."""
+
+    @property
+    def largest_unit(self) -> WrapUnit:
+        """The unit that gathers most: the working set that every rank holds beside its shard."""
+        return max(self.units, key=lambda unit: unit.num_params)
+
+    @property
+    def digest(self) -> str:
+        """sha256 (hex) of what FSDP is told; equal on all ranks or they would wait for each other for ever."""
+        told = [self.model_class, self.num_params, self.replicated]
+        told += [[unit.modules, unit.reshard_after_forward, unit.num_params] for unit in self.units]
+        return hashlib.sha256(json.dumps(told, separators=(",", ":")).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """This plan as JSON text; `from_json` reads it back to an equal plan."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "WrapPlan":
+        """Read a plan that `to_json` wrote.
+
+        Raises:
+            WrapPlanError: The text is no JSON, of another format, or has missing or unknown fields.
+        """
+        cure = "Write the plan again with WrapPlan.to_json()."
+        try:
+            data: dict[str, Any] = json.loads(text)
+            written = data.pop("format", None)
+            if written != _FORMAT:
+                raise WrapPlanError(f"Wrap plan of format {written!r}; this version reads {_FORMAT}. {cure}")
+            units = tuple(WrapUnit(**{**unit, "modules": tuple(unit["modules"])}) for unit in data.pop("units"))
+            data |= {name: tuple(data[name]) for name in ("replicated", "notes")}
+            return cls(units=units, **data)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, WrapPlanError):
+                raise
+            raise WrapPlanError(f"Not a wrap plan: {error}. {cure}") from error
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("unit", "count", "parameters", "size", "reshard", "why")]
+        for units in _equal_units(self.units):
+            one = units[0]
+            rows.append(
+                (
+                    _modules(units),
+                    f"{len(units)} ×",
+                    show_count(one.num_params),
+                    show_bytes(one.num_bytes),
+                    _RESHARD.get(str(one.reshard_after_forward), str(one.reshard_after_forward)),
+                    one.reason,
+                )
+            )
+        total = sum(unit.num_bytes for unit in self.units)
+        lines = [
+            f"{self.model_class}: {show_count(self.num_params)} parameters in {len(self.units)} units",
+            *_aligned(rows),
+        ]
+        largest = self.largest_unit
+        lines.append(
+            f"total {show_bytes(total)} before sharding; "
+            f"largest gathered unit {show_bytes(largest.num_bytes)} ({_short(largest)})"
+        )
+        lines += [f"replicated on every rank: {names}" for names in merge_alike(self.replicated)]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def _equal_units(units: Iterable[WrapUnit]) -> list[list[WrapUnit]]:
+    """Units that differ in the numbers of their names only, grouped, in the order of the first."""
+    groups: dict[object, list[WrapUnit]] = {}
+    for unit in units:
+        shape = tuple(re.sub(r"\d+", "#", name) for name in unit.modules)
+        key = (shape, unit.reshard_after_forward, unit.num_params, unit.num_bytes, unit.reason)
+        groups.setdefault(key, []).append(unit)
+    return list(groups.values())
+
+
+def _modules(units: list[WrapUnit]) -> str:
+    names = [merge_names(column) for column in zip(*(unit.modules for unit in units), strict=True)]
+    return " + ".join(names[:3]) + (f" + {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _short(unit: WrapUnit) -> str:
+    return (unit.modules[0] or "the root") + (f" and {len(unit.modules) - 1} more" if len(unit.modules) > 1 else "")
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    right = {1, 2, 3}
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

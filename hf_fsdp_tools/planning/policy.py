@@ -1,0 +1,88 @@
+"""The policy that makes a wrap plan: types, sizes and exceptions, as one frozen value."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from hf_fsdp_tools.errors import WrapPlanError
+from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, class_name
+
+__all__ = ["HybridPolicy", "UnitPredicate", "matching_nodes", "nearest_names"]
+
+UnitPredicate = Callable[[str, nn.Module], bool | Mapping[str, Any] | None]
+"""`(fqn, module) -> True | {"reshard_after_forward": ..., "reason": ...}` for a unit, False or None for no opinion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridPolicy:
+    """How units are chosen. Every default comes from the model itself, so `HybridPolicy()` fits any model.
+
+    Precedence, strongest first: the rules of a correct plan (a policy that would break one raises) · `replicate` · `units` ·
+    `block_types` · detected blocks · `expert_unit_params` · `min_unit_params` · the tail. `reshard_after_forward` is laid over
+    the finished units.
+
+    Example:
+        >>> HybridPolicy(block_types=("LlamaDecoderLayer",), min_unit_params=2e7)
+    """
+
+    block_types: tuple[type[nn.Module] | str, ...] | None = None
+    """Classes, class names, or fqn patterns (`"model.layers.*"`) that are units; None: the blocks that the tree shows.
+    Detected blocks inside a match are not units of their own; detected blocks that hold a match, or none, still are."""
+    min_unit_params: float | None = None
+    """Ceiling: a module outside blocks with more own remaining parameters than this is its own unit. None: the largest
+    block (without blocks: the largest set of parameters on one module). Classic values are 2e7 and 1e6."""
+    floor_params: float | None = None
+    """Floor: below this a module (norm, bias, small adapter) stays with its neighbours. None: 1 % of the ceiling, at most
+    1e5 (200 kB in bf16, where the latency of a collective exceeds its transfer; assumed, not measured)."""
+    expert_unit_params: float = 1e9
+    """Inside a block, the experts are a unit of their own from this many parameters (2 GB in bf16; assumed): they are then
+    gathered while they run, not while attention runs. `math.inf`: never. A single expert never is."""
+    units: tuple[UnitPredicate, ...] = ()
+    """Predicates that make a module a unit; the first that answers True or options wins."""
+    reshard_after_forward: Mapping[str, bool | int | None] = field(default_factory=dict)
+    """Overrides by fqn pattern, for units that hold a matching module (`{"model.layers.31": False}`; "" is the root)."""
+    replicate: tuple[str, ...] = ()
+    """Fqn patterns of modules or parameters that stay whole on every rank and that FSDP ignores."""
+    group_tail: bool = True
+    """Gather the final norm with a head that is its own unit, and do not reshard it: backward begins right there."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {value!r}: it must be a number of parameters, 0 or more."
+            for name in ("min_unit_params", "floor_params", "expert_unit_params")
+            if (value := getattr(self, name)) is not None and not value >= 0
+        ]
+        problems += [
+            f"{name} is {value!r}: it must be a tuple; write ({value!r},)."
+            for name in ("block_types", "units", "replicate")
+            if isinstance(value := getattr(self, name), str | type) or callable(value)
+        ]
+        if problems:
+            raise WrapPlanError("HybridPolicy: " + " ".join(problems))
+
+
+def matching_nodes(tree: ModuleTree, wanted: type[nn.Module] | str, *, problems: list[str]) -> list[ModuleNode]:
+    """The nodes that a class, a class name or an fqn pattern means; adds a line to `problems` where there are none."""
+    if isinstance(wanted, type):
+        nodes = [node for node in tree if isinstance(node.module, wanted)]
+        name = wanted.__name__
+    else:
+        name = wanted
+        nodes = [node for node in tree if class_name(node.module) == name]
+        nodes = nodes or [node for node in tree if fnmatchcase(node.fqn, name)]
+    if not nodes:
+        problems.append(f"{name!r} matches no module; {nearest_names(tree, name)}")
+    return nodes
+
+
+def nearest_names(tree: ModuleTree, name: str) -> str:
+    """A sentence with the real class names and fqns nearest to a name that matched nothing."""
+    classes = sorted({class_name(node.module) for node in tree})
+    fqns = [node.fqn for node in tree if node.fqn] + [weight.names[0] for weight in tree.weights]
+    wanted = fqns if "." in name else classes
+    near = difflib.get_close_matches(name, wanted, n=3, cutoff=0.5) or wanted[:6]
+    return f"the nearest names in the model are {', '.join(near)}."

@@ -1,0 +1,148 @@
+"""The rules of a correct wrap plan, checked on a model: what a plan made elsewhere or changed by hand must still obey."""
+
+from torch import nn
+
+from hf_fsdp_tools.modeling.module_tree import (
+    ModuleNode,
+    ModuleTree,
+    Weight,
+    class_name,
+    has_forward,
+)
+from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.planning.stacks import find_blocks, is_major, lists_of_experts
+
+__all__ = ["broken_rules", "check_wrap_plan", "size_bound"]
+
+
+def size_bound(tree: ModuleTree, stacks: list[list[ModuleNode]]) -> int:
+    """Parameters that no unit may exceed: twice the largest block or the largest indivisible set (rule 2).
+
+    Indivisible is what one module registers, with what is registered on holders below it that never run (`ParameterList`).
+    """
+    blocks = [block.extent for stack in stacks if is_major(tree, stack) for block in stack]
+    sets: dict[int, int] = {}
+    for node in reversed(tree.nodes):  # children before parents
+        held = sum(sets[id(child)] for child in node.children if not has_forward(child.module))
+        sets[id(node)] = held + sum({id(weight): weight.numel for weight in node.own}.values())
+    return 2 * max([*blocks, *sets.values()])
+
+
+def check_wrap_plan(model: nn.Module, plan: WrapPlan) -> tuple[str, ...]:
+    """Every rule that `plan` breaks on `model`, as sentences; empty for a correct plan.
+
+    Reads shapes and names only; nothing is communicated. The model must not be wrapped yet, or wrapped by this plan.
+    """
+    tree = ModuleTree(model)
+    return broken_rules(tree, find_blocks(tree), plan)
+
+
+def broken_rules(tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPlan) -> tuple[str, ...]:
+    """`check_wrap_plan` for a tree that has been read already."""
+    if broken := _broken_names(tree, plan):
+        return tuple(broken)
+    unit_of = _units_by_node(tree, plan)
+    replicated = {id(tree.weight(name)) for name in plan.replicated}
+    held: dict[int, list[Weight]] = {}
+    broken = [
+        f"Rule 1: 0-d parameter {weight.names[0]!r} cannot be sharded; add it to the plan's replicated parameters."
+        for weight in tree.weights
+        if weight.ndim == 0 and id(weight) not in replicated
+    ]
+    for weight in tree.weights:
+        if id(weight) in replicated:
+            continue
+        units = {unit_of[id(owner)] for owner in weight.owners}
+        if len(units) > 1:
+            names = ", ".join(_name(plan, index) for index in sorted(units))
+            broken.append(f"Rule 3: tied parameter {' = '.join(weight.names)} lies in several units: {names}.")
+        held.setdefault(min(units), []).append(weight)
+    broken += _broken_sizes(tree, stacks, plan, held)
+    broken += _broken_blocks(tree, stacks, plan, unit_of, replicated)
+    broken += _broken_containers(tree, stacks, plan)
+    for index, weights in held.items():
+        dtypes = sorted({str(weight.dtype) for weight in weights if weight.requires_grad})
+        if len(dtypes) > 1:
+            broken.append(f"Rule 5: unit {_name(plan, index)} mixes trainable dtypes {', '.join(dtypes)}.")
+    return tuple(broken)
+
+
+def _broken_names(tree: ModuleTree, plan: WrapPlan) -> list[str]:
+    names = [name for unit in plan.units for name in unit.modules]
+    broken = [f"Rule 3: the model has no module {name!r}." for name in names if name not in tree.by_fqn]
+    broken += [f"Rule 3: the model has no parameter {name!r}." for name in plan.replicated if not tree.has_weight(name)]
+    modules = [id(tree.by_fqn[name].module) for name in names if name in tree.by_fqn]
+    if len(modules) != len(set(modules)):
+        broken.append("Rule 3: a module is in two units.")
+    if not plan.units or plan.units[-1].modules != ("",):
+        broken.append('The root must be the last unit, alone: modules == ("",).')
+    if broken:
+        return broken
+    rank = {name: index for index, unit in enumerate(plan.units) for name in unit.modules}
+    for name, index in rank.items():
+        late = [above.fqn for above in tree.by_fqn[name].ancestors() if rank.get(above.fqn, len(rank)) < index]
+        if late:
+            broken.append(f"Children come before parents: {name!r} comes after {late[0]!r}.")
+    return broken
+
+
+def _units_by_node(tree: ModuleTree, plan: WrapPlan) -> dict[int, int]:
+    by_module = {id(tree.by_fqn[name].module): i for i, unit in enumerate(plan.units) for name in unit.modules}
+    unit_of: dict[int, int] = {}
+    for node in tree:
+        above = unit_of[id(node.parent)] if node.parent else len(plan.units) - 1
+        unit_of[id(node)] = by_module.get(id(node.module), above)
+    return unit_of
+
+
+def _broken_sizes(
+    tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPlan, held: dict[int, list[Weight]]
+) -> list[str]:
+    bound = size_bound(tree, stacks)
+    sizes = {index: sum(weight.numel for weight in weights) for index, weights in held.items()}
+    return [
+        f"Rule 2: unit {_name(plan, index)} gathers {size:,} parameters; the bound is {bound:,}, twice the largest block or "
+        "the largest set of parameters on one module."
+        for index, size in sizes.items()
+        if size > bound
+    ]
+
+
+def _broken_blocks(
+    tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPlan, unit_of: dict[int, int], replicated: set[int]
+) -> list[str]:
+    """Blocks of major stacks of which something that runs is left in the root."""
+    root = len(plan.units) - 1
+    left = [
+        block.fqn
+        for block in (block for stack in stacks if is_major(tree, stack) for block in stack)
+        for node in block.walk()
+        if unit_of[id(node)] == root and has_forward(node.module) and any(id(w) not in replicated for w in node.own)
+    ]
+    if not left:
+        return []
+    names = list(dict.fromkeys(left))
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return [f"Rule 1: {len(names)} blocks are left in the root unit: {shown}."]
+
+
+def _broken_containers(tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPlan) -> list[str]:
+    units = {name for unit in plan.units for name in unit.modules if name}
+    broken = [
+        f"Rule 4: unit {name!r} is a {class_name(tree.by_fqn[name].module)}, whose forward never runs."
+        for name in sorted(units)
+        if not has_forward(tree.by_fqn[name].module)
+    ]
+    for block in (block for stack in stacks for block in stack):
+        for experts in lists_of_experts(block):
+            below = [node.fqn for node in experts.walk() if node is not experts and node.fqn in units]
+            broken += [
+                f"Rule 4: unit {name!r} is (in) a single expert of {experts.fqn!r}, which some ranks skip."
+                for name in below
+            ]
+    return broken
+
+
+def _name(plan: WrapPlan, index: int) -> str:
+    modules = plan.units[index].modules
+    return repr(modules[0] or "(root)") + (f" (+ {len(modules) - 1} modules)" if len(modules) > 1 else "")

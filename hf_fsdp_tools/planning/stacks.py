@@ -1,0 +1,171 @@
+"""Where blocks repeat in a module tree: the stacks of a model, read from structure alone.
+
+stack   children that repeat: a list, a Sequential, a dict, or attributes `layer0 ... layerN`
+stage   a member of a stack that is itself mostly a stack (Swin, ResNet): it is opened, and its members count
+block   a member of a stack that is not a stage: what FSDP gathers at a time
+major   a stack that holds at least 10 % of the parameters
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from hf_fsdp_tools.modeling.module_tree import (
+    ModuleNode,
+    ModuleTree,
+    Weight,
+    class_name,
+    has_forward,
+)
+
+__all__ = ["MAJOR_SHARE", "find_blocks", "is_list", "is_major", "lists_of_experts"]
+
+MAJOR_SHARE = 0.10
+"""Share of the model's parameters from which a stack is major (the definition of a correct plan; a choice, not measured)."""
+
+_STAGE_SHARE = 0.60
+"""Share of a member that its own stacks must hold for it to be a stage. Chosen between Swin's first stage (0.75) and what
+MobileBERT's feed-forwards hold of their layer (0.47); both computed from their default configurations."""
+
+_NUMBERED = re.compile(r"^(.*?)_?(\d+)$")
+_MIN_NUMBERED = 3
+"""Attributes with numbers that make a stack: `fc1, fc2` and `attn1, attn2` are parts of a block. (assumed)"""
+
+
+def find_blocks(tree: ModuleTree) -> list[list[ModuleNode]]:
+    """The blocks of every stack of the tree, stack by stack in registration order."""
+    return _stacks_below(tree.root, nested=False)
+
+
+def is_major(tree: ModuleTree, stack: list[ModuleNode]) -> bool:
+    """Whether the stack holds at least 10 % of the parameters."""
+    return sum(block.size for block in stack) >= MAJOR_SHARE * tree.num_params
+
+
+def is_list(module: nn.Module) -> bool:
+    """Whether a module holds others as a list."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+
+
+def lists_of_experts(block: ModuleNode) -> list[ModuleNode]:
+    """Containers inside a block whose members may run on some ranks only: single experts, chosen by a router.
+
+    The sign is a router beside the list: a matrix with one row per member. A name that says "expert" counts too, since a
+    missed expert list would hang a run and a false one costs nothing.
+    """
+    lists = (node for node in block.walk() if len(node.children) > 1 and not has_forward(node.module))
+    return [node for node in lists if _is_experts(node)]
+
+
+def _stacks_below(root: ModuleNode, *, nested: bool) -> list[list[ModuleNode]]:
+    """The outermost stacks below `root`, stages opened, each as its blocks."""
+    stacks: list[list[ModuleNode]] = []
+    seen: set[int] = set()
+
+    def visit(node: ModuleNode) -> None:
+        if id(node.module) in seen or not node.extent:  # a module registered twice is one stack
+            return
+        seen.add(id(node.module))
+        members = _members(node, nested=nested)
+        if members:
+            stacks.append(_open_stages(members))
+        for member in members:  # lists of lists: those between were opened with this one
+            seen.update(id(above.module) for above in (member, *member.ancestors()))
+        for child in node.children:
+            visit(child)
+
+    visit(root)
+    return stacks
+
+
+def _members(node: ModuleNode, *, nested: bool) -> list[ModuleNode]:
+    """The children of `node` that form a stack; empty when they do not repeat."""
+    children = _distinct(child for child in node.children if child.extent)
+    if is_list(node.module) or (children and all(child.name.isdigit() for child in children)):
+        if nested and _is_experts(node):
+            return []
+        children = _distinct(_opened(children))
+        is_plain_list = not isinstance(node.module, nn.Sequential)
+        return _repeating(children, nested=nested, keep_all=is_plain_list, allow_one=is_plain_list)
+    families: dict[str, list[ModuleNode]] = {}
+    for child in children:
+        if match := _NUMBERED.match(child.name):
+            families.setdefault(match[1], []).append(child)
+    numbered = [child for family in families.values() if len(family) >= _MIN_NUMBERED for child in family]
+    return _repeating(numbered, nested=True, keep_all=False, allow_one=False)
+
+
+def _opened(children: Iterable[ModuleNode]) -> Iterator[ModuleNode]:
+    """The children, with containers that cannot run (lists of lists) replaced by what they hold."""
+    for child in children:
+        if isinstance(child.module, nn.ModuleList | nn.ModuleDict) and not has_forward(child.module):
+            yield from _opened(grandchild for grandchild in child.children if grandchild.extent)
+        else:
+            yield child
+
+
+def _repeating(members: list[ModuleNode], *, nested: bool, keep_all: bool, allow_one: bool) -> list[ModuleNode]:
+    """The members that repeat: composite ones where these hold the parameters, of classes that occur more than once."""
+    composite = [member for member in members if _num_matrices(member, at_most=2) > 1]
+    if sum(m.extent for m in composite) * 2 >= sum(m.extent for m in members):
+        members = composite
+    elif nested:
+        return []  # inside a block, single convolutions and projections are layers of the block
+    if len(members) == 1:
+        return members if allow_one and composite else []
+    counts = Counter(class_name(member.module) for member in members)
+    repeated = [member for member in members if counts[class_name(member.module)] > 1]
+    if sum(m.extent for m in repeated) * 2 < sum(m.extent for m in members) and not (keep_all and repeated):
+        return []
+    return members if keep_all else repeated
+
+
+def _open_stages(members: list[ModuleNode]) -> list[ModuleNode]:
+    """The blocks of a stack: its members, or, for classes of members that are mostly stacks themselves, theirs."""
+    inner = {id(member): [b for stack in _stacks_below(member, nested=True) for b in stack] for member in members}
+    whole, held = Counter[str](), Counter[str]()
+    for member in members:
+        whole[class_name(member.module)] += member.extent
+        held[class_name(member.module)] += sum(block.extent for block in inner[id(member)])
+    stages = {name for name in whole if held[name] >= _STAGE_SHARE * whole[name]}
+    blocks: list[ModuleNode] = []
+    for member in members:
+        is_stage = class_name(member.module) in stages and inner[id(member)]
+        blocks += inner[id(member)] if is_stage else [member]
+    return blocks
+
+
+def _distinct(nodes: Iterable[ModuleNode]) -> list[ModuleNode]:
+    """The nodes without those whose module has come before."""
+    first: dict[int, ModuleNode] = {}
+    for node in nodes:
+        first.setdefault(id(node.module), node)
+    return list(first.values())
+
+
+def _num_matrices(node: ModuleNode, *, at_most: int) -> int:
+    """How many modules at or below `node` register a weight of two or more dimensions, counted up to `at_most`."""
+    count = 0
+    for below in node.walk():
+        count += any(weight.ndim > 1 for weight in below.own)
+        if count >= at_most:
+            break
+    return count
+
+
+def _is_experts(container: ModuleNode) -> bool:
+    names = [container.name, *(class_name(child.module) for child in container.children[:1])]
+    if any("expert" in name.lower() for name in names):
+        return True
+    parent = container.parent
+    if parent is None:
+        return False
+    siblings = [weight for child in parent.children if child is not container for weight in _small_weights(child)]
+    return any(weight.ndim == 2 and weight.shape[0] == len(container.children) for weight in parent.own + siblings)
+
+
+def _small_weights(node: ModuleNode) -> list[Weight]:
+    """Weights of a module that is too simple to hold more than a router."""
+    return [weight for below in node.walk() for weight in below.own] if len(node.children) < 4 else []

@@ -1,0 +1,420 @@
+"""PEFT adapters on sharded models: added by PEFT itself, then sharded in the units of the base.
+
+The order is always the same, whether we add the adapter, a user's script does, or a trainer of TRL: the base is sharded and
+loaded, PEFT adds small whole tensors to it, and `shard_added` cuts them where the base is cut. Plans are made of the base
+without adapters, so a model has the same units with and without them.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+from hf_fsdp_tools.distributed.agreement import opened
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.hub import HubRepository, is_hub_name
+from hf_fsdp_tools.modeling.linear4bit import mark_weights, packed_linears, refuse_cast_weights
+from hf_fsdp_tools.modeling.module_tree import ModuleTree, Weight
+from hf_fsdp_tools.modeling.peft_view import bare_model, base_of, is_wrapper
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
+from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.sharding.allocate import renew
+from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters, release
+from hf_fsdp_tools.sharding.hf_interface import refuse_plain_save
+from hf_fsdp_tools.sharding.shard import (
+    Sharding,
+    agree_on_plan,
+    apply_sharding,
+    average_gradients,
+    sharding_of,
+)
+
+__all__ = ["add_adapter", "load_adapter", "plan_with_adapters", "shard_added"]
+
+_NEEDS_BASE = ("corda", "eva", "loftq", "lora_ga", "mica", "olora", "pissa")
+"""Values of LoRA's `init_lora_weights` that look into whole weights of the base; all but EVA change them too (PEFT 0.21)."""
+
+
+def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "default", seed: int = 0) -> Any:
+    """Add a PEFT adapter to a sharded, loaded model; return the `PeftModel`, sharded in the units of its base.
+
+    The adapter's values are those that `torch.manual_seed(seed); get_peft_model(...)` gives on one process, whatever the
+    number of ranks. Adapters are fp32, as PEFT makes them; the frozen base keeps its dtype. Each rank holds the whole
+    adapter for a moment (LoRA of rank 16 on all linear layers of an 8B model: 170 MB), never more of the base.
+
+    Args:
+        model: sharded by `shard_model` and loaded. It is changed in place; modules are copied (`modules_to_save`) as shards.
+        peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`.
+        adapter_name: under which PEFT keeps it.
+        seed: of the adapter's initial values.
+
+    Every rank must call. The ranks exchange the plan's digest and the adapter's values, from rank 0.
+
+    Raises:
+        ConfigError: PEFT cannot add this adapter here: it needs whole weights of the base, or fits no module.
+    """
+    _refuse_whole_base(peft_config, model)
+    with _seeded(seed), _on_shards(peft_config), _one_axis(model):
+        adapted = _peft().get_peft_model(model, peft_config, adapter_name)
+    shard_added(adapted)
+    return adapted.eval()
+
+
+def load_adapter(
+    model: nn.Module, name_or_path: str | PathLike[str], *, is_trainable: bool = False, **hub_kwargs: Any
+) -> Any:
+    """Add a saved adapter (a hub name, or a folder with `adapter_config.json`) to a sharded, loaded model.
+
+    PEFT reads it; each rank holds the whole adapter for a moment, then its shards.
+
+    Args:
+        model: as for `add_adapter`.
+        name_or_path: of the adapter.
+        is_trainable: whether it is to be trained on; otherwise it is frozen, as in `PeftModel.from_pretrained`.
+        hub_kwargs: `revision`, `token`, `cache_dir`, `subfolder`.
+
+    Every rank must call.
+
+    Raises:
+        CheckpointError: there is no such adapter, or the hub does not give it; the same on every rank.
+        ConfigError: PEFT cannot add this adapter here, or the files do not hold all of it.
+    """
+    peft = _peft()
+    doing = f"opening the adapter {fspath(name_or_path)!r}"
+    folder = opened(doing, name_or_path, partial(_adapter_folder, fspath(name_or_path)), hub_kwargs)
+    config = peft.PeftConfig.from_pretrained(folder)
+    if getattr(config, "init_lora_weights", None) == "eva":
+        config.init_lora_weights = True  # the files hold the values
+    _refuse_whole_base(config, model)
+    with _on_shards(config), _one_axis(model):
+        adapted = peft.PeftModel.from_pretrained(
+            model, folder, config=config, is_trainable=is_trainable, torch_device="cpu"
+        )
+    shard_added(adapted)
+    return adapted.eval()
+
+
+def plan_with_adapters(model: nn.Module, policy: HybridPolicy) -> WrapPlan:
+    """The plan of a PEFT model's base, made without the adapters and then laid over the base with them.
+
+    For a model without adapters this is `make_wrap_plan`. No rank communicates.
+
+    Raises:
+        WrapPlanError, BlockDetectionError: as `make_wrap_plan`.
+    """
+    base = base_of(model)
+    plan = make_wrap_plan(bare_model(base).model, policy=policy)
+    return _laid_over(plan, base) if any(is_wrapper(module) for module in base.modules()) else plan
+
+
+def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
+    """Shard what was added to a sharded model since (adapters, heads), in place, in the units of the plan it has.
+
+    Trainable weights become fp32 where computation is in a lower precision (master weights), where their dtypes differ, and
+    on a 4-bit base, whose adapters TRL casts to bf16 (they keep the values that this rounds them to).
+    What PEFT keeps outside the base (prompt encoders) stays whole on every rank, with averaged gradients.
+
+    Args:
+        model: with `shard_model`'s mark at or below it, else nothing is done. Not between a forward and its backward pass.
+
+    Returns:
+        Parameters that were replaced, and what replaced them: for an optimizer that was made before.
+
+    Every rank must call. The ranks exchange the plan's digest; values come from rank 0.
+
+    Raises:
+        ConfigError: PEFT made adapters of a wrong shape, because it took FSDP's mesh for tensor parallel; or 4-bit weights
+            were cast.
+        WrapPlanError: the ranks added different things.
+    """
+    sharding = sharding_of(model)
+    if sharding is None:
+        return {}
+    base = next(module for module in model.modules() if "_fsdp_sharding" in module.__dict__)
+    if packed_linears(base):
+        refuse_cast_weights(base)
+        _undo_casts(base)
+    managed = set(managed_parameters(base))
+    known = dict(base.named_parameters(remove_duplicate=False))
+    whole = {known[name] for name in sharding.plan.replicated if name in known}
+    outside = [
+        p
+        for p in model.parameters()
+        if p.requires_grad and not isinstance(p, DTensor) and not p._post_accumulate_grad_hooks
+    ]
+    inside = any(parameter not in managed and parameter not in whole for parameter in base.parameters())
+    # A prompt encoder may have run the embedding alone already, which FSDP2 then takes for the root: shard again too.
+    replaced = _shard_again(base, sharding, managed) if inside or outside else {}
+    outside = [parameter for parameter in outside if parameter not in replaced]
+    for parameter in outside:
+        _broadcast(parameter, sharding.mesh)
+    average_gradients(outside, sharding.mesh)
+    if outside:
+        make_root(base)
+    refuse_plain_save(model)  # PEFT's, like transformers'
+    return replaced
+
+
+# ---- PEFT on shards ----
+
+
+def _adapter_folder(name: str, hub_kwargs: dict[str, Any]) -> str:
+    """The local folder of an adapter, fetched if it is on the hub."""
+    subfolder = hub_kwargs.get("subfolder") or ""
+    asked = {key: value for key, value in hub_kwargs.items() if key != "subfolder"}
+    is_local = Path(name).exists() or not is_hub_name(name)
+    pattern = f"{subfolder}/adapter_*" if subfolder else "adapter_*"
+    folder = Path(name) if is_local else HubRepository.open(name, **asked).fetch(pattern)
+    if not (folder / subfolder / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"No adapter_config.json in {name!r}{f', folder {subfolder!r}' if subfolder else ''}. Give a folder that "
+            "save_pretrained wrote for an adapter, or a hub name."
+        )
+    return str(folder / subfolder)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("Adapters need PEFT, which is not installed: pip install 'peft>=0.19'.") from error
+    return peft
+
+
+def _refuse_whole_base(config: Any, model: nn.Module) -> None:
+    if getattr(config, "use_dora", False) and packed_linears(model):
+        raise ConfigError(
+            "DoRA takes norms over whole rows of the base, and a shard of 4-bit weights holds runs of bytes. Use use_dora=False, "
+            "or load the base without quantization_config."
+        )
+    start = getattr(config, "init_lora_weights", None)
+    if isinstance(start, str) and start.lower().startswith(_NEEDS_BASE):
+        raise ConfigError(
+            f"init_lora_weights={start!r} decomposes whole weights of the base, and no rank has them. Use True, 'gaussian' or "
+            "'orthogonal'; or make the adapter on the plain model and let prepare() shard the whole. Convert a saved one with "
+            "PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+        )
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _on_shards(config: Any) -> Iterator[None]:
+    """Let PEFT compute with whole adapters and shards of the base together (DoRA's norms), and say so where it cannot."""
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    try:
+        with implicit_replication():
+            yield
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"PEFT cannot make this {kind} adapter: {error}") from error
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"PEFT cannot make a {kind} adapter on a sharded model ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            "Make it on the plain model and let prepare() shard the whole."
+        ) from error
+
+
+@contextmanager
+def _one_axis(model: nn.Module) -> Iterator[None]:
+    """Show the shards on a mesh of one axis without a name: of any other, PEFT takes a Linear for tensor parallel."""
+    mark_weights(model)
+    sharding = sharding_of(model)
+    mesh = sharding.mesh if sharding else None
+    if sharding is None or mesh is None or mesh.mesh_dim_names is None:
+        yield
+        return
+    axis = DeviceMesh.from_group(mesh.get_group(mesh.ndim - 1), mesh.device_type)
+    views: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter in managed_parameters(model):
+        shard = parameter.detach()
+        assert isinstance(shard, DTensor)
+        view = DTensor.from_local(
+            shard.to_local(), axis, shard.placements[-1:], run_check=False, shape=shard.shape, stride=shard.stride()
+        )
+        views[parameter] = nn.Parameter(view, requires_grad=parameter.requires_grad)
+    _replace(model, views)
+    mark_weights(model)
+    try:
+        yield
+    finally:
+        for parameter, shown in views.items():
+            parameter.requires_grad_(shown.requires_grad)
+        _replace(model, {shown: parameter for parameter, shown in views.items()})
+        renew(model)
+
+
+def _replace(model: nn.Module, new: dict[nn.Parameter, nn.Parameter]) -> None:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in new:
+                module._parameters[name] = new[parameter]
+
+
+# ---- sharding again ----
+
+
+def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]) -> dict[torch.Tensor, nn.Parameter]:
+    """Take FSDP2 off, and put it on again with what was added; what was sharded before keeps its shards, untouched."""
+    _check_shapes(base)
+    plan = _laid_over(sharding.plan, base)
+    agree_on_plan(plan, sharding.mesh)
+    release(base)
+    kept = {base.get_parameter(name) for name in plan.replicated}
+    places = [
+        (module, name, parameter)
+        for module in base.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter not in kept
+    ]
+    dtypes = _dtypes({parameter for _, _, parameter in places} - managed, sharding)
+    blank: dict[nn.Parameter, nn.Parameter] = {}
+    for module, name, old in places:
+        if old not in blank:
+            data = torch.empty(old.shape, dtype=dtypes.get(old, old.dtype), device="meta")
+            blank[old] = nn.Parameter(data, requires_grad=old.requires_grad)
+        module._parameters[name] = blank[old]
+    apply_sharding(base, replace(sharding, plan=plan))
+    shards: dict[torch.Tensor, nn.Parameter] = {}
+    for module, name, old in places:
+        if old not in shards:
+            shards[old] = old if old in managed else _cut(old, module._parameters[name], sharding.device)
+        module._parameters[name] = shards[old]
+    renew(base)
+    return {old: shard for old, shard in shards.items() if old is not shard}
+
+
+def _undo_casts(base: nn.Module) -> None:
+    """Trainable shards in fp32 again. TRL casts the adapters of a quantised model to bf16 by `parameter.data`, behind FSDP2,
+    which goes on gathering what it had: the optimizer would step on tensors that no forward pass sees."""
+    cast = [p for p in base.parameters() if p.requires_grad and isinstance(p, DTensor) and p.dtype != torch.float32]
+    for parameter in cast:
+        parameter.data = parameter.data.to(torch.float32)
+    if cast:
+        renew(base)
+
+
+def _check_shapes(base: nn.Module) -> None:
+    wrong = []
+    for name, module in base.named_modules():
+        linear = module._modules.get("base_layer") if is_wrapper(module) else None
+        if isinstance(linear, nn.Linear) and {module.in_features, module.out_features} != {
+            linear.in_features,
+            linear.out_features,
+        }:
+            wrong.append(name)
+    if wrong:
+        raise ConfigError(
+            f"PEFT took the mesh for tensor parallel and gave {len(wrong)} adapters the shape of one shard (first: {wrong[0]}). "
+            "On a mesh of several axes give peft_config to from_pretrained, or add the adapter before the model is sharded."
+        )
+
+
+def _dtypes(added: set[nn.Parameter], sharding: Sharding) -> dict[nn.Parameter, torch.dtype]:
+    """What trainable added weights become: fp32 beside computation in a lower precision, or where their dtypes differ."""
+    trained = [parameter for parameter in added if parameter.requires_grad and parameter.is_floating_point()]
+    low = sharding.mp_policy.param_dtype not in (None, torch.float32)
+    if low or len({parameter.dtype for parameter in trained}) > 1:
+        return dict.fromkeys(trained, torch.float32)
+    return {}
+
+
+def _cut(old: nn.Parameter, like: nn.Parameter | None, device: torch.device) -> nn.Parameter:
+    """This rank's shard of a whole parameter (rank 0's values count), or of one that is sharded otherwise."""
+    assert like is not None and isinstance(like.data, DTensor)
+    mesh, placements = like.data.device_mesh, like.data.placements
+    value: torch.Tensor = old.detach().to(like.dtype)
+    if not isinstance(value, DTensor):
+        value = distribute_tensor(value.to(mesh.device_type), mesh, placements)
+    elif value.device_mesh != mesh or value.placements != placements:
+        value = distribute_tensor(value.full_tensor(), mesh, placements, src_data_rank=None)
+    new = nn.Parameter(value.to(device), requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    return new
+
+
+def _broadcast(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    """Rank 0's values everywhere: along the last axis, then along the first."""
+    for axis in reversed(range(mesh.ndim)):
+        dist.broadcast(parameter.detach(), group=mesh.get_group(axis), group_src=0)
+
+
+# ---- plans ----
+
+
+def _laid_over(plan: WrapPlan, base: nn.Module) -> WrapPlan:
+    """A plan of the base without adapters (or with some of them), for the base with them."""
+    bare = bare_model(base)
+    units: list[WrapUnit] = []
+    for unit in plan.units:
+        modules = tuple(bare.places.get(name, name) for name in unit.modules)
+        units += [extra for name in modules for extra in _trained_whole(name, unit, base)]
+        units.append(replace(unit, modules=modules))
+    units = list({unit.modules: unit for unit in units}.values())
+    names = (name.rpartition(".") for name in plan.replicated)
+    replicated = [".".join(filter(None, (bare.names.get(module, module), key))) for module, _, key in names]
+    replicated += [
+        name for name, parameter in base.named_parameters() if parameter.ndim == 0 and name not in replicated
+    ]
+    return _measured(replace(plan, units=tuple(units), replicated=tuple(replicated)), ModuleTree(base))
+
+
+def _trained_whole(name: str, unit: WrapUnit, base: nn.Module) -> Iterator[WrapUnit]:
+    """Units inside the wrapper of a module that PEFT trains as a copy: the frozen original is gathered only if it runs.
+
+    Where the original is tied to another module of the unit, it stays there, and the copies are gathered on their own.
+    """
+    wrapper = base.get_submodule(name)
+    copies = wrapper._modules.get("modules_to_save") if is_wrapper(wrapper) else None
+    original = wrapper._modules.get("original_module")
+    if copies is None or original is None:
+        return
+    own = set(original.parameters())
+    below = set(original.modules())
+    others = (module for module in base.modules() if module not in below)
+    if any(parameter in own for module in others for parameter in module._parameters.values()):
+        yield from (
+            replace(unit, modules=(f"{name}.modules_to_save.{key}",), reason="trained copy of a tied module")
+            for key in copies._modules
+        )
+    else:
+        yield replace(
+            unit, modules=(f"{name}.original_module",), reshard_after_forward=True, reason="frozen, its copy is trained"
+        )
+
+
+def _measured(plan: WrapPlan, tree: ModuleTree) -> WrapPlan:
+    """The plan with the sizes that its units have in this tree; units that hold nothing any more are left out."""
+    of_module = {id(tree.by_fqn[name].module): index for index, unit in enumerate(plan.units) for name in unit.modules}
+    whole = {id(tree.weight(name)) for name in plan.replicated}
+    held: dict[int, list[Weight]] = {}
+    for weight in tree.weights:
+        if id(weight) not in whole:
+            owner = weight.owners[0]
+            unit = next(of_module[id(n.module)] for n in (owner, *owner.ancestors()) if id(n.module) in of_module)
+            held.setdefault(unit, []).append(weight)
+    units = [
+        replace(
+            unit,
+            num_params=sum(weight.numel for weight in held.get(index, ())),
+            num_bytes=sum(weight.nbytes for weight in held.get(index, ())),
+        )
+        for index, unit in enumerate(plan.units)
+        if index in held or unit.modules == ("",)
+    ]
+    return replace(plan, units=tuple(units), num_params=tree.num_params)

@@ -1,0 +1,57 @@
+"""Compile the blocks of a plan in place, each for itself, as FSDP2 needs it."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from transformers import Cache
+
+from hf_fsdp_tools.planning.plan import WrapPlan
+
+__all__ = ["compile_blocks"]
+
+
+def compile_blocks(model: nn.Module, plan: WrapPlan, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Compile every block of `plan` with `nn.Module.compile`, at its first call; return their names.
+
+    A block is a unit that has modules inside it. Equal blocks share what is compiled once. Where a block holds another unit
+    (experts), its parts without one are compiled instead: FSDP's gathering must stay between compiled regions, not in one.
+    The model as a whole is not compiled, and stays the same object with the same parameter names. A call with a cache
+    (`generate`) runs as it is: caches differ from layer to layer and grow with every token, and torch would compile
+    each anew until its limit of 8 (measured).
+
+    Args:
+        model: plain or sharded. Call after activation checkpointing is set and before the first forward pass.
+        options: passed to `torch.compile` (`backend`, `mode`, `dynamic`, `fullgraph`, `options`).
+
+    No rank communicates.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    units = {name for unit in plan.units for name in unit.modules}
+    chosen = [name for unit in units - {""} for name in _regions(unit, modules[unit], units - {unit})]
+    for name in chosen:
+        _compile(modules[name], options)
+    return tuple(sorted(chosen))
+
+
+def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
+    module.compile(**options)
+    compiled = module._compiled_call_impl
+    assert compiled is not None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        cached = any(isinstance(value, Cache) for value in kwargs.values())
+        return (module._call_impl if cached else compiled)(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
+
+    module._compiled_call_impl = call
+
+
+def _regions(name: str, module: nn.Module, others: set[str]) -> Iterator[str]:
+    """The largest parts of a unit that hold no other unit; single leaves (embeddings, heads) gain nothing."""
+    if name in others or not any(module.children()):
+        return
+    if not any(other.startswith(f"{name}.") for other in others):
+        yield name
+        return
+    for child_name, child in module.named_children():
+        yield from _regions(f"{name}.{child_name}", child, others)

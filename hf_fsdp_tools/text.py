@@ -1,0 +1,50 @@
+"""Sizes as people read them: decimal units, one decimal."""
+
+import re
+from collections.abc import Iterable
+
+__all__ = [
+    "merge_alike",
+    "merge_names",
+    "show_bytes",
+    "show_count",
+]
+
+
+def show_bytes(num_bytes: int) -> str:
+    """1234567 as "1.2 MB"."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def show_count(count: int) -> str:
+    """1234567 parameters as "1.2 M"."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= size:
+            return f"{count / size:,.1f} {letter}"
+    return str(count)
+
+
+def merge_alike(names: Iterable[str]) -> list[str]:
+    """`merge_names` of the names that differ in their numbers only, in the order of the first."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    return [merge_names(group) for group in alike.values()]
+
+
+def merge_names(names: Iterable[str]) -> str:
+    """`layers.0, layers.1, layers.2` as `layers.{0..2}`; "(root)" for the root."""
+    split = [re.split(r"(\d+)", name) for name in names]
+    text = "".join(parts[0] if len(set(parts)) == 1 else _numbers(parts) for parts in zip(*split, strict=True))
+    return text or "(root)"
+
+
+def _numbers(parts: Iterable[str]) -> str:
+    numbers = sorted({int(part) for part in parts})
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{{{numbers[0]}..{numbers[-1]}}}"
+    shown = ",".join(map(str, numbers[:4]))
+    return f"{{{shown}{',…' if len(numbers) > 4 else ''}}}"
