@@ -2,26 +2,25 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_fsdp_tools.checkpoint.formats.dcp import find_dcp_folder
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.io.reader import prefetch
-from hf_fsdp_tools.checkpoint.io.watch import READ_TIMEOUT_S, patience, patiently
 from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.checkpoint.report import LoadReport
 from hf_fsdp_tools.checkpoint.vocabulary import resize_vocabulary
 from hf_fsdp_tools.distributed.agreement import agreed, opened, refuse_other_commits
-from hf_fsdp_tools.distributed.mesh import ParallelDims, rank_on_node
+from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import HubRepository, is_hub_name
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype, load_config
@@ -30,18 +29,97 @@ from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.adapters import add_adapter, load_adapter
 from hf_fsdp_tools.sharding.shard import shard_model
 
-__all__ = ["from_pretrained"]
+__all__ = ["Checkpoint", "PretrainedOptions", "from_pretrained", "open_checkpoint"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What is known of a checkpoint before a tensor is read; config and weights are of one commit of the hub."""
+
+    name: str
+    """Hub name or folder: of an adapter's checkpoint, its base."""
+
+    config: PreTrainedConfig
+    """The model's configuration."""
+
+    index: CheckpointIndex
+    """Which file holds which key, dtype and bytes."""
+
+    generation_config: GenerationConfig | None
+    """The checkpoint's own generation settings, if it has any."""
+
+    adapter: str | None
+    """Hub name or folder of the PEFT adapter that was asked for; None for a model."""
+
+
+def open_checkpoint(
+    name_or_path: str | PathLike[str],
+    *,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    **hub_kwargs: Any,
+) -> Checkpoint:
+    """Open a hub name, a folder, or the base that a PEFT adapter names: its config and the headers of its files.
+
+    Args:
+        name_or_path: as for `from_pretrained`.
+        trust_remote_code: take a config class that comes with the checkpoint (of an adapter: with its base).
+        allow_pickle: read legacy `.bin` files where there are no safetensors.
+        hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
+
+    Every rank of the default process group must call; without a group, this process opens for itself. Of each node one rank
+    asks the hub, and the others find what that one fetched. The ranks exchange errors and the commit.
+
+    Raises:
+        CheckpointError: the checkpoint is absent or damaged, or nodes got different commits of it; the same on every rank.
+    """
+    name = fspath(name_or_path)
+    base = opened("looking for the checkpoint", name, partial(_base_of_adapter, name), hub_kwargs)
+    home, asked = base or (name, hub_kwargs)
+    read = partial(_open, home, trust_remote_code, allow_pickle, name if base else None)
+    checkpoint = opened("opening the checkpoint", home, read, asked)
+    refuse_other_commits(home, checkpoint.config._commit_hash)
+    return checkpoint
+
+
+class PretrainedOptions(TypedDict, total=False):
+    """The keywords of `from_pretrained`, for editors and type checkers."""
+
+    peft_config: Any
+    is_trainable: bool
+    auto_class: Any
+    policy: HybridPolicy | None
+    mesh: DeviceMesh | None
+    accelerator: Any
+    dtype: torch.dtype | None
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: OffloadPolicy | None
+    activation_checkpointing: bool | None
+    compile: bool | Mapping[str, Any]
+    num_tokens: int | None
+    pad_to_multiple_of: int | None
+    mean_resizing: bool
+    allow_pickle: bool
+    trust_remote_code: bool
+    hub_kwargs: dict[str, Any] | None
+    load_kwargs: dict[str, Any] | None
+    num_labels: int
+    attn_implementation: str
+    quantization_config: Any
 
 
 @overload
 def from_pretrained(
-    name_or_path: str | PathLike[str], *, output_loading_info: Literal[True], **kwargs: Any
+    name_or_path: str | PathLike[str], *, output_loading_info: Literal[True], **options: Unpack[PretrainedOptions]
 ) -> tuple[PreTrainedModel, LoadReport]: ...
 
 
 @overload
 def from_pretrained(
-    name_or_path: str | PathLike[str], *, output_loading_info: Literal[False] = False, **kwargs: Any
+    name_or_path: str | PathLike[str],
+    *,
+    output_loading_info: Literal[False] = False,
+    **options: Unpack[PretrainedOptions],
 ) -> PreTrainedModel: ...
 
 
@@ -105,8 +183,7 @@ def from_pretrained(
         output_loading_info: return `(model, LoadReport)`.
         trust_remote_code: run model code that comes with the checkpoint.
         hub_kwargs: where and how to fetch (`revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`).
-        load_kwargs: passed to `load_weights` (`ignore_mismatched_sizes`, `seed`, `staging_bytes`, `read_mode`, …);
-            `read_timeout_s` counts for the config, too.
+        load_kwargs: passed to `load_weights` (`ignore_mismatched_sizes`, `seed`, `staging_bytes`, …).
         model_kwargs: for the config or the model, as in `from_pretrained` (`num_labels`, `attn_implementation`, …).
 
     Every rank must call, under `torchrun`, `accelerate launch`, or alone. Only the plan's digest and the outcome of
@@ -122,27 +199,31 @@ def from_pretrained(
         accelerator, mesh, mp_policy, offload_policy, activation_checkpointing
     )
     mesh = mesh if mesh is not None else ParallelDims().build_mesh()
-    # 2 what the checkpoint holds: its config and the headers of its files; of an adapter, those of its base
-    doing, look = f"looking for {fspath(name_or_path)!r}", partial(_base_of_adapter, name_or_path, peft_config)
-    with patience(load_kwargs.get("read_timeout_s", READ_TIMEOUT_S)):
-        base_of_adapter = opened(doing, name_or_path, look, hub_kwargs)
-        base, base_kwargs = base_of_adapter or (name_or_path, hub_kwargs)
-        doing, read = f"opening {fspath(base)!r}", partial(_open, base, trust_remote_code, allow_pickle)
-        config, index = opened(doing, base, read, base_kwargs)
-    refuse_other_commits(base, config._commit_hash)
-    with agreed(doing):
-        _start_reading(index)
-        # 3 the model without storage
-        is_frozen = base_of_adapter is not None or peft_config is not None
-        dtype = dtype or _default_dtype(config, index, mp_policy, is_frozen, model_kwargs)
-        model = build_meta_model(
-            config, auto_class=auto_class, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
+    # 2 what the checkpoint holds
+    checkpoint = open_checkpoint(
+        name_or_path, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle, **hub_kwargs
+    )
+    if checkpoint.adapter is not None and peft_config is not None:
+        raise ConfigError(
+            f"{checkpoint.adapter!r} is an adapter, and peft_config asks for another. Give the base, or leave peft_config out."
         )
+    # 3 the model without storage
+    is_frozen = checkpoint.adapter is not None or peft_config is not None
+    with agreed("building the model"):
+        model = build_meta_model(
+            checkpoint.config,
+            auto_class=auto_class,
+            dtype=dtype or _default_dtype(checkpoint, mp_policy, is_frozen, model_kwargs),
+            trust_remote_code=trust_remote_code,
+            **model_kwargs,
+        )
+        if checkpoint.generation_config is not None and model.can_generate():
+            model.generation_config = checkpoint.generation_config
         if num_tokens is not None or pad_to_multiple_of is not None:
             resize_vocabulary(model, num_tokens, pad_to_multiple_of)
             load_kwargs = {"added_tokens": "mean" if mean_resizing else "random"} | load_kwargs
-        _set_generation_config(model, base, config._commit_hash, base_kwargs)
-        # 4 what is gathered together
+    # 4 what is gathered together
+    with agreed("planning the units"):
         plan = make_wrap_plan(model, policy=policy or _policy_from(accelerator, model))
     # 5 shards without storage
     shard_model(
@@ -155,33 +236,28 @@ def from_pretrained(
         compile=compile,
     )
     # 6 this rank's bytes
-    report = load_weights(model, index, **load_kwargs)
+    report = load_weights(model, checkpoint.index, **load_kwargs)
     # 7 the adapter, which PEFT reads or makes
-    if base_of_adapter is not None:
-        model = load_adapter(model, name_or_path, is_trainable=is_trainable, **hub_kwargs)
+    if checkpoint.adapter is not None:
+        model = load_adapter(model, checkpoint.adapter, is_trainable=is_trainable, **hub_kwargs)
     elif peft_config is not None:
         model = add_adapter(model, peft_config, seed=load_kwargs.get("seed", 0))
     return (model, report) if output_loading_info else model
 
 
-def _base_of_adapter(
-    name_or_path: str | PathLike[str], peft_config: Any, hub_kwargs: dict[str, Any]
-) -> tuple[str, dict[str, Any]] | None:
+def _base_of_adapter(name: str, hub_kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """The base that an adapter names, and how to fetch it; None for a folder or repository with a model of its own."""
-    name = fspath(name_or_path)
-    if (Path(name) / "config.json").is_file():
-        return None
-    folder = Path(name)
-    if not folder.exists() and is_hub_name(name):
+    folder = Path(name).expanduser()
+    with watched(folder):
+        if (folder / "config.json").is_file():
+            return None
+        is_here = folder.exists()
+    if not is_here and is_hub_name(name):
         asked = {key: value for key, value in hub_kwargs.items() if key != "subfolder"}
         folder = HubRepository.open(name, **asked).fetch("*config.json")
     file = folder / (hub_kwargs.get("subfolder") or "") / "adapter_config.json"
     if not file.is_file() or (file.parent / "config.json").is_file():
         return None
-    if peft_config is not None:
-        raise ConfigError(
-            f"{name!r} is an adapter, and peft_config asks for another. Give the base, or leave peft_config out."
-        )
     try:
         written: dict[str, Any] = json.loads(file.read_text())
     except ValueError as error:
@@ -198,36 +274,32 @@ def _base_of_adapter(
 
 
 def _open(
-    name_or_path: str | PathLike[str], trust_remote_code: bool, allow_pickle: bool, hub_kwargs: dict[str, Any]
-) -> tuple[PreTrainedConfig, CheckpointIndex]:
-    """Config and index; of a hub name, both of one commit, whatever is pushed meanwhile."""
-    home = _config_home(name_or_path)
-    read = partial(load_config, home, trust_remote_code=trust_remote_code, **hub_kwargs)
-    config = patiently(read, file=Path(home) if Path(home).exists() else None)
-    revision = {"revision": config._commit_hash} if config._commit_hash else {}
-    return config, CheckpointIndex.open(name_or_path, allow_pickle=allow_pickle, **hub_kwargs | revision)
-
-
-def _start_reading(index: CheckpointIndex) -> None:
-    """Where all ranks share one machine, the disk need not wait until the model is built: every byte is wanted here."""
-    rank, ranks = rank_on_node()
-    if ranks == dist.get_world_size():
-        prefetch(list(dict.fromkeys(tensor.file for tensor in index.tensors.values())), part=rank, parts=ranks)
+    name: str, trust_remote_code: bool, allow_pickle: bool, adapter: str | None, hub_kwargs: dict[str, Any]
+) -> Checkpoint:
+    """Config, index and generation config; of a hub name, all of one commit, whatever is pushed meanwhile."""
+    with watched(Path(name)):
+        home = _config_home(name)
+    config = load_config(home, trust_remote_code=trust_remote_code, **hub_kwargs)
+    commit = {"revision": config._commit_hash} if config._commit_hash else {}
+    index = CheckpointIndex.open(name, allow_pickle=allow_pickle, **hub_kwargs | commit)
+    try:
+        # Of a hub name it was fetched with the config, or is not there.
+        fetched = hub_kwargs | commit | ({"local_files_only": True} if commit else {})
+        generation_config = GenerationConfig.from_pretrained(home, **fetched)
+    except OSError:
+        generation_config = None  # no generation_config.json: a model makes one from its config
+    return Checkpoint(name=name, config=config, index=index, generation_config=generation_config, adapter=adapter)
 
 
 def _default_dtype(
-    config: PreTrainedConfig,
-    index: CheckpointIndex,
-    mp_policy: MixedPrecisionPolicy | None,
-    is_frozen: bool,
-    model_kwargs: dict[str, Any],
+    checkpoint: Checkpoint, mp_policy: MixedPrecisionPolicy | None, is_frozen: bool, model_kwargs: dict[str, Any]
 ) -> torch.dtype | None:
     """float32 for masters of what is computed in a lower precision; the checkpoint's dtype where none are needed."""
-    quantization = model_kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
+    quantization = model_kwargs.get("quantization_config") or getattr(checkpoint.config, "quantization_config", None)
     is_lower = mp_policy is not None and mp_policy.param_dtype is not None
     if is_lower and not is_frozen and quantization is None:
         return torch.float32
-    return config_dtype(config) or index.dtype
+    return config_dtype(checkpoint.config) or checkpoint.index.dtype
 
 
 def _from_accelerator(
@@ -279,24 +351,10 @@ def _policy_from(accelerator: Any, model: PreTrainedModel) -> HybridPolicy:
     return policy
 
 
-def _config_home(name_or_path: str | PathLike[str]) -> str | PathLike[str]:
+def _config_home(name: str) -> str:
     """Where the config is: of a DCP folder that has none, the nearest of the two folders above; else the name itself."""
-    folder = Path(name_or_path)
+    folder = Path(name)
     if not folder.is_dir() or (folder / "config.json").is_file() or find_dcp_folder(folder) is None:
-        return name_or_path
+        return name
     above = list(folder.absolute().parents)[:2]
-    return next((path for path in above if (path / "config.json").is_file()), name_or_path)
-
-
-def _set_generation_config(
-    model: PreTrainedModel, name_or_path: str | PathLike[str], commit: str | None, hub_kwargs: dict[str, Any]
-) -> None:
-    """As `from_pretrained` does: the checkpoint's own generation settings, where it has any."""
-    if not model.can_generate():
-        return
-    if commit:  # a hub name: fetched with the config, or not there
-        hub_kwargs = hub_kwargs | {"revision": commit, "local_files_only": True}
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(_config_home(name_or_path), **hub_kwargs)
-    except OSError:
-        return  # the checkpoint has no generation_config.json: the model made one from its config
+    return next((str(path) for path in above if (path / "config.json").is_file()), name)

@@ -31,7 +31,7 @@ from hf_fsdp_tools.checkpoint.formats.stored import (
     TensorChunk,
     leaves_folder,
 )
-from hf_fsdp_tools.checkpoint.io.watch import patiently, reading
+from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import HubRepository, is_hub_name
 
@@ -163,15 +163,17 @@ class CheckpointIndex:
         name = fspath(path_or_repo)
         path = Path(name).expanduser()
         try:
-            if patiently(path.is_file, file=path):
+            with watched(path):
+                is_file, is_folder = path.is_file(), path.is_dir()
+            if is_file:
                 if not allow_pickle:
                     _refuse_pickled([path])
-                return patiently(cls._from_files, name, [path], None)
+                return cls._from_files(name, [path], None)
             commit = None
-            if not patiently(path.is_dir, file=path):
+            if not is_folder:
                 path = _download(name, revision, token, cache_dir, local_files_only, subfolder, allow_pickle)
                 commit = path.name
-            index = patiently(cls._from_folder, name, path / subfolder if subfolder else path, allow_pickle)
+            index = cls._from_folder(name, path / subfolder if subfolder else path, allow_pickle)
             return replace(index, commit=commit)
         except OSError as error:
             raise CheckpointError(
@@ -181,11 +183,11 @@ class CheckpointIndex:
     @classmethod
     def _from_folder(cls, name: str, folder: Path, allow_pickle: bool) -> "CheckpointIndex":
         """Whatever kind of checkpoint a folder holds."""
-        with reading(folder):
+        with watched(folder):
             saved = None if _has_safetensors(folder) else find_dcp_folder(folder)
         if saved is not None:
             return cls._from_dcp(name, saved)
-        with reading(folder):
+        with watched(folder):
             files, listed = _weight_files(folder, allow_pickle)
         index = cls._from_files(name, files, listed)
         return replace(index, layout="model") if files == [folder / ACCELERATE_PICKLED] else index
@@ -193,7 +195,7 @@ class CheckpointIndex:
     @classmethod
     def _from_dcp(cls, name: str, folder: Path) -> "CheckpointIndex":
         """Everything that a DCP folder holds, until `of_model` takes the model's part of it."""
-        with reading(folder / METADATA):
+        with watched(folder / METADATA):
             found, num_bytes = parse_dcp(folder)
         tensors = MappingProxyType({tensor.key: tensor for _, tensor in found})
         return cls(name=name, tensors=tensors, header_bytes=num_bytes, layout="model", _saved=dict(found))
@@ -206,7 +208,7 @@ class CheckpointIndex:
         header_bytes = listed.num_bytes if listed else 0
         for file in files:
             try:
-                with reading(file):
+                with watched(file):
                     found, num_bytes = parse_pickled(file) if _is_pickled(file) else parse_header(file)
             except CheckpointError as error:
                 problems.append(str(error))

@@ -1,6 +1,4 @@
-"""Checkpoint files straight into the shards of a meta model: each rank reads its own bytes and nothing travels between
-ranks, unless storage is slow and reading together pays.
-"""
+"""Checkpoint files straight into the shards of a meta model: each rank reads its own bytes."""
 
 import time
 from collections import Counter
@@ -14,14 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.checkpoint.conversion import map_loading, persistent_tensors, set_conversions
-from hf_fsdp_tools.checkpoint.fill import Filled, Matched, fill_shards
+from hf_fsdp_tools.checkpoint.conversion import set_conversions
+from hf_fsdp_tools.checkpoint.fill import Filled, fill_shards
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.io.read_mode import ReadMode, refuse_read_mode
-from hf_fsdp_tools.checkpoint.io.watch import READ_TIMEOUT_S, patience
-from hf_fsdp_tools.checkpoint.match import check_ties, fit_checkpoint, refuse_not_finite, refuse_quantized
+from hf_fsdp_tools.checkpoint.io.files import REQUESTS_IN_FLIGHT
+from hf_fsdp_tools.checkpoint.match import Match, check_ties, match_checkpoint, refuse_not_finite
 from hf_fsdp_tools.checkpoint.quantized.pack import forget_scales
-from hf_fsdp_tools.checkpoint.quantized.share import part_packed
 from hf_fsdp_tools.checkpoint.report import LoadReport, MemoryWatch, log_keys
 from hf_fsdp_tools.checkpoint.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.checkpoint.vocabulary import AddedTokens, fill_added
@@ -47,157 +43,136 @@ def load_weights(
     check_finite: bool = False,
     seed: int = 0,
     staging_bytes: int = 64 * 2**20,
-    read_mode: ReadMode = "auto",
-    read_timeout_s: float = READ_TIMEOUT_S,
+    requests_in_flight: int = REQUESTS_IN_FLIGHT,
     progress: bool | None = None,
     **hub_kwargs: Any,
 ) -> LoadReport:
-    """Fill a sharded (or plain) meta model from a Hugging Face checkpoint, in place; each rank reads only its own
-    share.
+    """Fill a sharded (or plain) meta model from a Hugging Face checkpoint, in place; each rank reads only its own share.
 
-    The result equals ``from_pretrained`` bit for bit: transformers' own conversions, ties and initialisation of what
-    is in no file. Conversions that only move data are composed with the shard, so that just the needed ranges are
-    read; any other is run on whole tensors, one conversion at a time, and counted in the report.
+    The result equals `from_pretrained` bit for bit: transformers' own conversions, ties and initialisation of what is in no
+    file. Conversions that only move data are composed with the shard, so that just the needed ranges are read; any
+    other is run on whole tensors, one conversion at a time, and counted in the report. Under HSDP the first replica reads, and
+    each shard is broadcast to the others.
 
     Tied weights are read once, from whichever name the file has. Where a config ties two names and the file holds
     different values for them, transformers leaves them untied; a sharded model cannot be untied any more, so that is
     an error here.
 
     Args:
-        model: Parameters on meta get storage first; those that have some are overwritten. Ties must be in place.
-        path_or_repo: Folder, weight file or hub name, or an index that is open already; see ``CheckpointIndex.open`` for
+        model: parameters on meta get storage first; those that have some are overwritten. Ties must be in place.
+        path_or_repo: folder, weight file or hub name, or an index that is open already; see `CheckpointIndex.open` for
             the formats. Of a DCP folder the model's part is read, wherever it is in what was saved.
-        dtype: What floating-point parameters become (float32 for master weights). None keeps the model's own dtypes.
-        device: Where storage goes. None: the mesh's device, the CPU for a CPU-offloaded or plain model.
-        ignore_mismatched_sizes: Initialise tensors of other shape than the checkpoint's instead of refusing them.
-        strict: Refuse missing and unexpected keys instead of reporting them.
-        added_tokens: Where the model's vocabulary was resized (``num_tokens`` of ``from_pretrained``, or on meta, before it is
-            sharded, ``model.resize_token_embeddings(…, mean_resizing=False)``): old rows are read from the files slice by
+        dtype: what floating-point parameters become (float32 for master weights). None keeps the model's own dtypes.
+        device: where storage goes. None: the mesh's device, the CPU for a CPU-offloaded or plain model.
+        ignore_mismatched_sizes: initialise tensors of other shape than the checkpoint's instead of refusing them.
+        strict: refuse missing and unexpected keys instead of reporting them.
+        added_tokens: where the model's vocabulary was resized (`num_tokens` of `from_pretrained`, or on meta, before it is
+            sharded, `model.resize_token_embeddings(…, mean_resizing=False)`): old rows are read from the files slice by
             slice, and new ones are the mean of the old ("mean") or drawn by the model's own initialisation ("random"); the
             same values for any number of ranks. None refuses a checkpoint of another vocabulary.
-        check_finite: Refuse NaN and infinity in what was read; each rank looks at its own shards.
-        seed: Of what the model initialises itself; the values do not depend on the number of ranks.
-        staging_bytes: Bound of host memory above the shards; at least 1 MiB.
-        read_mode: "rank": each rank reads its own byte ranges. "node": the ranks of a node each read distinct contiguous
-            parts of what any of them wants, once, and pass them on over gloo; in HSDP whose replicas are on different
-            nodes, all ranks of the job do. "auto" times five requests for 4 KiB and one for 1 MiB. Where a request takes 2 ms or
-            more, or a stream brings less than 0.5 GB/s, it also times a 128th of what is wanted, on all ranks at once, expects
-            from that how long either way takes, and picks the shorter: "node" where many ranks want the same bytes of
-            storage that gives all of them little, or where each would make many small requests. Otherwise "rank". Where
-            requests take 2 ms, more of them are in flight in either mode, and in "rank" neighbouring ranges are read as one.
-            The report says what was picked and why. Conversions that compute read their whole tensors on every rank in
-            either mode.
-        read_timeout_s: When a rank has waited so long for its storage, without any read completed, all ranks stop with
-            an error. From 30 s on it warns, with file and position. Stay below the timeout of the process group (10 minutes
-            with NCCL), after which the ranks that wait are aborted without a word about the file.
-        progress: A bar with bytes and speed on rank 0, over that rank's own bytes. None: where standard error is a terminal
+        check_finite: refuse NaN and infinity in what was read; each rank looks at its own shards.
+        seed: of what the model initialises itself; the values do not depend on the number of ranks.
+        staging_bytes: bound of host memory above the shards; at least 1 MiB.
+        requests_in_flight: reads of this rank at a time. The default suits the page cache, local disks and network file
+            systems; more may help where one request takes very long, fewer where a file server throttles.
+        progress: a bar with bytes and speed on rank 0, over that rank's own bytes. None: where standard error is a terminal
             and transformers' and the hub's bars are on.
-        hub_kwargs: ``allow_pickle`` (for legacy ``.bin`` files), ``revision``, ``token``, ``cache_dir``,
-            ``local_files_only``, ``subfolder``, as for ``CheckpointIndex.open``.
+        hub_kwargs: `allow_pickle` (for legacy `.bin` files), `revision`, `token`, `cache_dir`, `local_files_only`,
+            `subfolder`, as for `CheckpointIndex.open`.
 
-    Every rank of the default process group must call; without a group, one process loads all. The ranks exchange only
-    errors, what they measured and the figures of the report, and weights where they read together.
+    Every rank of the default process group must call; without a group, one process loads all. The ranks exchange errors and
+    the figures of the report, and under HSDP shards along the replicate axis.
+
+    Storage that does not answer is named after 30 s, with file and position; the timeout of the process group ends the job.
 
     A load that fails leaves no half of a model: what was on meta is on meta again and its memory is free, so that it can
     be tried again; floating-point tensors that had storage before become NaN if reading had begun.
 
     Raises:
-        CheckpointError: The checkpoint is absent or damaged, or does not fit; the same on every rank, and before
+        CheckpointError: the checkpoint is absent or damaged, or does not fit; the same on every rank, and before
             anything is changed unless reading itself fails.
-        ConfigError: ``staging_bytes`` is too small, ``read_mode`` cannot be had, or ``dtype`` is not what parameters that
-            have storage already have.
+        ConfigError: `staging_bytes` or `requests_in_flight` is too small, or `dtype` is not what parameters that have storage
+            already have.
     """
     if staging_bytes < 2**20:
         raise ConfigError(f"staging_bytes is {staging_bytes}; it must be at least {2**20} (1 MiB).")
-    refuse_read_mode(read_mode)
+    if requests_in_flight < 1:
+        raise ConfigError(f"requests_in_flight is {requests_in_flight}; it must be 1 or more.")
     _refuse_other_dtype(model, dtype)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward pass alone, the root's parameters are still gathered copies
     seconds: dict[str, float] = {}
     watch = MemoryWatch()
-    with _timed(seconds, "plan"), patience(read_timeout_s):
-        doing = "opening the checkpoint"
+    with _timed(seconds, "plan"):
         if isinstance(path_or_repo, CheckpointIndex):
             index = path_or_repo
         else:
-            index = opened(doing, path_or_repo, lambda asked: CheckpointIndex.open(path_or_repo, **asked), hub_kwargs)
+            index = opened(
+                "opening the checkpoint",  # the same text on all ranks, whatever name each gave
+                path_or_repo,
+                lambda asked: CheckpointIndex.open(path_or_repo, **asked),
+                hub_kwargs,
+            )
             refuse_other_commits(path_or_repo, index.commit)
-        with agreed(doing):
-            matched = _match(model, index, ignore_mismatched_sizes, strict, added_tokens is not None)
-            check_ties(matched.fit, matched.index, staging_bytes)
-    fit = matched.fit
+        with agreed("matching the checkpoint with the model"):
+            match = match_checkpoint(
+                model,
+                index,
+                ignore_mismatched_sizes=ignore_mismatched_sizes,
+                strict=strict,
+                resize_vocabulary=added_tokens is not None,
+            )
+            check_ties(match, staging_bytes=staging_bytes)
     after = aftermath(model)
-    with rolled_back(model), patience(read_timeout_s):
+    with rolled_back(model):
         with _timed(seconds, "read"):
             doing = f"reading the checkpoint ({after})"
             with agreed(doing):
                 forget_scales(model)
                 allocate(model, device=device or _device_of(model), dtype=dtype)
             filled = fill_shards(
-                model, matched, doing=doing, staging_bytes=staging_bytes, read_mode=read_mode, progress=progress
+                model,
+                match,
+                doing=doing,
+                staging_bytes=staging_bytes,
+                in_flight=requests_in_flight,
+                progress=progress,
             )
         if check_finite:
             with _timed(seconds, "check"), agreed(f"checking the values ({after})"):
-                refuse_not_finite(model, {*fit.loaded, *matched.to_pack})
+                refuse_not_finite(model, {*match.loaded, *match.to_pack})
         with _timed(seconds, "initialize"), agreed(f"initialising what is in no file ({after})"):
-            initialize_missing(model, missing_keys=fit.to_initialize, seed=seed)
-            set_conversions(model, matched.load_map)
+            initialize_missing(model, missing_keys=match.to_initialize, seed=seed)
+            set_conversions(model, match.load_map)
         if added_tokens is not None:
-            fill_added(model, fit.added, added_tokens, seed)
-    report = _report(model, matched, filled, watch, seconds)
+            fill_added(model, match.added, added_tokens, seed)
+    report = _report(model, match, filled, watch, seconds)
     log_keys(model, report)
     return report.with_ranks(all_ranks(report.figures()))
 
 
-def _match(
-    model: nn.Module, index: CheckpointIndex, ignore_mismatched_sizes: bool, strict: bool, resize_vocabulary: bool
-) -> Matched:
-    """Hold the model against the checkpoint."""
-    index = index.of_model(persistent_tensors(model))
-    load_map = map_loading(model, index.tensors, layout=index.layout)
-    load_map, to_pack = part_packed(model, load_map, index)
-    refuse_quantized(model, load_map, index)
-    fit = fit_checkpoint(
-        model,
-        load_map,
-        index,
-        ignore_mismatched_sizes=ignore_mismatched_sizes,
-        strict=strict,
-        resize_vocabulary=resize_vocabulary,
-        packed=to_pack,
-    )
-    return Matched(index=index, load_map=load_map, to_pack=to_pack, fit=fit)
-
-
 def _report(
-    model: nn.Module, matched: Matched, filled: Filled, watch: MemoryWatch, seconds: dict[str, float]
+    model: nn.Module, match: Match, filled: Filled, watch: MemoryWatch, seconds: dict[str, float]
 ) -> LoadReport:
-    """This rank's."""
-    fit, how, stats, whole = matched.fit, filled.how, filled.stats, filled.whole
-    share, packed = filled.share, filled.packed
+    """This rank's report."""
     return LoadReport(
-        checkpoint=matched.index.name,
+        checkpoint=match.index.name,
         rank=rank_and_size()[0],
         dtypes=_dtypes(model),
-        missing_keys=tuple(sorted(fit.missing_keys)),
-        unexpected_keys=tuple(sorted(fit.unexpected_keys)),
-        mismatched_keys=fit.mismatched,
-        resized_keys=fit.resized,
-        initialized_keys=tuple(sorted(fit.to_initialize)),
-        bytes_read=stats.num_bytes + whole.num_bytes,
-        share_bytes=share.num_bytes + packed.num_bytes,
-        replicated_bytes=share.replicated_bytes + packed.replicated_bytes,
-        converted_bytes=whole.num_bytes,
-        header_bytes=matched.index.header_bytes,
-        read_calls=stats.calls + whole.calls,
-        read_mode=how.mode,
-        read_mode_why=how.why,
-        request_s=how.speed.request_s,
-        stream_bytes_s=how.speed.stream_bytes_s,
-        probe_bytes=how.probe_bytes,
-        staging_bytes=max(stats.staging_bytes, whole.staging_bytes),
-        peak_host_bytes=watch.above(share.host_bytes + packed.host_bytes),
+        missing_keys=tuple(sorted(match.missing_keys)),
+        unexpected_keys=tuple(sorted(match.unexpected_keys)),
+        mismatched_keys=match.mismatched,
+        resized_keys=match.resized,
+        initialized_keys=tuple(sorted(match.to_initialize)),
+        bytes_read=filled.stats.num_bytes + filled.converted.num_bytes,
+        share_bytes=filled.share_bytes,
+        replicated_bytes=filled.replicated_bytes,
+        converted_bytes=filled.converted.num_bytes,
+        header_bytes=match.index.header_bytes,
+        read_calls=filled.stats.calls + filled.converted.calls,
+        staging_bytes=max(filled.stats.staging_bytes, filled.converted.staging_bytes),
+        peak_host_bytes=watch.above(filled.host_bytes),
         seconds=seconds,
     )
 

@@ -7,102 +7,105 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_fsdp_tools.checkpoint.conversion import LoadMap, adjust_keys, persistent_tensors
+from hf_fsdp_tools.checkpoint.conversion import LoadMap, adjust_keys, map_loading, persistent_tensors
 from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, StoredTensor
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.io.reader import read_transfers
-from hf_fsdp_tools.checkpoint.io.transfer import Transfer
-from hf_fsdp_tools.checkpoint.regions import Box, slice_piece
+from hf_fsdp_tools.checkpoint.io.files import read_transfers
+from hf_fsdp_tools.checkpoint.io.transfer import transfers_into
+from hf_fsdp_tools.checkpoint.quantized.share import part_packed
+from hf_fsdp_tools.checkpoint.regions import Box
 from hf_fsdp_tools.checkpoint.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.checkpoint.vocabulary import AddedRows, vocabulary_dims
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 
-__all__ = ["Fit", "check_ties", "fit_checkpoint", "refuse_not_finite", "refuse_quantized", "transfers_of"]
+__all__ = ["Match", "Mismatch", "check_ties", "match_checkpoint", "refuse_not_finite"]
+
+Mismatch = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""Key, shape in the checkpoint, shape in the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
-    """The model and the checkpoint held against each other."""
+class Match:
+    """What each tensor of a model is filled from."""
+
+    index: CheckpointIndex
+    """The checkpoint; of a DCP folder the model's part."""
 
     state: Mapping[str, torch.Tensor]
-    """The model's persistent tensors by key, before storage."""
+    """The model's persistent tensors by key, before they have storage."""
+
+    load_map: LoadMap
+    """transformers' conversions, without the weights in `to_pack`."""
+
+    to_pack: Mapping[str, PieceTensor]
+    """4-bit weights that are packed while they are read, by key, each as the plain weight that it is made of."""
 
     loaded: Mapping[str, PieceTensor]
-    """One key per distinct tensor of the model that the checkpoint fills."""
+    """What fills the other tensors: one key per distinct tensor of the model that the checkpoint fills."""
 
-    doubles: tuple[tuple[PieceTensor, PieceTensor, str, str], ...]
-    """Tied keys that the checkpoint holds both, with their keys."""
+    doubles: tuple[tuple[str, str], ...]
+    """Pairs of tied keys of which the checkpoint holds both; the first is the one in `loaded`."""
 
     to_initialize: frozenset[str]
     """Keys that nothing fills; one per distinct tensor."""
 
     missing_keys: frozenset[str]
-    """As reported."""
+    """Keys of the model that the checkpoint lacks, as they are reported."""
 
     unexpected_keys: frozenset[str]
-    """As reported."""
+    """Keys of the checkpoint that the model has no place for, as they are reported."""
 
-    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    """(key, checkpoint shape, model shape)."""
+    mismatched: tuple[Mismatch, ...]
+    """Tensors that have another shape in the checkpoint and are initialised anew."""
 
-    resized: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    """(key, checkpoint shape, model shape) of what is loaded although the model has another number of tokens."""
+    resized: tuple[Mismatch, ...]
+    """Tensors that are loaded although the model has another number of tokens."""
 
     added: Mapping[str, AddedRows]
-    """Of these, the loaded keys with rows that the checkpoint lacks."""
+    """The loaded keys with rows for tokens that the checkpoint lacks."""
 
 
-def fit_checkpoint(
+def match_checkpoint(
     model: nn.Module,
-    load_map: LoadMap,
     index: CheckpointIndex,
     *,
-    ignore_mismatched_sizes: bool,
-    strict: bool,
+    ignore_mismatched_sizes: bool = False,
+    strict: bool = False,
     resize_vocabulary: bool = False,
-    packed: Collection[str] = (),
-) -> Fit:
-    """Sort every key of the model into loaded, missing and mismatched; raise for what must not be.
+) -> Match:
+    """Sort every key of the model into loaded, missing and mismatched. Nothing is read or communicated.
 
-    With ``resize_vocabulary``, tensors that differ in their number of tokens alone are loaded token by token. Keys in
-    ``packed`` are filled elsewhere.
+    Args:
+        model: plain or sharded, with or without storage.
+        index: of the checkpoint.
+        ignore_mismatched_sizes: initialise tensors of another shape instead of refusing them.
+        strict: refuse missing and unexpected keys.
+        resize_vocabulary: load tensors that differ in their number of tokens alone, token by token.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit, or holds quantised values that cannot be read into shards.
     """
     state = persistent_tensors(model)
+    index = index.of_model(state)
+    load_map, to_pack = part_packed(model, map_loading(model, index.tensors, layout=index.layout), index)
+    _refuse_quantized(model, load_map, index)
     found, added = _resized(model, state, load_map) if resize_vocabulary else (load_map.tensors, {})
-    resized = tuple(
-        (k, tuple(load_map.tensors[k].shape), tuple(t.shape))
-        for k, t in found.items()
-        if t.shape != load_map.tensors[k].shape
-    )
-    mismatched = tuple(
-        (k, tuple(t.shape), tuple(state[k].shape)) for k, t in found.items() if t.shape != state[k].shape
-    )
+    mismatched = _other_shapes(found, state)
     if mismatched and not ignore_mismatched_sizes:
-        rows = "\n".join(f"- {k}: {list(a)} in the checkpoint, {list(b)} in the model" for k, a, b in mismatched[:20])
-        more = f"\n… and {len(mismatched) - 20} more" if len(mismatched) > 20 else ""
-        raise CheckpointError(
-            f"{len(mismatched)} tensors of {index.name!r} have another shape than the model's:\n{rows}{more}\nUse "
-            "the config that "
-            "belongs to the checkpoint, or pass ignore_mismatched_sizes=True to initialise these anew"
-            + (" (or added_tokens, where the vocabulary alone was resized)." if not resize_vocabulary else ".")
-        )
+        _refuse_mismatched(mismatched, index, resize_vocabulary)
     _refuse_untied(model, state)
     wrong = {key for key, _, _ in mismatched}
-    names: dict[int, list[str]] = {}
-    for key, tensor in state.items():
-        if key not in packed:
-            names.setdefault(id(tensor), []).append(key)
     loaded: dict[str, PieceTensor] = {}
-    doubles: list[tuple[PieceTensor, PieceTensor, str, str]] = []
+    doubles: list[tuple[str, str]] = []
     to_initialize: set[str] = set()
     missing: set[str] = set()
-    for tied in names.values():
+    for tied in _tied_names({key: tensor for key, tensor in state.items() if key not in to_pack}):
         there = [key for key in tied if key in found and key not in wrong]
         if there:
             loaded[there[0]] = found[there[0]]
-            doubles += [(found[there[0]], found[other], there[0], other) for other in there[1:]]
+            doubles += [(there[0], other) for other in there[1:]]
         else:
             to_initialize.add(tied[0])
             missing.update(key for key in tied if key not in wrong)
@@ -110,20 +113,40 @@ def fit_checkpoint(
     if strict and (missing_keys or unexpected_keys):
         raise CheckpointError(
             f"{index.name!r} does not hold exactly what the model needs. Missing: "
-            f"{', '.join(sorted(missing_keys)) or 'none'}. "
-            f"Unexpected: {', '.join(sorted(unexpected_keys)) or 'none'}. Use the matching auto class, or strict=False."
+            f"{', '.join(sorted(missing_keys)) or 'none'}. Unexpected: {', '.join(sorted(unexpected_keys)) or 'none'}. "
+            "Use the matching auto class, or strict=False."
         )
-    return Fit(
+    return Match(
+        index=index,
         state=state,
+        load_map=load_map,
+        to_pack=to_pack,
         loaded=loaded,
         doubles=tuple(doubles),
         to_initialize=frozenset(to_initialize),
         missing_keys=missing_keys,
         unexpected_keys=unexpected_keys,
         mismatched=mismatched,
-        resized=resized,
+        resized=_other_shapes(load_map.tensors, found),
         added={key: rows for key, rows in added.items() if key in loaded},
     )
+
+
+def _other_shapes(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> tuple[Mismatch, ...]:
+    """The keys of `found` that have another shape in `wanted`."""
+    return tuple(
+        (key, tuple(tensor.shape), tuple(wanted[key].shape))
+        for key, tensor in found.items()
+        if tensor.shape != wanted[key].shape
+    )
+
+
+def _tied_names(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """The keys of each distinct tensor."""
+    names: dict[int, list[str]] = {}
+    for key, tensor in state.items():
+        names.setdefault(id(tensor), []).append(key)
+    return list(names.values())
 
 
 def _resized(
@@ -145,6 +168,18 @@ def _resized(
     return found, added
 
 
+def _refuse_mismatched(mismatched: Collection[Mismatch], index: CheckpointIndex, resize_vocabulary: bool) -> None:
+    rows = [f"- {key}: {list(a)} in the checkpoint, {list(b)} in the model" for key, a, b in mismatched]
+    more = [f"… and {len(rows) - 20} more"] if len(rows) > 20 else []
+    hint = "" if resize_vocabulary else " (or added_tokens, where the vocabulary alone was resized)"
+    raise CheckpointError(
+        f"{len(rows)} tensors of {index.name!r} have another shape than the model's:\n"
+        + "\n".join(rows[:20] + more)
+        + "\nUse the config that belongs to the checkpoint, or pass ignore_mismatched_sizes=True to initialise these anew"
+        + f"{hint}."
+    )
+
+
 def _refuse_untied(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Names that the config ties must be one parameter by now: a shard cannot be tied afterwards."""
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
@@ -152,34 +187,38 @@ def _refuse_untied(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     if apart:
         raise CheckpointError(
             f"The config ties weights that are separate parameters in this model: {', '.join(apart)}. Call "
-            "model.tie_weights() "
-            "before sharding, or set tie_word_embeddings=False in the config."
+            "model.tie_weights() before sharding, or set tie_word_embeddings=False in the config."
         )
 
 
-def check_ties(fit: Fit, index: CheckpointIndex, staging_bytes: int) -> None:
-    """A tied weight that the checkpoint holds under two names must be equal in both; each rank compares its share."""
-    for first, second, name, other in fit.doubles:
-        if _are_same_bytes(first, second, index):
-            continue
-        for box, _ in local_boxes_of(fit.state[name]):
+# ---- values ----
+
+
+def check_ties(match: Match, *, staging_bytes: int) -> None:
+    """Compare what the checkpoint holds under both names of a tied weight; each rank compares its own share.
+
+    Raises:
+        CheckpointError: the values differ.
+    """
+    index = match.index
+    for name, other in match.doubles:
+        first, second = match.loaded[name], match.load_map.tensors[other]
+        if first.pieces is None or second.pieces is None or _are_same_bytes(first, second, index):
+            continue  # what a conversion computes has no bytes in the file to compare
+        for box, _ in local_boxes_of(match.state[name]):
             for slab in _slabs(box, first.dtype, staging_bytes // 4):
                 values = [torch.zeros(slab.length, dtype=first.dtype) for _ in range(2)]  # rows of added tokens stay 0
                 for tensor, value in zip((first, second), values, strict=True):
-                    transfers = transfers_of(tensor, slab, value, (0,) * len(slab.start), index)
-                    read_transfers(transfers, staging_bytes=staging_bytes // 2)
+                    read_transfers(transfers_into(value, tensor, slab, index.source), staging_bytes=staging_bytes // 2)
                 if not torch.equal(values[0], values[1]):
                     raise CheckpointError(
-                        f"{index.name!r}: the config ties {name!r} and {other!r}, but the checkpoint holds "
-                        "different values for "
-                        "them. Set tie_word_embeddings=False in the config to keep both."
+                        f"{index.name!r}: the config ties {name!r} and {other!r}, but the checkpoint holds different values "
+                        "for them. Set tie_word_embeddings=False in the config to keep both."
                     )
 
 
 def _are_same_bytes(first: PieceTensor, second: PieceTensor, index: CheckpointIndex) -> bool:
     """Whether two tensors are one stored one: pickled files keep what the model ties under both names, and once."""
-    if first.pieces is None or second.pieces is None:
-        return False
     places = []
     for tensor in (first, second):
         stored = [(index.source(piece.source), piece) for piece in tensor.pieces or ()]
@@ -188,7 +227,7 @@ def _are_same_bytes(first: PieceTensor, second: PieceTensor, index: CheckpointIn
 
 
 def _slabs(box: Box, dtype: torch.dtype, num_bytes: int) -> Iterator[Box]:
-    """The box in parts along dimension 0 of at most ``num_bytes``, or single rows."""
+    """The box in parts along dimension 0 of at most `num_bytes`, or single rows."""
     rows = box.length[0] if box.length else 1
     step = max(1, num_bytes * rows // max(1, box.numel * dtype.itemsize))
     for i in range(0, rows, step):
@@ -196,31 +235,11 @@ def _slabs(box: Box, dtype: torch.dtype, num_bytes: int) -> Iterator[Box]:
         yield Box(start=(box.start[0] + i, *box.start[1:]), length=(count, *box.length[1:])) if box.length else box
 
 
-def transfers_of(
-    tensor: PieceTensor, box: Box, local: torch.Tensor, local_start: tuple[int, ...], index: CheckpointIndex
-) -> Iterator[Transfer]:
-    """What to read for one box of a tensor that lies at ``local_start`` of ``local``."""
-    for piece in tensor.pieces or ():
-        part = slice_piece(piece, box)
-        if part is None:
-            continue
-        stored = index.source(part.source)
-        start = [p - b + at for p, b, at in zip(part.box.start, box.start, local_start, strict=True)]
-        yield Transfer(
-            key=part.source,
-            file=stored.file,
-            offset=stored.offset,
-            dtype=stored.dtype,
-            stored=part.view,
-            memory=memory_view(local, start, part.box.length),
-        )
-
-
 _SLAB_ELEMENTS = 2**22  # looked at in one go, so that the check needs a few MiB whatever the model (assumed)
 _CURE = "Dequantise it once: load it with from_pretrained, call model.dequantize(), save it, and remove quantization_config."
 
 
-def refuse_quantized(model: nn.Module, load_map: LoadMap, index: CheckpointIndex) -> None:
+def _refuse_quantized(model: nn.Module, load_map: LoadMap, index: CheckpointIndex) -> None:
     """Refuse packed values, from which no shard of a parameter can be cut, and a config that does not fit the files.
 
     The files decide: a tensor is packed if it fills a floating-point parameter with integers, or if it stands beside the

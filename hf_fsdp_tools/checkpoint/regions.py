@@ -25,6 +25,11 @@ class Box:
     length: tuple[int, ...]
     """Number of indices per dimension; a zero makes the box empty."""
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Box":
+        """All of a tensor of this shape."""
+        return cls(start=(0,) * len(shape), length=tuple(shape))
+
     @property
     def numel(self) -> int:
         """How many elements the box holds; 1 for a 0-d tensor."""
@@ -183,7 +188,7 @@ def slice_view(view: View, shape: Sequence[int], box: Box) -> Iterator[tuple[Box
     row = math.prod(shape[dim:])
     low = box.start[dim] * inner if cut else 0
     width = box.length[dim] * inner if cut else row
-    whole = Box(start=(0,) * len(view.length), length=view.length)
+    whole = Box.whole(view.length)
     order = sorted(range(len(view.length)), key=lambda d: -view.strides[d])
     for part in _restrict(view, whole, order, row if dim else math.prod(shape), low, low + width):
         first = view.crop(part.start, part.length).offset

@@ -66,21 +66,6 @@ class LoadReport:
     read_calls: int
     """System calls that read data."""
 
-    read_mode: str
-    """What each rank read: its own share ("rank"), or a distinct part of what many wanted, which was passed on ("node")."""
-
-    read_mode_why: str
-    """What was measured, and what decided."""
-
-    request_s: float
-    """Median time of a request for 4 KiB, of the slowest rank (measured); 0.0 where nothing was measured."""
-
-    stream_bytes_s: float
-    """Bytes per second of one request for 1 MiB, likewise; 0.0 where nothing as large was wanted."""
-
-    probe_bytes: int
-    """Bytes read to measure that, besides ``bytes_read``; they are read again."""
-
     staging_bytes: int
     """Staging buffers that were made."""
 
@@ -150,7 +135,6 @@ class LoadReport:
                 "host memory",
                 f"{show_bytes(self.peak_host_bytes)} above the shards, staging {show_bytes(self.staging_bytes)}",
             ),
-            ("read mode", f"{self.read_mode}: {self.read_mode_why}"),
             ("missing", _keys(self.missing_keys)),
             ("unexpected", _keys(self.unexpected_keys)),
         ]

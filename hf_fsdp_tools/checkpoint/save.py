@@ -20,11 +20,11 @@ from transformers.dynamic_module_utils import custom_object_save
 from hf_fsdp_tools.checkpoint.conversion import persistent_tensors, revert_group, saved_tensors
 from hf_fsdp_tools.checkpoint.gather import gather_to_first
 from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
-from hf_fsdp_tools.checkpoint.io.reader import TransferStats, write_transfers
+from hf_fsdp_tools.checkpoint.io.files import TransferStats, write_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.checkpoint.layout import Layout, Place, plan_layout
 from hf_fsdp_tools.checkpoint.merge_adapter import merged_model
-from hf_fsdp_tools.checkpoint.regions import View, row_major_strides, slice_view
+from hf_fsdp_tools.checkpoint.regions import row_major_strides, slice_view
 from hf_fsdp_tools.checkpoint.report import SaveReport
 from hf_fsdp_tools.checkpoint.save_adapter import save_adapter
 from hf_fsdp_tools.checkpoint.shards import (
@@ -286,11 +286,10 @@ def _transfers(key: str, place: Place, state: Mapping[str, torch.Tensor], layout
                 first = sum(i * s for i, s in zip(start, strides, strict=True))
                 held = held.contiguous()  # a copy only where a rank holds several ranges of one dimension
                 yield Transfer(
-                    key=key,
                     file=layout.temporary(place.file),
-                    offset=place.offset,
+                    start=place.offset + first * place.dtype.itemsize,
                     dtype=place.dtype,
-                    stored=View(offset=first, length=part.length, strides=strides),
+                    strides=strides,
                     memory=held.as_strided(view.length, view.strides, held.storage_offset() + view.offset),
                 )
 
@@ -301,7 +300,7 @@ def _is_scattered(transfers: list[Transfer]) -> bool:
     runs = 0
     for t in transfers:
         run = 1
-        for n, stride in sorted(zip(t.stored.length, t.stored.strides, strict=True), key=lambda d: d[1]):
+        for n, stride in sorted(zip(t.memory.shape, t.strides, strict=True), key=lambda d: d[1]):
             if stride == run:
                 run *= n
         runs += t.memory.numel() // run
@@ -317,13 +316,11 @@ def _write_gathered(model: nn.Module, key: str, layout: Layout, staging_bytes: i
     with agreed(f"writing {key!r}"):
         if rank_and_size()[0] == 0:
             result = revert_group(model, {name: t for name, t in whole.items() if t is not None})[key]
-            stored = View(offset=0, length=tuple(result.shape), strides=row_major_strides(result.shape))
             transfer = Transfer(
-                key=key,
                 file=layout.temporary(place.file),
-                offset=place.offset,
+                start=place.offset,
                 dtype=place.dtype,
-                stored=stored,
+                strides=row_major_strides(result.shape),
                 memory=result,
             )
             stats = write_transfers([transfer], staging_bytes=staging_bytes)

@@ -10,7 +10,15 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.checkpoint.regions import Box, local_boxes
 
-__all__ = ["LocalBoxes", "is_first_replica", "is_sharded", "local_boxes_of", "local_tensor", "memory_view"]
+__all__ = [
+    "LocalBoxes",
+    "is_first_replica",
+    "is_sharded",
+    "local_boxes_of",
+    "local_tensor",
+    "memory_view",
+    "replicated_axes",
+]
 
 
 @runtime_checkable
@@ -43,6 +51,18 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, LocalBoxes):
         return True
     return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
+
+
+def replicated_axes(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """The axes of a sharded DTensor's mesh along which every rank holds the same part, each with this rank's coordinate.
+
+    Empty for what is not sharded along another axis: a tensor that every rank holds whole.
+    """
+    if not isinstance(tensor, DTensor) or not is_sharded(tensor):
+        return ()
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    placed = zip(tensor.placements, coordinate, strict=False)
+    return tuple((axis, index) for axis, (placement, index) in enumerate(placed) if placement.is_replicate())
 
 
 def is_first_replica(tensor: torch.Tensor) -> bool:

@@ -48,7 +48,7 @@ class PieceTensor(torch.Tensor):
     @classmethod
     def named(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> "PieceTensor":
         """The input called ``name``: one piece, itself."""
-        box = Box(start=(0,) * len(shape), length=tuple(shape))
+        box = Box.whole(shape)
         view = View(offset=0, length=tuple(shape), strides=row_major_strides(shape))
         return cls(shape, dtype, [Piece(box=box, source=name, view=view)], frozenset([name]))
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from hf_fsdp_tools.checkpoint.io.watch import patiently
 from hf_fsdp_tools.distributed.mesh import rank_on_node
+from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
 
 __all__ = ["agreed", "all_ranks", "opened", "rank_and_size", "refuse_other_commits"]
@@ -92,7 +92,9 @@ def opened(
     result: list[T] = []
     path = Path(name_or_path).expanduser()
     with agreed(doing):
-        is_first = patiently(path.exists, file=path) or rank_and_size()[1] == 1 or rank_on_node()[0] == 0
+        with watched(path):
+            is_local = path.exists()
+        is_first = is_local or rank_and_size()[1] == 1 or rank_on_node()[0] == 0
         if is_first:
             result.append(open_it(dict(hub_kwargs)))
     with agreed(doing):

@@ -27,7 +27,7 @@ from hf_fsdp_tools import (
     make_accelerator,
     save_pretrained,
 )
-from hf_fsdp_tools.checkpoint.io.reader import read_transfers, write_transfers
+from hf_fsdp_tools.checkpoint.io.files import read_transfers, write_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.checkpoint.regions import View
 from hf_fsdp_tools.distributed.mesh import local_device
@@ -126,10 +126,9 @@ def _loading(folder: Path, out: Path) -> list[float]:
     plain = AutoModelForCausalLM.from_pretrained(folder)
     here = local_device().type
     before = torch.random.get_rng_state(), torch.cuda.get_rng_state() if _is_gpu() else None
-    for read_mode in ("rank", "node"):
-        model = from_pretrained(folder, load_kwargs={"read_mode": read_mode})
-        _assert_is(model, plain)
-        assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {here}
+    model = from_pretrained(folder)
+    _assert_is(model, plain)
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {here}
     assert torch.equal(torch.random.get_rng_state(), before[0]), "loading draws no random number of the user's"
     assert before[1] is None or torch.equal(torch.cuda.get_rng_state(), before[1])
     assert not [f for f in diagnose(model).findings if f.severity == "error"]

@@ -50,7 +50,7 @@ class StoredTensor:
     def pieces(self) -> tuple[Piece, ...]:
         """The tensor as boxes that are views of its sources."""
         view = View(offset=0, length=self.shape, strides=self.strides or row_major_strides(self.shape))
-        return (Piece(box=Box(start=(0,) * len(self.shape), length=self.shape), source=self.key, view=view),)
+        return (Piece(box=Box.whole(self.shape), source=self.key, view=view),)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.io.reader import Pace, TransferStats, read_transfers
-from hf_fsdp_tools.checkpoint.io.transfer import Transfer
-from hf_fsdp_tools.checkpoint.match import transfers_of
+from hf_fsdp_tools.checkpoint.io.files import TransferStats, read_transfers
+from hf_fsdp_tools.checkpoint.io.transfer import Transfer, transfers_into
 from hf_fsdp_tools.checkpoint.quantized.share import (
     PackedShare,
     PackedWeight,
@@ -26,7 +25,6 @@ from hf_fsdp_tools.checkpoint.quantized.share import (
     compute_device,
 )
 from hf_fsdp_tools.checkpoint.regions import Box, row_major_strides
-from hf_fsdp_tools.checkpoint.shards import local_boxes_of
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.distributed.agreement import agreed
 from hf_fsdp_tools.errors import CheckpointError
@@ -51,7 +49,7 @@ def quantize_weights(
     *,
     doing: str,
     staging_bytes: int,
-    pace: Pace,
+    in_flight: int,
     on_bytes: Callable[[int], object],
 ) -> TransferStats:
     """Fill 4-bit weights and give all 4-bit layers their scales: what bitsandbytes makes of whole weights, bit for bit.
@@ -64,7 +62,7 @@ def quantize_weights(
         index: of the checkpoint.
         doing: for messages, as in ``agreed``.
         staging_bytes: Bound of host memory above the shards and the scales.
-        pace: Reads in flight.
+        in_flight: requests at a time.
         on_bytes: Told how many bytes arrived, as by ``read_transfers``.
 
     Raises:
@@ -79,7 +77,7 @@ def quantize_weights(
         device = compute_device(weights[0].sharded)
         scales = [torch.zeros(weight.packing.num_blocks, dtype=torch.float32, device=device) for weight in weights]
         with agreed(doing):
-            stats += _pack(weights, scales, index, staging_bytes, pace, on_bytes)
+            stats += _pack(weights, scales, index, staging_bytes, in_flight, on_bytes)
         for weight, own in zip(weights, scales, strict=True):
             join_scales(own, weight.sharded)
             set_quant_state(weight.module, make_quant_state(own, weight.packing))
@@ -128,7 +126,7 @@ def _pack(
     scales: Sequence[torch.Tensor],
     index: CheckpointIndex,
     staging_bytes: int,
-    pace: Pace,
+    in_flight: int,
     on_bytes: Callable[[int], object],
 ) -> TransferStats:
     """Read this rank's blocks of some weights, window by window; packed bytes to the shards, scales to ``scales``."""
@@ -140,7 +138,7 @@ def _pack(
         values = torch.empty(sum(part.numel for part in window), dtype=window[0].dtype, device=device)
         regions = torch.split(values, [part.numel for part in window])
         wanted = [t for part, region in zip(window, regions, strict=True) for t in _transfers(part, region, index)]
-        stats += read_transfers(wanted, staging_bytes=staging_bytes // 4, pace=pace, on_bytes=on_bytes)
+        stats += read_transfers(wanted, staging_bytes=staging_bytes // 4, in_flight=in_flight, on_bytes=on_bytes)
         for part, region in zip(window, regions, strict=True):
             _pack_part(part, region)
     return stats
@@ -166,7 +164,7 @@ def _transfers(part: _Part, region: torch.Tensor, index: CheckpointIndex) -> Ite
         width = min(columns - column, part.stop - at)
         box = Box(start=(row, column), length=(rows, width))
         local = region[at - part.start :].as_strided(box.length, row_major_strides(box.length))
-        yield from transfers_of(part.weight.plain, box, local, (0, 0), index)
+        yield from transfers_into(local, part.weight.plain, box, index.source)
         at += box.numel
 
 
@@ -245,8 +243,7 @@ def read_scales(share: PackedShare, index: CheckpointIndex, *, staging_bytes: in
     for _, keys, tensors in read:
         for name, memory in tensors.items():
             stored = PieceTensor.stored(index.tensors[keys[name]], memory.dtype)
-            for box, start in local_boxes_of(memory):
-                transfers += transfers_of(stored, box, memory, start, index)
+            transfers += transfers_into(memory, stored, Box.whole(memory.shape), index.source)
     stats = read_transfers(transfers, staging_bytes=staging_bytes)
     for module, keys, tensors in read:
         set_quant_state(module, _checked(module, keys, tensors, index))

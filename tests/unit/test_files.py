@@ -3,8 +3,8 @@
 import gc
 import math
 import os
-import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_fsdp_tools.checkpoint.io import reader
-from hf_fsdp_tools.checkpoint.io.reader import MAX_GAP_BYTES, read_transfers, write_transfers
+from hf_fsdp_tools.checkpoint.io import files
+from hf_fsdp_tools.checkpoint.io.files import MAX_GAP_BYTES, read_transfers, write_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
-from hf_fsdp_tools.checkpoint.regions import View, row_major_strides
+from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.checkpoint.report import MemoryWatch
 from hf_fsdp_tools.errors import CheckpointError
 
@@ -24,8 +24,7 @@ MIB = 2**20
 
 
 def whole(file: Path, tensor: torch.Tensor, memory: torch.Tensor, offset: int = 0) -> Transfer:
-    view = View(offset=0, length=tuple(tensor.shape), strides=row_major_strides(tensor.shape))
-    return Transfer(key="x", file=file, offset=offset, dtype=tensor.dtype, stored=view, memory=memory)
+    return Transfer(file=file, start=offset, dtype=tensor.dtype, strides=row_major_strides(tensor.shape), memory=memory)
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -58,13 +57,13 @@ def test_any_view_travels_both_ways(tmp_path: Path, tensors: list[Any], odd: int
     """Unaligned data, casts, strides on both sides, buffers smaller than a tensor; writing touches nothing else."""
     file, copy = tmp_path / "stored.bin", tmp_path / "copy.bin"
     content = b"x" * odd
-    transfers, expected = [], []
+    transfers, expected, begins = [], [], []
     for tensor, view, dtype, gaps in tensors:
         memory = torch.zeros([2 * n for n in view.shape] if gaps else view.shape, dtype=dtype)
         memory = memory[tuple(slice(0, n) for n in view.shape)]
-        stored = View(offset=view.storage_offset(), length=tuple(view.shape), strides=view.stride())
-        arguments = {"key": "x", "file": file, "offset": len(content), "dtype": tensor.dtype, "stored": stored}
-        transfers.append(Transfer(**arguments, memory=memory))
+        start = len(content) + view.storage_offset() * tensor.element_size()
+        begins.append(len(content))
+        transfers.append(Transfer(file=file, start=start, dtype=tensor.dtype, strides=view.stride(), memory=memory))
         expected.append(view.to(dtype))
         content += raw(tensor)
     file.write_bytes(content)
@@ -73,16 +72,17 @@ def test_any_view_travels_both_ways(tmp_path: Path, tensors: list[Any], odd: int
         assert torch.equal(transfer.memory, values)
 
     copy.write_bytes(b"\xaa" * len(content))
-    write_transfers([Transfer(**{**vars(t), "file": copy}) for t in transfers], staging_bytes=staging)
+    write_transfers([replace(t, file=copy) for t in transfers], staging_bytes=staging)
     reference = torch.full((len(content),), 0xAA, dtype=torch.uint8)
-    for transfer, values in zip(transfers, expected, strict=True):
+    for transfer, values, begin in zip(transfers, expected, begins, strict=True):
         size = max(t.numel() for t, *_ in tensors) * 8  # aligned scratch, then only this tensor's own bytes
         tensor = next(t for (t, v, *_), e in zip(tensors, expected, strict=True) if e is values)
-        span = slice(transfer.offset, transfer.offset + tensor.numel() * tensor.element_size())
+        span = slice(begin, begin + tensor.numel() * tensor.element_size())
         scratch = torch.zeros(size, dtype=torch.uint8)[: span.stop - span.start]
         scratch.copy_(reference[span])
         typed = scratch.view(tensor.dtype)
-        typed.as_strided(transfer.stored.length, transfer.stored.strides, transfer.stored.offset).copy_(values)
+        first = (transfer.start - begin) // tensor.element_size()
+        typed.as_strided(values.shape, transfer.strides, first).copy_(values)
         reference[span] = scratch
     assert copy.read_bytes() == reference.numpy().tobytes()
 
@@ -98,7 +98,7 @@ def test_the_same_bytes_are_read_straight_into_memory_and_neighbours_in_one_call
     assert (stats.num_bytes, stats.calls, stats.staging_bytes) == (600_000, 1, 0)
 
 
-@pytest.mark.parametrize(("columns", "calls", "num_bytes"), [(4096, 256, 2 * 256 * 4096), (8192 - 64, 1, None)])
+@pytest.mark.parametrize(("columns", "calls", "num_bytes"), [(4096, 256, 2 * 256 * 4096), (8192 - 64, 4, None)])
 def test_columns_of_a_matrix_are_read_without_waste_or_a_call_per_row(
     tmp_path: Path, columns: int, calls: int, num_bytes: int | None
 ) -> None:
@@ -107,8 +107,7 @@ def test_columns_of_a_matrix_are_read_without_waste_or_a_call_per_row(
     file = tmp_path / "stored.bin"
     file.write_bytes(raw(tensor))
     memory = torch.zeros(256, columns, dtype=torch.bfloat16)
-    view = View(offset=0, length=(256, columns), strides=(8192, 1))
-    transfer = Transfer(key="x", file=file, offset=0, dtype=tensor.dtype, stored=view, memory=memory)
+    transfer = Transfer(file=file, start=0, dtype=tensor.dtype, strides=(8192, 1), memory=memory)
     stats = read_transfers([transfer], staging_bytes=64 * MIB)
     assert torch.equal(memory, tensor[:, :columns])
     assert stats.calls <= calls
@@ -120,34 +119,13 @@ def test_read_ahead_is_off_so_that_neighbours_bytes_stay_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     advice: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(reader.os, "posix_fadvise", lambda descriptor, *rest: advice.append(rest))
+    monkeypatch.setattr(files.os, "posix_fadvise", lambda descriptor, *rest: advice.append(rest))
     file = tmp_path / "stored.bin"
     file.write_bytes(raw(torch.ones(4)))
     read_transfers([whole(file, torch.ones(4), torch.zeros(4))], staging_bytes=MIB)
     write_transfers([whole(file, torch.ones(4), torch.ones(4))], staging_bytes=MIB)
     read_transfers([whole(file, torch.ones(4), torch.zeros(4))], staging_bytes=MIB, read_ahead=True)
     assert advice == [(0, 0, os.POSIX_FADV_RANDOM)]
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice about reading")
-def test_prefetch_asks_for_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts meet within a file and across files; a file that is not there is somebody else's error."""
-    asked: list[tuple[str, int, int]] = []
-
-    def advise(descriptor: int, start: int, length: int, advice: int) -> None:
-        assert advice == os.POSIX_FADV_WILLNEED
-        asked.append((os.readlink(f"/proc/self/fd/{descriptor}").rsplit("/", 1)[1], start, length))
-
-    monkeypatch.setattr(reader.os, "posix_fadvise", advise)
-    for name, size in (("a", 10), ("b", 10), ("c", 10)):
-        (tmp_path / name).write_bytes(bytes(size))
-    files = [tmp_path / name for name in ("a", "absent", "b", "c")]
-    for part in range(2):
-        reader.prefetch(files, part=part, parts=2, num_bytes=24)
-        for thread in threading.enumerate():
-            if thread.name == "prefetch":
-                thread.join()
-    assert asked == [("a", 0, 10), ("b", 0, 2), ("b", 2, 8), ("c", 0, 4)]
 
 
 def test_staging_stays_within_its_bound(tmp_path: Path) -> None:
@@ -158,6 +136,35 @@ def test_staging_stays_within_its_bound(tmp_path: Path) -> None:
     stats = read_transfers([whole(file, tensor, memory)], staging_bytes=MIB)
     assert torch.equal(memory, tensor.double())
     assert 0 < stats.staging_bytes <= MIB and stats.num_bytes == tensor.nbytes
+
+
+def test_large_tensors_are_divided_so_that_several_requests_bring_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_REQUEST_BYTES", 1024)
+    tensor = torch.randn(100, 30)
+    file = tmp_path / "stored.bin"
+    file.write_bytes(raw(tensor))
+    memory, arrived = torch.zeros(100, 30), []
+    stats = read_transfers([whole(file, tensor, memory)], staging_bytes=MIB, on_bytes=arrived.append)
+    assert torch.equal(tensor, memory)
+    assert stats.calls == 12 and sum(arrived) == 12000 and max(arrived) == 1024
+
+
+def test_after_a_failure_no_further_request_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_REQUEST_BYTES", 4)
+    file = tmp_path / "stored.bin"
+    file.write_bytes(bytes(4000))
+    begun: list[int] = []
+
+    def broken(descriptor: int, buffers: list[memoryview], position: int) -> int:
+        begun.append(position)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(files.os, "preadv", broken)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        read_transfers([whole(file, torch.zeros(1000), torch.zeros(1000))], staging_bytes=MIB, in_flight=4)
+    assert len(begun) <= 4
 
 
 def test_a_file_that_shrank_meanwhile(tmp_path: Path) -> None:
@@ -177,7 +184,7 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def third(descriptor: int, buffers: list[memoryview], position: int) -> int:
         return real(descriptor, [buffers[0][: max(1, len(buffers[0]) // 3)]], position)
 
-    monkeypatch.setattr(reader.os, "preadv", third)
+    monkeypatch.setattr(files.os, "preadv", third)
     first, second = torch.zeros(60), torch.zeros(40)
     parts = [whole(file, first, first), whole(file, second, second, 240)]
     stats = read_transfers(parts, staging_bytes=MIB)
@@ -194,7 +201,7 @@ def test_io_errors_name_the_file_and_a_cure(tmp_path: Path, monkeypatch: pytest.
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(reader.os, "pwritev", full)
+    monkeypatch.setattr(files.os, "pwritev", full)
     with pytest.raises(CheckpointError, match=r"full\.bin: cannot be written: .*No space left.*Check space"):
         write_transfers([whole(file, torch.zeros(4), torch.zeros(4))], staging_bytes=MIB)
 

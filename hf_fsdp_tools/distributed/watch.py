@@ -1,0 +1,78 @@
+"""A watch over storage that does not answer: what is being waited for is named, with file, position and seconds.
+
+A system call on a network file system that hangs cannot be ended from here. All ranks wait for the slowest, so the one line
+that says which file of which rank it is turns a job that hangs into a mount to look at.
+"""
+
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["watched"]
+
+_WARN_S = 30.0
+"""From when on a call is named; each further warning comes after twice the time. (assumed)"""
+
+_POLL_S = 1.0
+"""Between two looks at the calls under way."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Call:
+    file: Path
+    position: int
+    since_s: float
+
+
+_under_way: set[_Call] = set()
+_lock = threading.Lock()
+_watcher = threading.Thread()
+
+
+@contextmanager
+def watched(file: Path, position: int = 0) -> Iterator[None]:
+    """A block that waits for a file: from 30 s on it is warned of. For any thread, and within another such block.
+
+    Args:
+        file: what is read, written or looked for.
+        position: of the first byte.
+    """
+    global _watcher
+    call = _Call(file, position, time.monotonic())
+    with _lock:
+        _under_way.add(call)
+        if not _watcher.is_alive():
+            _watcher = threading.Thread(target=_watch, name="watch over storage", daemon=True)
+            _watcher.start()
+    try:
+        yield
+    finally:
+        with _lock:
+            _under_way.remove(call)
+
+
+def _watch() -> None:
+    """Warn of the call that has been under way for longest, for as long as there are calls."""
+    global _watcher
+    warn_s = _WARN_S
+    while True:
+        time.sleep(_POLL_S)
+        with _lock:
+            if not _under_way:
+                _watcher = threading.Thread()  # the next call starts a new one
+                return
+            oldest = min(_under_way, key=lambda call: call.since_s)
+        waited_s = time.monotonic() - oldest.since_s
+        if waited_s < _WARN_S:
+            warn_s = _WARN_S
+        elif waited_s >= warn_s:
+            warn_s = 2 * waited_s
+            warnings.warn(
+                f"{oldest.file}: no answer at byte {oldest.position:,} for {waited_s:.0f} s; still waiting. Check the "
+                "storage, the network and the mount.",
+                stacklevel=1,
+            )
