@@ -13,9 +13,9 @@ been touched once, because some loaders only map files, and after all that was q
 
 --alone           instead: rank 3 of 8 alone on its machine, where no neighbour warms the page cache (a fake process group)
 --slow-storage    instead: a request for data takes 5 ms and 10 ms per MB more (100 MB/s per stream), cached or not, and with
-          --shared-mb-s all requests of all ranks together bring no more than that. Ours runs as it is, and in both of its
-          read modes, with that delay put on each of its read calls. The last row replays the pattern of mapped files, as
-          safetensors gives them to transformers: 4 threads fault the rank's slices in, and each fault brings in 128 KiB
+          --shared-mb-s all requests of all ranks together bring no more than that. Ours runs as it is, and with fewer and more
+          requests in flight, with that delay put on each of its read calls. The last row replays the pattern of mapped files,
+          as safetensors gives them to transformers: 4 threads fault the rank's slices in, and each fault brings in 128 KiB
           (Linux' read-ahead on network file systems). Nothing but those reads is counted there, which is generous.
 --replicas 2      with --slow-storage: HSDP, where as many ranks want each byte
 
@@ -26,7 +26,6 @@ read()    bytes that came through read calls; neither mapped files nor what rank
 disk      bytes that came from the disk, mapped files included, charged to the rank that met them first
 above     highest resident memory minus what was resident before minus the local shards; mapped files count where touched
 GPU       highest memory allocated on the GPU minus what was before minus the shards; pinned host memory, at its highest
-large     the limit again, into memory for which large pages were asked, as ours does, which stops asking where they are slow
 result    every parameter and buffer, non-persistent ones too, against plain `from_pretrained`, by checksums over all ranks
 """
 
@@ -115,9 +114,7 @@ def row_of(runs: list[list[Figures]], failed: str, expected: list[Figures]) -> R
         }
     )
     last = runs[-1][0]["notes"]
-    kept = {key: last[key] for key in ("stages", "why", "read_bytes_s", "copy_bytes_s") if key in last}
-    if modes := [run[0]["notes"]["read_mode"] for run in runs if "read_mode" in run[0]["notes"]]:
-        kept["read_modes"] = modes
+    kept = {key: last[key] for key in ("stages", "read_bytes_s", "copy_bytes_s") if key in last}
     return {
         "seconds": [max(rank["seconds"] for rank in run) for run in runs],
         "ranks": [{k: v for k, v in rank.items() if isinstance(v, int)} for rank in runs[-1]],

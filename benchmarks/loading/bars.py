@@ -52,17 +52,6 @@ def worst_rank(key: str, unit: str | float) -> Callable[[dict[str, Any]], float 
     return reached
 
 
-def best_mode(rows: dict[str, Any]) -> float | None:
-    """Ours over the quicker of both read modes."""
-    took = [
-        statistics.median(rows[name]["seconds"])
-        for name in rows
-        if name.startswith(f"{OURS}, ") and "seconds" in rows[name]
-    ]
-    ours = rows.get(OURS, {}).get("seconds")
-    return statistics.median(ours) / min(took) if ours and took else None
-
-
 def at_most(limit: float) -> Callable[[float, dict[str, Any]], bool]:
     return lambda figure, cell: figure <= limit
 
@@ -189,13 +178,6 @@ BARS = (
         cells=lambda cell: is_slow(cell) and cell["shared_bytes_s"] > 0,
         reached=over(REPLAYED, OURS),
         met=at_least(1),
-    ),
-    Bar(
-        figure='slow storage: read_mode "auto" ÷ the quicker mode',
-        bar="≤ 1.1 (our own)",
-        cells=is_slow,
-        reached=best_mode,
-        met=at_most(1.1),
     ),
     Bar(
         figure="to GPUs: limit (storage or pinned copy) ÷ ours",

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,12 +23,11 @@ from transformers.distributed import DistributedConfig
 
 import hf_fsdp_tools
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.io import reader
+from hf_fsdp_tools.checkpoint.io import files
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.sharding.allocate import allocate
-from hf_fsdp_tools.sharding.host_memory import empty_on_host
 from hf_fsdp_tools.sharding.shard import shard_model
 
 from .job import Job, Loaded, synchronize
@@ -52,14 +50,14 @@ def load_ours(job: Job, **load_kwargs: Any) -> Loaded:
     model, report = hf_fsdp_tools.from_pretrained(
         job.folder, dtype=job.dtype, mesh=mesh, output_loading_info=True, load_kwargs=load_kwargs
     )
-    notes = {"stages": report.seconds, "read_mode": report.read_mode, "why": report.read_mode_why}
-    return Loaded(model=model, notes=notes | {"bytes_read": report.bytes_read, "calls": report.read_calls})
+    notes = {"stages": report.seconds, "bytes_read": report.bytes_read, "calls": report.read_calls}
+    return Loaded(model=model, notes=notes)
 
 
 def load_slowly(job: Job, **load_kwargs: Any) -> Loaded:
     """Ours on slow storage."""
     assert job.storage is not None
-    with job.storage.reads(reader.os):
+    with job.storage.reads(files.os):
         return load_ours(job, **load_kwargs)
 
 
@@ -89,23 +87,17 @@ def load_accelerate(job: Job, *, ram_efficient: bool) -> Loaded:
     return Loaded(model=fsdp2_prepare_model(accelerator, model))
 
 
-def allocated_plainly(job: Job) -> nn.Module:
-    """A model built and sharded by us, with storage as torch gives it: what our own pages are good for is not to be
-    somebody else's figure.
-    """
+def allocated(job: Job) -> nn.Module:
+    """A model built and sharded by us, with storage."""
     model = build_meta_model(job.folder, dtype=job.dtype)
     shard_model(model, make_wrap_plan(model), mesh=ParallelDims().build_mesh(job.device))
-    plain = patch(
-        "hf_fsdp_tools.sharding.allocate.empty_on_host", lambda wanted: [torch.empty(s, dtype=d) for s, d in wanted]
-    )
-    with plain:
-        allocate(model, device=job.torch_device)
+    allocate(model, device=job.torch_device)
     return model
 
 
 def load_dcp(job: Job) -> Loaded:
     """torch's reader of safetensors, into a model that is built, sharded and tied by us, which is generous."""
-    model = allocated_plainly(job)
+    model = allocated(job)
     once = {id(tensor): key for key, tensor in reversed(model.state_dict(keep_vars=True).items())}
     state = {key: tensor for key, tensor in model.state_dict().items() if key in once.values()}
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(job.folder), thread_count=4))
@@ -114,7 +106,7 @@ def load_dcp(job: Job) -> Loaded:
 
 def load_broadcast(job: Job) -> Loaded:
     """torch's own way to load on rank 0 only, into a model that is built and sharded by us."""
-    model = allocated_plainly(job)
+    model = allocated(job)
     first = dist.get_rank() == 0
     state = AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype).state_dict() if first else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
@@ -144,14 +136,11 @@ def limit_threads() -> int:
     return max(4, len(os.sched_getaffinity(0)) // dist.get_world_size())
 
 
-def load_limit(job: Job, *, large_pages: bool = False) -> Loaded:
+def load_limit(job: Job) -> Loaded:
     """The rank's share of bytes into fresh memory, and nothing else. For fp32 that is twice the memory."""
     parts = parts_of_share(job.folder)
     sizes = [size * job.dtype.itemsize // 2 for _, _, size in parts]
-    if large_pages:
-        memory = empty_on_host([((size,), torch.uint8) for size in sizes])
-    else:
-        memory = list(torch.empty(sum(sizes), dtype=torch.uint8).split(sizes))
+    memory = list(torch.empty(sum(sizes), dtype=torch.uint8).split(sizes))
     with ThreadPoolExecutor(limit_threads()) as pool:
         list(pool.map(lambda part, into: read_part(part, into[: part[2]]), parts, memory))
         list(pool.map(lambda part, into: into[part[2] :: PAGE].zero_(), parts, memory))
@@ -226,7 +215,6 @@ _ON_CPU: dict[str, tuple[Load, bool]] = {
     "transformers native, then read once": (load_native, False),
     LAZY: (load_native, True),
     **_PEERS,
-    "limit, large pages": (partial(load_limit, large_pages=True), False),
 }
 _ON_GPU: dict[str, tuple[Load, bool]] = {
     LIMIT: (load_limit_to_device, False),
@@ -237,8 +225,8 @@ _ON_GPU: dict[str, tuple[Load, bool]] = {
 }
 _SLOW: dict[str, tuple[Load, bool]] = {
     OURS: (load_slowly, False),
-    f"{OURS}, read_mode rank": (partial(load_slowly, read_mode="rank"), False),
-    f"{OURS}, read_mode node": (partial(load_slowly, read_mode="node"), False),
+    f"{OURS}, 4 requests in flight": (partial(load_slowly, requests_in_flight=4), False),
+    f"{OURS}, 64 requests in flight": (partial(load_slowly, requests_in_flight=64), False),
     REPLAYED: (replay_mapped, False),
 }
 

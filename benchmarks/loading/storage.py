@@ -41,9 +41,7 @@ class Storage:
         """`preadv` on this storage, also in the place of the system's own in a module's `os`."""
         clock = _Clock(self.clock, self.shared_bytes_s) if self.shared_bytes_s and self.clock else None
 
-        def preadv(descriptor: int, buffers: list[memoryview], position: int, flags: int = 0) -> int:
-            if flags:  # a call that is not to wait asks the cache only, and is quick
-                return REAL_PREADV(descriptor, buffers, position, flags)
+        def preadv(descriptor: int, buffers: list[memoryview], position: int) -> int:
             began, size = time.monotonic(), sum(len(buffer) for buffer in buffers)
             ready = began + size / self.stream_bytes_s
             if clock is not None:

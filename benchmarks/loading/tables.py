@@ -37,7 +37,7 @@ def table(rows: dict[str, Row]) -> list[str]:
     """One row per loader; ratios are medians over runs of the same round. Columns that hold nothing are left out."""
     columns = ["loader", "seconds: median (min–max)", "÷ limit", "÷ ours", "read() MB by rank", "÷ share"]
     columns += ["disk MB by rank", "÷ share", "above the shards MB by rank (mapped files)", "GPU MB above, pinned"]
-    columns += ["read mode", "result"]
+    columns += ["result"]
     lines = [cells_of(name, row, rows) for name, row in rows.items()]
     kept = [i for i in range(len(columns)) if any(line[i] for line in lines)]
     shown = [[line[i] for i in kept] for line in [columns, ["---"] * len(columns), *lines]]
@@ -46,7 +46,7 @@ def table(rows: dict[str, Row]) -> list[str]:
 
 def cells_of(name: str, row: Row, rows: dict[str, Row]) -> list[str]:
     if "failed" in row:
-        return [name, "fails", *[""] * 9, row["failed"]]
+        return [name, "fails", *[""] * 8, row["failed"]]
     took = row["seconds"]
     by_rank = {key: ", ".join(f"{r.get(key, 0) / 1e6:.0f}" for r in row["ranks"]) for key in row["ranks"][0]}
     read, disk = (max(r[key] / r["share"] for r in row["ranks"]) for key in ("read", "disk"))
@@ -62,7 +62,6 @@ def cells_of(name: str, row: Row, rows: dict[str, Row]) -> list[str]:
         f"{disk:.2f}",
         f"{by_rank['above']} ({by_rank['mapped']})",
         f"{by_rank['above_device']}; {by_rank['pinned']}" if on_gpu else "",
-        ", ".join(row.get("read_modes", [])),
         row["wrong"],
     ]
 
@@ -74,8 +73,6 @@ def remarks(rows: dict[str, Row]) -> list[str]:
     if stages := ours.get("stages"):
         shown = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in stages.items())
         lines.append(f"hf_fsdp_tools, rank 0, last run: {shown} s; the rest is building and sharding on meta.")
-    if why := ours.get("why"):
-        lines.append(f"Read mode: {why}.")
     if "copy_bytes_s" in limit:
         speeds = [
             f"{what} {limit[key] / 1e9:.1f} GB/s" for what, key in (("read", "read_bytes_s"), ("copy", "copy_bytes_s"))

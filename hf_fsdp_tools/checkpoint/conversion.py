@@ -106,10 +106,10 @@ def _scales(model: nn.Module) -> dict[str, torch.Tensor]:
     return scales
 
 
-def map_loading(model: nn.Module, stored: Mapping[str, Stored], *, layout: str = "hub") -> LoadMap:
+def map_loading(model: nn.Module, stored: Mapping[str, Stored], *, is_model_state: bool = False) -> LoadMap:
     """Trace every stored tensor through transformers' renamings and conversions to the model's keys.
 
-    With layout "model" the tensors are as the model has them, so that nothing is converted; only the prefix of a base
+    With `is_model_state` the tensors are as the model has them, so that nothing is converted; only the prefix of a base
     model is still added or removed. Nothing is read. No rank communicates: every rank gets the same map.
 
     Raises:
@@ -117,7 +117,7 @@ def map_loading(model: nn.Module, stored: Mapping[str, Stored], *, layout: str =
     """
     state = persistent_tensors(model)
     with original_classes(model):
-        convert = layout == "hub" and isinstance(model, PreTrainedModel)
+        convert = not is_model_state and isinstance(model, PreTrainedModel)
         transforms = get_model_conversion_mapping(model) if convert else []
         groups, unexpected = _group(model, stored, state, transforms)
         tensors: dict[str, PieceTensor] = {}
@@ -133,7 +133,7 @@ def map_loading(model: nn.Module, stored: Mapping[str, Stored], *, layout: str =
         tensors=tensors,
         groups=makers,
         unexpected_keys=frozenset(unexpected),
-        used_conversions=tuple(t for t in transforms if t.was_used()) if layout == "hub" else None,
+        used_conversions=tuple(t for t in transforms if t.was_used()) if not is_model_state else None,
     )
 
 

@@ -8,7 +8,6 @@ from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
 
 import torch
 
@@ -59,8 +58,8 @@ class CheckpointIndex:
     header_bytes: int
     """Bytes read to make this index: headers and index file."""
 
-    layout: Literal["hub", "model"] = "hub"
-    """Whether keys and tensors are as on the hub, or as in the model itself (a DCP folder): nothing to convert then."""
+    is_model_state: bool = False
+    """Whether keys and tensors are as in the model itself (a DCP folder), not as on the hub: nothing to convert then."""
 
     commit: str | None = None
     """Of a hub name, the commit that was fetched or found in the cache."""
@@ -190,7 +189,7 @@ class CheckpointIndex:
         with watched(folder):
             files, listed = _weight_files(folder, allow_pickle)
         index = cls._from_files(name, files, listed)
-        return replace(index, layout="model") if files == [folder / ACCELERATE_PICKLED] else index
+        return replace(index, is_model_state=True) if files == [folder / ACCELERATE_PICKLED] else index
 
     @classmethod
     def _from_dcp(cls, name: str, folder: Path) -> "CheckpointIndex":
@@ -198,7 +197,7 @@ class CheckpointIndex:
         with watched(folder / METADATA):
             found, num_bytes = parse_dcp(folder)
         tensors = MappingProxyType({tensor.key: tensor for _, tensor in found})
-        return cls(name=name, tensors=tensors, header_bytes=num_bytes, layout="model", _saved=dict(found))
+        return cls(name=name, tensors=tensors, header_bytes=num_bytes, is_model_state=True, _saved=dict(found))
 
     @classmethod
     def _from_files(cls, name: str, files: Iterable[Path], listed: "_Listing | None") -> "CheckpointIndex":

@@ -89,7 +89,9 @@ def match_checkpoint(
     """
     state = persistent_tensors(model)
     index = index.of_model(state)
-    load_map, to_pack = part_packed(model, map_loading(model, index.tensors, layout=index.layout), index)
+    load_map, to_pack = part_packed(
+        model, map_loading(model, index.tensors, is_model_state=index.is_model_state), index
+    )
     _refuse_quantized(model, load_map, index)
     found, added = _resized(model, state, load_map) if resize_vocabulary else (load_map.tensors, {})
     mismatched = _other_shapes(found, state)
