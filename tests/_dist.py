@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -91,6 +91,34 @@ def run_ranks(
         import torch
 
         return [torch.load(Path(folder, f"{rank}.result"), weights_only=False) for rank in range(world_size)]
+
+
+def run_cases(cases: Mapping[str, Callable[[], object]]) -> None:
+    """Run every case on every rank, and report all that failed, by name. For use within `run_ranks`.
+
+    All ranks meet after each case, so that the next one begins alike on all of them, whatever failed.
+
+    Raises:
+        AssertionError: some cases failed on this rank; or a rank did not come back from a case within a minute.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store, rank, world_size = _get_default_store(), dist.get_rank(), dist.get_world_size()
+    failed: list[str] = []
+    for name, case in cases.items():
+        try:
+            case()
+        except Exception:
+            failed.append(f"--- case {name!r}:\n{traceback.format_exc()}")
+        store.set(f"case {name} {rank}", "over")
+        try:
+            store.wait([f"case {name} {other}" for other in range(world_size)], timedelta(seconds=60))
+        except dist.DistStoreError:
+            failed.append(f"--- case {name!r}: another rank has not come back from it")
+            break
+    if failed:
+        raise AssertionError(f"{len(failed)} of {len(cases)} cases failed\n" + "\n".join(failed))
 
 
 def _wait(ranks: list[BaseProcess], deadline: float) -> None:

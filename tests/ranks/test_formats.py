@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate.utils.fsdp_utils import save_fsdp_model
+from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
@@ -27,7 +28,7 @@ from hf_fsdp_tools.checkpoint.shards import local_boxes_of, local_tensor, memory
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from tests._checkpoints import make_checkpoint, make_model, pickled_copy
-from tests._dist import run_ranks
+from tests._dist import run_cases, run_ranks
 from tests.ranks.test_load import assert_same, full, last_even_dim, sharded_meta_model
 
 KINDS = ("llama", "tied", "gpt2", "mixtral", "deepseek_v3")
@@ -109,54 +110,94 @@ def save_fsdp1(folder: Path, root: Path) -> None:
     save_fsdp_model(plugin, accelerator, model, str(root))
 
 
-def load_all(folders: dict[str, Path], root: Path) -> list[float]:
+def plain(kind: str, folders: dict[str, Path]) -> nn.Module:
+    return type(make_model(kind)).from_pretrained(folders[kind])
+
+
+def saved_by_dcp(folders: dict[str, Path], root: Path) -> list[float]:
+    """Alone and as a part of a job's state; the read ratio of each."""
     ratios = []
     for way in ("plain", "job"):
         for kind in folders if way == "job" else PLAIN:
-            folder = folders[kind]
-            model = sharded_meta_model(kind, folder)
+            model = sharded_meta_model(kind, folders[kind])
             report = load_weights(model, root / way / kind)
-            assert_same(model, type(make_model(kind)).from_pretrained(folder), f"{way} {kind}")
+            assert_same(model, plain(kind, folders), f"{way} {kind}")
             assert not report.missing_keys and not report.unexpected_keys, str(report)
             ratios.append(report.read_ratio)
+    return ratios
+
+
+def saved_in_columns(folders: dict[str, Path], root: Path) -> None:
     model = sharded_meta_model("mixtral", folders["mixtral"], dtype=torch.bfloat16, shard_placement_fn=last_even_dim)
     report = load_weights(model, root / "plain" / "mixtral columns", dtype=torch.float32)
-    assert_same(model, type(make_model("mixtral")).from_pretrained(folders["mixtral"]), "columns")
+    assert_same(model, plain("mixtral", folders), "columns")
     assert report.read_ratio < 1.5, "half the columns of such tiny chunks: the gaps are shorter than a page"
 
-    llama = type(make_model("llama")).from_pretrained(folders["llama"])
+
+def saved_by_accelerate_and_torch(folders: dict[str, Path], root: Path) -> list[float]:
+    """The config is in the folder, or one or two folders above."""
+    ratios = []
     for source in ("accelerate/checkpoint-7", "accelerate/checkpoint-7/pytorch_model_fsdp_0", "hf"):
-        model, report = from_pretrained(root / source, output_loading_info=True)  # config.json one or two folders up
-        assert_same(model, llama, source)
+        model, report = from_pretrained(root / source, output_loading_info=True)
+        assert_same(model, plain("llama", folders), source)
         ratios.append(report.read_ratio)
+    return ratios
+
+
+def saved_whole(folders: dict[str, Path], root: Path) -> None:
+    """Fused experts, as the model has them."""
     mixtral = sharded_meta_model("mixtral", folders["mixtral"])
-    load_weights(mixtral, root / "full", allow_pickle=True)  # fused experts, as the model has them
-    assert_same(mixtral, type(make_model("mixtral")).from_pretrained(folders["mixtral"]), "full")
+    load_weights(mixtral, root / "full", allow_pickle=True)
+    assert_same(mixtral, plain("mixtral", folders), "full")
+
+
+def parts_that_need_joining(folders: dict[str, Path], root: Path) -> None:
     with pytest.raises(CheckpointError, match=r"are parts of it\. Join them once.*enable_consolidation=True"):
         CheckpointIndex.open(root / "hf" / "sharded")
+
+
+def saved_by_fsdp1(folders: dict[str, Path], root: Path) -> None:
     tied = sharded_meta_model("tied", folders["tied"])
     load_weights(tied, root / "fsdp1")
-    assert_same(tied, type(make_model("tied")).from_pretrained(folders["tied"]), "fsdp1")
+    assert_same(tied, plain("tied", folders), "fsdp1")
 
-    # a checkpoint with a head into the base model and into another head: the prefix is found, the rest is told
+
+def into_the_base_model_and_another_head(folders: dict[str, Path], root: Path) -> None:
+    """The prefix of the base model is found, and what has no place is told."""
     source = root / "accelerate" / "checkpoint-7"
     base, report = from_pretrained(source, auto_class=AutoModel, output_loading_info=True)
     assert report.unexpected_keys == ("lm_head.weight",) and not report.missing_keys
-    assert torch.equal(full(base.norm.weight), llama.model.norm.weight)
+    assert torch.equal(full(base.norm.weight), plain("llama", folders).model.norm.weight)
     headed, report = from_pretrained(
         source, auto_class=AutoModelForSequenceClassification, num_labels=5, output_loading_info=True
     )
     assert report.missing_keys == report.initialized_keys == ("score.weight",)
     assert full(headed.score.weight).std() > 0
-    # saved again, a model from a DCP folder is the hub's layout
+
+
+def saved_again_as_on_the_hub(folders: dict[str, Path], root: Path) -> None:
     mixtral = sharded_meta_model("mixtral", folders["mixtral"])
     load_weights(mixtral, root / "job" / "mixtral")
     save_pretrained(mixtral, root / "saved again")
-    if dist.get_rank() == 0:
-        assert (
-            CheckpointIndex.open(root / "saved again").tensors.keys()
-            == CheckpointIndex.open(folders["mixtral"]).tensors.keys()
-        )
+    keys = CheckpointIndex.open(folders["mixtral"]).tensors.keys()
+    assert dist.get_rank() or CheckpointIndex.open(root / "saved again").tensors.keys() == keys
+
+
+WAYS = (
+    saved_by_dcp,
+    saved_in_columns,
+    saved_by_accelerate_and_torch,
+    saved_whole,
+    parts_that_need_joining,
+    saved_by_fsdp1,
+    into_the_base_model_and_another_head,
+    saved_again_as_on_the_hub,
+)
+
+
+def load_all(folders: dict[str, Path], root: Path) -> list[float]:
+    ratios: list[float] = []
+    run_cases({way.__name__: lambda way=way: ratios.extend(way(folders, root) or ()) for way in WAYS})
     return ratios
 
 

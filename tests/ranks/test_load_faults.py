@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from tests._checkpoints import make_checkpoint
-from tests._dist import run_ranks
+from tests._dist import run_cases, run_ranks
 
 PATIENCE_S = 30
 
@@ -98,30 +99,38 @@ def is_untouched(model: nn.Module) -> bool:
 # ---- whatever fails, all ranks stop ----
 
 
-def fail_in_every_way(folder: Path) -> None:
-    model = sharded(folder)
+def broken(*_: Any) -> int:
+    raise OSError(5, "Input/output error")
 
-    # before anything is read, seen by all ranks
+
+def truncated_file(folder: Path) -> None:
+    """Before anything is read, and seen by all ranks."""
+    model = sharded(folder)
     cut = copy(folder, "cut", lambda f: truncate(first_file(f), 1))
     message = failure(lambda: load_weights(model, cut))
     assert first_file(cut).name in message and "is truncated" in message and is_untouched(model)
 
-    # seen by one rank
+
+def folder_that_one_rank_does_not_see(folder: Path) -> None:
+    model = sharded(folder)
     other = folder if dist.get_rank() == 0 else folder / "absent"
     message = failure(lambda: load_weights(model, other))
     assert "failed on 1 of 2 ranks" in message and "rank 1: No such folder" in message and is_untouched(model)
 
-    # a disk that fails under one rank, while it is read
-    def broken(*_: Any) -> int:
-        raise OSError(5, "Input/output error")
 
+def disk_that_fails_under_one_rank(folder: Path) -> None:
+    model = sharded(folder)
     with preadv(broken, rank=1):
         message = failure(lambda: load_weights(model, folder))
     assert "Reading the checkpoint (the model is on meta again, as it was) failed on 1 of 2 ranks" in message
     assert "rank 1: " in message and "Input/output error" in message and "Check the disk" in message
     assert is_untouched(model)
+    assert "on meta" in failure(lambda: save_pretrained(model, folder.parent / "saved"))
+    assert not list(folder.parent.glob("saved/*.safetensors"))
 
-    # a file that shrinks between its header and its data, then one that shrinks under the reader
+
+def file_that_shrinks_after_its_header_was_read(folder: Path) -> None:
+    model = sharded(folder)
     short = copy(folder, "short", lambda f: None)
     index = CheckpointIndex.open(short)
     dist.barrier()
@@ -132,15 +141,18 @@ def fail_in_every_way(folder: Path) -> None:
     assert "shrank since its header was read" in message and first_file(short).name in message
     assert is_untouched(model)
 
+
+def file_that_shrinks_under_the_reader(folder: Path) -> None:
+    model = sharded(folder)
     shrinking = copy(folder, "shrinking", lambda f: None)
     calls: list[int] = []
     real = os.preadv
 
-    def shrink(descriptor: int, buffers: list[memoryview], position: int, *flags: int) -> int:
-        calls.extend([] if flags else [position])  # with flags it is asked whether the file is cached
-        if len(calls) == 1 and not flags:  # a part of what is asked for, and then nothing is left
+    def shrink(descriptor: int, buffers: list[memoryview], position: int) -> int:
+        calls.append(position)
+        if len(calls) == 1:  # a part of what is asked for, and then nothing is left
             os.truncate(os.readlink(f"/proc/self/fd/{descriptor}"), position + 8)
-        return real(descriptor, buffers, position, *flags)
+        return real(descriptor, buffers, position)
 
     with preadv(shrink, rank=1):
         message = failure(lambda: load_weights(model, shrinking))
@@ -148,7 +160,11 @@ def fail_in_every_way(folder: Path) -> None:
     assert dist.get_rank() == 0 or len(calls) > 1
     assert is_untouched(model)
 
-    # a failure that is no CheckpointError stays what it is on its rank; the others are told
+
+def memory_that_is_exhausted_on_one_rank(folder: Path) -> None:
+    """A failure that is no CheckpointError stays what it is on its rank; the others are told."""
+    model = sharded(folder)
+
     def exhausted(*_: Any) -> int:
         raise MemoryError("no memory")
 
@@ -156,28 +172,52 @@ def fail_in_every_way(folder: Path) -> None:
         load_weights(model, folder)
     kinds = all_ranks((type(caught.value).__name__, str(caught.value)))
     assert kinds[1][0] == "MemoryError" and kinds[0][0] == "CheckpointError" and "rank 1: MemoryError" in kinds[0][1]
-
-    # what is left cannot be used by mistake, and loading again works
     assert is_untouched(model)
-    assert "on meta" in failure(lambda: save_pretrained(model, folder.parent / "saved"))
-    assert not list(folder.parent.glob("saved/*.safetensors"))
+
+
+def another_try(folder: Path) -> None:
+    """After a load that failed, loading works; over weights that were there, a failed load leaves NaN, not a mixture."""
+    model = sharded(folder)
+    with preadv(broken, rank=1):
+        failure(lambda: load_weights(model, folder))
     load_weights(model, folder)
     expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert all(torch.equal(t, expected[key]) for key, t in full_state(model).items())
     model(torch.ones(1, 3, dtype=torch.long))
-
-    # weights that were there before are gone: NaN, not a mixture
     with preadv(broken, rank=1):
         message = failure(lambda: load_weights(model, folder))
     assert "weights that had storage are partly overwritten, so they were filled with NaN" in message
     assert all(p.to_local().isnan().all() for p in model.parameters())
     load_weights(model, folder)
     assert all(torch.equal(t, expected[key]) for key, t in full_state(model).items())
+
+
+def forward_after_a_failed_load(folder: Path) -> None:
     unused = sharded(folder)  # not used before, as FSDP2 does not recover from a forward pass that it refused
     with preadv(broken, rank=1):
         failure(lambda: load_weights(unused, folder))
     with pytest.raises(RuntimeError, match="materialized from meta device"):
         unused(torch.ones(1, 3, dtype=torch.long))
+
+
+FAILURES = (
+    truncated_file,
+    folder_that_one_rank_does_not_see,
+    disk_that_fails_under_one_rank,
+    file_that_shrinks_after_its_header_was_read,
+    file_that_shrinks_under_the_reader,
+    memory_that_is_exhausted_on_one_rank,
+    another_try,
+    forward_after_a_failed_load,
+)
+
+
+def fail_in_every_way(folder: Path) -> None:
+    run_cases({case.__name__: partial(case, folder) for case in FAILURES})
+
+
+def test_every_failure_is_the_same_on_all_ranks_and_leaves_no_half_model(llama: Path) -> None:
+    run_ranks(fail_in_every_way, 2, llama)
 
 
 def wait_for_storage(folder: Path) -> None:
@@ -223,10 +263,6 @@ def fail_under_fsdp1(folder: Path) -> None:
 
 def test_a_failure_under_fsdp1_leaves_nan(llama: Path) -> None:
     run_ranks(fail_under_fsdp1, 2, llama)
-
-
-def test_every_failure_is_the_same_on_all_ranks_and_leaves_no_half_model(llama: Path) -> None:
-    run_ranks(fail_in_every_way, 2, llama)
 
 
 # ---- values ----
