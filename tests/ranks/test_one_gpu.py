@@ -29,7 +29,6 @@ from hf_fsdp_tools import (
 )
 from hf_fsdp_tools.checkpoint.io.files import read_transfers, write_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
-from hf_fsdp_tools.checkpoint.regions import View
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.accelerator import adopt
 from tests._checkpoints import make_checkpoint
@@ -156,22 +155,21 @@ def _staged(folder: Path) -> None:
     file, copy = folder / f"stored-{rank}", folder / f"copy-{rank}"
     file.write_bytes(tensor.view(torch.uint8).numpy().tobytes())
     copy.write_bytes(bytes(tensor.nbytes))
-    stored = View(offset=0, length=(4096, 256), strides=(512, 2))
+    every_second = {"file": file, "start": 0, "dtype": torch.bfloat16, "strides": (512, 2)}
     for dtype in (torch.bfloat16, torch.float32):
         memory = torch.zeros(4096, 256, dtype=dtype, device=local_device())
-        transfer = {"key": "x", "offset": 0, "dtype": torch.bfloat16}
-        stats = read_transfers([Transfer(file=file, stored=stored, memory=memory, **transfer)], staging_bytes=2**20)
+        stats = read_transfers([Transfer(**every_second, memory=memory)], staging_bytes=2**20)
         assert stats.staging_bytes <= 2**20
         assert torch.equal(memory.cpu(), tensor[:, ::2].to(dtype))
         memory.mul_(2)  # queued; writing must come after it
-        whole = View(offset=0, length=(4096, 256), strides=(256, 1))
-        write_transfers([Transfer(file=copy, stored=whole, memory=memory, **transfer)], staging_bytes=2**20)
+        whole = Transfer(file=copy, start=0, dtype=torch.bfloat16, strides=(256, 1), memory=memory)
+        write_transfers([whole], staging_bytes=2**20)
         written = torch.frombuffer(bytearray(copy.read_bytes()), dtype=torch.bfloat16)[: 4096 * 256]
         assert torch.equal(written.view(4096, 256), tensor[:, ::2] * 2)
     with open(file, "r+b") as stream:
         stream.truncate(tensor.nbytes // 2)
     with pytest.raises(CheckpointError, match="shrank"):  # while copies of the first half are under way
-        read_transfers([Transfer(file=file, stored=stored, memory=memory, **transfer)], staging_bytes=2**20)
+        read_transfers([Transfer(**every_second, memory=memory)], staging_bytes=2**20)
 
 
 @on_each
