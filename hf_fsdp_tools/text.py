@@ -39,16 +39,17 @@ def dtype_name(dtype: "torch.dtype") -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def listed(items: Iterable[object], most: int = 4) -> str:
-    """The first items and the number of the others: "a, b, c, d and 12 more"."""
+def listed(items: Iterable[object], most: int = 4, *, separator: str = ", ") -> str:
+    """The first items and how many more there are: "a, b, c, d and 12 more"; "" for none."""
     shown = [str(item) for item in items]
-    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+    return separator.join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 
 
-def listed_lines(items: Iterable[object], most: int = 10) -> str:
-    """The first items, each on a line of its own behind a dash, and a line with the number of the others."""
-    lines = [f"- {item}" for item in items]
-    return "\n".join([*lines[:most], *([f"… and {len(lines) - most} more"] if len(lines) > most else [])])
+def listed_lines(items: Iterable[object], most: int = 10, *, head: str = "- ") -> str:
+    """The first items, each on a line of its own behind `head`, and a last line that says how many more there are."""
+    shown = [str(item) for item in items]
+    rest = [f"… and {len(shown) - most} more"] if len(shown) > most else []
+    return "\n".join(f"{head}{item}" for item in shown[:most] + rest)
 
 
 def merge_alike(names: Iterable[str]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_fsdp_tools.errors import WrapPlanError
-from hf_fsdp_tools.text import merge_alike, merge_names, show_bytes, show_count
+from hf_fsdp_tools.text import listed, merge_alike, merge_names, show_bytes, show_count
 
 __all__ = [
     "WrapPlan",
@@ -128,11 +128,11 @@ def _equal_units(units: Iterable[WrapUnit]) -> list[list[WrapUnit]]:
 
 def _modules(units: list[WrapUnit]) -> str:
     names = [merge_names(column) for column in zip(*(unit.modules for unit in units), strict=True)]
-    return " + ".join(names[:3]) + (f" + {len(names) - 3} more" if len(names) > 3 else "")
+    return listed(names, 3, separator=" + ")
 
 
 def _short(unit: WrapUnit) -> str:
-    return (unit.modules[0] or "the root") + (f" and {len(unit.modules) - 1} more" if len(unit.modules) > 1 else "")
+    return listed([unit.modules[0] or "the root", *unit.modules[1:]], 1)
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_fsdp_tools.errors import WrapPlanError
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, class_name
+from hf_fsdp_tools.text import listed
 
 __all__ = ["HybridPolicy", "UnitPredicate", "matching_nodes", "nearest_names"]
 
@@ -84,5 +85,5 @@ def nearest_names(tree: ModuleTree, name: str) -> str:
     classes = sorted({class_name(node.module) for node in tree})
     fqns = [node.fqn for node in tree if node.fqn] + [weight.names[0] for weight in tree.weights]
     wanted = fqns if "." in name else classes
-    near = difflib.get_close_matches(name, wanted, n=3, cutoff=0.5) or wanted[:6]
-    return f"the nearest names in the model are {', '.join(near)}."
+    near = difflib.get_close_matches(name, wanted, n=3, cutoff=0.5) or wanted
+    return f"the nearest names in the model are {listed(near)}."

@@ -15,7 +15,7 @@ from hf_fsdp_tools.modeling.module_tree import ModuleNode, Weight, class_name, h
 from hf_fsdp_tools.planning.draft import THIN_WRAPPER_SHARE, DraftUnit, PlanDraft
 from hf_fsdp_tools.planning.policy import matching_nodes, nearest_names
 from hf_fsdp_tools.planning.stacks import is_major, lists_of_experts
-from hf_fsdp_tools.text import dtype_name
+from hf_fsdp_tools.text import dtype_name, listed
 
 __all__ = [
     "add_blocks",
@@ -308,7 +308,7 @@ def override_reshard(draft: PlanDraft) -> None:
         if not found:
             names = sorted({node.fqn for unit in draft.units() for node in unit.nodes})
             draft.problems.append(
-                f"reshard_after_forward: {pattern!r} matches no unit; units are {', '.join(names[:6])}, …"
+                f"reshard_after_forward: {pattern!r} matches no unit; units are {listed(map(repr, names))}."
             )
         for unit in found:
             unit.reshard = value

@@ -19,6 +19,7 @@ from hf_fsdp_tools.checkpoint.formats.safetensors import refuse_pointer
 from hf_fsdp_tools.checkpoint.formats.stored import StoredTensor, TensorChunk
 from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.text import listed
 
 __all__ = ["locate_chunk", "parse_pickled"]
 
@@ -47,7 +48,7 @@ def parse_pickled(file: Path) -> tuple[list[StoredTensor], int]:
     others = [f"{key!r} ({type(value).__name__})" for key, value in content.items() if not torch.is_tensor(value)]
     if others:
         raise _damaged(
-            file, f"holds values that are no tensors: {', '.join(others[:8])}; expected the state dict of a model alone"
+            file, f"holds values that are no tensors: {listed(others)}; expected the state dict of a model alone"
         )
     return [_locate(file, key, tensor, records, 0) for key, tensor in content.items()], num_bytes
 
