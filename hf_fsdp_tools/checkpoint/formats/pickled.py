@@ -121,7 +121,7 @@ def _unpickle(file: Path, window: _Window) -> Any:
     try:
         return torch.load(window, map_location="meta", weights_only=True)  # type: ignore[arg-type]  # a binary file
     except UnpicklingError as error:
-        lines = [s for s in str(error).splitlines() if s.strip()]
+        lines = [s for s in str(error).splitlines() if s.strip()] or ["no reason given"]
         line = next(
             (s for s in lines if any(word in s for word in ("WeightsUnpickler", "GLOBAL", "upported"))), lines[0]
         )
@@ -139,7 +139,8 @@ def _unpickle(file: Path, window: _Window) -> Any:
         AssertionError,
         IndexError,
     ) as error:
-        raise _damaged(file, f"cannot be opened by torch.load: {str(error).splitlines()[0][:200]}") from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)  # an EOFError has no text
+        raise _damaged(file, f"cannot be opened by torch.load: {reason[:200]}") from error
 
 
 def _records(file: Path, window: _Window) -> dict[int, int]:
