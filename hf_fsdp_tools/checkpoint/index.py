@@ -49,7 +49,8 @@ ACCELERATE_PICKLED = (
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointIndex:
-    """The tensors of a checkpoint, by key. Make one with ``CheckpointIndex.open``."""
+    """The tensors of a checkpoint, by key. Make one with `CheckpointIndex.open`, or, for a format of your own, from its
+    tensors (`docs/extending.md`)."""
 
     name: str
     """The folder, file or hub name that was opened, for messages."""

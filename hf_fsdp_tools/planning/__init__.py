@@ -1,1 +1,1 @@
-"""What FSDP gathers together, as pure data; read stacks, blocks, policy, plan, rules, draft, steps, make_plan, in that order."""
+"""What FSDP gathers together, as pure data; read stacks, blocks, policy, plan, rules, draft, steps, make_plan."""

@@ -1,8 +1,8 @@
 """The repeated blocks of a model, its embeddings, final norm, head and tied weights, read from the module tree alone.
 
-Structure decides. What a model says about itself (`_no_split_modules`, `GradientCheckpointingLayer`, `get_input_embeddings`)
-is a witness: agreement and disagreement are recorded as evidence and change nothing, because such hints name absent
-classes, attention layers and sibling towers in many models.
+Structure decides. What a model says about itself (`_no_split_modules`, `GradientCheckpointingLayer`,
+`get_input_embeddings`) is a witness: agreement and disagreement are recorded as evidence and change nothing, because
+such hints name absent classes, attention layers and sibling towers in many models.
 """
 
 import json
@@ -131,15 +131,15 @@ class ModelBlocks:
 def detect_blocks(model: nn.Module) -> ModelBlocks:
     """Find what repeats in `model`, and the embeddings, final norm, head and ties around it.
 
-    Works for any module (transformers models, plain modules, models wrapped by PEFT, `torch.compile`, checkpoint wrappers
-    or DDP, also after sharding), on any device, meta included: only names, classes and shapes are read. Names are those
-    of the model passed in. Nothing is communicated; every rank gets the same answer.
+    Works for any module (transformers models, plain modules, models wrapped by PEFT, `torch.compile`, checkpoint
+    wrappers or DDP, also after sharding), on any device, meta included: only names, classes and shapes are read. Names
+    are those of the model passed in. Nothing is communicated; every rank gets the same answer.
 
     Example:
         >>> print(detect_blocks(build_meta_model("meta-llama/Llama-3.1-8B")))
 
     Raises:
-        BlockDetectionError: The model has no parameters, or lazy ones without a shape.
+        BlockDetectionError: the model has no parameters, or lazy ones without a shape.
     """
     tree = ModuleTree(model)
     return describe_blocks(tree, find_blocks(tree))
@@ -189,7 +189,7 @@ def _embeddings(tree: ModuleTree, outside: list[ModuleNode]) -> tuple[ModulePart
 def _head(
     tree: ModuleTree, outside: list[ModuleNode], blocks: list[ModuleNode], embeddings: tuple[ModulePart, ...]
 ) -> ModulePart | None:
-    """The output projection: a matrix outside blocks that is tied to an embedding, else the last one after the blocks."""
+    """The output projection: a matrix outside blocks that is tied to an embedding, else the last after the blocks."""
     tables = {part.fqn for part in embeddings}
     order = {node: index for index, node in enumerate(tree)}
     last_block = max((order[block] for block in blocks), default=-1)
@@ -215,7 +215,7 @@ def _head(
 def _stack_before(
     head: ModulePart | None, found: list[list[ModuleNode]], largest: list[ModuleNode]
 ) -> list[ModuleNode]:
-    """The stack whose output the head takes: of several towers the one that lies nearest to it, as a rule the largest."""
+    """The stack whose output the head takes: of several towers the one nearest to it, as a rule the largest."""
     if head is None:
         return largest
     path = head.fqn.split(".")[:-1]
@@ -228,7 +228,7 @@ def _stack_before(
 
 
 def _final_norm(outside: list[ModuleNode], blocks: list[ModuleNode]) -> ModulePart | None:
-    """The first module after the last block, beside the stack or beside what holds it, whose weights are all vectors."""
+    """The first module after the last block, beside the stack or what holds it, whose weights are all vectors."""
     if not blocks:
         return None
     last = blocks[-1]

@@ -1,7 +1,7 @@
 """Units under construction: which module carries which unit, and the finished plan in order.
 
 carry       a module carries a unit when `fully_shard` will be given that module; several modules can carry one unit
-belong      a parameter belongs to the unit of the nearest module that carries one, going up from the module that registers it
+belong      a parameter belongs to the unit of the nearest module that carries one, from its own module upwards
 root unit   what belongs to no other unit; it stays gathered from the first forward to the last backward
 
 A step of `steps` asks the draft questions and changes it by its verbs alone; the draft does the bookkeeping.
@@ -25,7 +25,7 @@ from hf_fsdp_tools.planning.stacks import find_blocks, is_major, lists_of_expert
 __all__ = ["THIN_WRAPPER_SHARE", "DraftUnit", "PlanDraft"]
 
 THIN_WRAPPER_SHARE = 0.9
-"""Share of a module that one part of it must hold for the module to add nothing but a norm, a bias or an adapter. (assumed)"""
+"""Share of a module that one part must hold for the rest to be but a norm, a bias or an adapter. (assumed)"""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,12 +64,12 @@ class PlanDraft:
     floor: float
     """Parameters below which a module outside blocks stays with its neighbours. Never changed."""
     ceiling: float
-    """Parameters above which a module outside blocks becomes a unit: the policy's `min_unit_params`, else the largest block, at
-    most `bound`, at least `floor`. Never changed."""
+    """Parameters above which a module outside blocks becomes a unit: the policy's `min_unit_params`, else the largest
+    block; at most `bound`, at least `floor`. Never changed."""
     root: DraftUnit
     """The root unit, carried by the root of the tree. Always there, and never joined with another."""
     problems: list[str]
-    """What the policy asks for and the model does not have, as sentences with a cure. Steps append; `finish` raises them all."""
+    """What the policy asks for and the model does not have, as sentences with a cure. Steps append; `finish` raises."""
 
     def __init__(self, model: nn.Module, policy: HybridPolicy) -> None:
         self.tree, self.policy, self.problems = ModuleTree(model), policy, []
@@ -90,7 +90,7 @@ class PlanDraft:
     # ---- questions ---------------------------------------------------------------------------------------------------
 
     def unit_at(self, node: ModuleNode) -> DraftUnit | None:
-        """The unit that this very module carries, None for none. A module registered twice gives one answer for both nodes."""
+        """The unit that this very module carries, or None; the same for all nodes of a module registered twice."""
         return self._unit_at.get(node.module)
 
     def unit_of(self, node: ModuleNode) -> DraftUnit:
@@ -127,7 +127,7 @@ class PlanDraft:
         return weight in self._replicated
 
     def widened(self, node: ModuleNode) -> ModuleNode:
-        """The outermost module that adds next to nothing to `node`: an adapter's wrapper, an embedding with its norm."""
+        """The outermost module that adds next to nothing to `node`: an adapter's wrapper, an embedding and its norm."""
         for above in node.ancestors():
             if above is self.tree.root or self.holds_units(above) or node.size < THIN_WRAPPER_SHARE * above.size:
                 break
@@ -138,7 +138,7 @@ class PlanDraft:
     # ---- verbs -------------------------------------------------------------------------------------------------------
 
     def add_unit(self, nodes: Iterable[ModuleNode], reshard: bool | int | None, reason: str) -> None:
-        """Make one unit that all of `nodes` carry. A module that carries a unit already keeps it: who comes first decides."""
+        """Make one unit that all of `nodes` carry. A module that carries a unit already keeps it: the first counts."""
         unit = DraftUnit([], reshard, reason)
         for node in nodes:
             self.extend(unit, node)
@@ -151,7 +151,7 @@ class PlanDraft:
             self._above_units.update(node.ancestors())
 
     def join(self, nodes: Iterable[ModuleNode], reshard: bool | int | None, reason: str) -> None:
-        """Make one unit of `nodes` and of all units that they carry. Of nested modules, the outermost alone is named in it."""
+        """Make one unit of `nodes` and of all units that they carry. Of nested modules the plan names the outermost."""
         joined = DraftUnit([], reshard, reason)
         for node in nodes:
             unit = self.unit_at(node)
@@ -210,8 +210,9 @@ class PlanDraft:
             yield "no stack of blocks holds 10 % of the model: units are chosen by size"
         if self._replicated:
             yield (
-                f"{len(self._replicated)} parameters ({sum(w.nbytes for w in self._replicated):,} bytes) stay whole on every "
-                "rank: FSDP cannot shard 0-d ones, nor two dtypes on one module, and leaves out what the policy names"
+                f"{len(self._replicated)} parameters ({sum(w.nbytes for w in self._replicated):,} bytes) stay whole on "
+                "every rank: FSDP cannot shard 0-d ones, nor two dtypes on one module, and leaves out what the policy "
+                "names"
             )
 
     def _children_first(self) -> list[DraftUnit]:
@@ -233,7 +234,7 @@ class PlanDraft:
         return list(ordered)
 
     def _by_first_use(self, unit: DraftUnit) -> list[ModuleNode]:
-        """Modules of a unit with embeddings first, then in registration order: the first one to run gathers the unit."""
+        """Modules of a unit, embeddings first, then in registration order: the first one to run gathers the unit."""
         tables = {part.fqn for part in self.blocks.embeddings}
         if len(unit.nodes) == 1:
             return unit.nodes

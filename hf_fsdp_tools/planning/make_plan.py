@@ -55,19 +55,19 @@ def make_wrap_plan(
 ) -> WrapPlan:
     """Decide what FSDP shards together in `model`, and why.
 
-    Works on any device, meta included; only names, classes, shapes and dtypes are read and nothing is communicated. Every
-    rank gets the same plan (`WrapPlan.digest` proves it). A 70B model takes well under a second.
+    Works on any device, meta included; only names, classes, shapes and dtypes are read and nothing is communicated.
+    Every rank gets the same plan (`WrapPlan.digest` proves it). A 70B model takes well under a second.
 
     Args:
         model: any module, before FSDP is applied. Names in the plan are names in this model.
         policy: what to change about the defaults.
-        steps: functions that change the draft, in order; your own among `STEPS` (`docs/extending.md`). Every rank must give
-            the same ones, and each must do the same on every rank.
+        steps: functions that change the draft, in order; your own among `STEPS` (`docs/extending.md`). Every rank must
+            give the same ones, and each must do the same on every rank.
 
     Raises:
         BlockDetectionError: the model has no parameters.
-        WrapPlanError: the policy names something the model does not have, or the plan would break a rule of a correct plan.
-            All problems are listed at once.
+        WrapPlanError: the policy names something the model does not have, or the plan would break a rule of a correct
+            plan. All problems are listed at once.
 
     Example:
         >>> print(make_wrap_plan(model, policy=HybridPolicy(min_unit_params=2e7)))

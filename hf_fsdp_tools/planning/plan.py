@@ -26,7 +26,8 @@ class WrapUnit:
     modules: tuple[str, ...]
     """Fqns of the modules, in the order of first use; `("",)` is the root. More than one: `fully_shard([a, b])`."""
     reshard_after_forward: bool | int | None
-    """As in `fully_shard`: free after forward, keep (False), reshard to a smaller world (int), or let FSDP decide (None)."""
+    """As in `fully_shard`: free after forward (True), keep (False), reshard to a smaller world (int), let FSDP decide
+    (None)."""
     num_params: int
     """Parameters of this unit: those below its modules that are in no unit inside it, tied ones once."""
     num_bytes: int
@@ -42,8 +43,8 @@ class WrapPlan:
     units: tuple[WrapUnit, ...]
     """Units, children before parents, the root last with `modules == ("",)`."""
     replicated: tuple[str, ...]
-    """Parameters that FSDP must ignore and every rank holds whole (0-d ones, and those a policy keeps). FSDP does not reduce
-    their gradients either: whoever shards the model has to."""
+    """Parameters that FSDP must ignore and every rank holds whole (0-d ones, and those a policy keeps). FSDP does not
+    reduce their gradients either: whoever shards the model has to."""
     model_class: str
     """Class of the model planned for."""
     num_params: int
@@ -72,7 +73,7 @@ class WrapPlan:
         """Read a plan that `to_json` wrote.
 
         Raises:
-            WrapPlanError: The text is no JSON, of another format, or has missing or unknown fields.
+            WrapPlanError: the text is no JSON, of another format, or has missing or unknown fields.
         """
         cure = "Write the plan again with WrapPlan.to_json()."
         try:

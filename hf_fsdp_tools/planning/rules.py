@@ -20,7 +20,8 @@ __all__ = ["broken_rules", "check_wrap_plan", "size_bound"]
 def size_bound(tree: ModuleTree, stacks: list[list[ModuleNode]]) -> int:
     """Parameters that no unit may exceed: twice the largest block or the largest indivisible set (rule 2).
 
-    Indivisible is what one module registers, with what is registered on holders below it that never run (`ParameterList`).
+    Indivisible is what one module registers, with what is registered on holders below it that never run
+    (`ParameterList`).
     """
     blocks = [block.extent for stack in stacks if is_major(tree, stack) for block in stack]
     sets: dict[ModuleNode, int] = {}
@@ -108,8 +109,8 @@ def _broken_sizes(
     bound = size_bound(tree, stacks)
     sizes = {index: sum(weight.numel for weight in weights) for index, weights in held.items()}
     return [
-        f"Rule 2: unit {_name(plan, index)} gathers {size:,} parameters; the bound is {bound:,}, twice the largest block or "
-        "the largest set of parameters on one module."
+        f"Rule 2: unit {_name(plan, index)} gathers {size:,} parameters; the bound is {bound:,}, twice the largest "
+        "block or the largest set of parameters on one module."
         for index, size in sizes.items()
         if size > bound
     ]

@@ -17,11 +17,11 @@ from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, c
 __all__ = ["MAJOR_SHARE", "find_blocks", "is_list", "is_major", "lists_of_experts"]
 
 MAJOR_SHARE = 0.10
-"""Share of the model's parameters from which a stack is major (the definition of a correct plan; a choice, not measured)."""
+"""Share of the model's parameters from which a stack is major. (a choice that defines a correct plan, not measured)"""
 
 _STAGE_SHARE = 0.60
-"""Share of a member that its own stacks must hold for it to be a stage. Chosen between Swin's first stage (0.75) and what
-MobileBERT's feed-forwards hold of their layer (0.47); both computed from their default configurations."""
+"""Share of a member that its own stacks must hold for it to be a stage. Chosen between Swin's first stage (0.75) and
+what MobileBERT's feed-forwards hold of their layer (0.47); both computed from their default configurations."""
 
 _NUMBERED = re.compile(r"^(.*?)_?(\d+)$")
 _MIN_NUMBERED = 3
@@ -46,8 +46,8 @@ def is_list(module: nn.Module) -> bool:
 def lists_of_experts(block: ModuleNode) -> list[ModuleNode]:
     """Containers inside a block whose members may run on some ranks only: single experts, chosen by a router.
 
-    The sign is a router beside the list: a matrix with one row per member. A name that says "expert" counts too, since a
-    missed expert list would hang a run and a false one costs nothing.
+    The sign is a router beside the list: a matrix with one row per member. A name that says "expert" counts too, since
+    a missed expert list would hang a run and a false one costs nothing.
     """
     lists = (node for node in block.walk() if len(node.children) > 1 and not has_forward(node.module))
     return [node for node in lists if _is_experts(node)]

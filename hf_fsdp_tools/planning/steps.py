@@ -3,7 +3,8 @@
 choosing    what becomes a unit: what the policy names, blocks, experts, the ends, whatever else is too large
 arranging   what units hold in the end: tied weights together, the final norm with the head, dtypes apart
 
-A step is a function of the draft. It asks the draft questions, changes it by the draft's verbs, and does the same on every rank.
+A step is a function of the draft. It asks the draft questions, changes it by the draft's verbs, and does the same on
+every rank.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,8 +33,8 @@ __all__ = [
 ]
 
 _END_PARAMS = 2e7
-"""An embedding or head of this many parameters (40 MB in bf16), or of a tenth of the ceiling, does not stay in the root, which
-is gathered from the first forward to the last backward. (the classic threshold of size policies)"""
+"""An embedding or head of this many parameters (40 MB in bf16), or of a tenth of the ceiling, does not stay in the
+root, which is gathered from the first forward to the last backward. (the classic threshold of size policies)"""
 
 _WHOLE_SHARE = 0.01
 """Share of a unit that may stay whole on every rank because it shares its modules with another dtype. (assumed)"""
@@ -43,7 +44,7 @@ _WHOLE_SHARE = 0.01
 
 
 def replicate_chosen(draft: PlanDraft) -> None:
-    """Keep what the policy names out of every unit. (0-d parameters, which FSDP refuses, are out of them from the start.)"""
+    """Keep what the policy names whole on every rank. (0-d parameters, which FSDP refuses, are so from the start.)"""
     for pattern in draft.policy.replicate:
         found = [weight for weight in draft.tree.weights if any(_is_below(name, pattern) for name in weight.names)]
         if not found:
@@ -139,7 +140,7 @@ def add_by_size(draft: PlanDraft) -> None:
 
 
 def add_own_roots(draft: PlanDraft) -> None:
-    """Where the root never runs (a holder of several models), give each model below a unit: it is a root when it runs."""
+    """Where the root never runs (a holder of several models), make each model below a unit: it runs as a root."""
     if not has_forward(draft.tree.root.module):
         for node in _runnable(draft.tree.root):
             if draft.is_in_root(node):
@@ -281,8 +282,8 @@ def join_tail(draft: PlanDraft) -> None:
 def part_dtypes(draft: PlanDraft) -> None:
     """Where a unit has trainable parameters of several dtypes, give all but one dtype units of their own inside it.
 
-    The most frequent dtype stays, unless others are so mixed with it on single modules that more than a hundredth of the
-    unit could not be parted and would stay whole on every rank.
+    The most frequent dtype stays, unless others are so mixed with it on single modules that more than a hundredth of
+    the unit could not be parted and would stay whole on every rank.
     """
     trainable: dict[DraftUnit, dict[torch.dtype, list[Weight]]] = {}
     for weight in draft.tree.weights:
@@ -326,7 +327,7 @@ def _move_inside(draft: PlanDraft, weights: list[Weight], unit: DraftUnit, dtype
 
 
 def _separable_owners(draft: PlanDraft, weights: list[Weight]) -> dict[ModuleNode, None]:
-    """The modules, in order, that could carry a unit and register these weights and, trainable, nothing else below them."""
+    """The modules, in order, that could carry a unit, and at or below which nothing but these weights is trainable."""
     wanted = set(weights)
     return {
         owner: None
