@@ -1,9 +1,16 @@
-"""Sizes as people read them: decimal units, one decimal."""
+"""Values as people read them in messages: sizes, names, dtypes, and a few of many of anything."""
 
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
+    "dtype_name",
+    "listed",
+    "listed_lines",
     "merge_alike",
     "merge_names",
     "show_bytes",
@@ -25,6 +32,24 @@ def show_count(count: int) -> str:
         if count >= size:
             return f"{count / size:,.1f} {letter}"
     return str(count)
+
+
+def dtype_name(dtype: "torch.dtype") -> str:
+    """`torch.bfloat16` as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def listed(items: Iterable[object], most: int = 4, *, separator: str = ", ") -> str:
+    """The first items and how many more there are: "a, b, c, d and 12 more"; "" for none."""
+    shown = [str(item) for item in items]
+    return separator.join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+
+
+def listed_lines(items: Iterable[object], most: int = 10, *, head: str = "- ") -> str:
+    """The first items, each on a line of its own behind `head`, and a last line that says how many more there are."""
+    shown = [str(item) for item in items]
+    rest = [f"… and {len(shown) - most} more"] if len(shown) > most else []
+    return "\n".join(f"{head}{item}" for item in shown[:most] + rest)
 
 
 def merge_alike(names: Iterable[str]) -> list[str]:

@@ -31,6 +31,7 @@ from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import original_classes
+from hf_fsdp_tools.text import listed
 
 __all__ = [
     "ConversionGroup",
@@ -213,7 +214,7 @@ def _trace(
         except Exception:
             raise CheckpointError(
                 f"The conversion to {group.target!r} ({group.transform}) fails on what the checkpoint holds, "
-                + ", ".join(f"{k!r} {list(stored[k].shape)}" for k, _ in group.members[:8])
+                + listed(f"{k!r} {list(stored[k].shape)}" for k, _ in group.members)
                 + f": {symbolic}. The checkpoint does not fit this model or this version of transformers."
             ) from symbolic
         sources = frozenset[str]().union(*(stored[key].sources for key in inputs))

@@ -33,6 +33,7 @@ from hf_fsdp_tools.checkpoint.formats.stored import (
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import HubRepository, is_hub_name
+from hf_fsdp_tools.text import listed, listed_lines
 
 __all__ = ["CheckpointIndex"]
 
@@ -47,7 +48,8 @@ ACCELERATE_PICKLED = (
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointIndex:
-    """The tensors of a checkpoint, by key. Make one with ``CheckpointIndex.open``."""
+    """The tensors of a checkpoint, by key. Make one with `CheckpointIndex.open`, or, for a format of your own, from its
+    tensors (`docs/extending.md`)."""
 
     name: str
     """The folder, file or hub name that was opened, for messages."""
@@ -235,12 +237,10 @@ class CheckpointIndex:
         return cls(name=name, tensors=MappingProxyType(tensors), header_bytes=header_bytes)
 
 
-def _joined(problems: list[str], limit: int = 10) -> str:
+def _joined(problems: list[str]) -> str:
     """One problem as it is; several as a list."""
-    if len(problems) == 1:
-        return problems[0]
-    more = [f"… and {len(problems) - limit} more"] if len(problems) > limit else []
-    return f"{len(problems)} problems with the checkpoint:\n" + "\n".join(f"- {p}" for p in problems[:limit] + more)
+    several = f"{len(problems)} problems with the checkpoint:\n{listed_lines(problems)}"
+    return several if len(problems) > 1 else problems[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +300,7 @@ def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[Path], _Listin
         return [folder / ACCELERATE_PICKLED], None
     if (folder / PICKLED_INDEX).is_file():
         return _listed_files(folder / PICKLED_INDEX, ".bin")
-    found = ", ".join(sorted(f.name for f in folder.iterdir())[:10]) or "nothing"
+    found = listed(sorted(f.name for f in folder.iterdir()), 10) or "nothing"
     cure = "Give the folder that save_pretrained wrote."
     if any(folder.glob("*.distcp")):
         cure = f"Its {METADATA} is missing: copy it too (its name is hidden), or save again; it is written last."

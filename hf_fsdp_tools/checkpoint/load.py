@@ -27,6 +27,7 @@ from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.fsdp2_internals import managed_groups
+from hf_fsdp_tools.text import dtype_name
 
 __all__ = ["aftermath", "load_weights", "rolled_back"]
 
@@ -214,7 +215,7 @@ def _dtypes(model: nn.Module) -> tuple[str, ...]:
     for parameter in model.parameters():
         if parameter.is_floating_point():
             count[parameter.dtype] += parameter.numel()
-    return tuple(str(dtype).removeprefix("torch.") for dtype, _ in count.most_common())
+    return tuple(dtype_name(dtype) for dtype, _ in count.most_common())
 
 
 def aftermath(model: nn.Module) -> str:

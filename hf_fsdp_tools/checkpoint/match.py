@@ -19,6 +19,7 @@ from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.checkpoint.vocabulary import AddedRows, vocabulary_dims
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.text import dtype_name, listed_lines
 
 __all__ = ["Match", "Mismatch", "check_ties", "match_checkpoint", "refuse_not_finite"]
 
@@ -171,14 +172,11 @@ def _resized(
 
 
 def _refuse_mismatched(mismatched: Collection[Mismatch], index: CheckpointIndex, resize_vocabulary: bool) -> None:
-    rows = [f"- {key}: {list(a)} in the checkpoint, {list(b)} in the model" for key, a, b in mismatched]
-    more = [f"… and {len(rows) - 20} more"] if len(rows) > 20 else []
+    rows = listed_lines(f"{key}: {list(a)} in the checkpoint, {list(b)} in the model" for key, a, b in mismatched)
     hint = "" if resize_vocabulary else " (or added_tokens, where the vocabulary alone was resized)"
     raise CheckpointError(
-        f"{len(rows)} tensors of {index.name!r} have another shape than the model's:\n"
-        + "\n".join(rows[:20] + more)
-        + "\nUse the config that belongs to the checkpoint, or pass ignore_mismatched_sizes=True to initialise these anew"
-        + f"{hint}."
+        f"{len(mismatched)} tensors of {index.name!r} have another shape than the model's:\n{rows}\nUse the config that "
+        f"belongs to the checkpoint, or pass ignore_mismatched_sizes=True to initialise these anew{hint}."
     )
 
 
@@ -257,20 +255,19 @@ def _refuse_quantized(model: nn.Module, load_map: LoadMap, index: CheckpointInde
     if not packed and method is None:
         return
     if not packed:
-        found = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in index.tensors.values()}))
+        found = ", ".join(sorted({dtype_name(t.dtype) for t in index.tensors.values()}))
         raise CheckpointError(
             f"{index.name!r}: the config says that it is quantised ({method}), but its files hold plain values ({found}). "
             "Remove quantization_config from the config to load these."
         )
-    rows = [
-        f"{t.file}: {t.key!r} holds {str(t.dtype).removeprefix('torch.')}, expected floating-point values for {target!r}"
-        for t, target in packed[:3]
-    ]
-    more = [f"… and {len(packed) - 3} more"] if len(packed) > 3 else []
+    rows = listed_lines(
+        f"{t.file}: {t.key!r} holds {dtype_name(t.dtype)}, expected floating-point values for {target!r}"
+        for t, target in packed
+    )
     says = f"quantised ({method})" if method else "quantised, although its config has no quantization_config"
     raise CheckpointError(
         f"The checkpoint {index.name!r} is {says}; only floating-point checkpoints, and 4-bit ones of bitsandbytes, can be read "
-        "into shards.\n" + "\n".join(rows + more) + f"\n{_CURE}"
+        f"into shards.\n{rows}\n{_CURE}"
     )
 
 
@@ -287,10 +284,9 @@ def refuse_not_finite(model: nn.Module, keys: Iterable[str]) -> None:
     }
     found = [(key, count) for key, count in counts.items() if count]
     if found:
-        rows = "\n".join(f"- {key}: {count} of its values here" for key, count in found[:20])
-        more = f"\n… and {len(found) - 20} more" if len(found) > 20 else ""
+        rows = listed_lines(f"{key}: {count} of its values here" for key, count in found)
         raise CheckpointError(
-            f"{len(found)} tensors hold values that are not finite:\n{rows}{more}\nThe training that wrote the checkpoint "
+            f"{len(found)} tensors hold values that are not finite:\n{rows}\nThe training that wrote the checkpoint "
             "diverged, or the values do not fit the dtype they are loaded in. Use another checkpoint or dtype, or "
             "check_finite=False to load it as it is."
         )

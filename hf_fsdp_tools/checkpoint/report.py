@@ -15,7 +15,7 @@ from transformers.utils import logging
 from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
 from transformers.utils.logging import is_progress_bar_enabled
 
-from hf_fsdp_tools.text import show_bytes
+from hf_fsdp_tools.text import listed, show_bytes
 
 __all__ = ["LoadReport", "MemoryWatch", "SaveReport", "loading_bar", "log_keys"]
 
@@ -135,17 +135,17 @@ class LoadReport:
                 "host memory",
                 f"{show_bytes(self.peak_host_bytes)} above the shards, staging {show_bytes(self.staging_bytes)}",
             ),
-            ("missing", _keys(self.missing_keys)),
-            ("unexpected", _keys(self.unexpected_keys)),
+            ("missing", listed(self.missing_keys) or "none"),
+            ("unexpected", listed(self.unexpected_keys) or "none"),
         ]
         if self.converted_bytes:
             rows.append(
                 ("read whole", f"{show_bytes(self.converted_bytes)}, for conversions that do more than move data")
             )
         if self.resized_keys:
-            rows.append(("other vocabulary", _keys(tuple(key for key, _, _ in self.resized_keys))))
+            rows.append(("other vocabulary", listed(key for key, _, _ in self.resized_keys)))
         if self.mismatched_keys:
-            rows.append(("other shape", _keys(tuple(key for key, _, _ in self.mismatched_keys))))
+            rows.append(("other shape", listed(key for key, _, _ in self.mismatched_keys)))
         return _table(rows)
 
     def _show_ranks(self) -> str:
@@ -231,13 +231,6 @@ def _resident() -> tuple[int, int]:
 def _speed(num_bytes: int, seconds: float) -> str:
     """ ", 1.23 GB/s"; nothing for so few bytes that it would say nothing."""
     return f", {num_bytes / seconds / 1e9:.2f} GB/s" if seconds > 0 and num_bytes > 1e6 else ""
-
-
-def _keys(keys: tuple[str, ...]) -> str:
-    if not keys:
-        return "none"
-    more = f", … ({len(keys)})" if len(keys) > 6 else ""
-    return ", ".join(keys[:6]) + more
 
 
 def _table(rows: list[tuple[str, Any]]) -> str:

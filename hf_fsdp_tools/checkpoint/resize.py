@@ -17,6 +17,7 @@ from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.fsdp2_internals import managed_groups
 from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.text import listed
 
 __all__ = ["resize_token_embeddings"]
 
@@ -91,13 +92,13 @@ def _refuse(model: nn.Module) -> None:
     parameters = list(model.named_parameters())
     if on_meta := [name for name, p in parameters if p.is_meta]:
         raise ConfigError(
-            f"{len(on_meta)} parameters have no weights yet ({on_meta[0]}, …). Load them first, or resize while loading: "
-            "from_pretrained(…, num_tokens=…)."
+            f"{len(on_meta)} parameters have no weights yet ({listed(on_meta)}). Load them first, or resize while "
+            "loading: from_pretrained(…, num_tokens=…)."
         )
     if trained := [name for name, p in parameters if p.grad is not None]:
         raise ConfigError(
-            f"{len(trained)} parameters have gradients ({trained[0]}, …): the model is being trained, and its optimizer would go "
-            "on with the old parameters. Resize before training, then make the optimizer."
+            f"{len(trained)} parameters have gradients ({listed(trained)}): the model is being trained, and its "
+            "optimizer would go on with the old parameters. Resize before training, then make the optimizer."
         )
 
 

@@ -38,6 +38,7 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.peft_view import is_adapted, is_wrapper
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
+from hf_fsdp_tools.text import dtype_name
 
 __all__ = ["save_pretrained"]
 
@@ -242,7 +243,7 @@ def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, tok
     """Everything beside the weights, as transformers writes it."""
     try:
         if isinstance(model, PreTrainedModel):
-            model.config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+            model.config.dtype = dtype_name(dtype or model.dtype)
             model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
             if model.is_remote_code():
                 custom_object_save(model, folder, config=model.config)

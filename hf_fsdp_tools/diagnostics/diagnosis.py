@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.diagnostics.findings import Finding, check_model, listed
+from hf_fsdp_tools.diagnostics.findings import Finding, check_model
 from hf_fsdp_tools.diagnostics.live import (
     LiveModel,
     describe_units,
@@ -33,6 +33,7 @@ from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.text import dtype_name, listed
 
 __all__ = ["Diagnosis", "diagnose"]
 
@@ -197,7 +198,7 @@ def _layout(live: LiveModel, plan: WrapPlan) -> dict[str, str]:
         tensor = parameter.tensor
         kind = "trainable" if tensor.requires_grad else "frozen"
         where = f" in {parameter.unit.name}" if parameter.unit else ""
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         layout[f"parameter {name}"] = f"{tuple(tensor.shape)} {dtype} {kind}{where}"
     return layout
 
@@ -210,7 +211,7 @@ def _buffer_checksums(live: LiveModel) -> dict[str, str]:
             if buffer is None or buffer.is_meta or isinstance(buffer, DTensor):
                 continue
             data = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            dtype = str(buffer.dtype).removeprefix("torch.")
+            dtype = dtype_name(buffer.dtype)
             name = f"{node.fqn}.{key}" if node.fqn else key
             checksums[name] = f"{tuple(buffer.shape)} {dtype} crc32 {zlib.crc32(data):08x}"
     return checksums
@@ -331,5 +332,5 @@ def _counted_findings(by_rank: list[dict[tuple[str, str], int]], num_parameters:
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    shown = listed(ranks, 8)
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

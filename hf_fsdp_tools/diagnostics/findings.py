@@ -19,9 +19,9 @@ from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import size_bound
 from hf_fsdp_tools.planning.stacks import find_blocks, is_major
 from hf_fsdp_tools.sharding.placement import is_much_padding, padded_ratio
-from hf_fsdp_tools.text import merge_alike, show_bytes, show_count
+from hf_fsdp_tools.text import dtype_name, listed, merge_alike, show_bytes, show_count
 
-__all__ = ["Finding", "check_model", "listed"]
+__all__ = ["Finding", "check_model"]
 
 _MOST_PADDING = 0.1
 """Padding in FSDP2's shards, over the model's bytes, from which it is worth a warning (assumed)."""
@@ -273,7 +273,7 @@ def _check_padding(live: LiveModel) -> Iterator[Finding]:
 def _check_mixes(live: LiveModel) -> Iterator[Finding]:
     mixed = []
     for unit in live.units:
-        dtypes = Counter(str(w.dtype).removeprefix("torch.") for w in unit.weights if w.requires_grad)
+        dtypes = Counter(dtype_name(w.dtype) for w in unit.weights if w.requires_grad)
         if unit.version == 2 and len(dtypes) > 1:
             mixed.append(f"{unit.name} ({', '.join(f'{n} {dtype}' for dtype, n in dtypes.most_common())})")
     if mixed:
@@ -352,7 +352,7 @@ def _check_precision(live: LiveModel) -> Iterator[Finding]:
     trainable = [weight for weight in live.tree.weights if weight.requires_grad and weight.dtype.is_floating_point]
     low = [weight for weight in trainable if weight.dtype in _LOW_PRECISION]
     if low:
-        dtypes = " and ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in low}))
+        dtypes = " and ".join(sorted({dtype_name(weight.dtype) for weight in low}))
         yield Finding(
             code="low-precision-masters",
             severity="info",
@@ -361,11 +361,6 @@ def _check_precision(live: LiveModel) -> Iterator[Finding]:
             cure="For float32 master weights, load with dtype=torch.float32 and compute in low precision by "
             "MixedPrecisionPolicy(param_dtype=torch.bfloat16). Fine as it is for inference, or on purpose.",
         )
-
-
-def listed(names: list[str], most: int = 3) -> str:
-    """The first names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _classes(nodes: Iterable[ModuleNode]) -> str:

@@ -23,7 +23,7 @@ from hf_fsdp_tools.modeling.module_tree import (
     class_name,
 )
 from hf_fsdp_tools.sharding.fsdp2_internals import parameter_groups
-from hf_fsdp_tools.text import merge_names, show_bytes, show_count
+from hf_fsdp_tools.text import listed, merge_names, show_bytes, show_count
 
 __all__ = ["LiveModel", "LiveParameter", "LiveUnit", "describe_units", "local_part", "plain_name", "read_live_model"]
 
@@ -140,7 +140,7 @@ def _branches(units: list[LiveUnit], below: dict[int, list[LiveUnit]], margin: s
         one = group[0]
         columns = zip(*([node.fqn for node in unit.nodes] for unit in group), strict=True)
         names = [merge_names(column) for column in columns]
-        name = " + ".join(names[:3]) + (f" + {len(names) - 3} more" if len(names) > 3 else "")
+        name = listed(names, 3, separator=" + ")
         classes = "/".join(dict.fromkeys(class_name(node.module) for node in one.nodes[:3]))
         times = f"{len(group)} × " if len(group) > 1 else ""
         size = f"{times}{show_count(one.num_params)} parameters, {show_bytes(one.num_bytes)}"

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
 from hf_fsdp_tools.checkpoint.regions import Box
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.text import listed
 
 __all__ = ["FlatShare", "flat_boxes", "plain_view"]
 
@@ -148,7 +149,7 @@ def _shares_of(handle: Any, is_first_replica: bool) -> Iterator[tuple[nn.Module,
     flat = handle.flat_param
     if handle.uses_sharded_strategy and flat.size() != flat._sharded_size:
         raise ConfigError(
-            f"The flat parameter of {', '.join(flat._fqns[:3])}, … is gathered at the moment. Call this outside "
+            f"The flat parameter of {listed(flat._fqns)} is gathered at the moment. Call this outside "
             "summon_full_params and between training steps."
         )
     made: dict[tuple[nn.Module, str], FlatShare] = {}

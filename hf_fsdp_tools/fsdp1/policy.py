@@ -13,7 +13,7 @@ What FSDP1 lacks beside FSDP2, and what becomes of a plan for it:
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -31,8 +31,9 @@ from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.planning.rules import check_wrap_plan
+from hf_fsdp_tools.text import dtype_name, listed
 
-__all__ = ["HybridAutoWrapPolicy", "first_names", "hybrid_auto_wrap_policy"]
+__all__ = ["HybridAutoWrapPolicy", "hybrid_auto_wrap_policy"]
 
 # What a unit that is not resharded after forward becomes under a strategy that reshards.
 _KEPT = {
@@ -128,13 +129,13 @@ class HybridAutoWrapPolicy:
     def _refuse_mixed_dtypes(self, model_class: str) -> None:
         mixed = []
         for unit, held in self._held.items():
-            dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in held})
+            dtypes = sorted({dtype_name(weight.dtype) for weight in held})
             if len(dtypes) > 1:
                 mixed.append(f"{unit or '(root)'} ({', '.join(dtypes)})")
         if mixed:
             raise WrapPlanError(
                 f"FSDP1 needs one dtype per unit, frozen parameters included, but {len(mixed)} units of {model_class} mix "
-                f"them: {first_names(mixed)}. Cast the model to one dtype (adapters too) and let MixedPrecision compute in "
+                f"them: {listed(mixed)}. Cast the model to one dtype (adapters too) and let MixedPrecision compute in "
                 "another, or use FSDP2 (shard_model), which takes frozen parameters of any dtype."
             )
 
@@ -176,8 +177,8 @@ def hybrid_auto_wrap_policy(
     smaller = [f"{u.modules[0] or '(root)'} ({u.reshard_after_forward})" for u in plan.units if _is_degree(u)]
     if smaller:
         raise WrapPlanError(
-            f"FSDP1 cannot reshard to a smaller world, as {first_names(smaller)} ask for. Set reshard_after_forward to True or "
-            "False for them, or use FSDP2 (shard_model)."
+            f"FSDP1 cannot reshard to a smaller world, as {listed(smaller)} ask for. Set reshard_after_forward to True "
+            "or False for them, or use FSDP2 (shard_model)."
         )
     floor = policy.floor_params
     if floor is None:  # as in make_wrap_plan
@@ -265,9 +266,3 @@ def _is_mostly_tied(node: ModuleNode) -> bool:
 
 def _is_degree(unit: WrapUnit) -> bool:
     return unit.reshard_after_forward is not None and not isinstance(unit.reshard_after_forward, bool)
-
-
-def first_names(names: Iterable[str]) -> str:
-    """A few of many names, and how many there are, for a message."""
-    names = list(names)
-    return ", ".join(names[:4]) + (f", … {len(names)} in all" if len(names) > 4 else "")

@@ -25,9 +25,10 @@ from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
-from hf_fsdp_tools.fsdp1.policy import HybridAutoWrapPolicy, first_names, hybrid_auto_wrap_policy
+from hf_fsdp_tools.fsdp1.policy import HybridAutoWrapPolicy, hybrid_auto_wrap_policy
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.text import listed
 
 __all__ = ["load_weights_fsdp1", "wrap_fsdp1"]
 
@@ -205,9 +206,9 @@ def _check_requires_grad(policy: HybridAutoWrapPolicy, model: nn.Module, use_ori
             for unit, (trained, frozen) in mixed.items()
         ]
         raise WrapPlanError(
-            f"use_orig_params is False, but {len(mixed)} units mix trainable and frozen parameters: {first_names(rows)}. Pass "
-            "use_orig_params=True, freeze or train each unit as a whole, give the trainable modules units of their own "
-            "(HybridPolicy(units=…)), or use FSDP2 (shard_model)."
+            f"use_orig_params is False, but {len(mixed)} units mix trainable and frozen parameters: {listed(rows)}. "
+            "Pass use_orig_params=True, freeze or train each unit as a whole, give the trainable modules units of "
+            "their own (HybridPolicy(units=…)), or use FSDP2 (shard_model)."
         )
     frozen = sum(model.get_parameter(name).numel() for _, names in mixed.values() for name in names)
     warnings.warn(
@@ -224,7 +225,7 @@ def _agree(plan: WrapPlan, *, has_meta: bool, sync_module_states: bool) -> None:
     odd = [rank for rank, (digest, _) in enumerate(told) if digest != told[0][0]]
     if odd:
         raise WrapPlanError(
-            f"The wrap plan of ranks {first_names(map(str, odd))} differs from that of rank 0. Build the same model "
+            f"The wrap plan of ranks {listed(odd)} differs from that of rank 0. Build the same model "
             "with the same policy on every rank; compare `plan.to_json()` of each."
         )
     on_meta = [str(rank) for rank, (_, meta) in enumerate(told) if meta]
@@ -235,7 +236,7 @@ def _agree(plan: WrapPlan, *, has_meta: bool, sync_module_states: bool) -> None:
         )
     if not sync_module_states and on_meta and len(on_meta) < len(told):
         raise ConfigError(
-            f"The model is on meta on ranks {first_names(on_meta)} and has weights on the others. Pass "
+            f"The model is on meta on ranks {listed(on_meta)} and has weights on the others. Pass "
             "sync_module_states=True to take those of rank 0 (accelerators only), or build it on meta on every rank."
         )
 

@@ -27,6 +27,7 @@ from hf_fsdp_tools.sharding.shard import (
     shard_model,
     sharding_of,
 )
+from hf_fsdp_tools.text import listed
 
 __all__ = [
     "check_managed",
@@ -142,8 +143,9 @@ def check_native(model: nn.Module) -> None:
     alone = [n for n, p in model.named_parameters() if config and p.requires_grad and not isinstance(p, DTensor)]
     if alone:
         raise ConfigError(
-            f"{len(alone)} trainable parameter(s) were added after transformers sharded the model ({alone[0]}, …): each rank "
-            "would train its own. Load it with from_pretrained(..., accelerator=accelerator); prepare() shards additions to that."
+            f"{len(alone)} trainable parameter(s) were added after transformers sharded the model ({listed(alone)}): "
+            "each rank would train its own. Load it with from_pretrained(..., accelerator=accelerator); prepare() "
+            "shards additions to that."
         )
 
 
@@ -173,7 +175,7 @@ def check_managed(model: nn.Module) -> None:
     if alone:
         raise ConfigError(
             f"{len(alone)} trainable parameter(s) are not sharded and their gradients would not be averaged: "
-            f"{', '.join(alone[:4])}{', …' if len(alone) > 4 else ''}. They were added after prepare(). Add adapters or heads "
+            f"{listed(alone)}. They were added after prepare(). Add adapters or heads "
             "before it."
         )
 

@@ -13,6 +13,7 @@ from transformers import initialization as init
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import HubRepository, is_hub_name
 from hf_fsdp_tools.modeling.linear4bit import make_quantizer, pack_weights, replace_linears
+from hf_fsdp_tools.text import listed
 
 __all__ = ["build_meta_model", "config_dtype", "load_config"]
 
@@ -33,7 +34,7 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
     name = fspath(name_or_config)
     path = Path(name)
     if path.is_dir() and not (path / "config.json").is_file():
-        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        found = listed(sorted(entry.name for entry in path.iterdir()), 8) or "nothing"
         raise CheckpointError(
             f"No config.json in {name!r} (found: {found}). Give a folder that `save_pretrained` wrote, "
             "a hub name, or the path of a config.json."

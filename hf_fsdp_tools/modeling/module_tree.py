@@ -1,6 +1,6 @@
 """A model as a tree of modules with every parameter counted once: what blocks and plans are read from.
 
-Nouns used here and in `blocks`, `policy` and `wrap`:
+Nouns used here and in `planning`:
 
     node     one place of a module in the tree; a module registered twice has two nodes
     weight   one parameter after tying: all names that are, or will be, the same tensor

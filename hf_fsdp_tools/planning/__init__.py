@@ -1,1 +1,1 @@
-"""What is gathered together, as data: blocks, policy, plan and rules; pure, without a process group or a device."""
+"""What FSDP gathers together, as pure data; read stacks, blocks, policy, plan, rules, draft, steps, make_plan."""

@@ -1,8 +1,8 @@
 """The repeated blocks of a model, its embeddings, final norm, head and tied weights, read from the module tree alone.
 
-Structure decides. What a model says about itself (`_no_split_modules`, `GradientCheckpointingLayer`, `get_input_embeddings`)
-is a witness: agreement and disagreement are recorded as evidence and change nothing, because such hints name absent
-classes, attention layers and sibling towers in many models.
+Structure decides. What a model says about itself (`_no_split_modules`, `GradientCheckpointingLayer`,
+`get_input_embeddings`) is a witness: agreement and disagreement are recorded as evidence and change nothing, because
+such hints name absent classes, attention layers and sibling towers in many models.
 """
 
 import json
@@ -14,19 +14,9 @@ from itertools import takewhile
 
 from torch import nn
 
-from hf_fsdp_tools.modeling.module_tree import (
-    ModuleNode,
-    ModuleTree,
-    Weight,
-    class_name,
-)
-from hf_fsdp_tools.planning.stacks import (
-    MAJOR_SHARE,
-    find_blocks,
-    is_list,
-    lists_of_experts,
-)
-from hf_fsdp_tools.text import merge_names, show_count
+from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name
+from hf_fsdp_tools.planning.stacks import MAJOR_SHARE, find_blocks, is_list, lists_of_experts
+from hf_fsdp_tools.text import listed, listed_lines, merge_names, show_count
 
 __all__ = ["BlockStack", "ModelBlocks", "ModulePart", "TiedSet", "describe_blocks", "detect_blocks"]
 
@@ -132,27 +122,24 @@ class ModelBlocks:
         parts = [("embedding", part) for part in self.embeddings]
         parts += [(role, part) for role, part in (("final norm", self.final_norm), ("head", self.head)) if part]
         lines += [f"  {role:<15} {part.fqn}  {part.class_name}  {show_count(part.num_params)}" for role, part in parts]
-        lines += [f"  {'tied':<15} {' = '.join(tie.names[:4])}{' = …' * (len(tie.names) > 4)}" for tie in self.ties[:4]]
-        lines += [f"  {'tied':<15} … and {len(self.ties) - 4} sets more"] * (len(self.ties) > 4)
-        lines += [f"  {'0-d parameter':<15} {name}" for name in self.scalars]
-        lines += [f"  {'rejected':<15} {line}" for line in self.rejected[:8]]
-        lines += [f"  {'rejected':<15} … and {len(self.rejected) - 8} lists more"] * (len(self.rejected) > 8)
-        lines += [f"  {'note':<15} {note}" for note in self.evidence]
+        ties = [listed(tie.names, separator=" = ") for tie in self.ties]
+        tables = {"tied": ties, "0-d parameter": self.scalars, "rejected": self.rejected, "note": self.evidence}
+        lines += [listed_lines(rows, 8, head=f"  {name:<15} ") for name, rows in tables.items() if rows]
         return "\n".join(lines)
 
 
 def detect_blocks(model: nn.Module) -> ModelBlocks:
     """Find what repeats in `model`, and the embeddings, final norm, head and ties around it.
 
-    Works for any module (transformers models, plain modules, models wrapped by PEFT, `torch.compile`, checkpoint wrappers
-    or DDP, also after sharding), on any device, meta included: only names, classes and shapes are read. Names are those
-    of the model passed in. Nothing is communicated; every rank gets the same answer.
+    Works for any module (transformers models, plain modules, models wrapped by PEFT, `torch.compile`, checkpoint
+    wrappers or DDP, also after sharding), on any device, meta included: only names, classes and shapes are read. Names
+    are those of the model passed in. Nothing is communicated; every rank gets the same answer.
 
     Example:
         >>> print(detect_blocks(build_meta_model("meta-llama/Llama-3.1-8B")))
 
     Raises:
-        BlockDetectionError: The model has no parameters, or lazy ones without a shape.
+        BlockDetectionError: the model has no parameters, or lazy ones without a shape.
     """
     tree = ModuleTree(model)
     return describe_blocks(tree, find_blocks(tree))
@@ -161,8 +148,8 @@ def detect_blocks(model: nn.Module) -> ModelBlocks:
 def describe_blocks(tree: ModuleTree, found: list[list[ModuleNode]]) -> ModelBlocks:
     """`detect_blocks` for a tree and its stacks that have been read already."""
     stacks = sorted((_describe_stack(tree, blocks) for blocks in found), key=lambda stack: not stack.is_major)
-    in_blocks = {id(node) for blocks in found for block in blocks for node in block.walk()}
-    outside = [node for node in tree if id(node) not in in_blocks]
+    in_blocks = {node for blocks in found for block in blocks for node in block.walk()}
+    outside = [node for node in tree if node not in in_blocks]
     largest = max(found, key=lambda blocks: sum(block.size for block in blocks), default=[])
     embeddings = _embeddings(tree, outside)
     head = _head(tree, outside, largest, embeddings)
@@ -186,7 +173,7 @@ def describe_blocks(tree: ModuleTree, found: list[list[ModuleNode]]) -> ModelBlo
 
 def _embeddings(tree: ModuleTree, outside: list[ModuleNode]) -> tuple[ModulePart, ...]:
     """Tables looked up by index: `nn.Embedding` and its kind, outside blocks."""
-    parts: dict[int, ModulePart] = {}
+    parts: dict[nn.Module, ModulePart] = {}
     witness = _witness(tree, "get_input_embeddings")
     for node in outside:
         is_table = isinstance(node.module, nn.Embedding | nn.EmbeddingBag) or hasattr(node.module, "num_embeddings")
@@ -195,25 +182,25 @@ def _embeddings(tree: ModuleTree, outside: list[ModuleNode]) -> tuple[ModulePart
         evidence = ["a table of rows looked up by index, outside blocks"]
         if node.module is witness:
             evidence.append("get_input_embeddings() names it")
-        parts.setdefault(id(node.module), _part(node, evidence))
+        parts.setdefault(node.module, _part(node, evidence))
     return tuple(sorted(parts.values(), key=lambda part: -part.num_params))
 
 
 def _head(
     tree: ModuleTree, outside: list[ModuleNode], blocks: list[ModuleNode], embeddings: tuple[ModulePart, ...]
 ) -> ModulePart | None:
-    """The output projection: a matrix outside blocks that is tied to an embedding, else the last one after the blocks."""
+    """The output projection: a matrix outside blocks that is tied to an embedding, else the last after the blocks."""
     tables = {part.fqn for part in embeddings}
-    order = {id(node): index for index, node in enumerate(tree)}
-    last_block = max((order[id(block)] for block in blocks), default=-1)
+    order = {node: index for index, node in enumerate(tree)}
+    last_block = max((order[block] for block in blocks), default=-1)
     witness = _witness(tree, "get_output_embeddings")
     candidates = []
     for node in outside:
         if node.fqn in tables or isinstance(node.module, nn.Embedding) or not any(w.ndim == 2 for w in node.own):
             continue
         tied = any(owner.fqn in tables for weight in node.own for owner in weight.owners)
-        if tied or (order[id(node)] > last_block and not node.children):
-            candidates.append((tied, order[id(node)], node))
+        if tied or (order[node] > last_block and not node.children):
+            candidates.append((tied, order[node], node))
     if not candidates:
         return None
     tied, _, node = max(candidates, key=lambda candidate: candidate[:2])
@@ -228,7 +215,7 @@ def _head(
 def _stack_before(
     head: ModulePart | None, found: list[list[ModuleNode]], largest: list[ModuleNode]
 ) -> list[ModuleNode]:
-    """The stack whose output the head takes: of several towers the one that lies nearest to it, as a rule the largest."""
+    """The stack whose output the head takes: of several towers the one nearest to it, as a rule the largest."""
     if head is None:
         return largest
     path = head.fqn.split(".")[:-1]
@@ -241,17 +228,17 @@ def _stack_before(
 
 
 def _final_norm(outside: list[ModuleNode], blocks: list[ModuleNode]) -> ModulePart | None:
-    """The first module after the last block, beside the stack or beside what holds it, whose weights are all vectors."""
+    """The first module after the last block, beside the stack or what holds it, whose weights are all vectors."""
     if not blocks:
         return None
     last = blocks[-1]
-    candidates = {id(node): node for node in outside}
+    candidates = set(outside)
     for above in [last, *last.ancestors()]:
         if above.parent is None:
             return None
         siblings = above.parent.children
-        for node in siblings[[s is above for s in siblings].index(True) + 1 :]:
-            if id(node) in candidates and node.own and not node.children and all(w.ndim == 1 for w in node.own):
+        for node in siblings[siblings.index(above) + 1 :]:
+            if node in candidates and node.own and not node.children and all(w.ndim == 1 for w in node.own):
                 return _part(node, ["the first module after the last block whose weights are vectors"])
             if any(weight.ndim > 1 for below in node.walk() for weight in below.own):
                 return None
@@ -260,18 +247,17 @@ def _final_norm(outside: list[ModuleNode], blocks: list[ModuleNode]) -> ModulePa
 
 def _rejected(tree: ModuleTree, found: list[list[ModuleNode]]) -> Iterator[str]:
     """Lists without a block in them, with the reason; those that differ in numbers only share a line."""
-    blocks = [block for stack in found for block in stack]
-    is_block = {id(block) for block in blocks}
-    holds_blocks = {id(above) for block in blocks for above in block.ancestors()}
-    of_experts = {id(experts) for block in blocks for experts in lists_of_experts(block)}
+    blocks = {block for stack in found for block in stack}
+    blocks_or_above = blocks.union(*(block.ancestors() for block in blocks))
+    of_experts = {experts for block in blocks for experts in lists_of_experts(block)}
     alike: dict[tuple[str, str], list[str]] = {}
     for node in tree:
         members = [child for child in node.children if child.extent]
-        if len(members) < 2 or not is_list(node.module) or id(node) in is_block | holds_blocks:
+        if len(members) < 2 or not is_list(node.module) or node in blocks_or_above:
             continue
-        if id(node) in of_experts:
+        if node in of_experts:
             reason = f"{len(members)} experts: a router chooses among them, so that ranks would gather unequally"
-        elif any(id(above) in is_block for above in node.ancestors()):
+        elif not blocks.isdisjoint(node.ancestors()):
             reason = "part of a block"
         else:
             reason = "its members do not repeat, or are single layers"

@@ -1,174 +1,268 @@
 """Units under construction: which module carries which unit, and the finished plan in order.
 
-A draft is filled by the verbs of `choose` and rearranged by those of `arrange`, in the order of `make_wrap_plan`.
+carry       a module carries a unit when `fully_shard` will be given that module; several modules can carry one unit
+belong      a parameter belongs to the unit of the nearest module that carries one, from its own module upwards
+root unit   what belongs to no other unit; it stays gathered from the first forward to the last backward
+
+A step of `steps` asks the draft questions and changes it by its verbs alone; the draft does the bookkeeping.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import nn
 from torch.nn.utils import parametrize
 
 from hf_fsdp_tools.errors import WrapPlanError
-from hf_fsdp_tools.modeling.module_tree import (
-    ModuleNode,
-    ModuleTree,
-    Weight,
-    has_forward,
-)
-from hf_fsdp_tools.planning.blocks import ModelBlocks
+from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, has_forward
+from hf_fsdp_tools.planning.blocks import ModelBlocks, describe_blocks
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.planning.rules import size_bound
-from hf_fsdp_tools.planning.stacks import is_major, lists_of_experts
+from hf_fsdp_tools.planning.stacks import find_blocks, is_major, lists_of_experts
 
 __all__ = ["THIN_WRAPPER_SHARE", "DraftUnit", "PlanDraft"]
 
 THIN_WRAPPER_SHARE = 0.9
-"""A module that is this much one part of it adds nothing but a norm, a bias or an adapter: the unit is the module. (assumed)"""
+"""Share of a module that one part must hold for the rest to be but a norm, a bias or an adapter. (assumed)"""
 
 
 @dataclass(eq=False, slots=True)
 class DraftUnit:
-    """A unit under construction."""
+    """A unit under construction; compared by identity, so that it can be a key."""
 
     nodes: list[ModuleNode]
+    """The nodes of the modules that carry it, none below another. Changed by the draft alone."""
     reshard: bool | int | None
+    """`reshard_after_forward` of the unit, as in `WrapUnit`. A step may set it."""
     reason: str
+    """Why it is a unit, for the plan's table. A step may set it."""
 
 
 class PlanDraft:
-    """Units under construction. A node belongs to the unit of the nearest module above it (or itself) that carries one."""
+    """The units of one model while they are chosen and rearranged; at first, the root unit holds all.
 
-    def __init__(self, tree: ModuleTree, stacks: list[list[ModuleNode]], policy: HybridPolicy) -> None:
-        self.tree, self.stacks, self.policy = tree, stacks, policy
-        self.problems: list[str] = []
-        self.bound = size_bound(tree, stacks)
-        blocks = [block.extent for stack in stacks if is_major(tree, stack) for block in stack]
-        given = policy.min_unit_params
-        self.ceiling = min(self.bound, (max(blocks) if blocks else self.bound // 2) if given is None else given)
-        self.floor = min(1e5, self.ceiling / 100) if policy.floor_params is None else policy.floor_params
-        self.ceiling = max(self.ceiling, self.floor)
-        self.root = DraftUnit([tree.root], None, "what no other unit holds")
-        self.by_module: dict[int, DraftUnit] = {id(tree.root.module): self.root}
-        self.replicated: dict[int, Weight] = {id(w): w for w in tree.weights if w.ndim == 0}
-        self.blocks = {id(block) for stack in stacks for block in stack}
-        self.in_block = {id(node) for stack in stacks for block in stack for node in block.walk() if node is not block}
-        self.holders = {id(above) for stack in stacks for block in stack for above in block.ancestors()}
-        self.fixed = self._fixed_nodes()
-        self.order = {id(node): index for index, node in enumerate(tree)}
+    Args:
+        model: any module, before FSDP is applied. It is only read, and works on meta.
+        policy: what the user asks for.
+
+    Raises:
+        BlockDetectionError: the model has no parameters, or lazy ones.
+    """
+
+    tree: ModuleTree
+    """The model as nodes and weights. Read once, never changed."""
+    stacks: list[list[ModuleNode]]
+    """The blocks of every stack, as nodes, in registration order. Never changed."""
+    blocks: ModelBlocks
+    """The same stacks as text and numbers, with the embeddings, the final norm and the head (by fqn). Never changed."""
+    policy: HybridPolicy
+    """What the user asks for. Never changed."""
+    bound: int
+    """Parameters that no finished unit may exceed (rule 2). Never changed."""
+    floor: float
+    """Parameters below which a module outside blocks stays with its neighbours. Never changed."""
+    ceiling: float
+    """Parameters above which a module outside blocks becomes a unit: the policy's `min_unit_params`, else the largest
+    block; at most `bound`, at least `floor`. Never changed."""
+    root: DraftUnit
+    """The root unit, carried by the root of the tree. Always there, and never joined with another."""
+    problems: list[str]
+    """What the policy asks for and the model does not have, as sentences with a cure. Steps append; `finish` raises."""
+
+    def __init__(self, model: nn.Module, policy: HybridPolicy) -> None:
+        self.tree, self.policy, self.problems = ModuleTree(model), policy, []
+        self.stacks = find_blocks(self.tree)
+        self.blocks = describe_blocks(self.tree, self.stacks)
+        self._set_sizes()
+        self.root = DraftUnit([self.tree.root], None, "what no other unit holds")
+        blocks = list(chain.from_iterable(self.stacks))
+        # Each module that carries a unit. One below another module of its unit stays here, though no longer in `nodes`.
+        self._unit_at: dict[nn.Module, DraftUnit] = {self.tree.root.module: self.root}
+        self._replicated = dict.fromkeys(weight for weight in self.tree.weights if weight.ndim == 0)
+        self._blocks = set(blocks)
+        self._inside_blocks = {node for block in blocks for node in block.walk() if node is not block}
+        self._above_units = {above for block in blocks for above in block.ancestors()}
+        self._never_units = set(self._find_never_units())
+        self._position = {node: index for index, node in enumerate(self.tree)}
+
+    # ---- questions ---------------------------------------------------------------------------------------------------
+
+    def unit_at(self, node: ModuleNode) -> DraftUnit | None:
+        """The unit that this very module carries, or None; the same for all nodes of a module registered twice."""
+        return self._unit_at.get(node.module)
 
     def unit_of(self, node: ModuleNode) -> DraftUnit:
-        """The unit that holds what is registered on this node."""
-        for above in (node, *node.ancestors()):
-            if unit := self.by_module.get(id(above.module)):
-                return unit
-        return self.root
+        """The unit to which the parameters registered on this module belong."""
+        units = (self.unit_at(above) for above in (node, *node.ancestors()))
+        return next((unit for unit in units if unit is not None), self.root)
 
-    def can_run(self, node: ModuleNode) -> bool:
-        return has_forward(node.module) and id(node) not in self.fixed
+    def units(self) -> list[DraftUnit]:
+        """Every unit, the root first, then in the order in which they were added."""
+        return list(dict.fromkeys(unit for unit in self._unit_at.values() if unit.nodes))
 
-    def _fixed_nodes(self) -> set[int]:
-        """Nodes that must not be units: weights read without a forward call, and modules that only some ranks run."""
-        fixed = [
-            below
-            for node in self.tree
-            if isinstance(node.module, nn.MultiheadAttention) or parametrize.is_parametrized(node.module)
-            for below in node.walk()
-            if below is not node
-        ]
-        blocks = (block for stack in self.stacks for block in stack)
-        experts = (experts for block in blocks for experts in lists_of_experts(block))
-        return {id(node) for node in fixed} | {id(node) for each in experts for node in each.walk()}
+    def is_in_root(self, node: ModuleNode) -> bool:
+        """Whether what this module registers belongs to the root unit."""
+        return self.unit_of(node) is self.root
 
-    def carry(self, node: ModuleNode, unit: DraftUnit) -> None:
-        if id(node.module) not in self.by_module:
-            unit.nodes.append(node)
-            self.by_module[id(node.module)] = unit
-            self.holders.update(id(above) for above in node.ancestors())
+    def is_block(self, node: ModuleNode) -> bool:
+        """Whether the node is a block of a stack, major or minor."""
+        return node in self._blocks
 
-    def add(self, nodes: Iterable[ModuleNode], reshard: bool | int | None, reason: str) -> DraftUnit:
-        unit = DraftUnit([], reshard, reason)
-        for node in nodes:
-            self.carry(node, unit)
-        return unit
+    def is_inside_block(self, node: ModuleNode) -> bool:
+        """Whether the node lies below a block; a block that lies below another is both."""
+        return node in self._inside_blocks
+
+    def holds_units(self, node: ModuleNode) -> bool:
+        """Whether a block, or a module that carries a unit, lies below the node; blocks count before they are units."""
+        return node in self._above_units
+
+    def can_be_unit(self, node: ModuleNode) -> bool:
+        """Whether the module may carry a unit: its forward runs, on all ranks, and runs before its weights are read."""
+        return has_forward(node.module) and node not in self._never_units
+
+    def is_replicated(self, weight: Weight) -> bool:
+        """Whether every rank keeps the weight whole, so that it belongs to no unit."""
+        return weight in self._replicated
 
     def widened(self, node: ModuleNode) -> ModuleNode:
-        """The outermost module that adds next to nothing to `node`: an adapter's wrapper, an embedding with its norm."""
+        """The outermost module that adds next to nothing to `node`: an adapter's wrapper, an embedding and its norm."""
         for above in node.ancestors():
-            if above is self.tree.root or id(above) in self.holders or node.size < THIN_WRAPPER_SHARE * above.size:
+            if above is self.tree.root or self.holds_units(above) or node.size < THIN_WRAPPER_SHARE * above.size:
                 break
-            if self.can_run(above):
+            if self.can_be_unit(above):
                 node = above
         return node
 
-    def units(self) -> list[DraftUnit]:
-        return list({id(unit): unit for unit in self.by_module.values() if unit.nodes}.values())
+    # ---- verbs -------------------------------------------------------------------------------------------------------
 
-    def finish(self, blocks: ModelBlocks) -> WrapPlan:
-        """The units in order, with their sizes.
+    def add_unit(self, nodes: Iterable[ModuleNode], reshard: bool | int | None, reason: str) -> None:
+        """Make one unit that all of `nodes` carry. A module that carries a unit already keeps it: the first counts."""
+        unit = DraftUnit([], reshard, reason)
+        for node in nodes:
+            self.extend(unit, node)
+
+    def extend(self, unit: DraftUnit, node: ModuleNode) -> None:
+        """Let `node` carry `unit` too, unless it carries one already."""
+        if self.unit_at(node) is None:
+            unit.nodes.append(node)
+            self._unit_at[node.module] = unit
+            self._above_units.update(node.ancestors())
+
+    def join(self, nodes: Iterable[ModuleNode], reshard: bool | int | None, reason: str) -> None:
+        """Make one unit of `nodes` and of all units that they carry. Of nested modules the plan names the outermost."""
+        joined = DraftUnit([], reshard, reason)
+        for node in nodes:
+            unit = self.unit_at(node)
+            if unit is None:
+                self.extend(joined, node)
+            elif unit is not joined:
+                joined.nodes += unit.nodes
+                self._unit_at.update(dict.fromkeys(self._modules_of(unit), joined))
+        modules = {node.module for node in joined.nodes}
+        joined.nodes = [node for node in joined.nodes if modules.isdisjoint(a.module for a in node.ancestors())]
+
+    def dissolve(self, unit: DraftUnit) -> None:
+        """Undo a unit other than the root: its modules carry none, and its parameters belong to the units above."""
+        for module in self._modules_of(unit):
+            del self._unit_at[module]
+
+    def replicate(self, weights: Iterable[Weight]) -> None:
+        """Keep weights whole on every rank, out of every unit."""
+        self._replicated.update(dict.fromkeys(weights))
+
+    # ---- the plan ----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> WrapPlan:
+        """The plan: units in order, children before parents, with their sizes. A unit that holds nothing is left out.
 
         Raises:
-            WrapPlanError: The policy named things that are not there; every one is listed.
+            WrapPlanError: the policy asks for what is not there; every problem is listed.
         """
         if self.problems:
             raise WrapPlanError("The policy does not fit the model:\n  - " + "\n  - ".join(self.problems))
-        held: dict[int, list[Weight]] = {}
+        held: dict[DraftUnit, list[Weight]] = {self.root: []}
         for weight in self.tree.weights:
-            if id(weight) not in self.replicated:
-                held.setdefault(id(self.unit_of(weight.owners[0])), []).append(weight)
+            if not self.is_replicated(weight):
+                held.setdefault(self.unit_of(weight.owners[0]), []).append(weight)
         units = [
             WrapUnit(
-                modules=tuple(node.fqn for node in self._by_first_use(unit, blocks)),
+                modules=tuple(node.fqn for node in self._by_first_use(unit)),
                 reshard_after_forward=unit.reshard,
-                num_params=sum(weight.numel for weight in held.get(id(unit), ())),
-                num_bytes=sum(weight.nbytes for weight in held.get(id(unit), ())),
+                num_params=sum(weight.numel for weight in held[unit]),
+                num_bytes=sum(weight.nbytes for weight in held[unit]),
                 reason=unit.reason,
             )
-            for unit in self._in_order()
-            if id(unit) in held or unit is self.root
+            for unit in self._children_first()
+            if unit in held
         ]
         return WrapPlan(
             units=tuple(units),
-            replicated=tuple(weight.names[0] for weight in self.replicated.values()),
-            model_class=blocks.model_class,
+            replicated=tuple(weight.names[0] for weight in self._replicated),
+            model_class=self.blocks.model_class,
             num_params=self.tree.num_params,
-            notes=tuple(self._notes(blocks)),
+            notes=tuple(self._notes()),
         )
 
-    def _notes(self, blocks: ModelBlocks) -> Iterator[str]:
-        if not blocks.major_stacks:
+    def _notes(self) -> Iterator[str]:
+        if not self.blocks.major_stacks:
             yield "no stack of blocks holds 10 % of the model: units are chosen by size"
-        if self.replicated:
-            kept = self.replicated.values()
+        if self._replicated:
             yield (
-                f"{len(kept)} parameters ({sum(w.nbytes for w in kept):,} bytes) stay whole on every rank: FSDP cannot shard "
-                "0-d ones, nor two dtypes on one module, and leaves out what the policy names"
+                f"{len(self._replicated)} parameters ({sum(w.nbytes for w in self._replicated):,} bytes) stay whole on "
+                "every rank: FSDP cannot shard 0-d ones, nor two dtypes on one module, and leaves out what the policy "
+                "names"
             )
 
-    def _in_order(self) -> list[DraftUnit]:
+    def _children_first(self) -> list[DraftUnit]:
         """Units with children before parents, otherwise in registration order."""
-        inside: dict[int, list[DraftUnit]] = {}
+        inside: dict[DraftUnit, list[DraftUnit]] = {}
         for node in self.tree:
-            if node.parent and id(node.module) in self.by_module:
-                inside.setdefault(id(self.unit_of(node.parent)), []).append(self.by_module[id(node.module)])
-        ordered: dict[int, DraftUnit] = {}
+            unit = self.unit_at(node)
+            if node.parent and unit is not None:
+                inside.setdefault(self.unit_of(node.parent), []).append(unit)
+        ordered: dict[DraftUnit, None] = {}
 
-        def emit(unit: DraftUnit, above: tuple[int, ...]) -> None:
-            for child in inside.get(id(unit), ()):
-                if id(child) not in ordered and id(child) not in above and child is not unit:
-                    emit(child, (*above, id(unit)))
-            ordered[id(unit)] = unit
+        def emit(unit: DraftUnit, above: tuple[DraftUnit, ...]) -> None:
+            for child in inside.get(unit, ()):
+                if child not in ordered and child not in above and child is not unit:
+                    emit(child, (*above, unit))
+            ordered[unit] = None
 
         emit(self.root, ())
-        return list(ordered.values())
+        return list(ordered)
 
-    def _by_first_use(self, unit: DraftUnit, blocks: ModelBlocks) -> list[ModuleNode]:
-        """Modules of a unit with embeddings first, then in registration order: the first one to run gathers the unit."""
-        tables = {part.fqn for part in blocks.embeddings}
+    def _by_first_use(self, unit: DraftUnit) -> list[ModuleNode]:
+        """Modules of a unit, embeddings first, then in registration order: the first one to run gathers the unit."""
+        tables = {part.fqn for part in self.blocks.embeddings}
         if len(unit.nodes) == 1:
             return unit.nodes
         return sorted(
             unit.nodes,
-            key=lambda node: (not any(below.fqn in tables for below in node.walk()), self.order[id(node)]),
+            key=lambda node: (not any(below.fqn in tables for below in node.walk()), self._position[node]),
         )
+
+    # ---- bookkeeping -------------------------------------------------------------------------------------------------
+
+    def _set_sizes(self) -> None:
+        self.bound = size_bound(self.tree, self.stacks)
+        blocks = [block.extent for stack in self.stacks if is_major(self.tree, stack) for block in stack]
+        given = self.policy.min_unit_params
+        wanted = (max(blocks) if blocks else self.bound // 2) if given is None else given
+        ceiling = min(self.bound, wanted)
+        self.floor = min(1e5, ceiling / 100) if self.policy.floor_params is None else self.policy.floor_params
+        self.ceiling = max(ceiling, self.floor)
+
+    def _find_never_units(self) -> Iterator[ModuleNode]:
+        """Nodes whose weights are read without a forward call of their own, and those that only some ranks run."""
+        for node in self.tree:
+            if isinstance(node.module, nn.MultiheadAttention) or parametrize.is_parametrized(node.module):
+                yield from (below for below in node.walk() if below is not node)
+        for block in chain.from_iterable(self.stacks):
+            for experts in lists_of_experts(block):
+                yield from experts.walk()
+
+    def _modules_of(self, unit: DraftUnit) -> list[nn.Module]:
+        """Every module that carries the unit, those below another one of its modules included."""
+        return [module for module, carried in self._unit_at.items() if carried is unit]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_fsdp_tools.errors import WrapPlanError
-from hf_fsdp_tools.text import merge_alike, merge_names, show_bytes, show_count
+from hf_fsdp_tools.text import listed, merge_alike, merge_names, show_bytes, show_count
 
 __all__ = [
     "WrapPlan",
@@ -26,7 +26,8 @@ class WrapUnit:
     modules: tuple[str, ...]
     """Fqns of the modules, in the order of first use; `("",)` is the root. More than one: `fully_shard([a, b])`."""
     reshard_after_forward: bool | int | None
-    """As in `fully_shard`: free after forward, keep (False), reshard to a smaller world (int), or let FSDP decide (None)."""
+    """As in `fully_shard`: free after forward (True), keep (False), reshard to a smaller world (int), let FSDP decide
+    (None)."""
     num_params: int
     """Parameters of this unit: those below its modules that are in no unit inside it, tied ones once."""
     num_bytes: int
@@ -42,8 +43,8 @@ class WrapPlan:
     units: tuple[WrapUnit, ...]
     """Units, children before parents, the root last with `modules == ("",)`."""
     replicated: tuple[str, ...]
-    """Parameters that FSDP must ignore and every rank holds whole (0-d ones, and those a policy keeps). FSDP does not reduce
-    their gradients either: whoever shards the model has to."""
+    """Parameters that FSDP must ignore and every rank holds whole (0-d ones, and those a policy keeps). FSDP does not
+    reduce their gradients either: whoever shards the model has to."""
     model_class: str
     """Class of the model planned for."""
     num_params: int
@@ -72,7 +73,7 @@ class WrapPlan:
         """Read a plan that `to_json` wrote.
 
         Raises:
-            WrapPlanError: The text is no JSON, of another format, or has missing or unknown fields.
+            WrapPlanError: the text is no JSON, of another format, or has missing or unknown fields.
         """
         cure = "Write the plan again with WrapPlan.to_json()."
         try:
@@ -128,11 +129,11 @@ def _equal_units(units: Iterable[WrapUnit]) -> list[list[WrapUnit]]:
 
 def _modules(units: list[WrapUnit]) -> str:
     names = [merge_names(column) for column in zip(*(unit.modules for unit in units), strict=True)]
-    return " + ".join(names[:3]) + (f" + {len(names) - 3} more" if len(names) > 3 else "")
+    return listed(names, 3, separator=" + ")
 
 
 def _short(unit: WrapUnit) -> str:
-    return (unit.modules[0] or "the root") + (f" and {len(unit.modules) - 1} more" if len(unit.modules) > 1 else "")
+    return listed([unit.modules[0] or "the root", *unit.modules[1:]], 1)
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

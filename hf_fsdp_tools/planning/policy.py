@@ -1,4 +1,4 @@
-"""The policy that makes a wrap plan: types, sizes and exceptions, as one frozen value."""
+"""What a user can ask of a wrap plan: types, sizes and exceptions, as one frozen value."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_fsdp_tools.errors import WrapPlanError
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, class_name
+from hf_fsdp_tools.text import listed
 
 __all__ = ["HybridPolicy", "UnitPredicate", "matching_nodes", "nearest_names"]
 
@@ -21,9 +22,9 @@ UnitPredicate = Callable[[str, nn.Module], bool | Mapping[str, Any] | None]
 class HybridPolicy:
     """How units are chosen. Every default comes from the model itself, so `HybridPolicy()` fits any model.
 
-    Precedence, strongest first: the rules of a correct plan (a policy that would break one raises) · `replicate` · `units` ·
-    `block_types` · detected blocks · `expert_unit_params` · `min_unit_params` · the tail. `reshard_after_forward` is laid over
-    the finished units.
+    Precedence, strongest first: the rules of a correct plan (a policy that would break one raises) · `replicate` ·
+    `units` · `block_types` · detected blocks · `expert_unit_params` · `min_unit_params` · the tail.
+    `reshard_after_forward` is laid over the finished units.
 
     Example:
         >>> HybridPolicy(block_types=("LlamaDecoderLayer",), min_unit_params=2e7)
@@ -36,15 +37,15 @@ class HybridPolicy:
     """Ceiling: a module outside blocks with more own remaining parameters than this is its own unit. None: the largest
     block (without blocks: the largest set of parameters on one module). Classic values are 2e7 and 1e6."""
     floor_params: float | None = None
-    """Floor: below this a module (norm, bias, small adapter) stays with its neighbours. None: 1 % of the ceiling, at most
-    1e5 (200 kB in bf16, where the latency of a collective exceeds its transfer; assumed, not measured)."""
+    """Floor: below this a module (norm, bias, small adapter) stays with its neighbours. None: 1 % of the ceiling, at
+    most 1e5 (200 kB in bf16, where the latency of a collective exceeds its transfer; assumed, not measured)."""
     expert_unit_params: float = 1e9
-    """Inside a block, the experts are a unit of their own from this many parameters (2 GB in bf16; assumed): they are then
-    gathered while they run, not while attention runs. `math.inf`: never. A single expert never is."""
+    """Inside a block, the experts are a unit of their own from this many parameters (2 GB in bf16; assumed): they are
+    then gathered while they run, not while attention runs. `math.inf`: never. A single expert never is."""
     units: tuple[UnitPredicate, ...] = ()
     """Predicates that make a module a unit; the first that answers True or options wins."""
     reshard_after_forward: Mapping[str, bool | int | None] = field(default_factory=dict)
-    """Overrides by fqn pattern, for units that hold a matching module (`{"model.layers.31": False}`; "" is the root)."""
+    """Overrides by fqn pattern, for units that a matching module carries (`{"model.layers.31": False}`; "": root)."""
     replicate: tuple[str, ...] = ()
     """Fqn patterns of modules or parameters that stay whole on every rank and that FSDP ignores."""
     group_tail: bool = True
@@ -84,5 +85,5 @@ def nearest_names(tree: ModuleTree, name: str) -> str:
     classes = sorted({class_name(node.module) for node in tree})
     fqns = [node.fqn for node in tree if node.fqn] + [weight.names[0] for weight in tree.weights]
     wanted = fqns if "." in name else classes
-    near = difflib.get_close_matches(name, wanted, n=3, cutoff=0.5) or wanted[:6]
-    return f"the nearest names in the model are {', '.join(near)}."
+    near = difflib.get_close_matches(name, wanted, n=3, cutoff=0.5) or wanted
+    return f"the nearest names in the model are {listed(near)}."

@@ -1,16 +1,18 @@
-"""The rules of a correct wrap plan, checked on a model: what a plan made elsewhere or changed by hand must still obey."""
+"""The rules of a correct wrap plan, checked on a model: what a plan made elsewhere or changed by hand must still obey.
+
+rule 1   nothing that runs in a block of a major stack is left in the root unit; 0-d parameters are replicated
+rule 2   no unit gathers more than `size_bound`
+rule 3   the plan names what the model has, each module once, children before parents; a tied parameter lies in one unit
+rule 4   every unit runs, and on all ranks: no container, no single expert
+rule 5   the trainable parameters of a unit have one dtype
+"""
 
 from torch import nn
 
-from hf_fsdp_tools.modeling.module_tree import (
-    ModuleNode,
-    ModuleTree,
-    Weight,
-    class_name,
-    has_forward,
-)
+from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name, has_forward
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.stacks import find_blocks, is_major, lists_of_experts
+from hf_fsdp_tools.text import listed
 
 __all__ = ["broken_rules", "check_wrap_plan", "size_bound"]
 
@@ -18,20 +20,25 @@ __all__ = ["broken_rules", "check_wrap_plan", "size_bound"]
 def size_bound(tree: ModuleTree, stacks: list[list[ModuleNode]]) -> int:
     """Parameters that no unit may exceed: twice the largest block or the largest indivisible set (rule 2).
 
-    Indivisible is what one module registers, with what is registered on holders below it that never run (`ParameterList`).
+    Indivisible is what one module registers, with what is registered on holders below it that never run
+    (`ParameterList`).
     """
     blocks = [block.extent for stack in stacks if is_major(tree, stack) for block in stack]
-    sets: dict[int, int] = {}
+    sets: dict[ModuleNode, int] = {}
     for node in reversed(tree.nodes):  # children before parents
-        held = sum(sets[id(child)] for child in node.children if not has_forward(child.module))
-        sets[id(node)] = held + sum({id(weight): weight.numel for weight in node.own}.values())
+        held = sum(sets[child] for child in node.children if not has_forward(child.module))
+        sets[node] = held + sum(weight.numel for weight in set(node.own))
     return 2 * max([*blocks, *sets.values()])
 
 
 def check_wrap_plan(model: nn.Module, plan: WrapPlan) -> tuple[str, ...]:
     """Every rule that `plan` breaks on `model`, as sentences; empty for a correct plan.
 
-    Reads shapes and names only; nothing is communicated. The model must not be wrapped yet, or wrapped by this plan.
+    Reads shapes and names only; nothing is communicated.
+
+    Args:
+        model: not wrapped yet, or wrapped by this plan.
+        plan: one that `make_wrap_plan` made, that was read from JSON, or that was changed by hand.
     """
     tree = ModuleTree(model)
     return broken_rules(tree, find_blocks(tree), plan)
@@ -42,17 +49,17 @@ def broken_rules(tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPla
     if broken := _broken_names(tree, plan):
         return tuple(broken)
     unit_of = _units_by_node(tree, plan)
-    replicated = {id(tree.weight(name)) for name in plan.replicated}
+    replicated = {tree.weight(name) for name in plan.replicated}
     held: dict[int, list[Weight]] = {}
     broken = [
         f"Rule 1: 0-d parameter {weight.names[0]!r} cannot be sharded; add it to the plan's replicated parameters."
         for weight in tree.weights
-        if weight.ndim == 0 and id(weight) not in replicated
+        if weight.ndim == 0 and weight not in replicated
     ]
     for weight in tree.weights:
-        if id(weight) in replicated:
+        if weight in replicated:
             continue
-        units = {unit_of[id(owner)] for owner in weight.owners}
+        units = {unit_of[owner] for owner in weight.owners}
         if len(units) > 1:
             names = ", ".join(_name(plan, index) for index in sorted(units))
             broken.append(f"Rule 3: tied parameter {' = '.join(weight.names)} lies in several units: {names}.")
@@ -71,7 +78,7 @@ def _broken_names(tree: ModuleTree, plan: WrapPlan) -> list[str]:
     names = [name for unit in plan.units for name in unit.modules]
     broken = [f"Rule 3: the model has no module {name!r}." for name in names if name not in tree.by_fqn]
     broken += [f"Rule 3: the model has no parameter {name!r}." for name in plan.replicated if not tree.has_weight(name)]
-    modules = [id(tree.by_fqn[name].module) for name in names if name in tree.by_fqn]
+    modules = [tree.by_fqn[name].module for name in names if name in tree.by_fqn]
     if len(modules) != len(set(modules)):
         broken.append("Rule 3: a module is in two units.")
     if not plan.units or plan.units[-1].modules != ("",):
@@ -86,12 +93,13 @@ def _broken_names(tree: ModuleTree, plan: WrapPlan) -> list[str]:
     return broken
 
 
-def _units_by_node(tree: ModuleTree, plan: WrapPlan) -> dict[int, int]:
-    by_module = {id(tree.by_fqn[name].module): i for i, unit in enumerate(plan.units) for name in unit.modules}
-    unit_of: dict[int, int] = {}
+def _units_by_node(tree: ModuleTree, plan: WrapPlan) -> dict[ModuleNode, int]:
+    """The index of the unit to which what a node registers belongs."""
+    by_module = {tree.by_fqn[name].module: i for i, unit in enumerate(plan.units) for name in unit.modules}
+    unit_of: dict[ModuleNode, int] = {}
     for node in tree:
-        above = unit_of[id(node.parent)] if node.parent else len(plan.units) - 1
-        unit_of[id(node)] = by_module.get(id(node.module), above)
+        above = unit_of[node.parent] if node.parent else len(plan.units) - 1
+        unit_of[node] = by_module.get(node.module, above)
     return unit_of
 
 
@@ -101,15 +109,19 @@ def _broken_sizes(
     bound = size_bound(tree, stacks)
     sizes = {index: sum(weight.numel for weight in weights) for index, weights in held.items()}
     return [
-        f"Rule 2: unit {_name(plan, index)} gathers {size:,} parameters; the bound is {bound:,}, twice the largest block or "
-        "the largest set of parameters on one module."
+        f"Rule 2: unit {_name(plan, index)} gathers {size:,} parameters; the bound is {bound:,}, twice the largest "
+        "block or the largest set of parameters on one module."
         for index, size in sizes.items()
         if size > bound
     ]
 
 
 def _broken_blocks(
-    tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPlan, unit_of: dict[int, int], replicated: set[int]
+    tree: ModuleTree,
+    stacks: list[list[ModuleNode]],
+    plan: WrapPlan,
+    unit_of: dict[ModuleNode, int],
+    replicated: set[Weight],
 ) -> list[str]:
     """Blocks of major stacks of which something that runs is left in the root."""
     root = len(plan.units) - 1
@@ -117,13 +129,12 @@ def _broken_blocks(
         block.fqn
         for block in (block for stack in stacks if is_major(tree, stack) for block in stack)
         for node in block.walk()
-        if unit_of[id(node)] == root and has_forward(node.module) and any(id(w) not in replicated for w in node.own)
+        if unit_of[node] == root and has_forward(node.module) and not replicated.issuperset(node.own)
     ]
     if not left:
         return []
     names = list(dict.fromkeys(left))
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return [f"Rule 1: {len(names)} blocks are left in the root unit: {shown}."]
+    return [f"Rule 1: {len(names)} blocks are left in the root unit: {listed(names, 3)}."]
 
 
 def _broken_containers(tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPlan) -> list[str]:

@@ -12,22 +12,16 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from hf_fsdp_tools.modeling.module_tree import (
-    ModuleNode,
-    ModuleTree,
-    Weight,
-    class_name,
-    has_forward,
-)
+from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name, has_forward
 
 __all__ = ["MAJOR_SHARE", "find_blocks", "is_list", "is_major", "lists_of_experts"]
 
 MAJOR_SHARE = 0.10
-"""Share of the model's parameters from which a stack is major (the definition of a correct plan; a choice, not measured)."""
+"""Share of the model's parameters from which a stack is major. (a choice that defines a correct plan, not measured)"""
 
 _STAGE_SHARE = 0.60
-"""Share of a member that its own stacks must hold for it to be a stage. Chosen between Swin's first stage (0.75) and what
-MobileBERT's feed-forwards hold of their layer (0.47); both computed from their default configurations."""
+"""Share of a member that its own stacks must hold for it to be a stage. Chosen between Swin's first stage (0.75) and
+what MobileBERT's feed-forwards hold of their layer (0.47); both computed from their default configurations."""
 
 _NUMBERED = re.compile(r"^(.*?)_?(\d+)$")
 _MIN_NUMBERED = 3
@@ -40,20 +34,20 @@ def find_blocks(tree: ModuleTree) -> list[list[ModuleNode]]:
 
 
 def is_major(tree: ModuleTree, stack: list[ModuleNode]) -> bool:
-    """Whether the stack holds at least 10 % of the parameters."""
+    """Whether the stack holds at least 10 % of the parameters of the model."""
     return sum(block.size for block in stack) >= MAJOR_SHARE * tree.num_params
 
 
 def is_list(module: nn.Module) -> bool:
-    """Whether a module holds others as a list."""
+    """Whether a module holds others as a list: by position, by key, or to be run one after the other."""
     return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
 
 
 def lists_of_experts(block: ModuleNode) -> list[ModuleNode]:
     """Containers inside a block whose members may run on some ranks only: single experts, chosen by a router.
 
-    The sign is a router beside the list: a matrix with one row per member. A name that says "expert" counts too, since a
-    missed expert list would hang a run and a false one costs nothing.
+    The sign is a router beside the list: a matrix with one row per member. A name that says "expert" counts too, since
+    a missed expert list would hang a run and a false one costs nothing.
     """
     lists = (node for node in block.walk() if len(node.children) > 1 and not has_forward(node.module))
     return [node for node in lists if _is_experts(node)]
@@ -62,17 +56,17 @@ def lists_of_experts(block: ModuleNode) -> list[ModuleNode]:
 def _stacks_below(root: ModuleNode, *, nested: bool) -> list[list[ModuleNode]]:
     """The outermost stacks below `root`, stages opened, each as its blocks."""
     stacks: list[list[ModuleNode]] = []
-    seen: set[int] = set()
+    seen: set[nn.Module] = set()
 
     def visit(node: ModuleNode) -> None:
-        if id(node.module) in seen or not node.extent:  # a module registered twice is one stack
+        if node.module in seen or not node.extent:  # a module registered twice is one stack
             return
-        seen.add(id(node.module))
+        seen.add(node.module)
         members = _members(node, nested=nested)
         if members:
             stacks.append(_open_stages(members))
         for member in members:  # lists of lists: those between were opened with this one
-            seen.update(id(above.module) for above in (member, *member.ancestors()))
+            seen.update(above.module for above in (member, *member.ancestors()))
         for child in node.children:
             visit(child)
 
@@ -124,24 +118,24 @@ def _repeating(members: list[ModuleNode], *, nested: bool, keep_all: bool, allow
 
 def _open_stages(members: list[ModuleNode]) -> list[ModuleNode]:
     """The blocks of a stack: its members, or, for classes of members that are mostly stacks themselves, theirs."""
-    inner = {id(member): [b for stack in _stacks_below(member, nested=True) for b in stack] for member in members}
+    inner = {member: [b for stack in _stacks_below(member, nested=True) for b in stack] for member in members}
     whole, held = Counter[str](), Counter[str]()
     for member in members:
         whole[class_name(member.module)] += member.extent
-        held[class_name(member.module)] += sum(block.extent for block in inner[id(member)])
+        held[class_name(member.module)] += sum(block.extent for block in inner[member])
     stages = {name for name in whole if held[name] >= _STAGE_SHARE * whole[name]}
     blocks: list[ModuleNode] = []
     for member in members:
-        is_stage = class_name(member.module) in stages and inner[id(member)]
-        blocks += inner[id(member)] if is_stage else [member]
+        is_stage = class_name(member.module) in stages and inner[member]
+        blocks += inner[member] if is_stage else [member]
     return blocks
 
 
 def _distinct(nodes: Iterable[ModuleNode]) -> list[ModuleNode]:
     """The nodes without those whose module has come before."""
-    first: dict[int, ModuleNode] = {}
+    first: dict[nn.Module, ModuleNode] = {}
     for node in nodes:
-        first.setdefault(id(node.module), node)
+        first.setdefault(node.module, node)
     return list(first.values())
 
 
@@ -156,6 +150,7 @@ def _num_matrices(node: ModuleNode, *, at_most: int) -> int:
 
 
 def _is_experts(container: ModuleNode) -> bool:
+    """Whether a container is named after experts, or has a router beside it."""
     names = [container.name, *(class_name(child.module) for child in container.children[:1])]
     if any("expert" in name.lower() for name in names):
         return True

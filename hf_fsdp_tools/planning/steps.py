@@ -1,4 +1,11 @@
-"""What becomes a unit: the policy's choices, blocks, experts, the ends, and whatever else is too large."""
+"""The steps from an empty draft to a finished one; `make_plan.STEPS` is their order.
+
+choosing    what becomes a unit: what the policy names, blocks, experts, the ends, whatever else is too large
+arranging   what units hold in the end: tied weights together, the final norm with the head, dtypes apart
+
+A step is a function of the draft. It asks the draft questions, changes it by the draft's verbs, and does the same on
+every rank.
+"""
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -6,10 +13,10 @@ from fnmatch import fnmatchcase
 import torch
 
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, Weight, class_name, has_forward
-from hf_fsdp_tools.planning.blocks import ModelBlocks
 from hf_fsdp_tools.planning.draft import THIN_WRAPPER_SHARE, DraftUnit, PlanDraft
 from hf_fsdp_tools.planning.policy import matching_nodes, nearest_names
 from hf_fsdp_tools.planning.stacks import is_major, lists_of_experts
+from hf_fsdp_tools.text import dtype_name, listed
 
 __all__ = [
     "add_blocks",
@@ -22,25 +29,31 @@ __all__ = [
     "join_ties",
     "override_reshard",
     "part_dtypes",
-    "replicate",
+    "replicate_chosen",
 ]
 
 _END_PARAMS = 2e7
-"""An embedding or head of this many parameters (40 MB in bf16), or of a tenth of the ceiling, does not stay in the root, which
-is gathered from the first forward to the last backward. (the classic threshold of size policies)"""
+"""An embedding or head of this many parameters (40 MB in bf16), or of a tenth of the ceiling, does not stay in the
+root, which is gathered from the first forward to the last backward. (the classic threshold of size policies)"""
+
+_WHOLE_SHARE = 0.01
+"""Share of a unit that may stay whole on every rank because it shares its modules with another dtype. (assumed)"""
 
 
-def replicate(draft: PlanDraft) -> None:
-    """Keep what the policy names (and 0-d parameters, which FSDP refuses) out of every unit."""
+# ---- choosing: what the policy names ---------------------------------------------------------------------------------
+
+
+def replicate_chosen(draft: PlanDraft) -> None:
+    """Keep what the policy names whole on every rank. (0-d parameters, which FSDP refuses, are so from the start.)"""
     for pattern in draft.policy.replicate:
-        found = [weight for weight in draft.tree.weights if any(_below(name, pattern) for name in weight.names)]
+        found = [weight for weight in draft.tree.weights if any(_is_below(name, pattern) for name in weight.names)]
         if not found:
             draft.problems.append(f"replicate: {pattern!r} matches nothing; {nearest_names(draft.tree, pattern)}")
-        draft.replicated.update((id(weight), weight) for weight in found)
+        draft.replicate(found)
 
 
 def add_chosen_units(draft: PlanDraft) -> None:
-    """Add what the policy's predicates and block types match."""
+    """Make units of what the policy's predicates and block types match."""
     for node in draft.tree if draft.policy.units else ():
         answers = (predicate(node.fqn, node.module) for predicate in draft.policy.units)
         if answer := next(filter(None, answers), None):
@@ -58,65 +71,6 @@ def add_chosen_units(draft: PlanDraft) -> None:
             _add_chosen(draft, node, True, f"chosen by block_types: {name}")
 
 
-def add_blocks(draft: PlanDraft) -> None:
-    """Make every block of a major stack a unit, and of a minor one where the stack exceeds the ceiling."""
-    for stack in draft.stacks:
-        if not is_major(draft.tree, stack) and sum(block.size for block in stack) <= draft.ceiling:
-            continue
-        for block in stack:
-            if draft.unit_of(block) is draft.root or id(block) in draft.holders:
-                draft.add(_runnable(block), True, f"block {class_name(block.module)}")
-
-
-def add_experts(draft: PlanDraft) -> None:
-    """Inside blocks, make experts a unit where they alone are a large working set: fused, or the list as a whole."""
-    for block in (block for stack in draft.stacks for block in stack if id(block.module) in draft.by_module):
-        if block.extent < draft.policy.expert_unit_params or _mixes_dtypes(draft, block):
-            continue
-        fused = [node for node in block.walk() if any(weight.ndim > 2 for weight in node.own)]
-        for node in [*fused, *lists_of_experts(block)]:
-            if node.extent < draft.policy.expert_unit_params:
-                continue
-            home = next((n for n in (node, *node.ancestors()) if draft.can_run(n)), block)
-            if home is not block and id(home.module) not in draft.by_module:
-                draft.add([home], True, f"experts of {class_name(block.module)}")
-
-
-def add_ends(draft: PlanDraft, blocks: ModelBlocks) -> None:
-    """Make the largest embedding and the head units, so that the root, which stays gathered, does not hold them."""
-    for part in (*blocks.embeddings[:1], *([blocks.head] if blocks.head else [])):
-        node = draft.tree.by_fqn[part.fqn]
-        if (
-            draft.unit_of(node) is draft.root
-            and draft.can_run(node)
-            and node.size >= min(_END_PARAMS, draft.ceiling / 10)
-        ):
-            draft.add([draft.widened(node)], True, "embedding" if part is not blocks.head else "head")
-
-
-def add_by_size(draft: PlanDraft) -> None:
-    """Outside blocks, make a module a unit when what it holds beside other units exceeds the ceiling."""
-    rest: dict[int, int] = {}
-    for node in reversed(draft.tree.nodes):  # children before parents
-        rest[id(node)] = sum(rest[id(child)] for child in node.children) + sum(
-            weight.numel
-            for weight in {id(w): w for w in node.own}.values()
-            if weight.owners[0] is node and id(weight) not in draft.replicated
-        )
-        if id(node.module) in draft.by_module and node.parent:
-            rest[id(node)] = 0
-        elif rest[id(node)] > draft.ceiling and id(node) not in draft.in_block:
-            _cut(draft, node, rest)
-
-
-def add_own_roots(draft: PlanDraft) -> None:
-    """Where the root never runs (a holder of several models), give each model below a unit: it is a root when it runs."""
-    if not has_forward(draft.tree.root.module):
-        for node in _runnable(draft.tree.root):
-            if draft.unit_of(node) is draft.root:
-                draft.add([node], None, "runs by itself: the model's own forward never does")
-
-
 def _add_chosen(draft: PlanDraft, node: ModuleNode, reshard: bool | int | None, reason: str) -> None:
     if node is draft.tree.root or not node.extent:
         return
@@ -125,53 +79,72 @@ def _add_chosen(draft: PlanDraft, node: ModuleNode, reshard: bool | int | None, 
             f"Rule 4: {node.fqn!r} is a {class_name(node.module)}, whose forward never runs; choose its members."
         )
     else:
-        draft.add([node], reshard, reason)
+        draft.add_unit([node], reshard, reason)
 
 
-def _mixes_dtypes(draft: PlanDraft, block: ModuleNode) -> bool:
-    """Whether the block gets a unit for its rarer dtype anyway: a third unit per block would not pay."""
-    weights = (w for node in block.walk() for w in node.own if w.requires_grad and id(w) not in draft.replicated)
-    return len({weight.dtype for weight in weights}) > 1
-
-
-def _cut(draft: PlanDraft, node: ModuleNode, rest: dict[int, int]) -> None:
-    """Make `node` a unit, or, where it holds units already or is too large, its largest parts until it is small."""
-    is_root = node is draft.tree.root
-    if not is_root and not draft.can_run(node):
-        return  # a container: the module above decides
-    if not is_root and id(node) not in draft.holders and rest[id(node)] <= draft.bound:
-        draft.add([draft.widened(node)], True, "above the size ceiling")
-        rest[id(node)] = 0
-        return
-    parts = sorted(_parts(draft, node, rest), key=lambda part: rest[id(part)])
-    while rest[id(node)] > draft.ceiling and parts:
-        if rest[id(parts[-1])] < draft.floor and rest[id(node)] <= draft.bound:
-            break  # what is left is too small for collectives of its own, and the rules allow it here
-        part = draft.widened(parts.pop())
-        if id(part.module) not in draft.by_module:
-            draft.add([part], True, "largest part of what exceeds the size ceiling")
-            rest[id(node)] -= rest[id(part)]
-            rest.update((id(below), 0) for below in part.walk())
-    if rest[id(node)] > draft.ceiling and not is_root:
-        draft.add([node], True, "above the size ceiling")
-        rest[id(node)] = 0
-
-
-def _parts(draft: PlanDraft, node: ModuleNode, rest: dict[int, int]) -> Iterator[ModuleNode]:
-    """The nearest modules below `node` that could be units and hold something."""
-    for child in node.children:
-        if not rest.get(id(child)) or id(child) in draft.in_block:
-            continue
-        if draft.can_run(child) and id(child) not in draft.holders:
-            yield child
-        else:
-            yield from _parts(draft, child, rest)
-
-
-def _below(name: str, pattern: str) -> bool:
+def _is_below(name: str, pattern: str) -> bool:
     """Whether a parameter name, or a module that holds it, matches an fqn pattern."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+# ---- choosing: what the model shows ----------------------------------------------------------------------------------
+
+
+def add_blocks(draft: PlanDraft) -> None:
+    """Make every block of a major stack a unit, and of a minor one where the stack exceeds the ceiling."""
+    for stack in draft.stacks:
+        if not is_major(draft.tree, stack) and sum(block.size for block in stack) <= draft.ceiling:
+            continue
+        for block in stack:
+            if draft.is_in_root(block) or draft.holds_units(block):
+                draft.add_unit(_runnable(block), True, f"block {class_name(block.module)}")
+
+
+def add_experts(draft: PlanDraft) -> None:
+    """Inside blocks, make experts a unit where they alone are a large working set: fused, or the list as a whole."""
+    large = draft.policy.expert_unit_params
+    for block in (block for stack in draft.stacks for block in stack if draft.unit_at(block)):
+        if block.extent < large or _mixes_dtypes(draft, block):
+            continue
+        fused = [node for node in block.walk() if any(weight.ndim > 2 for weight in node.own)]
+        for experts in [*fused, *lists_of_experts(block)]:
+            if experts.extent < large:
+                continue
+            home = next((node for node in (experts, *experts.ancestors()) if draft.can_be_unit(node)), block)
+            if home is not block:
+                draft.add_unit([home], True, f"experts of {class_name(block.module)}")
+
+
+def add_ends(draft: PlanDraft) -> None:
+    """Make the largest embedding and the head units, so that the root, which stays gathered, does not hold them."""
+    ends = [("embedding", part) for part in draft.blocks.embeddings[:1]]
+    ends += [("head", draft.blocks.head)] if draft.blocks.head else []
+    for role, part in ends:
+        node = draft.tree.by_fqn[part.fqn]
+        is_large = node.size >= min(_END_PARAMS, draft.ceiling / 10)
+        if is_large and draft.is_in_root(node) and draft.can_be_unit(node):
+            draft.add_unit([draft.widened(node)], True, role)
+
+
+def add_by_size(draft: PlanDraft) -> None:
+    """Outside blocks, make a module a unit when what it holds beside other units exceeds the ceiling."""
+    rest: dict[ModuleNode, int] = {}
+    for node in reversed(draft.tree.nodes):  # children before parents
+        own = {weight for weight in node.own if weight.owners[0] is node and not draft.is_replicated(weight)}
+        rest[node] = sum(weight.numel for weight in own) + sum(rest[child] for child in node.children)
+        if draft.unit_at(node) and node.parent:
+            rest[node] = 0
+        elif rest[node] > draft.ceiling and not draft.is_inside_block(node):
+            _cut(draft, node, rest)
+
+
+def add_own_roots(draft: PlanDraft) -> None:
+    """Where the root never runs (a holder of several models), make each model below a unit: it runs as a root."""
+    if not has_forward(draft.tree.root.module):
+        for node in _runnable(draft.tree.root):
+            if draft.is_in_root(node):
+                draft.add_unit([node], None, "runs by itself: the model's own forward never does")
 
 
 def _runnable(node: ModuleNode) -> list[ModuleNode]:
@@ -181,65 +154,152 @@ def _runnable(node: ModuleNode) -> list[ModuleNode]:
     return [below for child in node.children if child.extent for below in _runnable(child)]
 
 
-_WHOLE_SHARE = 0.01
-"""Share of a unit that may stay whole on every rank because it shares its modules with another dtype. (assumed)"""
+def _mixes_dtypes(draft: PlanDraft, block: ModuleNode) -> bool:
+    """Whether the block gets a unit for its rarer dtype anyway: a third unit per block would not pay."""
+    weights = (w for node in block.walk() for w in node.own if w.requires_grad and not draft.is_replicated(w))
+    return len({weight.dtype for weight in weights}) > 1
+
+
+def _cut(draft: PlanDraft, node: ModuleNode, rest: dict[ModuleNode, int]) -> None:
+    """Make `node` a unit, or, where it holds units already or is too large, its largest parts until it is small.
+
+    Args:
+        draft: changed.
+        node: a module whose rest exceeds the ceiling.
+        rest: parameters at or below each node that are in no unit below the root; kept up to date.
+    """
+    is_root = node is draft.tree.root
+    if not is_root and not draft.can_be_unit(node):
+        return  # a container: the module above decides
+    if not is_root and not draft.holds_units(node) and rest[node] <= draft.bound:
+        draft.add_unit([draft.widened(node)], True, "above the size ceiling")
+        rest[node] = 0
+        return
+    parts = sorted(_parts(draft, node, rest), key=lambda part: rest[part])
+    while rest[node] > draft.ceiling and parts:
+        if rest[parts[-1]] < draft.floor and rest[node] <= draft.bound:
+            break  # what is left is too small for collectives of its own, and the rules allow it here
+        part = draft.widened(parts.pop())
+        if draft.unit_at(part) is None:
+            draft.add_unit([part], True, "largest part of what exceeds the size ceiling")
+            rest[node] -= rest[part]
+            rest.update((below, 0) for below in part.walk())
+    if rest[node] > draft.ceiling and not is_root:
+        draft.add_unit([node], True, "above the size ceiling")
+        rest[node] = 0
+
+
+def _parts(draft: PlanDraft, node: ModuleNode, rest: dict[ModuleNode, int]) -> Iterator[ModuleNode]:
+    """The nearest modules below `node` that could be units and hold something."""
+    for child in node.children:
+        if not rest.get(child) or draft.is_inside_block(child):
+            continue
+        if draft.can_be_unit(child) and not draft.holds_units(child):
+            yield child
+        else:
+            yield from _parts(draft, child, rest)
+
+
+# ---- arranging: tied weights -----------------------------------------------------------------------------------------
 
 
 def join_ties(draft: PlanDraft) -> None:
     """Bring every tied set into one unit that gathers at its first use and is kept: the head needs it again."""
     for _ in range(len(draft.tree.weights)):  # a new carrier can part an older set, so repeat until nothing moves
-        parted = [
-            weight
-            for weight in draft.tree.weights
-            if len(weight.owners) > 1
-            and id(weight) not in draft.replicated
-            and len({id(draft.unit_of(owner)) for owner in weight.owners}) > 1
-        ]
+        parted = [weight for weight in draft.tree.weights if _is_parted(draft, weight)]
         if not parted:
             return
         for weight in parted:
-            _join(draft, weight)
+            carriers = [carrier for owner in weight.owners if (carrier := _carrier(draft, owner)) is not None]
+            if len(carriers) < len(weight.owners):  # registered on the root or where nothing runs
+                _bring_to_root(draft, weight)
+            else:
+                in_blocks = any(_is_of_block(draft, carrier) for carrier in carriers)
+                draft.join(carriers, in_blocks, f"tied: {weight.names[0]}")
 
 
-def join_tail(draft: PlanDraft, blocks: ModelBlocks) -> None:
-    """Gather the final norm with the head and keep both: backward begins with them."""
-    if not draft.policy.group_tail or blocks.head is None:
+def _is_parted(draft: PlanDraft, weight: Weight) -> bool:
+    """Whether the owners of a tied weight are in different units."""
+    is_tied = len(weight.owners) > 1 and not draft.is_replicated(weight)
+    return is_tied and len({draft.unit_of(owner) for owner in weight.owners}) > 1
+
+
+def _is_of_block(draft: PlanDraft, node: ModuleNode) -> bool:
+    return draft.is_block(node) or draft.is_inside_block(node)
+
+
+def _carrier(draft: PlanDraft, owner: ModuleNode) -> ModuleNode | None:
+    """The module through which an owner of a tied weight joins the others; None where only the root could."""
+    root = draft.tree.root
+    here = next((node for node in (owner, *owner.ancestors()) if draft.unit_at(node)), root)
+    if here is not root and _tied_share(here) >= THIN_WRAPPER_SHARE:
+        return here
+    carrier = owner
+    for above in owner.ancestors():  # the largest part of a block that is nearly all tied
+        if above is here.parent or not _is_of_block(draft, above) or _tied_share(above) < THIN_WRAPPER_SHARE:
+            break
+        carrier = above
+    return next((n for n in (carrier, *carrier.ancestors()) if n is not root and draft.can_be_unit(n)), None)
+
+
+def _bring_to_root(draft: PlanDraft, weight: Weight) -> None:
+    """Dissolve the size-based units that hold the tied weight; inside blocks, keep the weight whole on every rank."""
+    units = {draft.unit_of(owner) for owner in weight.owners} - {draft.root}
+    if any(_is_of_block(draft, node) for unit in units for node in unit.nodes):
+        draft.replicate([weight])
         return
-    unit = draft.unit_of(draft.tree.by_fqn[blocks.head.fqn])
-    if unit is draft.root or any(id(node) in draft.blocks for node in unit.nodes):
+    for unit in units:
+        draft.dissolve(unit)
+
+
+def _tied_share(node: ModuleNode) -> float:
+    """The share of a node's parameters that are tied to something outside it."""
+    inside = set(node.walk())
+    weights = [weight for below in inside for weight in below.own]
+    return sum(w.numel for w in weights if not inside.issuperset(w.owners)) / max(node.extent, 1)
+
+
+# ---- arranging: the tail, dtypes, resharding -------------------------------------------------------------------------
+
+
+def join_tail(draft: PlanDraft) -> None:
+    """Gather the final norm with the head and keep both: backward begins with them."""
+    head, norm = draft.blocks.head, draft.blocks.final_norm
+    if not draft.policy.group_tail or head is None:
+        return
+    unit = draft.unit_of(draft.tree.by_fqn[head.fqn])
+    if unit is draft.root or any(draft.is_block(node) for node in unit.nodes):
         return
     unit.reshard = False
-    norm = draft.tree.by_fqn[blocks.final_norm.fqn] if blocks.final_norm else None
-    if norm is None or draft.unit_of(norm) is not draft.root or id(norm) in draft.fixed:
+    node = draft.tree.by_fqn[norm.fqn] if norm else None
+    if node is None or not draft.is_in_root(node) or not draft.can_be_unit(node):
         return
-    if all(len(weight.owners) == 1 for weight in norm.own):  # a tied norm stays with its other owners
-        draft.carry(norm, unit)
+    if all(len(weight.owners) == 1 for weight in node.own):  # a tied norm stays with its other owners
+        draft.extend(unit, node)
         unit.reason = f"{unit.reason}, with the final norm"
 
 
 def part_dtypes(draft: PlanDraft) -> None:
     """Where a unit has trainable parameters of several dtypes, give all but one dtype units of their own inside it.
 
-    The most frequent dtype stays, unless others are so mixed with it on single modules that more than a hundredth of the
-    unit could not be parted and would stay whole on every rank.
+    The most frequent dtype stays, unless others are so mixed with it on single modules that more than a hundredth of
+    the unit could not be parted and would stay whole on every rank.
     """
-    trainable: dict[int, dict[torch.dtype, list[Weight]]] = {}
-    units: dict[int, DraftUnit] = {}
+    trainable: dict[DraftUnit, dict[torch.dtype, list[Weight]]] = {}
     for weight in draft.tree.weights:
-        if weight.requires_grad and id(weight) not in draft.replicated:
-            unit = draft.unit_of(weight.owners[0])
-            units[id(unit)] = unit
-            trainable.setdefault(id(unit), {}).setdefault(weight.dtype, []).append(weight)
-    for key, by_dtype in trainable.items():
+        if weight.requires_grad and not draft.is_replicated(weight):
+            by_dtype = trainable.setdefault(draft.unit_of(weight.owners[0]), {})
+            by_dtype.setdefault(weight.dtype, []).append(weight)
+    for unit, by_dtype in trainable.items():
         if len(by_dtype) == 1:
             continue
-        fixed = {dtype: _fixed_params(draft, weights) for dtype, weights in by_dtype.items()}
+        fixed = {dtype: sum(w.numel for w in _inseparable(draft, weights)) for dtype, weights in by_dtype.items()}
         held = {dtype: sum(weight.numel for weight in weights) for dtype, weights in by_dtype.items()}
         stays = max(held, key=lambda dtype: held[dtype])
         if sum(fixed.values()) - fixed[stays] > _WHOLE_SHARE * sum(held.values()):
             stays = max(fixed, key=lambda dtype: (fixed[dtype], held[dtype]))
         for dtype in [dtype for dtype in by_dtype if dtype is not stays]:
-            _part(draft, by_dtype[dtype], units[key], dtype)
+            _move_inside(draft, by_dtype[dtype], unit, dtype)
 
 
 def override_reshard(draft: PlanDraft) -> None:
@@ -249,91 +309,37 @@ def override_reshard(draft: PlanDraft) -> None:
         if not found:
             names = sorted({node.fqn for unit in draft.units() for node in unit.nodes})
             draft.problems.append(
-                f"reshard_after_forward: {pattern!r} matches no unit; units are {', '.join(names[:6])}, …"
+                f"reshard_after_forward: {pattern!r} matches no unit; units are {listed(map(repr, names))}."
             )
         for unit in found:
             unit.reshard = value
 
 
-def _join(draft: PlanDraft, weight: Weight) -> None:
-    carriers = [carrier for owner in weight.owners if (carrier := _tie_carrier(draft, owner)) is not None]
-    if len(carriers) < len(weight.owners):  # registered on the root or where nothing runs
-        _bring_to_root(draft, weight)
-        return
-    in_blocks = any(id(carrier) in draft.in_block or id(carrier) in draft.blocks for carrier in carriers)
-    joined = DraftUnit([], in_blocks, f"tied: {weight.names[0]}")
-    for carrier in carriers:
-        unit = draft.by_module.get(id(carrier.module))
-        if unit is None:
-            draft.carry(carrier, joined)
-        elif unit is not joined:
-            joined.nodes += unit.nodes
-            draft.by_module.update((id(node.module), joined) for node in unit.nodes)
-    modules = {id(node.module) for node in joined.nodes}
-    joined.nodes = [n for n in joined.nodes if not any(id(above.module) in modules for above in n.ancestors())]
-
-
-def _tie_carrier(draft: PlanDraft, owner: ModuleNode) -> ModuleNode | None:
-    """The module through which an owner of a tied weight joins the others; None where only the root could."""
-    here = next((n for n in (owner, *owner.ancestors()) if id(n.module) in draft.by_module), draft.tree.root)
-    if here is not draft.tree.root and _tied_share(here) >= THIN_WRAPPER_SHARE:
-        return here
-    carrier = owner
-    for above in owner.ancestors():  # the largest part of a block that is nearly all tied
-        in_block = id(above) in draft.in_block or id(above) in draft.blocks
-        if above is here.parent or not in_block or _tied_share(above) < THIN_WRAPPER_SHARE:
-            break
-        carrier = above
-    return next((n for n in (carrier, *carrier.ancestors()) if n is not draft.tree.root and draft.can_run(n)), None)
-
-
-def _bring_to_root(draft: PlanDraft, weight: Weight) -> None:
-    """Dissolve the size-based units that hold the tied weight; inside blocks, keep the weight whole on every rank."""
-    units = [unit for unit in (draft.unit_of(owner) for owner in weight.owners) if unit is not draft.root]
-    if any(id(node) in draft.blocks or id(node) in draft.in_block for unit in units for node in unit.nodes):
-        draft.replicated[id(weight)] = weight
-        return
-    for node in (node for unit in units for node in unit.nodes):
-        draft.by_module.pop(id(node.module), None)
-
-
-def _part(draft: PlanDraft, weights: list[Weight], unit: DraftUnit, dtype: torch.dtype) -> None:
+def _move_inside(draft: PlanDraft, weights: list[Weight], unit: DraftUnit, dtype: torch.dtype) -> None:
     """Move weights into a unit inside `unit`, and keep those whole that cannot be moved."""
-    owners = _separable_owners(draft, weights)
-    draft.add(
-        owners.values(),
+    left = _inseparable(draft, weights)
+    draft.add_unit(
+        _separable_owners(draft, weights),
         True if unit.reshard is None else unit.reshard,
-        f"{str(dtype).removeprefix('torch.')} parameters inside a unit of another dtype",
+        f"{dtype_name(dtype)} parameters inside a unit of another dtype",
     )
-    left = [weight for weight in weights if any(id(owner) not in owners for owner in weight.owners)]
-    draft.replicated.update((id(weight), weight) for weight in left)
+    draft.replicate(left)
 
 
-def _separable_owners(draft: PlanDraft, weights: list[Weight]) -> dict[int, ModuleNode]:
-    """The modules that register these weights and, trainable, nothing else at or below them."""
-    ids = {id(weight) for weight in weights}
+def _separable_owners(draft: PlanDraft, weights: list[Weight]) -> dict[ModuleNode, None]:
+    """The modules, in order, that could carry a unit, and at or below which nothing but these weights is trainable."""
+    wanted = set(weights)
     return {
-        id(owner): owner
+        owner: None
         for weight in weights
         for owner in weight.owners
-        if draft.can_run(owner)
-        and id(owner.module) not in draft.by_module
-        and all(id(w) in ids for below in owner.walk() for w in below.own if w.requires_grad)
+        if draft.can_be_unit(owner)
+        and draft.unit_at(owner) is None
+        and all(w in wanted for below in owner.walk() for w in below.own if w.requires_grad)
     }
 
 
-def _fixed_params(draft: PlanDraft, weights: list[Weight]) -> int:
+def _inseparable(draft: PlanDraft, weights: list[Weight]) -> list[Weight]:
+    """Those of the weights that are registered on a module which cannot carry a unit of these weights alone."""
     owners = _separable_owners(draft, weights)
-    return sum(w.numel for w in weights if any(id(owner) not in owners for owner in w.owners))
-
-
-def _tied_share(node: ModuleNode) -> float:
-    """The share of a node's parameters that are tied to something outside it."""
-    inside = {id(below) for below in node.walk()}
-    tied = sum(
-        weight.numel
-        for below in node.walk()
-        for weight in below.own
-        if any(id(owner) not in inside for owner in weight.owners)
-    )
-    return tied / max(node.extent, 1)
+    return [weight for weight in weights if any(owner not in owners for owner in weight.owners)]

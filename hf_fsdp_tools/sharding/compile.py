@@ -40,7 +40,7 @@ def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
     assert compiled is not None
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        cached = any(isinstance(value, Cache) for value in kwargs.values())
+        cached = any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
         return (module._call_impl if cached else compiled)(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
 
     module._compiled_call_impl = call

@@ -22,7 +22,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, drop_hook
 from hf_fsdp_tools.sharding.hf_interface import keep_appearance, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import allow_inference, mend_units
 from hf_fsdp_tools.sharding.placement import choose_placement
-from hf_fsdp_tools.text import merge_alike, show_bytes
+from hf_fsdp_tools.text import dtype_name, listed, merge_alike, show_bytes
 
 __all__ = [
     "Sharding",
@@ -165,8 +165,8 @@ def describe_sharding(model: nn.Module) -> str:
             f"split along dimension {dim}, having too few rows for {sharding.mesh.size(-1)} ranks: {names}"
             for dim, names in _other_dims(model, sharding.mesh.ndim)
         ),
-        f"computation  {_dtype_name(compute) if compute else 'in the dtype of the weights'}",
-        f"reduction    {_dtype_name(reduce) if reduce else 'in the dtype of the weights'}",
+        f"computation  {dtype_name(compute) if compute else 'in the dtype of the weights'}",
+        f"reduction    {dtype_name(reduce) if reduce else 'in the dtype of the weights'}",
         f"activations  {'recomputed block by block' if sharding.activation_checkpointing else 'kept'}",
     ]
     if sharding.compile is not None:
@@ -188,7 +188,7 @@ def _describe_weights(
     frozen = [p for p in parameters if not p.requires_grad]
     parts = {"frozen": frozen, "trained": trained} if frozen and trained else {"weights": parameters}
     for name, group in parts.items():
-        dtypes = " and ".join(sorted({f"{'4-bit in ' * (p in packed)}{_dtype_name(p.dtype)}" for p in group}))
+        dtypes = " and ".join(sorted({f"{'4-bit in ' * (p in packed)}{dtype_name(p.dtype)}" for p in group}))
         share = sum(packed.get(p, p.numel()) for p in group) / sum(packed.get(p, p.numel()) for p in parameters)
         yield (
             f"{name:<13}{dtypes}, {show_bytes(sum(map(_local_bytes, group)))} on this rank"
@@ -219,10 +219,6 @@ def _without_names(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh=mesh.mesh)
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _local_bytes(parameter: nn.Parameter) -> int:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local.numel() * local.element_size()
@@ -238,7 +234,7 @@ def agree_on_plan(plan: WrapPlan, mesh: DeviceMesh) -> None:
     if odd:
         raise WrapPlanError(
             f"The wrap plan differs between ranks: rank 0 has {digests[0][:12]}, "
-            + ", ".join(f"rank {rank} has {digests[rank][:12]}" for rank in odd[:8])
+            + listed(f"rank {rank} has {digests[rank][:12]}" for rank in odd)
             + ". Build the same model with the same policy on every rank; compare `plan.to_json()` of each."
         )
 

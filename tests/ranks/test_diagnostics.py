@@ -165,7 +165,7 @@ def _wrong_units():
         diagnosis,
         "missed-blocks",
         "warning",
-        r"4 of 6 blocks .*: model\.layers\.1, model\.layers\.2, model\.layers\.4 and 1 more",
+        r"4 of 6 blocks .*: model\.layers\.1, model\.layers\.2, model\.layers\.4, model\.layers\.5",
         r"wrap policy",
     )
     _expect(

@@ -12,7 +12,7 @@ def three_cases() -> None:
     def broken() -> None:
         assert dist.get_rank() == 0, "rank 1 disagrees"
 
-    with pytest.raises(AssertionError, match="1 of 3 cases failed\n--- case 'second'(.|\n)*rank 1 disagrees"):
+    with pytest.raises(AssertionError, match=r"1 of 3 cases failed\n--- case 'second'(.|\n)*rank 1 disagrees"):
         run_cases({"first": lambda: ran.append("first"), "second": broken, "third": lambda: ran.append("third")})
         if dist.get_rank() == 0:
             raise AssertionError("1 of 3 cases failed\n--- case 'second' rank 1 disagrees")  # it failed elsewhere

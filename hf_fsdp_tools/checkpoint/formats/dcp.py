@@ -20,6 +20,7 @@ from torch.serialization import _get_layout
 from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, TensorChunk, leaves_folder
 from hf_fsdp_tools.checkpoint.regions import Box
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.text import listed, listed_lines
 
 __all__ = ["METADATA", "find_dcp_folder", "model_part", "parse_dcp"]
 
@@ -80,8 +81,7 @@ def parse_dcp(folder: Path) -> tuple[list[tuple[_Path, ChunkedTensor]], int]:
         path = paths.get(key, (key,))
         tensors.append((tuple(str(part) for part in path), tensor))
     if problems:
-        more = f"\n… and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise CheckpointError("\n".join(problems[:10]) + more)
+        raise CheckpointError(listed_lines(problems, head=""))
     return tensors, len(text)
 
 
@@ -191,5 +191,5 @@ def _check_cover(file: Path, key: str, shape: Sequence[int], boxes: Sequence[Box
     if cells != len(boxes) or len(set(boxes)) != len(boxes):
         raise CheckpointError(
             f"{file}: the chunks of {key!r} {list(shape)} leave something out or overlap: "
-            f"{[(box.start, box.length) for box in boxes[:6]]}. Some rank did not finish; save it again."
+            f"{listed((box.start, box.length) for box in boxes)}. Some rank did not finish; save it again."
         )

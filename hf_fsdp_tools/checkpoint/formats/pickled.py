@@ -19,6 +19,7 @@ from hf_fsdp_tools.checkpoint.formats.safetensors import refuse_pointer
 from hf_fsdp_tools.checkpoint.formats.stored import StoredTensor, TensorChunk
 from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.text import listed
 
 __all__ = ["locate_chunk", "parse_pickled"]
 
@@ -47,7 +48,7 @@ def parse_pickled(file: Path) -> tuple[list[StoredTensor], int]:
     others = [f"{key!r} ({type(value).__name__})" for key, value in content.items() if not torch.is_tensor(value)]
     if others:
         raise _damaged(
-            file, f"holds values that are no tensors: {', '.join(others[:8])}; expected the state dict of a model alone"
+            file, f"holds values that are no tensors: {listed(others)}; expected the state dict of a model alone"
         )
     return [_locate(file, key, tensor, records, 0) for key, tensor in content.items()], num_bytes
 
@@ -120,7 +121,7 @@ def _unpickle(file: Path, window: _Window) -> Any:
     try:
         return torch.load(window, map_location="meta", weights_only=True)  # type: ignore[arg-type]  # a binary file
     except UnpicklingError as error:
-        lines = [s for s in str(error).splitlines() if s.strip()]
+        lines = [s for s in str(error).splitlines() if s.strip()] or ["no reason given"]
         line = next(
             (s for s in lines if any(word in s for word in ("WeightsUnpickler", "GLOBAL", "upported"))), lines[0]
         )
@@ -138,7 +139,8 @@ def _unpickle(file: Path, window: _Window) -> Any:
         AssertionError,
         IndexError,
     ) as error:
-        raise _damaged(file, f"cannot be opened by torch.load: {str(error).splitlines()[0][:200]}") from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)  # an EOFError has no text
+        raise _damaged(file, f"cannot be opened by torch.load: {reason[:200]}") from error
 
 
 def _records(file: Path, window: _Window) -> dict[int, int]:

@@ -20,6 +20,7 @@ from hf_fsdp_tools.checkpoint.shards import (
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of
+from hf_fsdp_tools.text import dtype_name, listed_lines
 
 __all__ = ["PackedShare", "PackedWeight", "Span", "compute_device", "part_packed", "share_of_packed"]
 
@@ -119,11 +120,9 @@ def part_packed(model: nn.Module, load_map: LoadMap, index: CheckpointIndex) -> 
             problems += _not_plain(key, packing, tensor, index)
             plain[key] = tensor
     if problems:
-        more = f"\n… and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise CheckpointError(
-            f"{index.name!r} does not hold the 4-bit weights that the config asks for:\n- "
-            + "\n- ".join(problems[:10])
-            + f"{more}\nUse the config and the quantization_config that belong to the checkpoint, or leave these layers out with "
+            f"{index.name!r} does not hold the 4-bit weights that the config asks for:\n{listed_lines(problems)}\n"
+            "Use the config and the quantization_config that belong to the checkpoint, or leave these layers out with "
             "llm_int8_skip_modules."
         )
     stored = tuple(f"{key}." for key in layers if key not in plain)
@@ -224,4 +223,4 @@ def _transposed(tensor: PieceTensor) -> PieceTensor:
 
 
 def _names(dtypes: set[torch.dtype]) -> str:
-    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    return " and ".join(sorted(dtype_name(dtype) for dtype in dtypes))

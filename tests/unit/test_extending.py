@@ -1,0 +1,110 @@
+"""`docs/extending.md`: the code of each section runs as it stands, and does what the section says."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from hf_fsdp_tools.errors import CheckpointError, WrapPlanError
+from hf_fsdp_tools.planning.make_plan import STEPS, make_wrap_plan
+from hf_fsdp_tools.planning.rules import check_wrap_plan
+from tests._checkpoints import make_checkpoint, make_model
+from tests._dist import run_ranks
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "extending.md").read_text()
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S))
+
+
+def run_section(title: str, **given: Any) -> dict[str, Any]:
+    """Run all code blocks of a section, one after the other, with these names given; return all names after it."""
+    code = "\n".join(re.findall(r"```python\n(.*?)```", SECTIONS[title], re.S))
+    assert code, f"no code in section {title!r}"
+    names: dict[str, Any] = given
+    exec(compile(code, f"docs/extending.md: {title}", "exec"), names)
+    return names
+
+
+def units(plan: Any) -> list[tuple[str, ...]]:
+    return [unit.modules for unit in plan.units]
+
+
+def test_a_rule_for_units(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = run_section("A rule for units")["plan"]
+    (chosen,) = (unit for unit in plan.units if unit.reason == "backward begins here")
+    assert chosen.modules == ("model.layers.3.mlp",) and chosen.reshard_after_forward is False
+    assert "backward begins here" in capsys.readouterr().out
+
+
+def test_a_step_of_the_plan() -> None:
+    names = run_section("A step of the plan")
+    pairs = [(f"model.layers.{index}", f"model.layers.{index + 1}") for index in (0, 2)]
+    assert units(names["plan"]) == [("model.embed_tokens",), *pairs, ("model.norm", "lm_head"), ("",)]
+    assert check_wrap_plan(names["model"], names["plan"]) == ()
+
+
+def test_a_step_that_breaks_a_rule_is_told_so() -> None:
+    """Three blocks in one unit are more than rule 2 allows."""
+
+    def join_three(draft: Any) -> None:
+        draft.join(draft.stacks[0][:3], True, "three blocks at a time")
+
+    model = run_section("A step of the plan")["model"]
+    with pytest.raises(WrapPlanError, match=r"Rule 2: unit 'model\.layers\.0'"):
+        make_wrap_plan(model, steps=(*STEPS, join_three))
+
+
+def test_a_checkpoint_format(tmp_path: Path) -> None:
+    plain = make_model("llama")
+    for key, tensor in plain.state_dict().items():
+        np.save(tmp_path / f"{key}.npy", tensor.numpy())
+    names = run_section("A checkpoint format", folder=tmp_path, config=plain.config)
+    assert names["report"].missing_keys == names["report"].unexpected_keys == ()
+    assert names["report"].bytes_read == sum(tensor.nbytes for tensor in plain.state_dict().values())
+    torch.testing.assert_close(names["model"].state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+    damaged = tmp_path / "model.norm.weight.npy"
+    for content in (damaged.read_bytes()[:-1], b"nothing of the kind"):
+        damaged.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"model\.norm\.weight\.npy.*Save it"):
+            names["open_npy"](tmp_path)
+
+
+def test_another_trainer(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path / "in")
+    batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 131, (3, 2, 9))]
+    run_ranks(_train, 1, folder, tmp_path / "out", batches)
+    trained = LlamaForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+
+    plain = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    begun = {key: tensor.clone() for key, tensor in plain.state_dict().items()}
+    _plain_loop(plain, batches)
+    torch.testing.assert_close(trained, dict(plain.state_dict()))
+    assert not torch.equal(trained["lm_head.weight"], begun["lm_head.weight"])
+
+
+def _train(folder: Path, out: Path, batches: list[dict[str, torch.Tensor]]) -> None:
+    run_section("Another trainer", folder=folder, out=out, batches=batches)
+
+
+def _plain_loop(model: LlamaForCausalLM, batches: list[dict[str, torch.Tensor]]) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model.train()
+    for batch in batches:
+        model(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_every_section_is_run_and_every_name_is_there() -> None:
+    assert list(SECTIONS) == ["A rule for units", "A step of the plan", "A checkpoint format", "Another trainer"]
+    assert all("**Called**" in text and "**Keep**" in text and "**Copy**" in text for text in SECTIONS.values())
+    for file, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT):
+        assert f"def {test}(" in (ROOT / file).read_text(), f"{file} has no test {test}"
+    for file in re.findall(r"`((?:planning|checkpoint|integrations)/\w[\w/]*\.py)`", TEXT):
+        assert (ROOT / "hf_fsdp_tools" / file).is_file(), f"there is no {file}"
