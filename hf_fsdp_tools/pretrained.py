@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from os import PathLike, fspath
-from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -23,7 +22,7 @@ from hf_fsdp_tools.checkpoint.vocabulary import resize_vocabulary
 from hf_fsdp_tools.distributed.agreement import agreed, opened, refuse_other_commits
 from hf_fsdp_tools.distributed.mesh import ParallelDims, rank_on_node
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.hub import HubRepository, is_hub_name
+from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype, load_config
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
@@ -125,7 +124,7 @@ def from_pretrained(
     # 2 what the checkpoint holds: its config and the headers of its files; of an adapter, those of its base
     doing, look = f"looking for {fspath(name_or_path)!r}", partial(_base_of_adapter, name_or_path, peft_config)
     with patience(load_kwargs.get("read_timeout_s", READ_TIMEOUT_S)):
-        base_of_adapter = opened(doing, name_or_path, look, hub_kwargs)
+        hub_kwargs, base_of_adapter = opened(doing, name_or_path, look, hub_kwargs)
         base, base_kwargs = base_of_adapter or (name_or_path, hub_kwargs)
         doing, read = f"opening {fspath(base)!r}", partial(_open, base, trust_remote_code, allow_pickle)
         config, index = opened(doing, base, read, base_kwargs)
@@ -166,18 +165,20 @@ def from_pretrained(
 
 def _base_of_adapter(
     name_or_path: str | PathLike[str], peft_config: Any, hub_kwargs: dict[str, Any]
-) -> tuple[str, dict[str, Any]] | None:
-    """The base that an adapter names, and how to fetch it; None for a folder or repository with a model of its own."""
+) -> tuple[dict[str, Any], tuple[str, dict[str, Any]] | None]:
+    """How to fetch the same commit again; and the base that an adapter names, and how to fetch that.
+
+    The second is None for a folder or repository with a model of its own.
+    """
     name = fspath(name_or_path)
-    if (Path(name) / "config.json").is_file():
-        return None
-    folder = Path(name)
-    if not folder.exists() and is_hub_name(name):
-        asked = {key: value for key, value in hub_kwargs.items() if key != "subfolder"}
-        folder = HubRepository.open(name, **asked).fetch("*config.json")
-    file = folder / (hub_kwargs.get("subfolder") or "") / "adapter_config.json"
-    if not file.is_file() or (file.parent / "config.json").is_file():
-        return None
+    path = local_path(name)
+    if path is None:
+        folder, pinned = fetch(name, "*config.json", **hub_kwargs)
+    else:
+        folder, pinned = path / (hub_kwargs.get("subfolder") or ""), {}
+    here, file = hub_kwargs | pinned, folder / "adapter_config.json"
+    if not file.is_file() or (folder / "config.json").is_file():
+        return here, None
     if peft_config is not None:
         raise ConfigError(
             f"{name!r} is an adapter, and peft_config asks for another. Give the base, or leave peft_config out."
@@ -194,7 +195,7 @@ def _base_of_adapter(
         )
     revision = {"revision": written["revision"]} if written.get("revision") else {}
     kept = {key: value for key, value in hub_kwargs.items() if key not in ("revision", "subfolder")}
-    return base, kept | revision
+    return here, (base, kept | revision)
 
 
 def _open(
@@ -203,7 +204,7 @@ def _open(
     """Config and index; of a hub name, both of one commit, whatever is pushed meanwhile."""
     home = _config_home(name_or_path)
     read = partial(load_config, home, trust_remote_code=trust_remote_code, **hub_kwargs)
-    config = patiently(read, file=Path(home) if Path(home).exists() else None)
+    config = patiently(read, file=local_path(home))
     revision = {"revision": config._commit_hash} if config._commit_hash else {}
     return config, CheckpointIndex.open(name_or_path, allow_pickle=allow_pickle, **hub_kwargs | revision)
 
@@ -281,8 +282,8 @@ def _policy_from(accelerator: Any, model: PreTrainedModel) -> HybridPolicy:
 
 def _config_home(name_or_path: str | PathLike[str]) -> str | PathLike[str]:
     """Where the config is: of a DCP folder that has none, the nearest of the two folders above; else the name itself."""
-    folder = Path(name_or_path)
-    if not folder.is_dir() or (folder / "config.json").is_file() or find_dcp_folder(folder) is None:
+    folder = local_path(name_or_path)
+    if folder is None or not folder.is_dir() or (folder / "config.json").is_file() or find_dcp_folder(folder) is None:
         return name_or_path
     above = list(folder.absolute().parents)[:2]
     return next((path for path in above if (path / "config.json").is_file()), name_or_path)
@@ -297,6 +298,7 @@ def _set_generation_config(
     if commit:  # a hub name: fetched with the config, or not there
         hub_kwargs = hub_kwargs | {"revision": commit, "local_files_only": True}
     try:
-        model.generation_config = GenerationConfig.from_pretrained(_config_home(name_or_path), **hub_kwargs)
+        home = _config_home(name_or_path)
+        model.generation_config = GenerationConfig.from_pretrained(local_path(home) or home, **hub_kwargs)
     except OSError:
         return  # the checkpoint has no generation_config.json: the model made one from its config

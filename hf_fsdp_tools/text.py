@@ -1,14 +1,21 @@
-"""Sizes as people read them: decimal units, one decimal."""
+"""Sizes, names and errors as people read them; sizes in decimal units, with one decimal."""
 
 import re
 from collections.abc import Iterable
 
 __all__ = [
+    "first_line",
     "merge_alike",
     "merge_names",
     "show_bytes",
     "show_count",
 ]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, without a full stop; the error's type where it says nothing."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__).rstrip(".")
 
 
 def show_bytes(num_bytes: int) -> str:
