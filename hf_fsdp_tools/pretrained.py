@@ -22,7 +22,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, opened, refuse_other_com
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.hub import HubRepository, is_hub_name
+from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype, load_config
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
@@ -51,6 +51,9 @@ class Checkpoint:
     adapter: str | None
     """Hub name or folder of the PEFT adapter that was asked for; None for a model."""
 
+    hub_kwargs: Mapping[str, Any]
+    """How to fetch what was asked for again, from the same commit."""
+
 
 def open_checkpoint(
     name_or_path: str | PathLike[str],
@@ -74,12 +77,19 @@ def open_checkpoint(
         CheckpointError: the checkpoint is absent or damaged, or nodes got different commits of it; the same on every rank.
     """
     name = fspath(name_or_path)
-    base = opened("looking for the checkpoint", name, partial(_base_of_adapter, name), hub_kwargs)
-    home, asked = base or (name, hub_kwargs)
-    read = partial(_open, home, trust_remote_code, allow_pickle, name if base else None)
-    checkpoint = opened("opening the checkpoint", home, read, asked)
-    refuse_other_commits(home, checkpoint.config._commit_hash)
-    return checkpoint
+    here, base = opened("looking for the checkpoint", name, partial(_look, name), hub_kwargs)
+    home, asked = base or (name, here)
+    read = partial(_open, home, trust_remote_code, allow_pickle)
+    config, index, generation_config = opened("opening the checkpoint", home, read, asked)
+    refuse_other_commits(home, config._commit_hash)
+    return Checkpoint(
+        name=home,
+        config=config,
+        index=index,
+        generation_config=generation_config,
+        adapter=name if base else None,
+        hub_kwargs=here,
+    )
 
 
 class PretrainedOptions(TypedDict, total=False):
@@ -239,25 +249,24 @@ def from_pretrained(
     report = load_weights(model, checkpoint.index, **load_kwargs)
     # 7 the adapter, which PEFT reads or makes
     if checkpoint.adapter is not None:
-        model = load_adapter(model, checkpoint.adapter, is_trainable=is_trainable, **hub_kwargs)
+        model = load_adapter(model, checkpoint.adapter, is_trainable=is_trainable, **checkpoint.hub_kwargs)
     elif peft_config is not None:
         model = add_adapter(model, peft_config, seed=load_kwargs.get("seed", 0))
     return (model, report) if output_loading_info else model
 
 
-def _base_of_adapter(name: str, hub_kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """The base that an adapter names, and how to fetch it; None for a folder or repository with a model of its own."""
-    folder = Path(name).expanduser()
-    with watched(folder):
-        if (folder / "config.json").is_file():
-            return None
-        is_here = folder.exists()
-    if not is_here and is_hub_name(name):
-        asked = {key: value for key, value in hub_kwargs.items() if key != "subfolder"}
-        folder = HubRepository.open(name, **asked).fetch("*config.json")
-    file = folder / (hub_kwargs.get("subfolder") or "") / "adapter_config.json"
-    if not file.is_file() or (file.parent / "config.json").is_file():
-        return None
+def _look(name: str, hub_kwargs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, dict[str, Any]] | None]:
+    """How to fetch the same commit again; and, of an adapter, the base that it names and how to fetch that."""
+    with watched(Path(name)):
+        path = local_path(name)
+    if path is None:
+        folder, pinned = fetch(name, "*config.json", **hub_kwargs)
+    else:
+        folder, pinned = path / (hub_kwargs.get("subfolder") or ""), {}
+    here, file = hub_kwargs | pinned, folder / "adapter_config.json"
+    with watched(file):
+        if not file.is_file() or (folder / "config.json").is_file():
+            return here, None
     try:
         written: dict[str, Any] = json.loads(file.read_text())
     except ValueError as error:
@@ -270,12 +279,12 @@ def _base_of_adapter(name: str, hub_kwargs: dict[str, Any]) -> tuple[str, dict[s
         )
     revision = {"revision": written["revision"]} if written.get("revision") else {}
     kept = {key: value for key, value in hub_kwargs.items() if key not in ("revision", "subfolder")}
-    return base, kept | revision
+    return here, (base, kept | revision)
 
 
 def _open(
-    name: str, trust_remote_code: bool, allow_pickle: bool, adapter: str | None, hub_kwargs: dict[str, Any]
-) -> Checkpoint:
+    name: str, trust_remote_code: bool, allow_pickle: bool, hub_kwargs: dict[str, Any]
+) -> tuple[PreTrainedConfig, CheckpointIndex, GenerationConfig | None]:
     """Config, index and generation config; of a hub name, all of one commit, whatever is pushed meanwhile."""
     with watched(Path(name)):
         home = _config_home(name)
@@ -285,10 +294,9 @@ def _open(
     try:
         # Of a hub name it was fetched with the config, or is not there.
         fetched = hub_kwargs | commit | ({"local_files_only": True} if commit else {})
-        generation_config = GenerationConfig.from_pretrained(home, **fetched)
+        return config, index, GenerationConfig.from_pretrained(local_path(home) or home, **fetched)
     except OSError:
-        generation_config = None  # no generation_config.json: a model makes one from its config
-    return Checkpoint(name=name, config=config, index=index, generation_config=generation_config, adapter=adapter)
+        return config, index, None  # no generation_config.json: a model makes one from its config
 
 
 def _default_dtype(
@@ -353,8 +361,8 @@ def _policy_from(accelerator: Any, model: PreTrainedModel) -> HybridPolicy:
 
 def _config_home(name: str) -> str:
     """Where the config is: of a DCP folder that has none, the nearest of the two folders above; else the name itself."""
-    folder = Path(name)
-    if not folder.is_dir() or (folder / "config.json").is_file() or find_dcp_folder(folder) is None:
+    folder = local_path(name)
+    if folder is None or not folder.is_dir() or (folder / "config.json").is_file() or find_dcp_folder(folder) is None:
         return name
     above = list(folder.absolute().parents)[:2]
     return next((str(path) for path in above if (path / "config.json").is_file()), name)

@@ -1,4 +1,4 @@
-"""Values as people read them in messages: sizes, names, dtypes, and a few of many of anything."""
+"""Values as people read them in messages: sizes, names, dtypes, errors, and a few of many of anything."""
 
 import re
 from collections.abc import Iterable
@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "dtype_name",
+    "first_line",
     "listed",
     "listed_lines",
     "merge_alike",
@@ -16,6 +17,12 @@ __all__ = [
     "show_bytes",
     "show_count",
 ]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, without a full stop; the error's type where it says nothing."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__).rstrip(".")
 
 
 def show_bytes(num_bytes: int) -> str:

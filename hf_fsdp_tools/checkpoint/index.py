@@ -4,10 +4,11 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike, fspath
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ from hf_fsdp_tools.checkpoint.formats.stored import (
 )
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.hub import HubRepository, is_hub_name
+from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.text import listed, listed_lines
 
 __all__ = ["CheckpointIndex"]
@@ -162,19 +163,22 @@ class CheckpointIndex:
                 what was expected, what was found, and a cure.
         """
         name = fspath(path_or_repo)
-        path = Path(name).expanduser()
         try:
-            with watched(path):
-                is_file, is_folder = path.is_file(), path.is_dir()
-            if is_file:
+            with watched(Path(name)):
+                path = local_path(name)
+                is_file = path is not None and path.is_file()
+            commit = None
+            if path is None:
+                hub_kwargs = {"revision": revision, "token": token, "cache_dir": cache_dir}
+                hub_kwargs |= {"local_files_only": local_files_only, "subfolder": subfolder}
+                folder, commit = _fetch_weights(name, allow_pickle, hub_kwargs)
+            elif is_file:
                 if not allow_pickle:
                     _refuse_pickled([path])
                 return cls._from_files(name, [path], None)
-            commit = None
-            if not is_folder:
-                path = _download(name, revision, token, cache_dir, local_files_only, subfolder, allow_pickle)
-                commit = path.name
-            index = cls._from_folder(name, path / subfolder if subfolder else path, allow_pickle)
+            else:
+                folder = path / (subfolder or "")
+            index = cls._from_folder(name, folder, allow_pickle)
             return replace(index, commit=commit)
         except OSError as error:
             raise CheckpointError(
@@ -351,37 +355,17 @@ def _instead(file: Path) -> str:
     return "is no file" if file.exists() else "is not there"
 
 
-def _download(
-    name: str,
-    revision: str | None,
-    token: str | bool | None,
-    cache_dir: str | PathLike[str] | None,
-    local_files_only: bool,
-    subfolder: str | None,
-    allow_pickle: bool,
-) -> Path:
-    """The local snapshot of a hub checkpoint: its index, then exactly the files that the index names."""
-    if not is_hub_name(name):
-        raise CheckpointError(
-            f"No such folder: {name!r}. Give a folder with {WEIGHTS}, or a hub name such as 'org/model'."
-        )
-    repository = HubRepository.open(
-        name, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
-    )
-    prefix = f"{subfolder}/" if subfolder else ""
-
-    def fetch(*patterns: str) -> Path:
-        return repository.fetch(*(prefix + pattern for pattern in patterns))
-
-    snapshot = fetch(WEIGHTS, WEIGHTS_INDEX)
-    folder = snapshot / prefix
+def _fetch_weights(name: str, allow_pickle: bool, hub_kwargs: dict[str, Any]) -> tuple[Path, str]:
+    """The local folder of a hub checkpoint, and its commit: its index first, then exactly the files that the index names."""
+    folder, pinned = fetch(name, WEIGHTS, WEIGHTS_INDEX, **hub_kwargs)
+    more = partial(fetch, name, **(hub_kwargs | pinned))
     if not (folder / WEIGHTS).is_file():
-        fetch(*_names_listed(folder / WEIGHTS_INDEX) or ["*.safetensors"])
+        more(*_names_listed(folder / WEIGHTS_INDEX) or ["*.safetensors"])
         if allow_pickle and not any(folder.glob("*.safetensors")):
-            fetch(PICKLED, PICKLED_INDEX)
+            more(PICKLED, PICKLED_INDEX)
             if shards := _names_listed(folder / PICKLED_INDEX):
-                fetch(*shards)
-    return snapshot
+                more(*shards)
+    return folder, pinned["revision"]
 
 
 def _names_listed(file: Path) -> list[str]:

@@ -326,7 +326,9 @@ _DEMO_SIZES = {
 def _meta_model(options: argparse.Namespace, *, dtype: str | None) -> Any:
     """The model of the options, on meta."""
     _quiet()
-    if sys.stderr.isatty() and not Path(options.model).exists():
+    from hf_fsdp_tools.hub import local_path
+
+    if sys.stderr.isatty() and local_path(options.model) is None:
         print(f"asking the Hugging Face hub for {options.model} ...", file=sys.stderr)
     from hf_fsdp_tools.modeling.meta import build_meta_model
 

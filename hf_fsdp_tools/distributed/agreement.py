@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.hub import local_path
 
 __all__ = ["agreed", "all_ranks", "opened", "rank_and_size", "refuse_other_commits"]
 
@@ -90,10 +91,9 @@ def opened(
         CheckpointError: It failed on some rank; the same on every rank.
     """
     result: list[T] = []
-    path = Path(name_or_path).expanduser()
     with agreed(doing):
-        with watched(path):
-            is_local = path.exists()
+        with watched(Path(name_or_path)):
+            is_local = local_path(name_or_path) is not None
         is_first = is_local or rank_and_size()[1] == 1 or rank_on_node()[0] == 0
         if is_first:
             result.append(open_it(dict(hub_kwargs)))

@@ -1,6 +1,7 @@
 """A model with shapes and no storage, built from its configuration as `from_pretrained` builds it."""
 
 import copy
+import os
 import re
 from os import PathLike, fspath
 from pathlib import Path
@@ -10,10 +11,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
+from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.hub import HubRepository, is_hub_name
+from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.linear4bit import make_quantizer, pack_weights, replace_linears
-from hf_fsdp_tools.text import listed
+from hf_fsdp_tools.text import first_line, listed
 
 __all__ = ["build_meta_model", "config_dtype", "load_config"]
 
@@ -32,28 +34,20 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
     if isinstance(name_or_config, PreTrainedConfig):
         return copy.deepcopy(name_or_config)
     name = fspath(name_or_config)
-    path = Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
-        found = listed(sorted(entry.name for entry in path.iterdir()), 8) or "nothing"
-        raise CheckpointError(
-            f"No config.json in {name!r} (found: {found}). Give a folder that `save_pretrained` wrote, "
-            "a hub name, or the path of a config.json."
-        )
-    if not path.exists():
-        if not is_hub_name(name):
-            raise CheckpointError(
-                f"No such folder: {name!r}. Give an existing local folder, a config.json, or a hub name."
-            )
-        hub_kwargs = _fetch_config(name, **hub_kwargs)
+    path = local_path(name)
+    if path is None:
+        hub_kwargs = _fetch_config(name, hub_kwargs)
         commit = hub_kwargs["revision"]
     else:
-        commit = None
+        _check_config_is_there(path)
+        name, commit = os.path.expanduser(name), None
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, **hub_kwargs)
+        with watched(Path(name)):
+            config: PreTrainedConfig = AutoConfig.from_pretrained(name, **hub_kwargs)
     except ValueError as error:
-        raise ConfigError(f"The configuration of {name!r} cannot be used: {_first_line(error)}") from error
+        raise ConfigError(f"The configuration of {name!r} cannot be used: {first_line(error)}.") from error
     except OSError as error:
-        raise CheckpointError(f"The configuration in {name!r} cannot be read: {_first_line(error)}") from error
+        raise CheckpointError(f"The configuration in {name!r} cannot be read: {first_line(error)}.") from error
     config._commit_hash = commit  # older versions of transformers set it; never written to a file
     return config
 
@@ -114,11 +108,11 @@ def build_meta_model(
         if not model_kwargs:
             raise
         raise ConfigError(
-            f"{', '.join(model_kwargs)} fit neither the config nor the model: {_first_line(error)}"
+            f"{', '.join(model_kwargs)} fit neither the config nor the model: {first_line(error)}."
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"{getattr(auto_class, '__name__', auto_class)} has no model for {type(config).__name__}: {_first_line(error)} "
+            f"{getattr(auto_class, '__name__', auto_class)} has no model for {type(config).__name__}: {first_line(error)}. "
             "Choose another auto_class (AutoModel always has the base model)."
         ) from error
     if quantizer is not None:
@@ -131,25 +125,34 @@ def build_meta_model(
     return model
 
 
-def _fetch_config(name: str, **hub_kwargs: Any) -> dict[str, Any]:
+def _check_config_is_there(path: Path) -> None:
+    if not path.exists():
+        raise CheckpointError(
+            f"No such folder: {str(path)!r}. Give an existing local folder, a config.json, or a hub name."
+        )
+    if path.is_dir() and not (path / "config.json").is_file():
+        found = listed(sorted(entry.name for entry in path.iterdir()), 8) or "nothing"
+        raise CheckpointError(
+            f"No config.json in {str(path)!r} (found: {found}). Give a folder that `save_pretrained` wrote, "
+            "a hub name, or the path of a config.json."
+        )
+
+
+def _fetch_config(name: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments with which transformers finds the configuration of a hub name in the cache, where it is put first:
     left to itself, transformers asks a hub that does not answer for more than a minute."""
-    fetched = {
-        key: hub_kwargs[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in hub_kwargs
-    }
-    folder = f"{hub_kwargs['subfolder']}/" if hub_kwargs.get("subfolder") else ""
+    keys = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+    asked = {key: hub_kwargs[key] for key in keys if key in hub_kwargs}
     own_code = bool(hub_kwargs.get("trust_remote_code"))
-    files = [f"{folder}config.json", f"{folder}generation_config.json", *(["*.py"] if own_code else [])]
-    snapshot = HubRepository.open(name, **fetched).fetch(*files)
-    if not (snapshot / files[0]).is_file():
+    folder, pinned = fetch(name, "config.json", "generation_config.json", *(["*.py"] if own_code else []), **asked)
+    if not (folder / "config.json").is_file():
+        where = f", folder {asked['subfolder']!r}" if asked.get("subfolder") else ""
         raise CheckpointError(
-            f"No {files[0]} in {name!r} (commit {snapshot.name}). Give the name of a transformers model, or its subfolder."
+            f"No config.json in {name!r}{where} (commit {pinned['revision']}). Give the name of a transformers model, or its "
+            "subfolder."
         )
     # Code may come from yet another repository, so only without it is everything there.
-    return hub_kwargs | {
-        "revision": snapshot.name,
-        "local_files_only": not own_code or hub_kwargs.get("local_files_only"),
-    }
+    return hub_kwargs | pinned | {"local_files_only": not own_code or pinned["local_files_only"]}
 
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -166,8 +169,3 @@ def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
                 tensor.data = tensor.data.to(torch.float32)
             elif key not in module._non_persistent_buffers_set:
                 module._buffers[key] = tensor.to(torch.float32)
-
-
-def _first_line(error: BaseException) -> str:
-    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return line if line.endswith((".", "!", "?")) else f"{line}."

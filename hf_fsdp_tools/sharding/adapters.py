@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from os import PathLike, fspath
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from hf_fsdp_tools.distributed.agreement import opened
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.hub import HubRepository, is_hub_name
+from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.linear4bit import mark_weights, packed_linears, refuse_cast_weights
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, Weight
 from hf_fsdp_tools.modeling.peft_view import bare_model, base_of, is_wrapper
@@ -39,6 +38,7 @@ from hf_fsdp_tools.sharding.shard import (
     average_gradients,
     sharding_of,
 )
+from hf_fsdp_tools.text import first_line
 
 __all__ = ["add_adapter", "load_adapter", "plan_with_adapters", "shard_added"]
 
@@ -172,16 +172,14 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
 def _adapter_folder(name: str, hub_kwargs: dict[str, Any]) -> str:
     """The local folder of an adapter, fetched if it is on the hub."""
     subfolder = hub_kwargs.get("subfolder") or ""
-    asked = {key: value for key, value in hub_kwargs.items() if key != "subfolder"}
-    is_local = Path(name).exists() or not is_hub_name(name)
-    pattern = f"{subfolder}/adapter_*" if subfolder else "adapter_*"
-    folder = Path(name) if is_local else HubRepository.open(name, **asked).fetch(pattern)
-    if not (folder / subfolder / "adapter_config.json").is_file():
+    path = local_path(name)
+    folder = fetch(name, "adapter_*", **hub_kwargs)[0] if path is None else path / subfolder
+    if not (folder / "adapter_config.json").is_file():
         raise CheckpointError(
             f"No adapter_config.json in {name!r}{f', folder {subfolder!r}' if subfolder else ''}. Give a folder that "
             "save_pretrained wrote for an adapter, or a hub name."
         )
-    return str(folder / subfolder)
+    return str(folder)
 
 
 def _peft() -> Any:
@@ -225,7 +223,7 @@ def _on_shards(config: Any) -> Iterator[None]:
         raise ConfigError(f"PEFT cannot make this {kind} adapter: {error}") from error
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"PEFT cannot make a {kind} adapter on a sharded model ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            f"PEFT cannot make a {kind} adapter on a sharded model ({type(error).__name__}: {first_line(error)}). "
             "Make it on the plain model and let prepare() shard the whole."
         ) from error
 

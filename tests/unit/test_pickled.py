@@ -13,12 +13,12 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from hf_fsdp_tools.checkpoint import index as index_module
 from hf_fsdp_tools.checkpoint.formats.pickled import parse_pickled
 from hf_fsdp_tools.checkpoint.formats.stored import StoredTensor
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.hub import HubRepository
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from tests._checkpoints import make_checkpoint, pickled_copy
 
@@ -183,17 +183,16 @@ def test_the_hub_is_asked_for_bin_files_only_when_asked(tmp_path: Path, monkeypa
     legacy = pickled_copy(make_checkpoint("llama", tmp_path / "st"), tmp_path / "bin", files=2)
     asked: list[list[str]] = []
 
-    class Repository:
-        def fetch(self, *patterns: str) -> Path:
-            asked.append(list(patterns))
-            return legacy
+    def fetch(_: str, *patterns: str, **__: object) -> tuple[Path, dict[str, object]]:
+        asked.append(list(patterns))
+        return legacy, {"revision": "c0ffee"}
 
-    monkeypatch.setattr(HubRepository, "open", lambda *_, **__: Repository())
+    monkeypatch.setattr(index_module, "fetch", fetch)
     with pytest.raises(CheckpointError, match="allow_pickle=True"):
         CheckpointIndex.open("org/model")
     assert not any("bin" in pattern for patterns in asked for pattern in patterns)
     asked.clear()
-    CheckpointIndex.open("org/model", allow_pickle=True)
+    assert CheckpointIndex.open("org/model", allow_pickle=True).commit == "c0ffee"
     names = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
     assert asked[2:] == [
         ["pytorch_model.bin", "pytorch_model.bin.index.json"],
