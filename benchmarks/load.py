@@ -26,7 +26,6 @@ read()    bytes that came through read calls; neither mapped files nor what rank
 disk      bytes that came from the disk, mapped files included, charged to the rank that met them first
 above     highest resident memory minus what was resident before minus the local shards; mapped files count where touched
 GPU       highest memory allocated on the GPU minus what was before minus the shards; pinned host memory, at its highest
-large     the limit again, into memory for which large pages were asked, as ours does, which stops asking where they are slow
 result    every parameter and buffer, non-persistent ones too, against plain `from_pretrained`, by checksums over all ranks
 """
 

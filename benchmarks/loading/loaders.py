@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,6 @@ from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.sharding.allocate import allocate
-from hf_fsdp_tools.sharding.host_memory import empty_on_host
 from hf_fsdp_tools.sharding.shard import shard_model
 
 from .job import Job, Loaded, synchronize
@@ -89,23 +87,17 @@ def load_accelerate(job: Job, *, ram_efficient: bool) -> Loaded:
     return Loaded(model=fsdp2_prepare_model(accelerator, model))
 
 
-def allocated_plainly(job: Job) -> nn.Module:
-    """A model built and sharded by us, with storage as torch gives it: what our own pages are good for is not to be
-    somebody else's figure.
-    """
+def allocated_by_us(job: Job) -> nn.Module:
+    """A model built, sharded and given storage by us, for the loaders that need one."""
     model = build_meta_model(job.folder, dtype=job.dtype)
     shard_model(model, make_wrap_plan(model), mesh=ParallelDims().build_mesh(job.device))
-    plain = patch(
-        "hf_fsdp_tools.sharding.allocate.empty_on_host", lambda wanted: [torch.empty(s, dtype=d) for s, d in wanted]
-    )
-    with plain:
-        allocate(model, device=job.torch_device)
+    allocate(model, device=job.torch_device)
     return model
 
 
 def load_dcp(job: Job) -> Loaded:
     """torch's reader of safetensors, into a model that is built, sharded and tied by us, which is generous."""
-    model = allocated_plainly(job)
+    model = allocated_by_us(job)
     once = {id(tensor): key for key, tensor in reversed(model.state_dict(keep_vars=True).items())}
     state = {key: tensor for key, tensor in model.state_dict().items() if key in once.values()}
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(job.folder), thread_count=4))
@@ -114,7 +106,7 @@ def load_dcp(job: Job) -> Loaded:
 
 def load_broadcast(job: Job) -> Loaded:
     """torch's own way to load on rank 0 only, into a model that is built and sharded by us."""
-    model = allocated_plainly(job)
+    model = allocated_by_us(job)
     first = dist.get_rank() == 0
     state = AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype).state_dict() if first else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
@@ -144,14 +136,11 @@ def limit_threads() -> int:
     return max(4, len(os.sched_getaffinity(0)) // dist.get_world_size())
 
 
-def load_limit(job: Job, *, large_pages: bool = False) -> Loaded:
+def load_limit(job: Job) -> Loaded:
     """The rank's share of bytes into fresh memory, and nothing else. For fp32 that is twice the memory."""
     parts = parts_of_share(job.folder)
     sizes = [size * job.dtype.itemsize // 2 for _, _, size in parts]
-    if large_pages:
-        memory = empty_on_host([((size,), torch.uint8) for size in sizes])
-    else:
-        memory = list(torch.empty(sum(sizes), dtype=torch.uint8).split(sizes))
+    memory = list(torch.empty(sum(sizes), dtype=torch.uint8).split(sizes))
     with ThreadPoolExecutor(limit_threads()) as pool:
         list(pool.map(lambda part, into: read_part(part, into[: part[2]]), parts, memory))
         list(pool.map(lambda part, into: into[part[2] :: PAGE].zero_(), parts, memory))
@@ -226,7 +215,6 @@ _ON_CPU: dict[str, tuple[Load, bool]] = {
     "transformers native, then read once": (load_native, False),
     LAZY: (load_native, True),
     **_PEERS,
-    "limit, large pages": (partial(load_limit, large_pages=True), False),
 }
 _ON_GPU: dict[str, tuple[Load, bool]] = {
     LIMIT: (load_limit_to_device, False),

@@ -10,7 +10,6 @@ import torch
 from hf_fsdp_tools.checkpoint.io.reader import scatter
 from hf_fsdp_tools.checkpoint.io.spans import FILE_STEP
 from hf_fsdp_tools.checkpoint.io.transfer import Batch
-from hf_fsdp_tools.sharding.host_memory import FaultIn
 
 __all__ = ["Arrivals"]
 
@@ -54,7 +53,6 @@ class Arrivals:
         self._free: list[torch.Tensor] = []
         self._made = 0
         self._on_bytes = on_bytes
-        self._fault_in = FaultIn()
 
     @property
     def staging_bytes(self) -> int:
@@ -76,8 +74,6 @@ class Arrivals:
             self._finish(arrival)
 
     def _begin(self, start: int, batch: Batch) -> _Arrival:
-        for chunk in batch.chunks:
-            self._fault_in(chunk.memory)
         if batch.is_direct:
             memory = batch.chunks[0].memory.detach().reshape(-1).view(torch.uint8)
         elif self._free:

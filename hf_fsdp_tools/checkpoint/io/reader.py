@@ -21,7 +21,6 @@ from hf_fsdp_tools.checkpoint.io.transfer import (
 )
 from hf_fsdp_tools.checkpoint.io.watch import ReadThreads, close_unless_read, reading
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.sharding.host_memory import FaultIn
 
 __all__ = [
     "MAX_GAP_BYTES",
@@ -134,7 +133,7 @@ def read_transfers(
         list(batches),
         partial(_open_to_read, read_ahead=read_ahead),
         pace.threads,
-        partial(_read_batch, fault_in=FaultIn()),
+        _read_batch,
         on_bytes,
     )
 
@@ -282,10 +281,8 @@ def _units(batches: Sequence[Batch]) -> Iterator[list[Batch]]:
         yield unit
 
 
-def _read_batch(descriptor: int, batch: Batch, staging: Staging, *, fault_in: FaultIn) -> int:
+def _read_batch(descriptor: int, batch: Batch, staging: Staging) -> int:
     """Read one batch; the number of system calls."""
-    for chunk in batch.chunks:
-        fault_in(chunk.memory)
     with _io_errors(batch.file, *_READING):
         if batch.is_direct:
             return _all_bytes(
