@@ -2,14 +2,14 @@
 
 What FSDP1 lacks beside FSDP2, and what becomes of a plan for it:
 
-    grouped units      FSDP1 wraps single modules. Of a group ([final norm, head]) each member is its own unit; one below the
-                       floor stays with the unit above it.
-    tied parameters    must lie in one flat parameter, so units that are (mostly) one of them are dissolved into the unit that
-                       holds their lowest common ancestor, as a rule the root. Where that would dissolve a whole block, the
-                       tied parameter stays whole on every rank instead.
+    grouped units      FSDP1 wraps single modules. Of a group ([final norm, head]) each member is its own unit; one
+                       below the floor stays with the unit above it.
+    tied parameters    must lie in one flat parameter, so units that are (mostly) one of them are dissolved into the
+                       unit that holds their lowest common ancestor, as a rule the root. Where that would dissolve a
+                       whole block, the tied parameter stays whole on every rank instead.
     reshard to an int  does not exist.
-    one dtype per unit also for frozen parameters (those of a rarer dtype stay whole on every rank), and, without original
-                       parameters, one requires_grad.
+    one dtype per unit also for frozen parameters (those of a rarer dtype stay whole on every rank), and, without
+                       original parameters, one requires_grad.
 """
 
 import warnings
@@ -44,8 +44,8 @@ _KEPT = {
 class HybridAutoWrapPolicy:
     """The units of a wrap plan as an FSDP1 auto-wrap policy for one model; `hybrid_auto_wrap_policy` makes it.
 
-    Call it as `(module, recurse, nonwrapped_numel) -> bool`, alone or in `functools.partial(_or_policy, policies=[…])`. It
-    knows the modules of its model by identity: make it last, when adapters are in place.
+    Call it as `(module, recurse, nonwrapped_numel) -> bool`, alone or in `functools.partial(_or_policy, policies=[…])`.
+    It knows the modules of its model by identity: make it last, when adapters are in place.
     """
 
     plan: WrapPlan
@@ -55,8 +55,8 @@ class HybridAutoWrapPolicy:
     """Fqns of the modules to wrap, children before parents, without the root, which FSDP1 always wraps."""
 
     ignored: tuple[str, ...]
-    """Parameters that stay whole on every rank. FSDP1 learns of them by `ignored_states=policy.ignored_states`, and does not
-    reduce their gradients (`wrap_fsdp1` does)."""
+    """Parameters that stay whole on every rank. FSDP1 learns of them by `ignored_states=policy.ignored_states`, and
+    does not reduce their gradients (`wrap_fsdp1` does)."""
 
     def __init__(self, model: nn.Module, plan: WrapPlan, *, floor_params: float) -> None:
         tree = ModuleTree(model)
@@ -133,9 +133,9 @@ class HybridAutoWrapPolicy:
                 mixed.append(f"{unit or '(root)'} ({', '.join(dtypes)})")
         if mixed:
             raise WrapPlanError(
-                f"FSDP1 needs one dtype per unit, frozen parameters included, but {len(mixed)} units of {model_class} mix "
-                f"them: {first_names(mixed)}. Cast the model to one dtype (adapters too) and let MixedPrecision compute in "
-                "another, or use FSDP2 (shard_model), which takes frozen parameters of any dtype."
+                f"FSDP1 needs one dtype per unit, frozen parameters included, but {len(mixed)} units of {model_class} "
+                f"mix them: {first_names(mixed)}. Cast the model to one dtype (adapters too) and let MixedPrecision "
+                "compute in another, or use FSDP2 (shard_model), which takes frozen parameters of any dtype."
             )
 
     def _warn_of_ties(self) -> None:
@@ -176,8 +176,8 @@ def hybrid_auto_wrap_policy(
     smaller = [f"{u.modules[0] or '(root)'} ({u.reshard_after_forward})" for u in plan.units if _is_degree(u)]
     if smaller:
         raise WrapPlanError(
-            f"FSDP1 cannot reshard to a smaller world, as {first_names(smaller)} ask for. Set reshard_after_forward to True or "
-            "False for them, or use FSDP2 (shard_model)."
+            f"FSDP1 cannot reshard to a smaller world, as {first_names(smaller)} ask for. Set reshard_after_forward to "
+            "True or False for them, or use FSDP2 (shard_model)."
         )
     floor = policy.floor_params
     if floor is None:  # as in make_wrap_plan
@@ -211,7 +211,8 @@ class _Draft:
                 above += own
 
     def keep_frozen_apart(self) -> None:
-        """Keep frozen parameters of a unit's rarer dtypes whole on every rank: they have no gradient and no optimizer state."""
+        """Keep frozen parameters of a unit's rarer dtypes whole on every rank: they need no gradient and no optimizer
+        state."""
         for held in self.held().values():
             sizes: dict[object, int] = {}
             for weight in held:

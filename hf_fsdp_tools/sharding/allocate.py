@@ -6,18 +6,19 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.modeling.linear4bit import mark_weights
 
-__all__ = ["allocate", "renew", "with_storage"]
+__all__ = ["allocate", "renew", "with_data", "with_storage"]
 
 
 def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Give every tensor of a meta model uninitialised storage on `device`, in place: of a DTensor only this rank's shard.
+    """Give every tensor of a meta model uninitialised storage on `device`, in place; a DTensor, this rank's shard of
+    it.
 
     Tied parameters stay one parameter and FSDP2 is told of the new ones. Tensors that have storage stay as they are.
 
     Args:
         model: plain, or sharded by `fully_shard` while on meta.
-        device: where the storage of shards goes: the CPU for a CPU-offloaded FSDP2 model. Buffers and whole parameters of a
-            sharded model go to the mesh's device.
+        device: where the storage of shards goes: the CPU for a CPU-offloaded FSDP2 model. Buffers and whole parameters
+            of a sharded model go to the mesh's device.
         dtype: what floating-point parameters become; None keeps each one's own. Buffers always keep their own.
 
     No rank communicates.
@@ -80,10 +81,13 @@ def with_storage(tensor: torch.Tensor, *, device: torch.device, dtype: torch.dty
         )
     else:
         data = torch.empty_like(tensor, dtype=dtype, device=device)
-    if not isinstance(tensor, nn.Parameter):
-        return data
-    allocated = nn.Parameter(data, requires_grad=tensor.requires_grad)
-    allocated.__dict__.update(tensor.__dict__)
-    for hook in (tensor._post_accumulate_grad_hooks or {}).values():
-        allocated.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
-    return allocated
+    return with_data(tensor, data) if isinstance(tensor, nn.Parameter) else data
+
+
+def with_data(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    """Another parameter to put in the place of one: with this data, and the same attributes and hooks on its gradient."""
+    new = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        new.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
+    return new
