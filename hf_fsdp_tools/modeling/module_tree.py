@@ -109,10 +109,10 @@ class ModuleTree:
     """The nodes and weights of one model, read once; reads shapes only, so it works on the meta device.
 
     Args:
-        model: Any module. It is not changed.
+        model: any module; it is not changed.
 
     Raises:
-        BlockDetectionError: The model has no parameter, or has lazy parameters whose shape is not known yet.
+        BlockDetectionError: the model has no parameter, or has lazy parameters whose shape is not known yet.
     """
 
     def __init__(self, model: nn.Module) -> None:

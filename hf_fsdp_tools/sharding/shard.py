@@ -18,7 +18,7 @@ from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import check_wrap_plan
 from hf_fsdp_tools.sharding.compile import compile_blocks
 from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, count_units
-from hf_fsdp_tools.sharding.hf_interface import keep_appearance, turn_cache_off
+from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks, average_gradients
 from hf_fsdp_tools.sharding.placement import choose_placement
 
@@ -185,10 +185,10 @@ def _offload_policy(policy: OffloadPolicy | None, mesh: DeviceMesh) -> OffloadPo
     lacking = [config for group in mesh.get_all_groups() if "cpu" not in (config := dist.get_backend_config(group))]
     if lacking:
         raise ConfigError(
-            f"CPU offload clips gradients on the CPU, and the process group communicates by {lacking[0]!r} only. Start "
-            "it with "
-            f'"cpu:gloo,{lacking[0]}": make_accelerator() and ParallelDims.build_mesh() do so when called before '
-            "anything else starts one (TrainingArguments does), or set FSDP_OFFLOAD_PARAMS=true for the launch."
+            "CPU offload clips gradients on the CPU, and the process group communicates by "
+            f'{lacking[0]!r} only. Start it with "cpu:gloo,{lacking[0]}": make_accelerator() and '
+            "ParallelDims.build_mesh() do so when called before anything else starts one (TrainingArguments does), or "
+            "set FSDP_OFFLOAD_PARAMS=true for the launch."
         )
     return policy
 
@@ -228,7 +228,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
         if not parameter.is_meta:  # FSDP2 moves only what it shards
             parameter.data = parameter.data.to(sharding.mesh.device_type)
     average_gradients(replicated, sharding.mesh.get_all_groups())
-    keep_appearance(model)
+    mark_for_transformers(model)
     add_hooks(model)
     made = count_units(model)
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"

@@ -173,6 +173,24 @@ def test_a_plan_of_another_policy_gets_the_new_sizes(folders: dict[str, Path]) -
     run_ranks(resize_under_another_policy, 2, folders)
 
 
+def resize_with_settings(folders: dict[str, Path]) -> None:
+    live = sharded_meta_model("llama", folders["llama"])
+    load_weights(live, folders["llama"])
+    live.set_requires_gradient_sync(False)
+    resize_token_embeddings(live, 140)
+    inputs = inputs_of(live, torch.arange(12).reshape(1, 12))
+    live(**inputs).loss.backward()
+    assert not [name for name, parameter in live.named_parameters() if parameter.grad is not None]
+    live.set_requires_gradient_sync(True)
+    live(**inputs).loss.backward()
+    assert all(full(parameter.grad).any() for parameter in live.parameters())
+
+
+def test_what_a_user_set_on_the_units_survives_a_resize(folders: dict[str, Path]) -> None:
+    """Sharding anew would lose it: it is no argument of fully_shard."""
+    run_ranks(resize_with_settings, 2, folders)
+
+
 def resize_what_is_not_sharded(folders: dict[str, Path]) -> None:
     bert = type(make_model("bert"))
     live = from_pretrained(folders["bert"], auto_class=bert, policy=HybridPolicy(replicate=("cls.predictions.bias",)))
