@@ -12,7 +12,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.peft_view import bare_model, base_of, is_wrapper
-from hf_fsdp_tools.sharding.fsdp2_internals import managed_parameters
+from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 
 __all__ = ["merged_model"]
 
@@ -35,7 +35,7 @@ def merged_model(model: nn.Module) -> nn.Module:
             "Adapters merged into 4-bit weights would be rounded to 4 bits. Save the adapter, load the base again "
             "without quantization_config, load_adapter(model, folder), and save that with merge_adapters=True."
         )
-    managed_parameters(base)  # which shards what is still gathered
+    reshard_units(base)
     wrappers = list(_outermost(base))
     if not wrappers:
         kind = type(model).__name__

@@ -23,7 +23,7 @@ from hf_fsdp_tools.modeling.module_tree import (
     class_name,
     way_inside,
 )
-from hf_fsdp_tools.sharding.fsdp2_internals import parameters_of_unit, unit_of
+from hf_fsdp_tools.sharding.fsdp2_internals import parameters_of_unit, unit_modules
 from hf_fsdp_tools.text import merge_names, show_bytes, show_count
 
 __all__ = ["LiveModel", "LiveParameter", "LiveUnit", "describe_units", "local_part", "read_live_model"]
@@ -174,8 +174,9 @@ class _Found:
         self.flattened: dict[nn.Module, list[str]] = {}
 
     def read_fsdp2(self, module: Any) -> None:
-        is_new = unit_of(module) not in self.units
-        unit = self.units.setdefault(unit_of(module), LiveUnit(version=2))
+        members = unit_modules(module)
+        is_new = members not in self.units
+        unit = self.units.setdefault(members, LiveUnit(version=2))
         self.unit_of_module[_core(module)] = unit
         for managed in parameters_of_unit(module) if is_new else ():
             local = local_part(managed.shard)

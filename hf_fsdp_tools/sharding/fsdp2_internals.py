@@ -40,7 +40,6 @@ __all__ = [
     "replace_parameter",
     "reshard_units",
     "unit_modules",
-    "unit_of",
     "unit_precision",
 ]
 
@@ -59,13 +58,8 @@ class ManagedParameter:
     """Every module that registers the parameter, with its name there; several where it is tied."""
 
 
-def unit_of(module: FSDPModule) -> object:
-    """A value that is the same for all modules of one unit, and for no others."""
-    return _state_of(module)
-
-
 def unit_modules(module: FSDPModule) -> tuple[nn.Module, ...]:
-    """All modules that were given to `fully_shard` together with this one."""
+    """The unit of a module: all modules that were given to `fully_shard` together with it, itself included."""
     return tuple(_state_of(module)._modules)
 
 
@@ -85,8 +79,7 @@ def parameters_of_unit(module: FSDPModule) -> list[ManagedParameter]:
         for entry in group.fsdp_params:
             info = entry._module_info
             tied = zip(info.shared_modules, info.shared_param_names, strict=True)
-            # While gathered, the module holds the whole tensor. A shard that was put in place of another is there
-            # first.
+            # While gathered, the module holds the whole tensor. A shard put in place of another is there first.
             current = info.module._parameters.get(info.param_name)
             shard: Any = current if isinstance(current, DTensor) else entry.sharded_param
             found.append(ManagedParameter(shard=shard, places=((info.module, info.param_name), *tied)))
@@ -95,11 +88,8 @@ def parameters_of_unit(module: FSDPModule) -> list[ManagedParameter]:
 
 def managed_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The shards that FSDP2 manages below `model`, tied ones once; what it keeps gathered is sharded first."""
-    found = []
-    for group in _groups(model):
-        group.reshard()
-        found += [entry.sharded_param for entry in group.fsdp_params]
-    return found
+    reshard_units(model)
+    return [entry.sharded_param for group in _groups(model) for entry in group.fsdp_params]
 
 
 def count_units(model: nn.Module) -> int:
@@ -169,9 +159,8 @@ def release(model: nn.Module) -> None:
     What a user set on the units beside the arguments of `fully_shard` is lost. Not between a forward and its backward
     pass. Nothing is communicated.
     """
+    reshard_units(model)
     for state in _states(model):
-        for group in _groups_of(state):
-            group.reshard()
         for handle in _handles(state):
             handle.remove()
         for module in state._modules:
