@@ -49,8 +49,8 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.sharding.adapters import add_adapter as add_adapter
     from hf_fsdp_tools.sharding.adapters import load_adapter as load_adapter
     from hf_fsdp_tools.sharding.adapters import shard_added as shard_added
+    from hf_fsdp_tools.sharding.describe import describe_sharding as describe_sharding
     from hf_fsdp_tools.sharding.shard import Sharding as Sharding
-    from hf_fsdp_tools.sharding.shard import describe_sharding as describe_sharding
     from hf_fsdp_tools.sharding.shard import shard_model as shard_model
     from hf_fsdp_tools.sharding.shard import sharding_of as sharding_of
 
@@ -86,7 +86,8 @@ _NAMES_OF = {
     "planning.rules": ("check_wrap_plan",),
     "pretrained": ("from_pretrained",),
     "sharding.adapters": ("add_adapter", "load_adapter", "shard_added"),
-    "sharding.shard": ("Sharding", "describe_sharding", "shard_model", "sharding_of"),
+    "sharding.describe": ("describe_sharding",),
+    "sharding.shard": ("Sharding", "shard_model", "sharding_of"),
 }
 
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}

@@ -155,3 +155,47 @@ def test_importing_changes_nothing():
         "assert not heavy, heavy; assert before == (dict(os.environ), logging.root.handlers)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+PRIVATE = {
+    "sharding.fsdp2_internals": """
+        REGISTRY_KEY STATE_KEY _module_state_mapping _composable _get_fsdp_state _modules _mp_policy _lazy_init
+        _modules_to_run_forward _post_forward _pre_forward_hook_handle _post_forward_hook_handle _fsdp_param_group
+        _fsdp_param_groups _all_gather_process_group _module_to_pre_save_state_dict_hook_handle
+        _module_to_pre_load_state_dict_hook_handle fsdp_params _module_info sharded_param fsdp_placement mesh_info
+        post_forward_mesh_info init_dtype_attrs _param_fqn _post_load_hook_handle _sharded_local_tensor
+        _sharded_param_data init_all_gather_outputs""",
+    "fsdp1": """
+        _handle flat_param uses_sharded_strategy _params _param_infos _shapes _shard_param_infos
+        _shared_param_infos _contiguities _fqns _sharded_size _inter_node_pg _HYBRID_SHARD_ZERO2""",
+    "checkpoint.shards": "_get_root_mesh",
+}
+"""Where torch's private names of FSDP2, FSDP1 and DeviceMesh may stand: a module, or a room."""
+
+NOT_ONLY_FSDPS = {"_modules"}
+"""Names that `nn.Module` has too."""
+
+
+def private_names(path: Path) -> set[str]:
+    """Every name that the code of a file uses; what docstrings say does not count."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            names.add(node.value)  # getattr(module, "name")
+        elif isinstance(node, ast.ImportFrom):
+            names.update((node.module or "").split("."))
+    return names
+
+
+@pytest.mark.parametrize("home", sorted(PRIVATE))
+def test_private_names_of_fsdp_stand_in_one_place(home):
+    private = set(PRIVATE[home].split())
+    used = {name: private_names(path) & private for name, path in modules().items()}
+    inside = {name for name in used if home in (name, room_of(name))}
+    assert set().union(*(used[name] for name in inside)) == private, f"{home} does not use all of these any more"
+    elsewhere = {name: found - NOT_ONLY_FSDPS for name, found in used.items() if name not in inside}
+    assert {name: found for name, found in elsewhere.items() if found} == {}, f"these names belong in {home}"

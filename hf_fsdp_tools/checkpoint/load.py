@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.checkpoint.conversion import set_conversions
@@ -25,8 +24,8 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, opened, rank_
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
-from hf_fsdp_tools.sharding.allocate import allocate
-from hf_fsdp_tools.sharding.fsdp2_internals import managed_groups
+from hf_fsdp_tools.sharding.allocate import allocate, renew
+from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
 from hf_fsdp_tools.text import dtype_name
 
 __all__ = ["aftermath", "load_weights", "rolled_back"]
@@ -100,9 +99,7 @@ def load_weights(
     if requests_in_flight < 1:
         raise ConfigError(f"requests_in_flight is {requests_in_flight}; it must be 1 or more.")
     _refuse_other_dtype(model, dtype)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward pass alone, the root's parameters are still gathered copies
+    reshard_units(model)
     seconds: dict[str, float] = {}
     watch = MemoryWatch()
     with _timed(seconds, "plan"):
@@ -203,7 +200,7 @@ def _refuse_other_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 def _device_of(model: nn.Module) -> torch.device:
     """Where shards belong: the mesh's device, or the CPU if FSDP2 offloads parameters or nothing is sharded."""
-    if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in managed_groups(model)):
+    if is_offloaded(model):
         return torch.device("cpu")
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     return torch.device(mesh.device_type if mesh is not None else "cpu")
@@ -249,7 +246,7 @@ def rolled_back(model: nn.Module) -> Iterator[None]:
                 store[name] = tensor
             elif tensor.is_floating_point():
                 _fill_with_nan(tensor)
-        model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # FSDP2 takes note of its parameters here
+        renew(model)
         raise
 
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
-from hf_fsdp_tools.modeling.module_tree import own_class
 from hf_fsdp_tools.modeling.peft_view import bare_model, base_of, is_wrapper
-from hf_fsdp_tools.sharding.fsdp2_internals import managed_parameters
+from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 
 __all__ = ["merged_model"]
 
@@ -20,9 +20,9 @@ __all__ = ["merged_model"]
 def merged_model(model: nn.Module) -> nn.Module:
     """The base with the active adapters merged into it, sharded as it is: what PEFT's `merge_and_unload` returns.
 
-    PEFT's own `merge` computes, on one adapted module at a time, whole: each rank gathers its weights, merges, and keeps its
-    shard, so the result is PEFT's bit for bit. Merged weights are new tensors, as large as this rank's shards of the
-    adapted modules; all others are the model's own. The result is for saving; it has no FSDP2 hooks to run with.
+    PEFT's own `merge` computes, on one adapted module at a time, whole: each rank gathers its weights, merges, and
+    keeps its shard, so the result is PEFT's bit for bit. Merged weights are new tensors, as large as this rank's shards
+    of the adapted modules; all others are the model's own. The result is for saving; it has no FSDP2 hooks to run with.
 
     Every rank must call; the adapted modules are gathered one after another.
 
@@ -32,10 +32,10 @@ def merged_model(model: nn.Module) -> nn.Module:
     base = base_of(model)
     if packed_linears(base):
         raise ConfigError(
-            "Adapters merged into 4-bit weights would be rounded to 4 bits. Save the adapter, load the base again without "
-            "quantization_config, load_adapter(model, folder), and save that with merge_adapters=True."
+            "Adapters merged into 4-bit weights would be rounded to 4 bits. Save the adapter, load the base again "
+            "without quantization_config, load_adapter(model, folder), and save that with merge_adapters=True."
         )
-    managed_parameters(base)  # which shards what is still gathered
+    reshard_units(base)
     wrappers = list(_outermost(base))
     if not wrappers:
         kind = type(model).__name__
@@ -83,22 +83,20 @@ def _cut(whole: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
     return distribute_tensor(whole, like.data.device_mesh, like.data.placements, src_data_rank=None).to(like.device)
 
 
-def _whole_copy(module: nn.Module, parameters: dict[nn.Parameter, nn.Parameter] | None = None) -> Any:
-    """A copy of a module and all below it with whole parameters of its own, without hooks, not managed by FSDP2."""
-    seen = {} if parameters is None else parameters
-    twin: nn.Module = object.__new__(own_class(module))
-    fresh = nn.Module().__dict__
-    for key, value in module.__dict__.items():
-        twin.__dict__[key] = copy.copy(value) if isinstance(value, dict | list | set) else value
-    twin.__dict__.update({key: value for key, value in fresh.items() if key not in ("_buffers", "training")})
-    for key, parameter in module._parameters.items():
-        if parameter is not None and parameter not in seen:
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            seen[parameter] = nn.Parameter(whole.detach().clone(), requires_grad=False)
-        twin._parameters[key] = None if parameter is None else seen[parameter]
-    for key, child in module._modules.items():
-        twin._modules[key] = None if child is None else _whole_copy(child, seen)
-    return twin
+def _whole_copy(wrapper: nn.Module) -> Any:
+    """A copy of a wrapper and all below it with whole parameters of its own, which can be changed and run."""
+    wholes: dict[nn.Parameter, nn.Parameter] = {}
+
+    def whole(parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is not None and parameter not in wholes:
+            value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            wholes[parameter] = nn.Parameter(value.detach().clone(), requires_grad=False)
+        return None if parameter is None else wholes[parameter]
+
+    def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+        return {key: whole(parameter) for key, parameter in module._parameters.items()}
+
+    return copy_tree(wrapper, parameters=parameters, hooks=False).model
 
 
 def _untie_if_apart(model: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -13,10 +13,11 @@ from hf_fsdp_tools.checkpoint.conversion import persistent_tensors
 from hf_fsdp_tools.checkpoint.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.checkpoint.vocabulary import AddedRows, fill_added, resized_twin
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.sharding.allocate import allocate
-from hf_fsdp_tools.sharding.fsdp2_internals import managed_groups
-from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.sharding.adapter_plan import measured
+from hf_fsdp_tools.sharding.allocate import allocate, with_data
+from hf_fsdp_tools.sharding.fsdp2_internals import replace_parameter, reshard_units
+from hf_fsdp_tools.sharding.shard import remember_sharding, sharded_module, sharding_of
 from hf_fsdp_tools.text import listed
 
 __all__ = ["resize_token_embeddings"]
@@ -32,31 +33,29 @@ def resize_token_embeddings(
 ) -> nn.Module:
     """Give a model that FSDP2 has sharded another number of tokens, in place; return its input embedding.
 
-    As `model.resize_token_embeddings`, which cannot work on shards: every tensor with one row per token is replaced (input
-    embedding, head, biases), old rows stay as they are, ties stay ties, and the config follows. New rows do not depend on
-    the number of ranks. The unit that gathers a tensor goes on gathering it; nothing else is touched.
+    As `model.resize_token_embeddings`, which cannot work on shards: every tensor with one row per token is replaced
+    (input embedding, head, biases), old rows stay as they are, ties stay ties, and the config follows. New rows do not
+    depend on the number of ranks. The unit that gathers a tensor goes on gathering it; nothing else is touched.
 
     Where the checkpoint is still to be loaded, `from_pretrained(…, num_tokens=…)` does the same without gathering.
 
     Args:
-        model: sharded by `shard_model`, `from_pretrained` or `fully_shard`; with its weights, and before the optimizer is made:
-            an optimizer holds on to the parameters that are replaced here.
+        model: sharded by `shard_model`, `from_pretrained` or `fully_shard`; with its weights, and before the optimizer
+            is made: an optimizer holds on to the parameters that are replaced here.
         num_tokens: usually `len(tokenizer)`; fewer drop rows from the end. None keeps the number (for padding alone).
         pad_to_multiple_of: round the number of rows up.
-        mean_resizing: new rows are the mean of the old ones (transformers adds noise of 3e-5 of their spread); False: the
-            model's own initialisation.
+        mean_resizing: new rows are the mean of the old ones (transformers adds noise of 3e-5 of their spread); False:
+            the model's own initialisation.
         seed: of that initialisation.
 
     Every rank must call. One tensor at a time is gathered, whole, on every rank, as its unit does in each step.
 
     Raises:
-        ConfigError: the model is not one of transformers', cannot be resized, is on meta, is under FSDP1 or tensor parallel,
-            or has gradients: it is being trained already.
+        ConfigError: the model is not one of transformers', cannot be resized, is on meta, is under FSDP1 or tensor
+            parallel, or has gradients: it is being trained already.
     """
     _refuse(model)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward pass alone, the root and the tail are still gathered
+    reshard_units(model)
     twin = resized_twin(model, num_tokens, pad_to_multiple_of)
     wanted = persistent_tensors(twin)
     added: dict[str, AddedRows] = {}
@@ -81,13 +80,13 @@ def _refuse(model: nn.Module) -> None:
     """Stop on all ranks alike where a tensor cannot be replaced, or should not be any more."""
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
-            f"{type(model).__name__} is no model of transformers, which knows what its vocabulary is. Give the model itself, "
-            "below PEFT's or Accelerate's wrapper, or resize it before sharding."
+            f"{type(model).__name__} is no model of transformers, which knows what its vocabulary is. Give the model "
+            "itself, below PEFT's or Accelerate's wrapper, or resize it before sharding."
         )
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ConfigError(
-            "The model is wrapped with FSDP1, whose flat parameters cannot be resized. Call model.resize_token_embeddings() "
-            "before it is wrapped, or use FSDP2."
+            "The model is wrapped with FSDP1, whose flat parameters cannot be resized. Call "
+            "model.resize_token_embeddings() before it is wrapped, or use FSDP2."
         )
     parameters = list(model.named_parameters())
     if on_meta := [name for name, p in parameters if p.is_meta]:
@@ -111,12 +110,10 @@ def _replace(model: nn.Module, key: str, old: torch.Tensor, shape: torch.Size) -
     if not isinstance(old, nn.Parameter):
         _set_everywhere(model, old, whole.new_zeros(shape))
     elif isinstance(old, DTensor):
-        _replace_sharded(model, key, old, shape)
+        replace_parameter(model, key, old, shape)
         allocate(model, device=local_tensor(old).device)
     else:
-        new = nn.Parameter(whole.new_empty(shape), requires_grad=old.requires_grad)
-        new.__dict__.update(old.__dict__)
-        _set_everywhere(model, old, new)
+        _set_everywhere(model, old, with_data(old, whole.new_empty(shape)))
     tensor = persistent_tensors(model)[key]
     local = local_tensor(tensor)
     for box, start in local_boxes_of(tensor):
@@ -134,45 +131,6 @@ def _set_everywhere(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> N
                     store[name] = new
 
 
-def _replace_sharded(model: nn.Module, key: str, old: DTensor, shape: torch.Size) -> None:
-    """Let the FSDP2 unit that gathers `old` gather a new meta parameter instead.
-
-    torch has no public way to do this. A unit keeps one `FSDPParam` per parameter, with all that depends on its shape, so a
-    new one is made by the same constructor and takes the old one's place (read in torch 2.11 and 2.13).
-    """
-    for group in managed_groups(model):
-        for i, entry in enumerate(group.fsdp_params):
-            if entry.sharded_param is not old:
-                continue
-            if entry.is_dtensor:
-                raise ConfigError(
-                    f"{key!r} is sharded by tensor parallelism too. Resize before the model is parallelised."
-                )
-            placement = entry.fsdp_placement
-            parameter = nn.Parameter(
-                torch.empty(shape, dtype=old.dtype, device="meta"), requires_grad=old.requires_grad
-            )
-            made = type(entry)(
-                parameter,
-                entry._module_info,
-                entry.mesh_info,
-                entry.post_forward_mesh_info,
-                entry.device,
-                None if placement.dim == 0 else lambda _, placement=placement: placement,
-                entry.mp_policy,
-                group.offload_policy,
-            )
-            made._param_fqn = entry._param_fqn
-            made.sharded_param.__dict__.update(old.__dict__)
-            made.init_dtype_attrs(group.mp_policy)
-            entry._post_load_hook_handle.remove()
-            group.fsdp_params[i] = made
-            return
-    raise ConfigError(
-        f"{key!r} is a DTensor that no FSDP2 unit gathers. Shard the model with shard_model or fully_shard."
-    )
-
-
 def _follow(model: PreTrainedModel, twin: PreTrainedModel) -> None:
     """Numbers that say how many tokens there are, in modules, config and plan: as transformers set them in the twin."""
     changed = dict(twin.named_modules(remove_duplicate=False))  # the twin may share a module where the model ties two
@@ -183,14 +141,7 @@ def _follow(model: PreTrainedModel, twin: PreTrainedModel) -> None:
                 setattr(module, attribute, getattr(other, attribute))
     text: Any = model.config.get_text_config()
     text.vocab_size = twin.config.get_text_config().vocab_size
-    sharding = sharding_of(model)
-    if sharding is not None:
-        sizes = {unit.modules: unit for unit in make_wrap_plan(twin).units}
-        units = tuple(
-            replace(unit, num_params=sizes[unit.modules].num_params, num_bytes=sizes[unit.modules].num_bytes)
-            if unit.modules in sizes
-            else unit
-            for unit in sharding.plan.units
-        )
-        plan = replace(sharding.plan, units=units, num_params=sum(p.numel() for p in model.parameters()))
-        model._fsdp_sharding = replace(sharding, plan=plan)
+    base, sharding = sharded_module(model), sharding_of(model)
+    if base is not None and sharding is not None:
+        plan = measured(sharding.plan, ModuleTree(base))
+        remember_sharding(base, replace(sharding, plan=plan))

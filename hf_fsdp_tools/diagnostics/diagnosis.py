@@ -25,14 +25,14 @@ from hf_fsdp_tools.diagnostics.live import (
     LiveModel,
     describe_units,
     local_part,
-    plain_name,
     read_live_model,
 )
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
+from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.policy import HybridPolicy
-from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of
 from hf_fsdp_tools.text import dtype_name, listed
 
 __all__ = ["Diagnosis", "diagnose"]
@@ -153,7 +153,8 @@ def _look(model: nn.Module, plan: WrapPlan | None, policy: HybridPolicy | None, 
 
 def _renamed(plan: WrapPlan, model: nn.Module) -> WrapPlan:
     """The remembered plan with the names that its modules have in `model`, which may wrap the model it was made for."""
-    place = next(name for name, module in model.named_modules() if "_fsdp_sharding" in vars(module))
+    base = sharded_module(model)
+    place = next(name for name, module in model.named_modules() if module is base)
 
     def rename(name: str) -> str:
         return ".".join(part for part in (place, name) if part)

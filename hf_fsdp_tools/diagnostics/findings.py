@@ -13,8 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_fsdp_tools.diagnostics.live import LiveModel, plain_name
-from hf_fsdp_tools.modeling.module_tree import ModuleNode, class_name
+from hf_fsdp_tools.diagnostics.live import LiveModel
+from hf_fsdp_tools.modeling.module_tree import ModuleNode, class_name, plain_name, way_inside
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import size_bound
 from hf_fsdp_tools.planning.stacks import find_blocks, is_major
@@ -81,8 +81,8 @@ def _not_sharded(live: LiveModel, world_size: int) -> Iterator[Finding]:
         severity="info" if alone else "error",
         fact=f"The model has no FSDP unit: "
         f"{'this process' if alone else f'each of {world_size} ranks'} holds all {show_bytes(size)} of it.",
-        cure="Load it with from_pretrained(...), or call shard_model(model, make_wrap_plan(model)). Under Accelerate, make the "
-        "accelerator with make_accelerator(): a plain one drops FSDP without a word where it finds no GPU.",
+        cure="Load it with from_pretrained(...), or call shard_model(model, make_wrap_plan(model)). Under Accelerate, "
+        "make the accelerator with make_accelerator(): a plain one drops FSDP without a word where it finds no GPU.",
     )
 
 
@@ -100,7 +100,8 @@ def _check_units(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
             severity="warning",
             fact=f"{len(missed)} of {len(blocks)} blocks have no unit and are gathered with what is around them: "
             f"{listed([block.fqn for block in missed])} ({_classes(missed)}).",
-            cure=f"Name every block class in the wrap policy ({_classes(blocks)}), or use make_wrap_plan(model): it finds them.",
+            cure=f"Name every block class in the wrap policy ({_classes(blocks)}), or use make_wrap_plan(model): it "
+            "finds them.",
         )
     if large := [unit for unit in live.units if unit.num_params > bound]:
         worst = max(large, key=lambda unit: unit.num_params)
@@ -110,15 +111,15 @@ def _check_units(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
             fact=f"{len(large)} of {len(live.units)} units gather more than twice the largest block or layer "
             f"({show_count(bound)} parameters). The largest is {worst.name} with {show_count(worst.num_params)} "
             f"({show_bytes(worst.num_bytes)}).",
-            cure="Make its largest parts units of their own; make_wrap_plan(model) does, and HybridPolicy(min_unit_params=...) "
-            "sets from which size.",
+            cure="Make its largest parts units of their own; make_wrap_plan(model) does, and "
+            "HybridPolicy(min_unit_params=...) sets from which size.",
         )
     if empty := [unit for unit in live.units if not unit.weights and unit.parent is not None]:
         yield Finding(
             code="empty-unit",
             severity="info",
-            fact=f"{len(empty)} of {len(live.units)} units hold no parameter: {listed([unit.name for unit in empty])}. What is "
-            "below them lies in other units.",
+            fact=f"{len(empty)} of {len(live.units)} units hold no parameter: {listed([unit.name for unit in empty])}. "
+            "What is below them lies in other units.",
             cure="Leave them out of the wrap policy: they gather nothing.",
         )
 
@@ -138,8 +139,8 @@ def _root_only(live: LiveModel, plan: WrapPlan, *, blocks_have_units: bool) -> F
         f"{show_count(live.tree.num_params)} parameters ({show_bytes(worst.num_bytes)}) at once, in {worst.name}, "
         f"much as plain data parallelism holds them. The plan has {len(planned)} units of at most "
         f"{show_count(plan.largest_unit.num_params)}.",
-        cure="Shard a fresh model with shard_model(model, make_wrap_plan(model)), or give Accelerate a HybridFSDPPlugin(). "
-        "Its own wrap policy is NO_WRAP, or names classes that the model does not have.",
+        cure="Shard a fresh model with shard_model(model, make_wrap_plan(model)), or give Accelerate a "
+        "HybridFSDPPlugin(). Its own wrap policy is NO_WRAP, or names classes that the model does not have.",
     )
 
 
@@ -172,8 +173,8 @@ def _check_plan(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
             code="plan-mismatch",
             severity="warning",
             fact=f"The model is not sharded as the plan says: {' and '.join(lists)}.",
-            cure="Shard a fresh model with shard_model(model, plan), and add adapters or heads before that; or make the plan "
-            "from this model.",
+            cure="Shard a fresh model with shard_model(model, plan), and add adapters or heads before that; or make "
+            "the plan from this model.",
         )
 
 
@@ -193,8 +194,8 @@ def _check_meta(live: LiveModel, model: nn.Module) -> Iterator[Finding]:
             severity="error",
             fact=f"{len(names)} of {len(live.parameters)} parameters and {len(buffers)} buffers are still on meta: "
             f"{listed([*names, *buffers])}.",
-            cure="Load the whole model with load_weights(model, ...), which also initialises what the checkpoint lacks; give "
-            "modules that were added later values before they are used.",
+            cure="Load the whole model with load_weights(model, ...), which also initialises what the checkpoint "
+            "lacks; give modules that were added later values before they are used.",
         )
 
 
@@ -212,25 +213,27 @@ def _check_managed(live: LiveModel) -> Iterator[Finding]:
             continue
         if not place.tensor.requires_grad:
             frozen.append(weight)
-        elif not place.tensor._post_accumulate_grad_hooks:  # shard_model averages what it keeps whole by such a hook
+        elif not place.tensor._post_accumulate_grad_hooks:  # shard_model, or a user, averages by such a hook
             alone.append(weight.names[0])
     if twice:
         yield Finding(
             code="managed-twice",
             severity="error",
-            fact=f"{len(twice)} tied parameters are in one unit under one name and elsewhere under another: {listed(twice)}. "
-            "Their gradients or values go apart, or the forward pass sees a shard instead of the whole.",
-            cure="Tie weights before sharding, keep each tied set in one unit (fully_shard([embedding, head]); make_wrap_plan "
-            "does it), and do not call tie_weights() on a sharded model.",
+            fact=f"{len(twice)} tied parameters are in one unit under one name and elsewhere under another: "
+            f"{listed(twice)}. Their gradients or values go apart, or the forward pass sees a shard instead of the "
+            "whole.",
+            cure="Tie weights before sharding, keep each tied set in one unit (fully_shard([embedding, head]); "
+            "make_wrap_plan does it), and do not call tie_weights() on a sharded model.",
         )
     if alone:
         yield Finding(
             code="unmanaged-parameters",
             severity="error",
-            fact=f"{len(alone)} trainable parameters are in no unit: {listed(alone)}. Nobody averages their gradients, so each "
-            "rank trains its own copy.",
-            cure="Add adapters and heads to the plain model and shard the whole, the root included (fully_shard(model) last). "
-            "What must stay whole belongs in HybridPolicy(replicate=...), for which shard_model averages gradients.",
+            fact=f"{len(alone)} trainable parameters are in no unit: {listed(alone)}. Nobody averages their gradients, "
+            "so each rank trains its own copy.",
+            cure="Add adapters and heads to the plain model and shard the whole, the root included (fully_shard(model) "
+            "last). What must stay whole belongs in HybridPolicy(replicate=...), for which shard_model averages "
+            "gradients.",
         )
     if frozen:
         yield Finding(
@@ -238,12 +241,13 @@ def _check_managed(live: LiveModel) -> Iterator[Finding]:
             severity="info",
             fact=f"{len(frozen)} frozen parameters are in no unit: each rank holds all of them, "
             f"{show_bytes(sum(weight.nbytes for weight in frozen))}.",
-            cure="Nothing, if that is small or meant (quantised weights that cannot be sharded); else shard them with the rest.",
+            cure="Nothing, if that is small or meant (quantised weights that cannot be sharded); else shard them with "
+            "the rest.",
         )
 
 
 def _check_padding(live: LiveModel) -> Iterator[Finding]:
-    """Padding that FSDP2 stores and sends because a dimension has too few indices for the ranks: fused experts above all."""
+    """Padding that FSDP2 stores and sends where a dimension has too few indices for the ranks: fused experts above all."""
     total = padding = 0.0
     padded: list[str] = []
     for weight in live.tree.weights:
@@ -261,12 +265,12 @@ def _check_padding(live: LiveModel) -> Iterator[Finding]:
         yield Finding(
             code="padded-shards",
             severity="warning",
-            fact=f"Gathering the model carries {1 + padding / total:.1f} times its bytes, and the ranks that hold anything of "
-            f"these hold as much more than their share: {listed(merge_alike(padded))} have too few rows for the ranks, and "
-            "FSDP2 makes all shards as long as the longest.",
-            cure="Shard with shard_model, from_pretrained or HybridFSDPPlugin(), which split another dimension where one can be "
-            "split evenly; if they made this, take a number of ranks that divides a dimension of these tensors, or fewer shards "
-            "and replicas of them (dp_replicate_size).",
+            fact=f"Gathering the model carries {1 + padding / total:.1f} times its bytes, and the ranks that hold "
+            f"anything of these hold as much more than their share: {listed(merge_alike(padded))} have too few rows "
+            "for the ranks, and FSDP2 makes all shards as long as the longest.",
+            cure="Shard with shard_model, from_pretrained or HybridFSDPPlugin(), which split another dimension where "
+            "one can be split evenly; if they made this, take a number of ranks that divides a dimension of these "
+            "tensors, or fewer shards and replicas of them (dp_replicate_size).",
         )
 
 
@@ -280,10 +284,10 @@ def _check_mixes(live: LiveModel) -> Iterator[Finding]:
         yield Finding(
             code="mixed-dtypes",
             severity="error",
-            fact=f"{len(mixed)} of {len(live.units)} units mix dtypes among their trainable parameters: {listed(mixed)}. "
-            "FSDP2 stops at the first forward pass.",
-            cure="Cast them to one dtype before sharding (adapters to that of the base, or all to float32), or give each dtype "
-            "units of its own, as make_wrap_plan(model) does.",
+            fact=f"{len(mixed)} of {len(live.units)} units mix dtypes among their trainable parameters: "
+            f"{listed(mixed)}. FSDP2 stops at the first forward pass.",
+            cure="Cast them to one dtype before sharding (adapters to that of the base, or all to float32), or give "
+            "each dtype units of its own, as make_wrap_plan(model) does.",
         )
     flat = [u for u in live.units if u.version == 1 and len({weight.requires_grad for weight in u.weights}) > 1]
     if flat:
@@ -292,8 +296,8 @@ def _check_mixes(live: LiveModel) -> Iterator[Finding]:
             code="mixed-requires-grad",
             severity="warning",
             fact=f"{len(flat)} of {len(live.units)} FSDP1 units mix trainable and frozen parameters "
-            f"({listed([unit.name for unit in flat])}): {show_bytes(frozen)} of frozen weights get gradient memory, and FSDP1 "
-            "without use_orig_params would refuse them.",
+            f"({listed([unit.name for unit in flat])}): {show_bytes(frozen)} of frozen weights get gradient memory, "
+            "and FSDP1 without use_orig_params would refuse them.",
             cure="Use FSDP2 (shard_model), which keeps parameters apart; or give the frozen ones units of their own.",
         )
 
@@ -312,9 +316,11 @@ def _check_checkpointing(model: nn.Module) -> Iterator[Finding]:
         yield Finding(
             code="checkpointing-twice",
             severity="warning",
-            fact=f"{len(names)} modules are checkpointed twice, which computes their forward pass a third time: {listed(names)}.",
+            fact=f"{len(names)} modules are checkpointed twice, which computes their forward pass a third time: "
+            f"{listed(names)}.",
             cure="Switch one off: transformers' own (gradient_checkpointing=False in TrainingArguments, or "
-            "model.activation_checkpointing_disable()), torch's checkpoint_wrapper, or the plugin's activation_checkpointing.",
+            "model.activation_checkpointing_disable()), torch's checkpoint_wrapper, or the plugin's "
+            "activation_checkpointing.",
         )
     outside = [(name, w) for name, w in wrappers if _wraps_a_unit(w)]
     if not outside:
@@ -340,12 +346,9 @@ def _check_checkpointing(model: nn.Module) -> Iterator[Finding]:
 
 
 def _wraps_a_unit(wrapper: nn.Module) -> bool:
-    inner = wrapper._modules.get("_checkpoint_wrapped_module")
-    while inner is not None:
-        if isinstance(inner, FSDPModule | FullyShardedDataParallel):
-            return True
-        inner = inner._modules.get("_checkpoint_wrapped_module", inner._modules.get("_orig_mod"))
-    return False
+    parts = way_inside(wrapper).split(".")
+    inside = (wrapper.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts)))
+    return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in inside)
 
 
 def _check_precision(live: LiveModel) -> Iterator[Finding]:

@@ -1,12 +1,11 @@
 """What FSDP manages in a live model, whoever sharded it: FSDP2, FSDP1, or nobody.
 
-Names are those of the model without the wrappers around its modules (checkpoint wrappers, `torch.compile`, FSDP1), as in a
-plan that was made before it was wrapped. Private attributes of torch's FSDP are read here (and, to take FSDP2 off again, in
-`release`): torch has no public way to ask which unit gathers a parameter. Nothing is changed and nothing is communicated.
+Names are those of the model without the wrappers around its modules (checkpoint wrappers, `torch.compile`, FSDP1), as
+in a plan that was made before it was wrapped. Nothing is changed and nothing is communicated.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,19 +14,19 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.fsdp1.flat_shards import flat_parts, unflattened
+from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.module_tree import (
-    WRAPPED_ATTRIBUTES,
     ModuleNode,
     ModuleTree,
     Weight,
     class_name,
+    way_inside,
 )
-from hf_fsdp_tools.sharding.fsdp2_internals import parameter_groups
+from hf_fsdp_tools.sharding.fsdp2_internals import parameters_of_unit, unit_modules
 from hf_fsdp_tools.text import listed, merge_names, show_bytes, show_count
 
-__all__ = ["LiveModel", "LiveParameter", "LiveUnit", "describe_units", "local_part", "plain_name", "read_live_model"]
-
-_FLAT_PARAMETER = "_flat_param"  # where FSDP1 registers what it flattened
+__all__ = ["LiveModel", "LiveParameter", "LiveUnit", "describe_units", "local_part", "read_live_model"]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -36,8 +35,6 @@ class LiveUnit:
 
     version: Literal[1, 2]
     """Of FSDP."""
-    original_parameters: bool
-    """False for FSDP1 without `use_orig_params`: one flat parameter takes the place of the unit's own."""
     nodes: list[ModuleNode] = field(default_factory=list)
     """Its modules in the tree; more than one for `fully_shard([a, b])`."""
     weights: list[Weight] = field(default_factory=list)
@@ -102,16 +99,15 @@ def read_live_model(model: nn.Module) -> LiveModel:
             found.read_fsdp1(module)
         elif isinstance(module, FSDPModule):
             found.read_fsdp2(module)
-    copies: dict[int, nn.Module] = {}
-    tree = ModuleTree(_without_wrappers(model, found, copies))
-    original = {id(copy): key for key, copy in copies.items()}
+    copy = copy_tree(model, parameters=found.parameters, way_inside=way_inside)
+    tree = ModuleTree(copy.model)
     parameters = {
-        f"{node.fqn}.{name}" if node.fqn else name: found.parameter(original[id(node.module)], name, tensor)
+        f"{node.fqn}.{name}" if node.fqn else name: found.parameter(copy.originals[node.module], name, tensor)
         for node in tree
         for name, tensor in node.module._parameters.items()
         if tensor is not None
     }
-    return LiveModel(tree=tree, units=_placed(tree, found, original, parameters), parameters=parameters)
+    return LiveModel(tree=tree, units=_placed(tree, found, copy.originals, parameters), parameters=parameters)
 
 
 def describe_units(live: LiveModel) -> str:
@@ -156,11 +152,6 @@ def _shape(unit: LiveUnit, below: dict[int, list[LiveUnit]]) -> object:
     return names, unit.num_params, unit.num_bytes, inner
 
 
-def plain_name(fqn: str) -> str:
-    """A name without the parts that wrappers insert."""
-    return ".".join(part for part in fqn.split(".") if part not in WRAPPED_ATTRIBUTES)
-
-
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor, detached."""
     tensor = tensor.detach()
@@ -169,101 +160,63 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def _core(module: nn.Module) -> nn.Module:
     """The module inside its wrappers."""
-    for attribute in WRAPPED_ATTRIBUTES:
-        wrapped = module._modules.get(attribute)
-        if wrapped is not None:
-            return _core(wrapped)
-    return module
+    return module.get_submodule(way_inside(module))
 
 
 class _Found:
     """Units by their FSDP state, and for each registered parameter the unit and the tensor that stands for it."""
 
     def __init__(self) -> None:
-        self.units: dict[int, LiveUnit] = {}
-        self.unit_of_module: dict[int, LiveUnit] = {}
-        self.managed: dict[tuple[int, str], LiveParameter] = {}
+        self.units: dict[object, LiveUnit] = {}
+        self.unit_of_module: dict[nn.Module, LiveUnit] = {}
+        self.managed: dict[tuple[nn.Module, str], LiveParameter] = {}
         self.stand_ins: dict[int, LiveParameter] = {}
-        self.flattened: dict[int, list[str]] = {}
+        self.flattened: dict[nn.Module, list[str]] = {}
 
     def read_fsdp2(self, module: Any) -> None:
-        state = module._get_fsdp_state()
-        is_new = id(state) not in self.units
-        unit = self.units.setdefault(id(state), LiveUnit(version=2, original_parameters=True))
-        self.unit_of_module[id(_core(module))] = unit
-        for group in parameter_groups(state) if is_new else ():
-            for managed in group.fsdp_params:
-                info = managed._module_info
-                current = info.module._parameters.get(info.param_name)
-                # While gathered, the module holds the whole tensor; its shard is what the optimizer knows.
-                tensor = current if isinstance(current, DTensor) else managed.sharded_param
-                local = local_part(tensor)
-                here = LiveParameter(tensor=tensor, unit=unit, local_numel=local.numel(), is_meta=local.is_meta)
-                self.managed[id(info.module), info.param_name] = here
-                for owner, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-                    self.managed[id(owner), name] = here
+        members = unit_modules(module)
+        is_new = members not in self.units
+        unit = self.units.setdefault(members, LiveUnit(version=2))
+        self.unit_of_module[_core(module)] = unit
+        for managed in parameters_of_unit(module) if is_new else ():
+            local = local_part(managed.shard)
+            here = LiveParameter(tensor=managed.shard, unit=unit, local_numel=local.numel(), is_meta=local.is_meta)
+            self.managed.update(dict.fromkeys(managed.places, here))
 
-    def read_fsdp1(self, module: Any) -> None:
-        handle = module._handle
-        unit = LiveUnit(version=1, original_parameters=handle is None or handle._use_orig_params)
-        self.units[id(module)] = self.unit_of_module[id(_core(module))] = unit
-        if handle is None:
-            return
-        flat = handle.flat_param
-        for index, info in enumerate(flat._param_infos):
-            own = flat._params[index] if flat._params is not None else flat
+    def read_fsdp1(self, wrapper: FullyShardedDataParallel) -> None:
+        unit = self.units[wrapper] = self.unit_of_module[_core(wrapper)] = LiveUnit(version=1)
+        for part in flat_parts(wrapper):
             stand_in = nn.Parameter(
-                torch.empty(flat._shapes[index], dtype=flat.dtype, device="meta"), requires_grad=own.requires_grad
+                torch.empty(part.shape, dtype=part.dtype, device="meta"), requires_grad=part.requires_grad
             )
-            numel = flat._shard_param_infos[index].numel_in_shard or 0
-            here = LiveParameter(tensor=stand_in, unit=unit, local_numel=numel, is_meta=flat.is_meta)
-            if own is not flat:
-                self.stand_ins[id(own)] = here
-            self._flatten(info.module, info.param_name, here)
-        for shared in flat._shared_param_infos:
-            here = self.managed[id(shared.prim_module), shared.prim_param_name]
-            self._flatten(shared.module, shared.param_name, here)
+            here = LiveParameter(
+                tensor=stand_in, unit=unit, local_numel=part.memory.numel(), is_meta=part.memory.is_meta
+            )
+            if part.registered is not None:
+                self.stand_ins[id(part.registered)] = here
+            for module, name in part.places:
+                self.managed[module, name] = here
+                self.flattened.setdefault(module, []).append(name)
 
-    def _flatten(self, module: nn.Module, name: str, here: LiveParameter) -> None:
-        self.managed[id(module), name] = here
-        self.flattened.setdefault(id(module), []).append(name)
+    def parameters(self, module: nn.Module) -> dict[str, nn.Parameter | None]:
+        """What stands for the parameters of a module in the tree; FSDP1 may unregister what it flattens."""
+        registered: dict[str, Any] = unflattened(module)
+        shown: dict[str, Any] = {}
+        for name in dict.fromkeys([*registered, *self.flattened.get(module, ())]):
+            parameter = registered.get(name)
+            here = self.managed.get((module, name)) or self.stand_ins.get(id(parameter))
+            shown[name] = here.tensor if here else parameter
+        return shown
 
-    def tensor(self, module: nn.Module, name: str) -> torch.Tensor | None:
-        """What stands for a registered parameter in the tree."""
-        if here := self.managed.get((id(module), name)):
-            return here.tensor
-        registered = module._parameters[name]
-        elsewhere = self.stand_ins.get(id(registered))
-        return elsewhere.tensor if elsewhere else registered
-
-    def parameter(self, module_id: int, name: str, tensor: nn.Parameter) -> LiveParameter:
-        if here := self.managed.get((module_id, name)):
+    def parameter(self, module: nn.Module, name: str, tensor: nn.Parameter) -> LiveParameter:
+        if here := self.managed.get((module, name)):
             return here
         local = local_part(tensor)
         return LiveParameter(tensor=tensor, unit=None, local_numel=local.numel(), is_meta=local.is_meta)
 
 
-def _without_wrappers(module: nn.Module, found: _Found, copies: dict[int, nn.Module]) -> nn.Module:
-    """A copy of the module tree (not of its tensors) with wrappers left out; `copies` maps ids of modules to copies."""
-    core = _core(module)
-    if id(core) in copies:
-        return copies[id(core)]
-    copy: nn.Module = object.__new__(type(core))
-    copies[id(core)] = copy
-    copy.__dict__.update(core.__dict__)
-    names = dict.fromkeys(
-        [*core._parameters, *found.flattened.get(id(core), ())]
-    )  # FSDP1 may unregister what it flattens
-    copy.__dict__["_parameters"] = {name: found.tensor(core, name) for name in names if name != _FLAT_PARAMETER}
-    copy.__dict__["_modules"] = {
-        name: None if child is None else _without_wrappers(child, found, copies)  # empty lists are false
-        for name, child in core._modules.items()
-    }
-    return copy
-
-
 def _placed(
-    tree: ModuleTree, found: _Found, original: dict[int, int], parameters: dict[str, LiveParameter]
+    tree: ModuleTree, found: _Found, originals: Mapping[nn.Module, nn.Module], parameters: dict[str, LiveParameter]
 ) -> tuple[LiveUnit, ...]:
     """The units in tree order, each with its nodes, its weights and the unit around it."""
     seen: set[int] = set()
@@ -271,7 +224,7 @@ def _placed(
     ordered: dict[int, LiveUnit] = {}
     for node in tree:
         above = nearest[id(node.parent)] if node.parent else None
-        unit = found.unit_of_module.get(original[id(node.module)])
+        unit = found.unit_of_module.get(originals[node.module])
         nearest[id(node)] = unit or above
         if unit is not None and id(node.module) not in seen:  # a module registered twice is one module of its unit
             seen.add(id(node.module))

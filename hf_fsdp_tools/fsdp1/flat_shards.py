@@ -1,9 +1,12 @@
-"""An FSDP1 model seen as the plain model that it was: each parameter with its own name and shape, and the run of its elements
-that this rank holds in a flat parameter.
+"""An FSDP1 model seen as the plain model that it was.
+
+Each parameter has its own name and shape again, and holds the run of its elements that this rank has in a flat
+parameter.
 """
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +16,19 @@ from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
 from hf_fsdp_tools.checkpoint.regions import Box
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.clone import copy_tree
+from hf_fsdp_tools.modeling.module_tree import way_inside
 from hf_fsdp_tools.text import listed
 
-__all__ = ["FlatShare", "flat_boxes", "plain_view"]
-
-# Attributes under which FSDP1 and activation checkpointing keep the module that they wrap; neither is part of a name.
-_WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+__all__ = [
+    "FlatPart",
+    "FlatShare",
+    "flat_boxes",
+    "flat_parts",
+    "plain_view",
+    "replicas_of",
+    "unflattened",
+]
 
 
 class FlatShare(torch.Tensor):
@@ -56,7 +66,8 @@ class FlatShare(torch.Tensor):
 
     @property
     def _is_hf_initialized(self) -> bool:
-        """transformers' mark, always set: its initialisers, which reach into neighbouring modules, fill whole tensors only."""
+        """transformers' mark, always set: its initialisers fill whole tensors only, and reach into neighbouring
+        modules."""
         return True
 
     @_is_hf_initialized.setter
@@ -87,8 +98,8 @@ class FlatShare(torch.Tensor):
             share.memory.copy_(run)
             return share
         raise ConfigError(
-            f"{func} needs whole parameters, but a plain view holds only this rank's part ({args!r}). Compute with the live "
-            "model, inside FullyShardedDataParallel.summon_full_params."
+            f"{func} needs whole parameters, but a plain view holds only this rank's part ({args!r}). Compute with the "
+            "live model, inside FullyShardedDataParallel.summon_full_params."
         )
 
 
@@ -116,11 +127,72 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
             start = index * inner + end
 
 
+@dataclass(frozen=True, kw_only=True)
+class FlatPart:
+    """One parameter inside the flat parameter of an FSDP1 unit."""
+
+    fqn: str
+    """Its name below the unit, for messages."""
+
+    places: tuple[tuple[nn.Module, str], ...]
+    """Every module that registered it, with its name there; several where it is tied."""
+
+    shape: torch.Size
+    """Of the whole parameter."""
+
+    dtype: torch.dtype
+    """In which the flat parameter is kept."""
+
+    requires_grad: bool
+    """Whether it is trained; without original parameters, whether its unit is."""
+
+    registered: nn.Parameter | None
+    """What stands in its place in the live modules; None without original parameters."""
+
+    memory: torch.Tensor
+    """This rank's run of its elements, 1-D, in the flat parameter's own storage; on meta where that is."""
+
+    start: int
+    """Index of the run's first element in the whole parameter."""
+
+    is_contiguous: bool
+    """Whether the whole parameter was contiguous, so that its elements lie in row-major order."""
+
+
+def flat_parts(wrapper: FullyShardedDataParallel) -> list[FlatPart]:
+    """The parameters that one FSDP1 unit gathers, each once; nothing is changed, also while they are gathered."""
+    handle: Any = wrapper._handle
+    if handle is None:
+        return []
+    flat = handle.flat_param
+    tied: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
+    for other in flat._shared_param_infos:
+        tied.setdefault((other.prim_module, other.prim_param_name), []).append((other.module, other.param_name))
+    parts = []
+    for i, (info, shard) in enumerate(zip(flat._param_infos, flat._shard_param_infos, strict=True)):
+        offset, count = (shard.offset_in_shard, shard.numel_in_shard) if shard.in_shard else (0, 0)
+        place = (info.module, info.param_name)
+        registered = flat._params[i] if flat._params is not None else None
+        part = FlatPart(
+            fqn=flat._fqns[i],
+            places=(place, *tied.get(place, ())),
+            shape=flat._shapes[i],
+            dtype=flat.dtype,
+            requires_grad=(flat if registered is None else registered).requires_grad,
+            registered=registered,
+            memory=flat.data[offset : offset + count],
+            start=shard.intra_param_start_idx or 0,
+            is_contiguous=flat._contiguities[i],
+        )
+        parts.append(part)
+    return parts
+
+
 def plain_view(model: nn.Module) -> nn.Module:
     """The model below the FSDP1 wrappers, under its own names, every parameter a `FlatShare` of this rank's memory.
 
-    A new tree of modules that shares buffers, memory and everything else with the live one; it follows no later change of
-    the tree and cannot run. Parameters that FSDP1 ignores are the live ones. No rank communicates.
+    A new tree of modules that shares buffers, memory and everything else with the live one; it follows no later change
+    of the tree and cannot run. Parameters that FSDP1 ignores are the live ones. No rank communicates.
 
     Raises:
         ConfigError: the model has no FSDP1 module, or some of it is gathered at the moment.
@@ -128,69 +200,50 @@ def plain_view(model: nn.Module) -> nn.Module:
     wrappers = FullyShardedDataParallel.fsdp_modules(model)
     if not wrappers:
         raise ConfigError(f"{type(model).__name__} has no FSDP1 module. Wrap it with wrap_fsdp1 first.")
-    shares: dict[nn.Module, dict[str, FlatShare]] = {}
+    shares: dict[nn.Module, dict[str, Any]] = {}
     for wrapper in wrappers:
-        if handle := wrapper._handle:
-            for module, name, share in _shares_of(handle, _is_first_replica(wrapper)):
+        _refuse_gathered(wrapper)
+        first = _is_first_replica(wrapper)
+        for part in flat_parts(wrapper):
+            if not part.is_contiguous:
+                raise ConfigError(f"{part.fqn} is not contiguous. Make it contiguous before wrapping.")
+            share = FlatShare(
+                part.shape, part.memory, part.start, requires_grad=part.requires_grad, is_first_replica=first
+            )
+            for module, name in part.places:
                 shares.setdefault(module, {})[name] = share
-    return _view(model, shares, {})
+
+    def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+        return {**unflattened(module), **shares.get(module, {})}
+
+    return copy_tree(model, parameters=parameters, way_inside=way_inside).model
+
+
+def unflattened(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """What a module registers beside flat parameters."""
+    return {name: p for name, p in module._parameters.items() if not isinstance(p, FlatParameter)}
+
+
+def replicas_of(wrapper: FullyShardedDataParallel) -> dist.ProcessGroup | None:
+    """The group of ranks that hold the same shards as this one under a hybrid strategy; None under the others."""
+    return getattr(wrapper, "_inter_node_pg", None)
 
 
 def _is_first_replica(wrapper: FullyShardedDataParallel) -> bool:
     """Under NO_SHARD every rank holds everything, under hybrid strategies one rank of every shard group the same."""
-    replicas = getattr(wrapper, "_inter_node_pg", None)
+    replicas = replicas_of(wrapper)
     if wrapper._handle is not None and not wrapper._handle.uses_sharded_strategy:
         replicas = wrapper.process_group
     return replicas is None or dist.get_rank(replicas) == 0
 
 
-def _shares_of(handle: Any, is_first_replica: bool) -> Iterator[tuple[nn.Module, str, FlatShare]]:
-    """Every parameter of one flat parameter: the module that registers it, its name there, and its share."""
+def _refuse_gathered(wrapper: FullyShardedDataParallel) -> None:
+    handle: Any = wrapper._handle
+    if handle is None or not handle.uses_sharded_strategy:
+        return
     flat = handle.flat_param
-    if handle.uses_sharded_strategy and flat.size() != flat._sharded_size:
+    if flat.size() != flat._sharded_size:
         raise ConfigError(
             f"The flat parameter of {listed(flat._fqns)} is gathered at the moment. Call this outside "
             "summon_full_params and between training steps."
         )
-    made: dict[tuple[nn.Module, str], FlatShare] = {}
-    trainable = _requires_grad(handle)
-    for i, (info, shape, place) in enumerate(
-        zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
-    ):
-        if not flat._contiguities[i]:
-            raise ConfigError(f"{flat._fqns[i]} is not contiguous. Make it contiguous before wrapping.")
-        offset, count = (place.offset_in_shard, place.numel_in_shard) if place.in_shard else (0, 0)
-        memory = flat.data[offset : offset + count]
-        start = place.intra_param_start_idx or 0
-        share = FlatShare(shape, memory, start, requires_grad=trainable[i], is_first_replica=is_first_replica)
-        made[info.module, info.param_name] = share
-        yield info.module, info.param_name, share
-    for tied in flat._shared_param_infos:
-        yield tied.module, tied.param_name, made[tied.prim_module, tied.prim_param_name]
-
-
-def _requires_grad(handle: Any) -> list[bool]:
-    flat = handle.flat_param
-    if flat._params is None:  # without original parameters all of a flat parameter is trained, or nothing
-        return [flat.requires_grad] * len(flat._param_infos)
-    return [parameter.requires_grad for parameter in flat._params]
-
-
-def _view(module: nn.Module, shares: dict[nn.Module, dict[str, FlatShare]], made: dict[nn.Module, Any]) -> nn.Module:
-    """A copy of one module and all below it, with the wrappers left out."""
-    inner = next((module._modules[name] for name in _WRAPPED if name in module._modules), None)
-    if inner is not None:
-        return _view(inner, shares, made)
-    if module in made:
-        copy: nn.Module = made[module]
-        return copy
-    copy = made[module] = object.__new__(type(module))
-    copy.__dict__.update(module.__dict__)
-    children = module._modules.items()
-    copy.__dict__["_modules"] = {name: child and _view(child, shares, made) for name, child in children}
-    own = {name: p for name, p in module._parameters.items() if not isinstance(p, FlatParameter)}
-    copy.__dict__["_parameters"] = {**own, **shares.get(module, {})}
-    copy.__dict__["_buffers"] = dict(module._buffers)
-    for name in shares.get(module, {}):
-        copy.__dict__.pop(name, None)  # without original parameters FSDP1 leaves a view of the last gather there
-    return copy

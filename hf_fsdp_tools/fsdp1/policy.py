@@ -2,14 +2,14 @@
 
 What FSDP1 lacks beside FSDP2, and what becomes of a plan for it:
 
-    grouped units      FSDP1 wraps single modules. Of a group ([final norm, head]) each member is its own unit; one below the
-                       floor stays with the unit above it.
-    tied parameters    must lie in one flat parameter, so units that are (mostly) one of them are dissolved into the unit that
-                       holds their lowest common ancestor, as a rule the root. Where that would dissolve a whole block, the
-                       tied parameter stays whole on every rank instead.
+    grouped units      FSDP1 wraps single modules. Of a group ([final norm, head]) each member is its own unit; one
+                       below the floor stays with the unit above it.
+    tied parameters    must lie in one flat parameter, so units that are (mostly) one of them are dissolved into the
+                       unit that holds their lowest common ancestor, as a rule the root. Where that would dissolve a
+                       whole block, the tied parameter stays whole on every rank instead.
     reshard to an int  does not exist.
-    one dtype per unit also for frozen parameters (those of a rarer dtype stay whole on every rank), and, without original
-                       parameters, one requires_grad.
+    one dtype per unit also for frozen parameters (those of a rarer dtype stay whole on every rank), and, without
+                       original parameters, one requires_grad.
 """
 
 import warnings
@@ -45,8 +45,8 @@ _KEPT = {
 class HybridAutoWrapPolicy:
     """The units of a wrap plan as an FSDP1 auto-wrap policy for one model; `hybrid_auto_wrap_policy` makes it.
 
-    Call it as `(module, recurse, nonwrapped_numel) -> bool`, alone or in `functools.partial(_or_policy, policies=[…])`. It
-    knows the modules of its model by identity: make it last, when adapters are in place.
+    Call it as `(module, recurse, nonwrapped_numel) -> bool`, alone or in `functools.partial(_or_policy, policies=[…])`.
+    It knows the modules of its model by identity: make it last, when adapters are in place.
     """
 
     plan: WrapPlan
@@ -56,8 +56,8 @@ class HybridAutoWrapPolicy:
     """Fqns of the modules to wrap, children before parents, without the root, which FSDP1 always wraps."""
 
     ignored: tuple[str, ...]
-    """Parameters that stay whole on every rank. FSDP1 learns of them by `ignored_states=policy.ignored_states`, and does not
-    reduce their gradients (`wrap_fsdp1` does)."""
+    """Parameters that stay whole on every rank. FSDP1 learns of them by `ignored_states=policy.ignored_states`, and
+    does not reduce their gradients (`wrap_fsdp1` does)."""
 
     def __init__(self, model: nn.Module, plan: WrapPlan, *, floor_params: float) -> None:
         tree = ModuleTree(model)
@@ -212,7 +212,8 @@ class _Draft:
                 above += own
 
     def keep_frozen_apart(self) -> None:
-        """Keep frozen parameters of a unit's rarer dtypes whole on every rank: they have no gradient and no optimizer state."""
+        """Keep frozen parameters of a unit's rarer dtypes whole on every rank: they need no gradient and no optimizer
+        state."""
         for held in self.held().values():
             sizes: dict[object, int] = {}
             for weight in held:

@@ -24,10 +24,12 @@ from hf_fsdp_tools.checkpoint.report import LoadReport, MemoryWatch
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
-from hf_fsdp_tools.fsdp1.flat_shards import plain_view
+from hf_fsdp_tools.fsdp1.flat_shards import plain_view, replicas_of
 from hf_fsdp_tools.fsdp1.policy import HybridAutoWrapPolicy, hybrid_auto_wrap_policy
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.sharding.allocate import with_storage
+from hf_fsdp_tools.sharding.hooks import average_gradients
 from hf_fsdp_tools.text import listed
 
 __all__ = ["load_weights_fsdp1", "wrap_fsdp1"]
@@ -56,16 +58,19 @@ def wrap_fsdp1(
     initialize: bool = True,
     seed: int = 0,
 ) -> FullyShardedDataParallel:
-    """Wrap `model` by `plan` with FSDP1, on meta or with real weights, and return the wrapper; make the optimizer afterwards.
+    """Wrap `model` by `plan` with FSDP1, on meta or with real weights, and return the wrapper.
 
-    A meta model gets storage unit by unit, so that a rank never holds more than its shards and one unit (twice, while FSDP1
-    flattens it), and then the model's own initialisation: values depend on `seed` only, not on the number of ranks, and
-    tied parameters stay tied.
+    Make the optimizer afterwards.
+
+    A meta model gets storage unit by unit, so that a rank never holds more than its shards and one unit (twice, while
+    FSDP1 flattens it), and then the model's own initialisation: values depend on `seed` only, not on the number of
+    ranks, and tied parameters stay tied.
 
     Args:
         plan: from `make_wrap_plan` of this model.
         process_group: over which to shard; None means all processes. Hybrid strategies: (shard group, replicate group).
-        sharding_strategy, mixed_precision, cpu_offload, backward_prefetch, forward_prefetch, limit_all_gathers: as in FSDP1.
+        sharding_strategy, mixed_precision, cpu_offload, backward_prefetch, forward_prefetch, limit_all_gathers: as in
+            FSDP1.
         device_id: this rank's device; None means its accelerator, or the CPU where there is none (gloo).
         use_orig_params: keep the original parameters, which LoRA and parameter groups need.
         sync_module_states: take the weights of rank 0, where alone they must be real; accelerators only.
@@ -73,12 +78,14 @@ def wrap_fsdp1(
         initialize: False leaves the storage of a meta model uninitialised, for a caller that fills it.
         seed: of the initialisation.
 
-    Every rank must call. The ranks exchange the plan's digest; with `sync_module_states`, rank 0 broadcasts the weights.
+    Every rank must call. The ranks exchange the plan's digest; with `sync_module_states`, rank 0 broadcasts the
+    weights.
 
     Raises:
         WrapPlanError: the plan does not fit the model or FSDP1, or differs between ranks.
         ConfigError: a setting that torch cannot honour here, or would honour wrongly without a word.
-        CheckpointError: the model's own code leaves a parameter uninitialised: load a checkpoint, with `initialize=False`.
+        CheckpointError: the model's own code leaves a parameter uninitialised: load a checkpoint, with
+            `initialize=False`.
     """
     _warn_deprecated()
     device = device_id or local_device()
@@ -110,7 +117,8 @@ def wrap_fsdp1(
         )
     if meta_keys and initialize and param_init_fn is None and not sync_module_states:
         initialize_missing(plain_view(wrapped), missing_keys=meta_keys, seed=seed)
-    _average_ignored(wrapped, ignored)
+    groups = (wrapped.process_group, replicas_of(wrapped))
+    average_gradients(ignored, [group for group in groups if group is not None])
     return wrapped
 
 
@@ -119,8 +127,8 @@ def load_weights_fsdp1(
 ) -> LoadReport:
     """Fill a model wrapped with FSDP1 from a Hugging Face checkpoint, in place; each rank reads only its own share.
 
-    Each rank's bytes go straight into its flat shards: nothing is gathered and nothing travels between ranks. The result
-    equals `from_pretrained` bit for bit.
+    Each rank's bytes go straight into its flat shards: nothing is gathered and nothing travels between ranks. The
+    result equals `from_pretrained` bit for bit.
 
     Args:
         model: wrapped by `wrap_fsdp1(…, initialize=False)`, or by FSDP1 in any other way; dtypes stay as they are.
@@ -135,8 +143,8 @@ def load_weights_fsdp1(
     """
     if needless := sorted({"dtype", "device"} & options.keys()):
         raise ConfigError(
-            f"{' and '.join(needless)} cannot be changed: the flat parameters have storage already. Build the meta model "
-            "with build_meta_model(dtype=…) and wrap it with wrap_fsdp1(device_id=…)."
+            f"{' and '.join(needless)} cannot be changed: the flat parameters have storage already. Build the meta "
+            "model with build_meta_model(dtype=…) and wrap it with wrap_fsdp1(device_id=…)."
         )
     view = plain_view(model)
     watch = MemoryWatch()
@@ -154,8 +162,8 @@ def load_weights_fsdp1(
 @functools.cache  # once per process
 def _warn_deprecated() -> None:
     warnings.warn(
-        "FSDP1 (FullyShardedDataParallel) is deprecated in PyTorch. It works here, but FSDP2 (shard_model) is the default and "
-        "the only one that gets new features.",
+        "FSDP1 (FullyShardedDataParallel) is deprecated in PyTorch. It works here, but FSDP2 (shard_model) is the "
+        "default and the only one that gets new features.",
         FutureWarning,
         stacklevel=3,
     )
@@ -178,13 +186,14 @@ def _refuse_settings(
         if size == 1:
             problems.append(
                 f"sharding_strategy {strategy.name} with a shard group of {size}: torch then stops averaging gradients "
-                "without a word (pytorch issue 154888). Give process_group=(shard group of 2 or more, replicate group), "
-                "use FULL_SHARD, or FSDP2 with ParallelDims(dp_replicate_size=…)."
+                "without a word (pytorch issue 154888). Give process_group=(shard group of 2 or more, replicate "
+                "group), use FULL_SHARD, or FSDP2 with ParallelDims(dp_replicate_size=…)."
             )
     if sync_module_states and device.type == "cpu":
         problems.append(
-            "sync_module_states is True on the CPU, where torch cannot broadcast the weights. Build the model on meta on "
-            "every rank (the initialisation is the same on all), or load the same checkpoint on every rank, and leave it False."
+            "sync_module_states is True on the CPU, where torch cannot broadcast the weights. Build the model on meta "
+            "on every rank (the initialisation is the same on all), or load the same checkpoint on every rank, and "
+            "leave it False."
         )
     if cpu_offload is not None and cpu_offload.offload_params and device.type == "cpu":
         problems.append(
@@ -212,8 +221,9 @@ def _check_requires_grad(policy: HybridAutoWrapPolicy, model: nn.Module, use_ori
         )
     frozen = sum(model.get_parameter(name).numel() for _, names in mixed.values() for name in names)
     warnings.warn(
-        f"{len(mixed)} units hold trainable beside frozen parameters. FSDP1 reduces the gradient of a unit as a whole, so "
-        f"{frozen:,} frozen parameters take gradient memory too while their unit runs backward. FSDP2 (shard_model) does not.",
+        f"{len(mixed)} units hold trainable beside frozen parameters. FSDP1 reduces the gradient of a unit as a whole, "
+        f"so {frozen:,} frozen parameters take gradient memory too while their unit runs backward. FSDP2 (shard_model) "
+        "does not.",
         UserWarning,
         stacklevel=3,
     )
@@ -231,8 +241,8 @@ def _agree(plan: WrapPlan, *, has_meta: bool, sync_module_states: bool) -> None:
     on_meta = [str(rank) for rank, (_, meta) in enumerate(told) if meta]
     if sync_module_states and told[0][1]:
         raise ConfigError(
-            "sync_module_states is True, but the model of rank 0, whose weights all ranks would get, is on meta itself. "
-            "Leave it False: each rank then initialises the same values."
+            "sync_module_states is True, but the model of rank 0, whose weights all ranks would get, is on meta "
+            "itself. Leave it False: each rank then initialises the same values."
         )
     if not sync_module_states and on_meta and len(on_meta) < len(told):
         raise ConfigError(
@@ -265,25 +275,17 @@ def _storage_giver(policy: HybridAutoWrapPolicy, device: torch.device) -> Callab
             for name, tensor in store.items():
                 if tensor is not None and tensor.is_meta:
                     if tensor not in made:
-                        made[tensor] = _with_storage(tensor, device)
+                        made[tensor] = with_storage(tensor, device=device)
+                        made[tensor].data = made[tensor].data.contiguous()  # flat parameters know row-major order only
                     store[name] = made[tensor]
 
     return give_storage
 
 
-def _with_storage(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    if not isinstance(tensor, nn.Parameter):
-        return data
-    parameter = nn.Parameter(data, requires_grad=tensor.requires_grad)
-    parameter.__dict__.update(tensor.__dict__)  # attributes that model code hangs on its parameters
-    return parameter
-
-
 def _place_ignored(model: nn.Module, policy: HybridAutoWrapPolicy, device: torch.device) -> list[nn.Parameter]:
     """Put what FSDP1 ignores on the device before it is told of them: it knows parameters by identity."""
     for parameter in policy.ignored_states:
-        placed = _with_storage(parameter, device) if parameter.is_meta else None
+        placed = with_storage(parameter, device=device) if parameter.is_meta else None
         for module in model.modules():
             for name, other in module._parameters.items():
                 if other is parameter and placed is not None:
@@ -291,19 +293,3 @@ def _place_ignored(model: nn.Module, policy: HybridAutoWrapPolicy, device: torch
         if placed is None:
             parameter.data = parameter.data.to(device)
     return policy.ignored_states
-
-
-def _average_ignored(wrapped: FullyShardedDataParallel, ignored: list[nn.Parameter]) -> None:
-    """FSDP1 does not reduce what it does not shard. Averaging after every micro-batch is right under accumulation too:
-    what was averaged before is equal on all ranks, and averaging equals leaves them as they are."""
-    groups = [group for name in ("process_group", "_inter_node_pg") if (group := getattr(wrapped, name, None))]
-
-    def average(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        for group in groups:
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= dist.get_world_size(group)
-
-    for parameter in ignored:
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(average)  # type: ignore[no-untyped-call]  # torch's own

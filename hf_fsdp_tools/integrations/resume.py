@@ -22,6 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
+from hf_fsdp_tools.modeling.module_tree import plain_name
 
 __all__ = [
     "awaiting_state",
@@ -44,9 +45,6 @@ _ACCELERATES = re.compile(
     r"(random_states|pytorch_model_fsdp|optimizer|scheduler|sampler|dl_state_dict|scaler|custom_checkpoint)[_.].*"
 )
 """Names that `save_state` gives, which must not outlive the state that they belong to; same source, checkpointing.py."""
-
-_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
-"""What `torch.compile` and checkpoint_wrapper put into names, and torch leaves out of a state dict's."""
 
 
 def saveable(model: nn.Module) -> nn.Module:
@@ -198,7 +196,7 @@ def _without_state(
     keys = FileSystemReader(source).read_metadata().state_dict_metadata
     stored = {key.removeprefix(begin).rpartition(".")[0] for key in keys if key.startswith(begin)}
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    names = {_WRAPPERS.sub("", name): parameter for name, parameter in model.named_parameters() if parameter in held}
+    names = {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter in held}
     if unknown := sorted(stored - names.keys()):
         raise CheckpointError(
             f"{str(source)!r} holds optimizer state of {len(unknown)} parameters that this optimizer does not train, as "

@@ -9,7 +9,6 @@ Nouns used here and in `planning`:
     extent   parameters below a node, tied or not (what a single block would gather)
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from hf_fsdp_tools.errors import BlockDetectionError
 
 __all__ = [
-    "WRAPPED_ATTRIBUTES",
+    "ADAPTED",
+    "WRAPPED",
     "ModuleNode",
     "ModuleTree",
     "Weight",
@@ -29,16 +29,16 @@ __all__ = [
     "has_forward",
     "original_classes",
     "own_class",
+    "plain_name",
+    "way_inside",
 ]
 
-# Attributes under which wrappers keep the module that they wrap: checkpoint wrappers, torch.compile, FSDP1. The wrapper has
-# the same role in the model as what it wraps, so it is named after it.
-WRAPPED_ATTRIBUTES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+"""Attributes under which torch's wrappers keep the module that they wrap: checkpoint wrappers, `torch.compile`, FSDP1.
+The wrapper has the same role in the model as the module inside it, and is named after it."""
 
-# Path parts that wrappers insert into parameter names after the model has declared its ties.
-_INSERTED_PARTS = re.compile(
-    r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module|base_layer|original_module)\."
-)
+ADAPTED = ("base_layer", "original_module", "token_adapter")
+"""Attributes under which PEFT's wrappers (0.21) keep the module that they wrap; a wrapper may hold another wrapper."""
 
 
 @dataclass(eq=False, slots=True)
@@ -109,10 +109,10 @@ class ModuleTree:
     """The nodes and weights of one model, read once; reads shapes only, so it works on the meta device.
 
     Args:
-        model: Any module. It is not changed.
+        model: any module; it is not changed.
 
     Raises:
-        BlockDetectionError: The model has no parameter, or has lazy parameters whose shape is not known yet.
+        BlockDetectionError: the model has no parameter, or has lazy parameters whose shape is not known yet.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -180,14 +180,14 @@ class ModuleTree:
 
     def _join_declared_ties(self) -> None:
         """Join weights that the model will tie when it is loaded, although they are separate tensors now."""
-        plain_names = {_INSERTED_PARTS.sub("", name): name for name in self._weight_of}
+        plain_names = {plain_name(name, adapters=True): name for name in self._weight_of}
         for node in self:
             declared = getattr(node.module, "all_tied_weights_keys", None)
             if not isinstance(declared, dict):
                 continue
-            prefix = _INSERTED_PARTS.sub("", f"{node.fqn}." if node.fqn else "")
+            home = plain_name(node.fqn, adapters=True)
             for target, source in declared.items():
-                names = [plain_names.get(f"{prefix}{key}") for key in (source, target)]
+                names = [plain_names.get(f"{home}.{key}" if home else key) for key in (source, target)]
                 if names[0] is not None and names[1] is not None:
                     self._join(self._weight_of[names[0]], self._weight_of[names[1]])
 
@@ -213,15 +213,28 @@ class ModuleTree:
 
 
 def class_name(module: nn.Module) -> str:
-    """The class name a user knows: wrappers (checkpoint, compile) and FSDP2's renaming (`FSDPXxx`) looked through."""
-    for attribute in WRAPPED_ATTRIBUTES:
+    """The class name a user knows: that of the module inside wrappers, before FSDP2 gave it a class (`FSDPXxx`)."""
+    return own_class(module.get_submodule(way_inside(module))).__name__
+
+
+def way_inside(module: nn.Module) -> str:
+    """The name of the module inside torch's wrappers, seen from the outermost; "" for a module that is no wrapper."""
+    for attribute in WRAPPED:
         wrapped = module._modules.get(attribute)
         if wrapped is not None:
-            return class_name(wrapped)
-    mro = type(module).__mro__
-    if len(mro) > 2 and mro[1].__name__ == "FSDPModule":  # fully_shard builds (FSDPXxx, FSDPModule, Xxx, ...)
-        return mro[2].__name__
-    return mro[0].__name__
+            return ".".join(filter(None, (attribute, way_inside(wrapped))))
+    return ""
+
+
+def plain_name(fqn: str, *, adapters: bool = False) -> str:
+    """A name of a module or a tensor without the parts that torch's wrappers insert.
+
+    Args:
+        fqn: as in `named_modules`, `named_parameters` or a state dict.
+        adapters: leave out the parts that PEFT's wrappers insert, too.
+    """
+    inserted = (*WRAPPED, *ADAPTED) if adapters else WRAPPED
+    return ".".join(part for part in fqn.split(".") if part not in inserted)
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -231,15 +244,18 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before FSDP2 gave it one of its own."""
+    """The class of a module before FSDP2 gave it one of its own, which extends (FSDPModule, the module's own class)."""
     cls = type(module)
     return cls.__mro__[cls.__mro__.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else cls
 
 
 @contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
-    """The modules of a model under their own classes for a while: FSDP2 gives each of its modules a class of its own, and
-    transformers takes a class from another module for a user's code."""
+    """The modules of a model under their own classes for a while.
+
+    FSDP2 gives each of its modules a class of its own, and transformers takes a class from another module for a user's
+    code.
+    """
     units: dict[nn.Module, type] = {m: type(m) for m in model.modules() if isinstance(m, FSDPModule)}
     try:
         for module in units:

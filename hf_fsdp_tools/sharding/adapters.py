@@ -1,8 +1,8 @@
 """PEFT adapters on sharded models: added by PEFT itself, then sharded in the units of the base.
 
-The order is always the same, whether we add the adapter, a user's script does, or a trainer of TRL: the base is sharded and
-loaded, PEFT adds small whole tensors to it, and `shard_added` cuts them where the base is cut. Plans are made of the base
-without adapters, so a model has the same units with and without them.
+The order is always the same, whether we add the adapter, a user's script does, or a trainer of TRL: the base is sharded
+and loaded, PEFT adds small whole tensors to it, and `shard_added` cuts them where the base is cut. Plans are made of
+the base without adapters, so a model has the same units with and without them.
 """
 
 from collections.abc import Iterator
@@ -23,38 +23,38 @@ from hf_fsdp_tools.distributed.agreement import opened
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.linear4bit import mark_weights, packed_linears, refuse_cast_weights
-from hf_fsdp_tools.modeling.module_tree import ModuleTree, Weight
-from hf_fsdp_tools.modeling.peft_view import bare_model, base_of, is_wrapper
-from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.modeling.peft_view import is_wrapper
+from hf_fsdp_tools.sharding.adapter_plan import laid_over
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters, release
 from hf_fsdp_tools.sharding.hf_interface import refuse_plain_save
+from hf_fsdp_tools.sharding.hooks import average_gradients, is_averaged
 from hf_fsdp_tools.sharding.shard import (
     Sharding,
     agree_on_plan,
     apply_sharding,
-    average_gradients,
+    sharded_module,
     sharding_of,
 )
 from hf_fsdp_tools.text import first_line
 
-__all__ = ["add_adapter", "load_adapter", "plan_with_adapters", "shard_added"]
+__all__ = ["add_adapter", "load_adapter", "shard_added"]
 
 _NEEDS_BASE = ("corda", "eva", "loftq", "lora_ga", "mica", "olora", "pissa")
-"""Values of LoRA's `init_lora_weights` that look into whole weights of the base; all but EVA change them too (PEFT 0.21)."""
+"""Values of LoRA's `init_lora_weights` that look into whole weights of the base; all but EVA change them too (PEFT
+0.21)."""
 
 
 def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "default", seed: int = 0) -> Any:
     """Add a PEFT adapter to a sharded, loaded model; return the `PeftModel`, sharded in the units of its base.
 
-    The adapter's values are those that `torch.manual_seed(seed); get_peft_model(...)` gives on one process, whatever the
-    number of ranks. Adapters are fp32, as PEFT makes them; the frozen base keeps its dtype. Each rank holds the whole
-    adapter for a moment (LoRA of rank 16 on all linear layers of an 8B model: 170 MB), never more of the base.
+    The adapter's values are those that `torch.manual_seed(seed); get_peft_model(...)` gives on one process, whatever
+    the number of ranks. Adapters are fp32, as PEFT makes them; the frozen base keeps its dtype. Each rank holds the
+    whole adapter for a moment (LoRA of rank 16 on all linear layers of an 8B model: 170 MB), never more of the base.
 
     Args:
-        model: sharded by `shard_model` and loaded. It is changed in place; modules are copied (`modules_to_save`) as shards.
+        model: sharded by `shard_model` and loaded. It is changed in place; modules are copied (`modules_to_save`) as
+            shards.
         peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`.
         adapter_name: under which PEFT keeps it.
         seed: of the adapter's initial values.
@@ -105,28 +105,16 @@ def load_adapter(
     return adapted.eval()
 
 
-def plan_with_adapters(model: nn.Module, policy: HybridPolicy) -> WrapPlan:
-    """The plan of a PEFT model's base, made without the adapters and then laid over the base with them.
-
-    For a model without adapters this is `make_wrap_plan`. No rank communicates.
-
-    Raises:
-        WrapPlanError, BlockDetectionError: as `make_wrap_plan`.
-    """
-    base = base_of(model)
-    plan = make_wrap_plan(bare_model(base).model, policy=policy)
-    return _laid_over(plan, base) if any(is_wrapper(module) for module in base.modules()) else plan
-
-
 def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     """Shard what was added to a sharded model since (adapters, heads), in place, in the units of the plan it has.
 
-    Trainable weights become fp32 where computation is in a lower precision (master weights), where their dtypes differ, and
-    on a 4-bit base, whose adapters TRL casts to bf16 (they keep the values that this rounds them to).
-    What PEFT keeps outside the base (prompt encoders) stays whole on every rank, with averaged gradients.
+    Trainable weights become fp32 where computation is in a lower precision (master weights), where their dtypes differ,
+    and on a 4-bit base, whose adapters TRL casts to bf16 (they keep the values that this rounds them to). What PEFT
+    keeps outside the base (prompt encoders) stays whole on every rank, with averaged gradients.
 
     Args:
-        model: with `shard_model`'s mark at or below it, else nothing is done. Not between a forward and its backward pass.
+        model: with `shard_model`'s mark at or below it, else nothing is done. Not between a forward and its backward
+            pass.
 
     Returns:
         Parameters that were replaced, and what replaced them: for an optimizer that was made before.
@@ -134,32 +122,27 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     Every rank must call. The ranks exchange the plan's digest; values come from rank 0.
 
     Raises:
-        ConfigError: PEFT made adapters of a wrong shape, because it took FSDP's mesh for tensor parallel; or 4-bit weights
-            were cast.
+        ConfigError: PEFT made adapters of a wrong shape, because it took FSDP's mesh for tensor parallel; or 4-bit
+            weights were cast.
         WrapPlanError: the ranks added different things.
     """
-    sharding = sharding_of(model)
-    if sharding is None:
+    base, sharding = sharded_module(model), sharding_of(model)
+    if base is None or sharding is None:
         return {}
-    base = next(module for module in model.modules() if "_fsdp_sharding" in module.__dict__)
     if packed_linears(base):
         refuse_cast_weights(base)
         _undo_casts(base)
     managed = set(managed_parameters(base))
     known = dict(base.named_parameters(remove_duplicate=False))
     whole = {known[name] for name in sharding.plan.replicated if name in known}
-    outside = [
-        p
-        for p in model.parameters()
-        if p.requires_grad and not isinstance(p, DTensor) and not p._post_accumulate_grad_hooks
-    ]
+    outside = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor) and not is_averaged(p)]
     inside = any(parameter not in managed and parameter not in whole for parameter in base.parameters())
     # A prompt encoder may have run the embedding alone already, which FSDP2 then takes for the root: shard again too.
     replaced = _shard_again(base, sharding, managed) if inside or outside else {}
     outside = [parameter for parameter in outside if parameter not in replaced]
     for parameter in outside:
         _broadcast(parameter, sharding.mesh)
-    average_gradients(outside, sharding.mesh)
+    average_gradients(outside, sharding.mesh.get_all_groups())
     if outside:
         make_root(base)
     refuse_plain_save(model)  # PEFT's, like transformers'
@@ -193,15 +176,15 @@ def _peft() -> Any:
 def _refuse_whole_base(config: Any, model: nn.Module) -> None:
     if getattr(config, "use_dora", False) and packed_linears(model):
         raise ConfigError(
-            "DoRA takes norms over whole rows of the base, and a shard of 4-bit weights holds runs of bytes. Use use_dora=False, "
-            "or load the base without quantization_config."
+            "DoRA takes norms over whole rows of the base, and a shard of 4-bit weights holds runs of bytes. Use "
+            "use_dora=False, or load the base without quantization_config."
         )
     start = getattr(config, "init_lora_weights", None)
     if isinstance(start, str) and start.lower().startswith(_NEEDS_BASE):
         raise ConfigError(
-            f"init_lora_weights={start!r} decomposes whole weights of the base, and no rank has them. Use True, 'gaussian' or "
-            "'orthogonal'; or make the adapter on the plain model and let prepare() shard the whole. Convert a saved one with "
-            "PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+            f"init_lora_weights={start!r} decomposes whole weights of the base, and no rank has them. Use True, "
+            "'gaussian' or 'orthogonal'; or make the adapter on the plain model and let prepare() shard the whole. "
+            "Convert a saved one with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)."
         )
 
 
@@ -214,11 +197,16 @@ def _seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def _on_shards(config: Any) -> Iterator[None]:
-    """Let PEFT compute with whole adapters and shards of the base together (DoRA's norms), and say so where it cannot."""
+    """Let PEFT compute with whole adapters and shards of the base together (DoRA's norms), and say so where it cannot.
+
+    Errors of the device and of communication between ranks are not about the adapter, and stay what they are.
+    """
     kind = getattr(config.peft_type, "value", config.peft_type)
     try:
         with implicit_replication():
             yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError):
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"PEFT cannot make this {kind} adapter: {error}") from error
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
@@ -270,7 +258,7 @@ def _replace(model: nn.Module, new: dict[nn.Parameter, nn.Parameter]) -> None:
 def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]) -> dict[torch.Tensor, nn.Parameter]:
     """Take FSDP2 off, and put it on again with what was added; what was sharded before keeps its shards, untouched."""
     _check_shapes(base)
-    plan = _laid_over(sharding.plan, base)
+    plan = laid_over(sharding.plan, base)
     agree_on_plan(plan, sharding.mesh)
     release(base)
     kept = {base.get_parameter(name) for name in plan.replicated}
@@ -298,8 +286,11 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
 
 
 def _undo_casts(base: nn.Module) -> None:
-    """Trainable shards in fp32 again. TRL casts the adapters of a quantised model to bf16 by `parameter.data`, behind FSDP2,
-    which goes on gathering what it had: the optimizer would step on tensors that no forward pass sees."""
+    """Trainable shards in fp32 again.
+
+    TRL casts the adapters of a quantised model to bf16 by `parameter.data`, behind FSDP2, which goes on gathering the
+    fp32 shards: the optimizer would step on tensors that no forward pass sees.
+    """
     cast = [p for p in base.parameters() if p.requires_grad and isinstance(p, DTensor) and p.dtype != torch.float32]
     for parameter in cast:
         parameter.data = parameter.data.to(torch.float32)
@@ -318,8 +309,9 @@ def _check_shapes(base: nn.Module) -> None:
             wrong.append(name)
     if wrong:
         raise ConfigError(
-            f"PEFT took the mesh for tensor parallel and gave {len(wrong)} adapters the shape of one shard (first: {wrong[0]}). "
-            "On a mesh of several axes give peft_config to from_pretrained, or add the adapter before the model is sharded."
+            f"PEFT took the mesh for tensor parallel and gave {len(wrong)} adapters the shape of one shard (first: "
+            f"{wrong[0]}). On a mesh of several axes give peft_config to from_pretrained, or add the adapter before "
+            "the model is sharded."
         )
 
 
@@ -350,69 +342,3 @@ def _broadcast(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
     """Rank 0's values everywhere: along the last axis, then along the first."""
     for axis in reversed(range(mesh.ndim)):
         dist.broadcast(parameter.detach(), group=mesh.get_group(axis), group_src=0)
-
-
-# ---- plans ----
-
-
-def _laid_over(plan: WrapPlan, base: nn.Module) -> WrapPlan:
-    """A plan of the base without adapters (or with some of them), for the base with them."""
-    bare = bare_model(base)
-    units: list[WrapUnit] = []
-    for unit in plan.units:
-        modules = tuple(bare.places.get(name, name) for name in unit.modules)
-        units += [extra for name in modules for extra in _trained_whole(name, unit, base)]
-        units.append(replace(unit, modules=modules))
-    units = list({unit.modules: unit for unit in units}.values())
-    names = (name.rpartition(".") for name in plan.replicated)
-    replicated = [".".join(filter(None, (bare.names.get(module, module), key))) for module, _, key in names]
-    replicated += [
-        name for name, parameter in base.named_parameters() if parameter.ndim == 0 and name not in replicated
-    ]
-    return _measured(replace(plan, units=tuple(units), replicated=tuple(replicated)), ModuleTree(base))
-
-
-def _trained_whole(name: str, unit: WrapUnit, base: nn.Module) -> Iterator[WrapUnit]:
-    """Units inside the wrapper of a module that PEFT trains as a copy: the frozen original is gathered only if it runs.
-
-    Where the original is tied to another module of the unit, it stays there, and the copies are gathered on their own.
-    """
-    wrapper = base.get_submodule(name)
-    copies = wrapper._modules.get("modules_to_save") if is_wrapper(wrapper) else None
-    original = wrapper._modules.get("original_module")
-    if copies is None or original is None:
-        return
-    own = set(original.parameters())
-    below = set(original.modules())
-    others = (module for module in base.modules() if module not in below)
-    if any(parameter in own for module in others for parameter in module._parameters.values()):
-        yield from (
-            replace(unit, modules=(f"{name}.modules_to_save.{key}",), reason="trained copy of a tied module")
-            for key in copies._modules
-        )
-    else:
-        yield replace(
-            unit, modules=(f"{name}.original_module",), reshard_after_forward=True, reason="frozen, its copy is trained"
-        )
-
-
-def _measured(plan: WrapPlan, tree: ModuleTree) -> WrapPlan:
-    """The plan with the sizes that its units have in this tree; units that hold nothing any more are left out."""
-    of_module = {id(tree.by_fqn[name].module): index for index, unit in enumerate(plan.units) for name in unit.modules}
-    whole = {id(tree.weight(name)) for name in plan.replicated}
-    held: dict[int, list[Weight]] = {}
-    for weight in tree.weights:
-        if id(weight) not in whole:
-            owner = weight.owners[0]
-            unit = next(of_module[id(n.module)] for n in (owner, *owner.ancestors()) if id(n.module) in of_module)
-            held.setdefault(unit, []).append(weight)
-    units = [
-        replace(
-            unit,
-            num_params=sum(weight.numel for weight in held.get(index, ())),
-            num_bytes=sum(weight.nbytes for weight in held.get(index, ())),
-        )
-        for index, unit in enumerate(plan.units)
-        if index in held or unit.modules == ("",)
-    ]
-    return replace(plan, units=tuple(units), num_params=tree.num_params)

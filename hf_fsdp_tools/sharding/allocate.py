@@ -5,20 +5,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.modeling.linear4bit import mark_weights
-from hf_fsdp_tools.sharding.host_memory import empty_on_host
 
-__all__ = ["allocate", "renew"]
+__all__ = ["allocate", "renew", "with_data", "with_storage"]
 
 
 def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Give every tensor of a meta model uninitialised storage on `device`, in place: of a DTensor only this rank's shard.
+    """Give every tensor of a meta model uninitialised storage on `device`, in place; a DTensor, this rank's shard of
+    it.
 
     Tied parameters stay one parameter and FSDP2 is told of the new ones. Tensors that have storage stay as they are.
 
     Args:
         model: plain, or sharded by `fully_shard` while on meta.
-        device: where the storage of shards goes: the CPU for a CPU-offloaded FSDP2 model. Buffers and whole parameters of a
-            sharded model go to the mesh's device.
+        device: where the storage of shards goes: the CPU for a CPU-offloaded FSDP2 model. Buffers and whole parameters
+            of a sharded model go to the mesh's device.
         dtype: what floating-point parameters become; None keeps each one's own. Buffers always keep their own.
 
     No rank communicates.
@@ -52,19 +52,14 @@ def _allocated(model: nn.Module, device: torch.device, dtype: torch.dtype | None
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     # CPU offload is for shards alone: what every rank holds whole is used where the mesh is.
     whole_on = torch.device(mesh.device_type) if mesh is not None else device
-    homes = [device if isinstance(tensor, DTensor) else whole_on for tensor in found]
-    wanted = [(_local_shape(tensor), _storage_dtype(tensor, dtype)) for tensor in found]
-    on_host = iter(empty_on_host([want for want, home in zip(wanted, homes, strict=True) if home.type == "cpu"]))
     return {
-        tensor: _with_storage(
-            tensor, next(on_host) if home.type == "cpu" else torch.empty(shape, dtype=kind, device=home)
+        tensor: with_storage(
+            tensor,
+            device=device if isinstance(tensor, DTensor) else whole_on,
+            dtype=_storage_dtype(tensor, dtype),
         )
-        for tensor, (shape, kind), home in zip(found, wanted, homes, strict=True)
+        for tensor in found
     }
-
-
-def _local_shape(tensor: torch.Tensor) -> torch.Size:
-    return tensor.to_local().shape if isinstance(tensor, DTensor) else tensor.shape
 
 
 def _storage_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -73,19 +68,26 @@ def _storage_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dty
     return dtype if chosen and dtype is not None else tensor.dtype
 
 
-def _with_storage(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """The same parameter or buffer with `local` as its memory on this rank."""
-    data = local
+def with_storage(tensor: torch.Tensor, *, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The same parameter or buffer with uninitialised memory on `device`: of a DTensor, this rank's shard.
+
+    Strides, attributes that model code hangs on a parameter, and its hooks on gradients stay.
+    """
+    dtype = dtype or tensor.dtype
     if isinstance(tensor, DTensor):
-        data = DTensor.from_local(
+        local = torch.empty(tensor.to_local().shape, dtype=dtype, device=device)
+        data: torch.Tensor = DTensor.from_local(
             local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
-    elif not tensor.is_contiguous():
-        data = torch.empty_like(tensor, dtype=local.dtype, device=local.device)  # another order of its dimensions
-    if not isinstance(tensor, nn.Parameter):
-        return data
-    allocated = nn.Parameter(data, requires_grad=tensor.requires_grad)
-    allocated.__dict__.update(tensor.__dict__)  # attributes that model code hangs on its parameters
-    for hook in (tensor._post_accumulate_grad_hooks or {}).values():  # set while on meta, by shard_model
-        allocated.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
-    return allocated
+    else:
+        data = torch.empty_like(tensor, dtype=dtype, device=device)
+    return with_data(tensor, data) if isinstance(tensor, nn.Parameter) else data
+
+
+def with_data(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    """Another parameter to put in the place of one: with this data, and the same attributes and hooks on its gradient."""
+    new = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        new.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
+    return new

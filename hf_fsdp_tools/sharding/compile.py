@@ -14,11 +14,11 @@ __all__ = ["compile_blocks"]
 def compile_blocks(model: nn.Module, plan: WrapPlan, options: Mapping[str, Any]) -> tuple[str, ...]:
     """Compile every block of `plan` with `nn.Module.compile`, at its first call; return their names.
 
-    A block is a unit that has modules inside it. Equal blocks share what is compiled once. Where a block holds another unit
-    (experts), its parts without one are compiled instead: FSDP's gathering must stay between compiled regions, not in one.
-    The model as a whole is not compiled, and stays the same object with the same parameter names. A call with a cache
-    (`generate`) runs as it is: caches differ from layer to layer and grow with every token, and torch would compile
-    each anew until its limit of 8 (measured).
+    A block is a unit that has modules inside it. Equal blocks share what is compiled once. Where a block holds another
+    unit (experts), its parts without one are compiled instead: FSDP's gathering must stay between compiled regions, not
+    in one. The model as a whole is not compiled, and stays the same object with the same parameter names. A call with a
+    cache (`generate`) runs as it is: caches differ from layer to layer and grow with every token, and torch would
+    compile each anew until its limit of 8 (measured).
 
     Args:
         model: plain or sharded. Call after activation checkpointing is set and before the first forward pass.
@@ -41,7 +41,8 @@ def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         cached = any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
-        return (module._call_impl if cached else compiled)(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
+        run: Any = module._call_impl if cached else compiled
+        return run(*args, **kwargs)
 
     module._compiled_call_impl = call
 

@@ -1,60 +1,166 @@
-"""FSDP2 taken off a model again, so that it can be sharded anew with what was added to it: every rank keeps its shards.
+"""Everything of FSDP2 that torch keeps private, behind named functions; no other file uses FSDP2's private names.
 
-torch has no public way back from `fully_shard`. What it registered is undone here through private attributes of torch 2.11
-to 2.13 (`_fsdp_state.py`, `_fsdp_param_group.py`, `_composable/contract.py`); nothing else of the package does so. `resize`
-does less: it replaces a parameter in its unit, and so keeps whatever else a user has set on that unit.
+torch has no public way to ask which unit gathers a parameter, to take `fully_shard` off a model again, or to give a
+unit a parameter of another shape. The private names were read in torch 2.11, 2.12 and 2.13: `_fsdp_state.py`,
+`_fsdp_param_group.py` and `_fsdp_param.py` of `torch/distributed/fsdp/_fully_shard`, and `_composable/contract.py`.
+
+Nouns, as in torch's own files:
+
+    state    torch's record of one unit; all modules of `fully_shard([a, b])` have the same one
+    group    the parameters that a unit gathers together
+    entry    torch's record of one parameter of a group (`FSDPParam`)
 """
 
 import copy
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import own_class
 
 __all__ = [
+    "ManagedParameter",
+    "complete_unit",
     "copy_released",
-    "drop_hook",
+    "count_units",
+    "is_offloaded",
+    "make_gathered_memory",
     "make_root",
-    "managed_groups",
     "managed_parameters",
-    "parameter_groups",
+    "parameters_of_unit",
     "release",
+    "replace_parameter",
+    "reshard_units",
+    "unit_modules",
+    "unit_precision",
 ]
 
 
-def parameter_groups(state: Any) -> list[Any]:
-    """torch's own record of the parameters that one FSDP2 unit gathers: one before torch 2.13, several since; empty for none."""
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
+# ---- what FSDP2 manages ----
 
 
-def managed_groups(model: nn.Module) -> list[Any]:
-    """The parameter groups of all FSDP2 units below `model`."""
-    return [group for state in _states(model) for group in parameter_groups(state)]
+@dataclass(frozen=True, kw_only=True)
+class ManagedParameter:
+    """A parameter that a unit gathers."""
+
+    shard: nn.Parameter
+    """This rank's shard, which the optimizer knows, also while the modules hold the gathered parameter."""
+
+    places: tuple[tuple[nn.Module, str], ...]
+    """Every module that registers the parameter, with its name there; several where it is tied."""
+
+
+def unit_modules(module: FSDPModule) -> tuple[nn.Module, ...]:
+    """The unit of a module: all modules that were given to `fully_shard` together with it, itself included."""
+    return tuple(_state_of(module)._modules)
+
+
+def unit_precision(module: FSDPModule) -> MixedPrecisionPolicy:
+    """The dtypes in which the unit of a module computes and reduces."""
+    policy: MixedPrecisionPolicy = _state_of(module)._mp_policy
+    return policy
+
+
+def parameters_of_unit(module: FSDPModule) -> list[ManagedParameter]:
+    """What the unit of a module gathers, each parameter once.
+
+    Nothing is changed; it may be called between a forward and its backward pass.
+    """
+    found = []
+    for group in _groups_of(_state_of(module)):
+        for entry in group.fsdp_params:
+            info = entry._module_info
+            tied = zip(info.shared_modules, info.shared_param_names, strict=True)
+            # While gathered, the module holds the whole tensor. A shard put in place of another is there first.
+            current = info.module._parameters.get(info.param_name)
+            shard: Any = current if isinstance(current, DTensor) else entry.sharded_param
+            found.append(ManagedParameter(shard=shard, places=((info.module, info.param_name), *tied)))
+    return found
 
 
 def managed_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The shards that FSDP2 manages below `model`, tied ones once; what it keeps gathered is sharded first."""
-    found = []
-    for group in managed_groups(model):
-        group.reshard()
-        found += [managed.sharded_param for managed in group.fsdp_params]
-    return found
+    reshard_units(model)
+    return [entry.sharded_param for group in _groups(model) for entry in group.fsdp_params]
+
+
+def count_units(model: nn.Module) -> int:
+    """How many units FSDP2 manages in a model: what a plan's number of units must equal."""
+    return len(_states(model))
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether FSDP2 keeps shards of a model on the CPU between uses."""
+    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in _groups(model))
+
+
+def reshard_units(model: nn.Module) -> None:
+    """Shard what is gathered below `model`: after a forward pass alone the root and the tail are, for a backward pass."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+# ---- what FSDP2 does in a pass ----
+
+
+def make_root(model: nn.Module) -> None:
+    """Make a sharded, loaded model the root of its units now; otherwise the first of them to run makes itself the root.
+
+    PEFT's prompt methods run the embedding alone before the model.
+    """
+    assert isinstance(model, FSDPModule)
+    _state_of(model)._lazy_init()
+
+
+def make_gathered_memory(module: FSDPModule) -> None:
+    """Make the memory into which the unit of a module gathers its parameters, unless it is there; nothing is gathered."""
+    state = _state_of(module)
+    state._lazy_init()  # as FSDP2 does next: it decides in which dtype a parameter is gathered
+    for group in _groups_of(state):
+        for entry in group.fsdp_params:
+            if not hasattr(entry._sharded_local_tensor, "fsdp_pre_all_gather"):  # an extension of the user's
+                entry.init_all_gather_outputs(
+                    [entry._sharded_param_data.numel()],
+                    [entry.param_dtype or entry.orig_dtype],
+                    group._all_gather_process_group.size(),
+                    group.device,
+                )
+
+
+def complete_unit(module: FSDPModule, output: Any) -> Any:
+    """End the forward pass of a unit of which some modules have not run, as its last module would; return the output.
+
+    torch before 2.13 waits for these modules for ever.
+    """
+    state = _state_of(module)
+    if state._modules_to_run_forward:
+        output = state._post_forward(state._modules[0], None, output)
+        state._modules_to_run_forward.clear()
+    return output
+
+
+# ---- FSDP2 taken off, and a parameter replaced ----
 
 
 def release(model: nn.Module) -> None:
-    """Take FSDP2 off `model` and all below it, in place: own classes, no hooks of FSDP2, parameters left as DTensor shards.
+    """Take FSDP2 off `model` and all below it, in place; the parameters stay this rank's shards, as DTensors.
 
-    Not between a forward and its backward pass. Nothing is communicated.
+    The modules get their own classes back and lose FSDP2's hooks.
+
+    What a user set on the units beside the arguments of `fully_shard` is lost. Not between a forward and its backward
+    pass. Nothing is communicated.
     """
+    reshard_units(model)
     for state in _states(model):
-        for group in parameter_groups(state):
-            group.reshard()
         for handle in _handles(state):
             handle.remove()
         for module in state._modules:
@@ -64,19 +170,11 @@ def release(model: nn.Module) -> None:
             _module_state_mapping.pop(module)
 
 
-def make_root(model: nn.Module) -> None:
-    """Make a sharded, loaded model the root of its units now: the first of them to run would make itself the root otherwise.
-
-    PEFT's prompt methods run the embedding alone before the model.
-    """
-    state: Any = model._get_fsdp_state()  # type: ignore[operator]  # an FSDPModule
-    state._lazy_init()
-
-
 def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A deep copy of a module of an FSDP2 unit, as PEFT makes one to train it whole (`modules_to_save`).
 
-    The copy has the module's own class, its own shards, and no hooks; FSDP2 does not manage it. FSDP2 itself refuses to copy.
+    The copy has the module's own class, its own shards, and no hooks; FSDP2 does not manage it. FSDP2 itself refuses to
+    copy.
     """
     twin: nn.Module = object.__new__(own_class(module))
     memo[id(module)] = twin
@@ -88,23 +186,80 @@ def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return twin
 
 
+def replace_parameter(model: nn.Module, name: str, old: DTensor, shape: torch.Size) -> None:
+    """Let the unit that gathers `old` gather a new parameter on meta of another shape, under all names of the old one.
+
+    The unit itself stays as it is, with every setting that a user made on it: `release` and `fully_shard` again would
+        lose
+    those that are no arguments of `fully_shard` (prefetching, gradient synchronisation, divide factors, own
+    collectives).
+
+    Args:
+        model: that holds the unit; not between a forward and its backward pass.
+        name: of the parameter, for messages.
+        old: its shard.
+        shape: of the new parameter, whole; split along the same dimension.
+
+    Nothing is communicated.
+
+    Raises:
+        ConfigError: no unit gathers `old`, or tensor parallelism shards it too.
+    """
+    found = ((group, i) for group in _groups(model) for i, e in enumerate(group.fsdp_params) if e.sharded_param is old)
+    group, i = next(found, (None, 0))
+    if group is None:
+        raise ConfigError(
+            f"{name!r} is a DTensor that no FSDP2 unit gathers. Shard the model with shard_model or fully_shard."
+        )
+    entry = group.fsdp_params[i]
+    if entry.is_dtensor:
+        raise ConfigError(f"{name!r} is sharded by tensor parallelism too. Resize before the model is parallelised.")
+    placement = entry.fsdp_placement
+    made = type(entry)(
+        param=nn.Parameter(torch.empty(shape, dtype=old.dtype, device="meta"), requires_grad=old.requires_grad),
+        module_info=entry._module_info,
+        mesh_info=entry.mesh_info,
+        post_forward_mesh_info=entry.post_forward_mesh_info,
+        device=entry.device,
+        shard_placement_fn=None if placement.dim == 0 else lambda _: placement,
+        mp_policy=entry.mp_policy,
+        offload_policy=group.offload_policy,
+    )
+    made._param_fqn = entry._param_fqn
+    made.sharded_param.__dict__.update(old.__dict__)
+    made.init_dtype_attrs(group.mp_policy)
+    entry._post_load_hook_handle.remove()
+    group.fsdp_params[i] = made
+
+
+# ---- torch's records ----
+
+
+def _state_of(module: FSDPModule) -> Any:
+    return module._get_fsdp_state()
+
+
 def _states(model: nn.Module) -> list[Any]:
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    states = [_state_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
     return list({id(state): state for state in states}.values())
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """The groups of one unit: one before torch 2.13, several since; empty where a unit has no parameters of its own."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    return [group for state in _states(model) for group in _groups_of(state)]
 
 
 def _handles(state: Any) -> Iterator[Any]:
     """The hooks of one unit."""
     yield state._pre_forward_hook_handle
     yield state._post_forward_hook_handle
-    for group in parameter_groups(state):
+    for group in _groups_of(state):
         yield from group._module_to_pre_save_state_dict_hook_handle.values()
         yield from group._module_to_pre_load_state_dict_hook_handle.values()
-        for managed in group.fsdp_params:
-            yield managed._post_load_hook_handle
-
-
-def drop_hook(hooks: MutableMapping[int, Any], hook: Any) -> None:
-    """Remove a hook from those that a module keeps, if it is there."""
-    for key in [key for key, found in hooks.items() if found is hook]:
-        del hooks[key]
+        for entry in group.fsdp_params:
+            yield entry._post_load_hook_handle

@@ -12,18 +12,19 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import own_class
 
 __all__ = [
-    "keep_appearance",
+    "mark_for_transformers",
     "refuse_plain_save",
     "turn_cache_off",
     "with_cache_as_found",
 ]
 
 
-def keep_appearance(model: nn.Module) -> None:
-    """Let transformers know a model for what it is after `fully_shard`; call when all units are made.
+def mark_for_transformers(model: nn.Module) -> None:
+    """Give a sharded model the marks, class names and methods by which transformers knows it; when all units are made.
 
-    - FSDP2's classes are called `FSDPLlamaForCausalLM`. By class name the Trainer decides whether labels are to be shifted
-      under label smoothing, and what goes into a model card. They get the names of the classes that they extend.
+    - FSDP2's classes are called `FSDPLlamaForCausalLM`. By class name the Trainer decides whether labels are to be
+      shifted under label smoothing, and what goes into a model card. They get the names of the classes that they
+      extend.
     - With transformers' own mark, `generate` goes on until every rank has finished, and layer drop runs each layer.
     - `model.save_pretrained(folder)` is answered with the call that works (`refuse_plain_save`).
     """
@@ -36,10 +37,10 @@ def keep_appearance(model: nn.Module) -> None:
 
 
 def refuse_plain_save(model: nn.Module) -> None:
-    """Answer `model.save_pretrained(folder)` on shards with the call that works; with a `state_dict` it stays as it was.
+    """Answer `model.save_pretrained(folder)` on shards with the call that works.
 
-    transformers' and PEFT's own fail inside safetensors ("invalid python storage") on the ranks that write, and return as if
-    all were well on the others.
+    With a `state_dict` it stays as it was. Without, transformers' and PEFT's own fail inside safetensors ("invalid
+    python storage") on the ranks that write, and return as if all were well on the others.
     """
     plain = getattr(model, "save_pretrained", None)
     if plain is not None and "save_pretrained" not in model.__dict__:
@@ -62,7 +63,10 @@ def _save_whole(plain: Any, folder: Any, *args: Any, state_dict: Any = None, **k
 
 
 def turn_cache_off(model: nn.Module) -> None:
-    """Let a model that is trained keep no keys and values; `generate` asks for its own cache, and saving writes what was set."""
+    """Let a model that is trained keep no keys and values.
+
+    `generate` asks for its own cache, and saving writes what was set before.
+    """
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False

@@ -1,48 +1,117 @@
-"""What FSDP2 leaves undone before torch 2.13 in units of several modules. To be deleted with the support of 2.11 and 2.12.
+"""What runs in the passes of a sharded model beside FSDP2's own hooks.
 
-Those versions run their hooks at the first and the last module of such a unit; 2.13 runs them at each, and completes the unit
-after the pass of the whole model (`_register_group_forward_hooks`, `_force_complete_incomplete_states`). The same is done
-here, through private attributes of torch 2.11 and 2.12.
+- Before the forward pass of each unit, in inference mode: memory for gathered parameters that autograd may keep.
+- After a forward pass without gradients: all is sharded again.
+- After each backward pass: the gradients of parameters that every rank holds whole are averaged.
+- Before torch 2.13, in units of several modules: inputs are cast, and units of which one module did not run are
+  completed. Those versions run their hooks at the first and the last module of such a unit; 2.13 runs them at each, and
+  completes the unit after the pass of the whole model (`_register_group_forward_hooks`,
+  `_force_complete_incomplete_states`). To be deleted with the support of 2.11 and 2.12.
 """
 
+import math
+from collections.abc import Iterable, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
-from hf_fsdp_tools.sharding.fsdp2_internals import drop_hook, parameter_groups
+from hf_fsdp_tools.sharding.fsdp2_internals import (
+    complete_unit,
+    make_gathered_memory,
+    reshard_units,
+    unit_modules,
+    unit_precision,
+)
 
-__all__ = [
-    "allow_inference",
-    "mend_units",
-]
+__all__ = ["add_hooks", "average_gradients", "is_averaged"]
 
 _IS_OLDER = not hasattr(FSDPModule, "reset_iter_state")
+"""Whether torch is older than 2.13."""
 
 
-def mend_units(model: nn.Module) -> None:
-    """Give a sharded model the hooks that its torch lacks, each once; nothing from torch 2.13 on. Nothing is communicated."""
-    if not _IS_OLDER:
-        return
-    drop_hook(model._forward_hooks, _complete_units)  # it must come after FSDP2's own, which may be new
-    model.register_forward_hook(_complete_units)
-    for module in model.modules():
-        drop_hook(module._forward_pre_hooks, _cast_inputs)  # of a module that is in no unit any more, too
-        if isinstance(module, FSDPModule) and len(_state_of(module)._modules) > 1:
-            module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+def add_hooks(model: nn.Module) -> None:
+    """Give a model, when all its units are made, the hooks named above, each once; call again when units are made anew.
+
+    Nothing is communicated.
+    """
+    for module in model.modules():  # of one that is in no unit any more, hooks are removed
+        _drop_hook(module._forward_pre_hooks, _make_outputs)
+        _drop_hook(module._forward_pre_hooks, _cast_inputs)
+        if isinstance(module, FSDPModule):
+            module.register_forward_pre_hook(_make_outputs, prepend=True)  # before FSDP2's own, which gathers
+            if _IS_OLDER and len(unit_modules(module)) > 1:
+                module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+    # These must come after FSDP2's own hooks, which may be new.
+    for hook in (_complete_units, _reshard_after_evaluation) if _IS_OLDER else (_reshard_after_evaluation,):
+        _drop_hook(model._forward_hooks, hook)
+        model.register_forward_hook(hook)
 
 
-def _state_of(module: FSDPModule) -> Any:
-    return module._get_fsdp_state()
+def average_gradients(parameters: Iterable[nn.Parameter], groups: Iterable[dist.ProcessGroup]) -> None:
+    """From now on, average the gradients of trainable parameters that every rank holds whole after each backward pass.
+
+    Args:
+        parameters: those that are averaged already are left alone.
+        groups: over which to average, one after the other; for a mesh, `mesh.get_all_groups()`.
+    """
+    hook = partial(_average_gradient, groups=tuple(groups))
+    for parameter in parameters:
+        if parameter.requires_grad and not is_averaged(parameter):
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
+
+
+def is_averaged(parameter: torch.Tensor) -> bool:
+    """Whether `average_gradients` was called for a parameter; hooks of a user on its gradient do not count."""
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    return any(isinstance(hook, partial) and hook.func is _average_gradient for hook in hooks)
+
+
+def _average_gradient(parameter: torch.Tensor, *, groups: tuple[dist.ProcessGroup, ...]) -> None:
+    """FSDP does not reduce what it does not shard. Averaging after every micro-batch is right under accumulation too:
+    what was averaged before is equal on all ranks, and averaging equals leaves them as they are."""
+    assert parameter.grad is not None
+    for group in groups:
+        dist.all_reduce(parameter.grad, group=group)
+    parameter.grad /= math.prod(dist.get_world_size(group) for group in groups)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+def _make_outputs(module: nn.Module, args: object) -> None:
+    """Make the memory into which a unit gathers outside of inference mode.
+
+    FSDP2 (torch 2.11 to 2.13) makes that memory when a unit is gathered for the first time. Made in inference mode, it
+    ends the first training step ("Inplace update to inference tensor outside InferenceMode"), and where a unit is not
+    sharded at all, as on one GPU, or along another dimension than 0, the forward pass itself ("Inference tensors do not
+    track version counter").
+    """
+    if torch.is_inference_mode_enabled() and isinstance(module, FSDPModule):
+        with torch.inference_mode(False):
+            make_gathered_memory(module)
+
+
+def _reshard_after_evaluation(model: nn.Module, args: object, output: object) -> None:
+    """After a forward pass without gradients, shard what FSDP2 keeps gathered for a backward pass (the tail, the root).
+
+    None comes, and until then `model.parameters()` would be the gathered tensors: an optimizer made after an evaluation
+    would train copies that FSDP2 throws away.
+    """
+    if not torch.is_grad_enabled():
+        reshard_units(model)
 
 
 def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Cast what enters each module of a unit, not only the first: behind a norm that stays in fp32 (replicated, say), a head
-    would meet fp32 with gathered weights in a lower precision, and stop."""
+    """Cast what enters each module of a unit, not only the first.
+
+    Behind a norm that stays in fp32 (replicated, say), a head would meet fp32 with gathered weights in a lower
+    precision, and stop.
+    """
     assert isinstance(module, FSDPModule)
-    policy = _state_of(module)._mp_policy
+    policy = unit_precision(module)
     if not policy.cast_forward_inputs or policy.param_dtype is None:
         return None
 
@@ -56,38 +125,17 @@ def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _complete_units(model: nn.Module, args: object, output: Any) -> Any:
     """Complete every unit of which one module did not run: TRL takes the head's weight and skips its forward.
 
-    FSDP2 would wait for that forward for ever: the unit is neither sharded after an evaluation, nor gathered again for its
+    FSDP2 would wait for that forward for ever: the unit is neither sharded after an evaluation, nor gathered again for
+        its
     backward pass, nor in the next step.
     """
     for module in model.modules():
-        if isinstance(module, FSDPModule) and (state := _state_of(module))._modules_to_run_forward:
-            output = state._post_forward(state._modules[0], None, output)
-            state._modules_to_run_forward.clear()
+        if isinstance(module, FSDPModule):
+            output = complete_unit(module, output)
     return output
 
 
-def allow_inference(model: nn.Module) -> None:
-    """Give each FSDP2 module of `model` the hook that makes that memory, once. Nothing is communicated."""
-    for module in model.modules():
-        drop_hook(module._forward_pre_hooks, _make_outputs)  # of a module that is in no unit any more, too
-        if isinstance(module, FSDPModule):
-            module.register_forward_pre_hook(_make_outputs, prepend=True)  # before FSDP2's own, which gathers
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-def _make_outputs(module: nn.Module, args: object) -> None:
-    """Make a unit's memory, which is about to be filled, as memory that autograd may keep."""
-    if not torch.is_inference_mode_enabled() or not isinstance(module, FSDPModule):
-        return
-    state: Any = module._get_fsdp_state()
-    with torch.inference_mode(False):
-        state._lazy_init()  # as FSDP2 does next: it decides in which dtype a parameter is gathered
-        for group in parameter_groups(state):
-            for managed in group.fsdp_params:
-                if not hasattr(managed._sharded_local_tensor, "fsdp_pre_all_gather"):  # an extension of the user's
-                    managed.init_all_gather_outputs(
-                        [managed._sharded_param_data.numel()],
-                        [managed.param_dtype or managed.orig_dtype],
-                        group._all_gather_process_group.size(),
-                        group.device,
-                    )
+def _drop_hook(hooks: MutableMapping[int, Any], hook: Any) -> None:
+    """Remove a hook from those that a module keeps, if it is there."""
+    for key in [key for key, found in hooks.items() if found is hook]:
+        del hooks[key]

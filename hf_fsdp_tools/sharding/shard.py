@@ -1,6 +1,6 @@
 """Apply a wrap plan to a model with FSDP2: activation checkpointing first, then every unit, the root last."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,29 +10,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
-from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of, refuse_cast
+from hf_fsdp_tools.modeling.linear4bit import refuse_cast
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import check_wrap_plan
 from hf_fsdp_tools.sharding.compile import compile_blocks
-from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, drop_hook
-from hf_fsdp_tools.sharding.hf_interface import keep_appearance, turn_cache_off
-from hf_fsdp_tools.sharding.hooks import allow_inference, mend_units
+from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, count_units
+from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
+from hf_fsdp_tools.sharding.hooks import add_hooks, average_gradients
 from hf_fsdp_tools.sharding.placement import choose_placement
-from hf_fsdp_tools.text import dtype_name, listed, merge_alike, show_bytes
+from hf_fsdp_tools.text import listed
 
 __all__ = [
     "Sharding",
     "agree_on_plan",
     "apply_sharding",
-    "average_gradients",
     "compile_sharded",
-    "count_units",
-    "describe_sharding",
+    "remember_sharding",
     "shard_model",
+    "sharded_module",
     "sharding_of",
 ]
 
@@ -85,8 +83,8 @@ def shard_model(
         plan: from `make_wrap_plan` of this model or of one of the same structure.
         mesh: one axis for FSDP, two (replicate, shard) for HSDP; None means FSDP over all processes.
         mp_policy: dtypes of computation and reduction; None computes in each parameter's own dtype and reduces in fp32.
-        offload_policy: `CPUOffloadPolicy()` keeps shards on the CPU; None keeps them on the device. Memory is pinned only
-            where there is a device to pin it for.
+        offload_policy: `CPUOffloadPolicy()` keeps shards on the CPU; None keeps them on the device. Memory is pinned
+            only where there is a device to pin it for.
         activation_checkpointing: recompute each block's activations in the backward pass (non-reentrant), which saves
             memory for about a third more computation. Turns `use_cache` off.
         compile: compile each block in place, True or with options for `torch.compile` (`{"mode": "max-autotune"}`).
@@ -125,103 +123,43 @@ def shard_model(
 
 def sharding_of(model: nn.Module) -> Sharding | None:
     """How `shard_model` sharded this model (looked for below PEFT and compile wrappers too); None if it did not."""
+    return next((sharding for _, sharding in _remembered(model)), None)
+
+
+def sharded_module(model: nn.Module) -> nn.Module | None:
+    """The module at or below `model` that `shard_model` sharded, whose names its plan has; None if there is none."""
+    return next((module for module, _ in _remembered(model)), None)
+
+
+def remember_sharding(module: nn.Module, sharding: Sharding) -> None:
+    """Let `sharding_of` find how a module is sharded, in place of what it found before."""
+    module._fsdp_sharding = sharding  # type: ignore[assignment]  # a plain attribute of our own
+
+
+def _remembered(model: nn.Module) -> Iterator[tuple[nn.Module, Sharding]]:
     for module in model.modules():
         sharding = module.__dict__.get("_fsdp_sharding")
         if isinstance(sharding, Sharding):
-            return sharding
-    return None
+            yield module, sharding
 
 
 def compile_sharded(model: nn.Module, options: Mapping[str, Any]) -> None:
     """Compile the blocks of a model that is sharded already, unless they are: as `shard_model(..., compile=options)`."""
-    for module in model.modules():
-        sharding = module.__dict__.get("_fsdp_sharding")
-        if isinstance(sharding, Sharding) and sharding.compile is None:
+    for module, sharding in _remembered(model):
+        if sharding.compile is None:
             compile_blocks(module, sharding.plan, options)
-            module._fsdp_sharding = replace(sharding, compile=dict(options))  # type: ignore[assignment]
-
-
-def describe_sharding(model: nn.Module) -> str:
-    """The plan of a sharded model, its mesh, its precisions, and what this rank holds, as a short text.
-
-    No rank communicates.
-
-    Raises:
-        ConfigError: `shard_model` did not shard this model.
-    """
-    sharding = sharding_of(model)
-    if sharding is None:
-        raise ConfigError(f"{type(model).__name__} was not sharded by shard_model, so there is no plan to describe.")
-    packed = {module.weight: packing_of(module).numel for module in packed_linears(model).values()}
-    parameters = [p for p in model.parameters() if p.is_floating_point() or p in packed]
-    compute = sharding.mp_policy.param_dtype
-    reduce = sharding.mp_policy.reduce_dtype or compute
-    axes = zip(sharding.mesh.mesh_dim_names or ("dp_shard",), sharding.mesh.shape, strict=True)
-    lines = [
-        str(sharding.plan),
-        f"mesh         {', '.join(f'{name} {size}' for name, size in axes)} on {sharding.mesh.device_type}",
-        *_describe_weights(parameters, packed, offloaded=sharding.device.type != sharding.mesh.device_type),
-        *(
-            f"split along dimension {dim}, having too few rows for {sharding.mesh.size(-1)} ranks: {names}"
-            for dim, names in _other_dims(model, sharding.mesh.ndim)
-        ),
-        f"computation  {dtype_name(compute) if compute else 'in the dtype of the weights'}",
-        f"reduction    {dtype_name(reduce) if reduce else 'in the dtype of the weights'}",
-        f"activations  {'recomputed block by block' if sharding.activation_checkpointing else 'kept'}",
-    ]
-    if sharding.compile is not None:
-        lines.append(f"compilation  block by block, {sharding.compile.get('backend', 'inductor')}")
-    return "\n".join(lines)
-
-
-def _describe_weights(
-    parameters: list[nn.Parameter], packed: Mapping[nn.Parameter, int], *, offloaded: bool
-) -> Iterator[str]:
-    """Dtype and size on this rank; where only some are trained, of these and of the frozen ones apart.
-
-    Args:
-        parameters: of the model.
-        packed: which of them hold 4-bit values, and how many.
-        offloaded: whether they live on the CPU between uses.
-    """
-    trained = [p for p in parameters if p.requires_grad]
-    frozen = [p for p in parameters if not p.requires_grad]
-    parts = {"frozen": frozen, "trained": trained} if frozen and trained else {"weights": parameters}
-    for name, group in parts.items():
-        dtypes = " and ".join(sorted({f"{'4-bit in ' * (p in packed)}{dtype_name(p.dtype)}" for p in group}))
-        share = sum(packed.get(p, p.numel()) for p in group) / sum(packed.get(p, p.numel()) for p in parameters)
-        yield (
-            f"{name:<13}{dtypes}, {show_bytes(sum(map(_local_bytes, group)))} on this rank"
-            + (f", {share:.2%} of the parameters" if name == "trained" else "")
-            + (" (kept on the CPU between uses)" if offloaded else "")
-        )
-
-
-def _other_dims(model: nn.Module, ndim: int) -> Iterator[tuple[int, str]]:
-    """Dimensions other than 0 along which parameters are split, and those parameters' names. Tensor parallelism's, on meshes
-    of more axes than FSDP's, do not count.
-    """
-    found: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == ndim:
-            found.setdefault(getattr(parameter.placements[-1], "dim", 0), []).append(name)
-    yield from ((dim, names) for dim in sorted(found) if dim for names in merge_alike(found[dim]))
+            remember_sharding(module, replace(sharding, compile=dict(options)))
 
 
 def _without_names(mesh: DeviceMesh) -> DeviceMesh:
     """The same mesh, of the same process group, with no name for its axis where it spans all processes.
 
-    PEFT (0.21) takes a Linear on a mesh with a name other than "fsdp" for tensor parallel, and would give its adapter the
-    shape of this rank's shard. Two axes must keep their names, for FSDP2.
+    PEFT (0.21) takes a Linear on a mesh with a name other than "fsdp" for tensor parallel, and would give its adapter
+    the shape of this rank's shard. Two axes must keep their names, for FSDP2.
     """
     if mesh.ndim > 1 or mesh.mesh_dim_names is None or mesh.size() != dist.get_world_size():
         return mesh
     return DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh=mesh.mesh)
-
-
-def _local_bytes(parameter: nn.Parameter) -> int:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.numel() * local.element_size()
 
 
 def agree_on_plan(plan: WrapPlan, mesh: DeviceMesh) -> None:
@@ -248,9 +186,10 @@ def _offload_policy(policy: OffloadPolicy | None, mesh: DeviceMesh) -> OffloadPo
     lacking = [config for group in mesh.get_all_groups() if "cpu" not in (config := dist.get_backend_config(group))]
     if lacking:
         raise ConfigError(
-            f"CPU offload clips gradients on the CPU, and the process group communicates by {lacking[0]!r} only. Start it with "
-            f'"cpu:gloo,{lacking[0]}": make_accelerator() and ParallelDims.build_mesh() do so when called before '
-            "anything else starts one (TrainingArguments does), or set FSDP_OFFLOAD_PARAMS=true for the launch."
+            "CPU offload clips gradients on the CPU, and the process group communicates by "
+            f'{lacking[0]!r} only. Start it with "cpu:gloo,{lacking[0]}": make_accelerator() and '
+            "ParallelDims.build_mesh() do so when called before anything else starts one (TrainingArguments does), or "
+            "set FSDP_OFFLOAD_PARAMS=true for the launch."
         )
     return policy
 
@@ -289,46 +228,9 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
     for parameter in replicated:
         if not parameter.is_meta:  # FSDP2 moves only what it shards
             parameter.data = parameter.data.to(sharding.mesh.device_type)
-    average_gradients(replicated, sharding.mesh)
-    keep_appearance(model)
-    mend_units(model)
-    allow_inference(model)
-    drop_hook(model._forward_hooks, _reshard_after_evaluation)  # it must come after FSDP2's own, which may be new
-    model.register_forward_hook(_reshard_after_evaluation)
+    average_gradients(replicated, sharding.mesh.get_all_groups())
+    mark_for_transformers(model)
+    add_hooks(model)
     made = count_units(model)
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"
-    model._fsdp_sharding = sharding  # type: ignore[assignment]  # a plain attribute of our own
-
-
-def _reshard_after_evaluation(model: nn.Module, args: object, output: object) -> None:
-    """After a forward pass without gradients, shard what FSDP2 keeps gathered for a backward pass (the tail, the root).
-
-    None comes, and until then `model.parameters()` would be the gathered tensors: an optimizer made after an evaluation
-    would train copies that FSDP2 throws away.
-    """
-    if not torch.is_grad_enabled():
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
-def average_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
-    """From now on, average the gradients of trainable parameters that every rank holds whole after each backward pass."""
-    for parameter in parameters:
-        if parameter.requires_grad and not parameter._post_accumulate_grad_hooks:
-            hook = partial(_average_gradient, mesh=mesh)
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
-
-
-def _average_gradient(parameter: torch.Tensor, *, mesh: DeviceMesh) -> None:
-    """FSDP2 does not reduce what it does not shard. Averaging after every micro-batch is right under accumulation too:
-    what was averaged before is equal on all ranks, and averaging equals leaves them as they are."""
-    assert parameter.grad is not None
-    for axis in range(mesh.ndim):
-        dist.all_reduce(parameter.grad, group=mesh.get_group(axis))
-    parameter.grad /= mesh.size()
-
-
-def count_units(model: nn.Module) -> int:
-    """How many units FSDP2 manages in a model: what a plan's number of units must equal."""
-    return len({module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)})
+    remember_sharding(model, sharding)

@@ -4,6 +4,7 @@ The tests called `test_complaint_NN` each close one class of complaints about FS
 """
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from hf_fsdp_tools import (
     ConfigError,
     FSDPTrainerMixin,
     ParallelDims,
+    add_adapter,
     describe_sharding,
     diagnose,
     from_pretrained,
@@ -39,7 +41,7 @@ from hf_fsdp_tools import (
     sharding_of,
 )
 from hf_fsdp_tools.modeling.peft_view import base_of
-from tests._checkpoints import make_checkpoint
+from tests._checkpoints import make_checkpoint, make_model
 from tests._dist import run_ranks
 
 IDS = torch.arange(3, 19).reshape(1, 16)
@@ -72,6 +74,21 @@ CASES = {
 
 def options(kind: str) -> dict:
     return MOE if kind == "mixtral" else {}
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (torch.OutOfMemoryError("tried to allocate 2 GiB"), torch.OutOfMemoryError),
+        (dist.DistBackendError("NCCL error"), dist.DistBackendError),
+        (RuntimeError("mixed torch.Tensor and DTensor"), ConfigError),
+        (ValueError("no such module"), ConfigError),
+    ],
+)
+def test_errors_of_the_device_and_of_communication_are_not_put_down_to_the_adapter(monkeypatch, error, raised):
+    monkeypatch.setattr("peft.get_peft_model", Mock(side_effect=error))
+    with pytest.raises(raised, match=str(error)):
+        add_adapter(make_model("llama"), lora())
 
 
 def plain_base(folder, kind="llama", dtype=torch.float32):

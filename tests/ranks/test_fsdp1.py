@@ -197,15 +197,15 @@ def _memory(use_orig_params):
     plan = make_wrap_plan(model)
     size, before, made, peak = 4 * plan.num_params, _live_bytes(), [], 0
 
-    def watching(tensor, device):
+    def watching(tensor, *, device):
         nonlocal peak
-        given = with_storage(tensor, device)
+        given = with_storage(tensor, device=device)
         made.append(weakref.ref(given))
         alive = [t.untyped_storage() for ref in made if (t := ref()) is not None]
         peak = max(peak, sum({storage.data_ptr(): storage.nbytes() for storage in alive}.values()))
         return given
 
-    with_storage, wrap._with_storage = wrap._with_storage, watching
+    with_storage, wrap.with_storage = wrap.with_storage, watching
     wrapped = wrap_fsdp1(model, plan, use_orig_params=use_orig_params)
     assert len(made) > 70, "watched every allocation"
     after = _live_bytes() - before

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from hf_fsdp_tools import diagnose, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.sharding import placement
-from hf_fsdp_tools.sharding.shard import describe_sharding
+from hf_fsdp_tools.sharding.describe import describe_sharding
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks
 

@@ -18,6 +18,7 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.planning.policy import HybridPolicy
 from tests._checkpoints import make_checkpoint, make_model
 from tests._dist import run_ranks
 from tests.ranks.test_load import assert_same, full, sharded_meta_model
@@ -159,6 +160,51 @@ def test_complaint_32_resizing_equals_a_plain_resize_and_does_not_depend_on_the_
         saved = type(make_model("tied")).from_pretrained(tmp_path / f"saved{n}")
         assert torch.equal(saved.lm_head.weight, type(saved).from_pretrained(tmp_path / "saved2").lm_head.weight)
         assert saved.lm_head.weight.shape == (140, 48) and saved.lm_head.weight is saved.model.embed_tokens.weight
+
+
+def resize_under_another_policy(folders: dict[str, Path]) -> None:
+    policy = HybridPolicy(group_tail=False, units=(lambda name, module: name.endswith("mlp"),))
+    live, again = (from_pretrained(folders["llama"], policy=policy, num_tokens=n) for n in (None, 140))
+    resize_token_embeddings(live, 140)
+    assert sharding_of(live).plan == sharding_of(again).plan != make_wrap_plan(again)
+
+
+def test_a_plan_of_another_policy_gets_the_new_sizes(folders: dict[str, Path]) -> None:
+    run_ranks(resize_under_another_policy, 2, folders)
+
+
+def resize_with_settings(folders: dict[str, Path]) -> None:
+    live = sharded_meta_model("llama", folders["llama"])
+    load_weights(live, folders["llama"])
+    live.set_requires_gradient_sync(False)
+    resize_token_embeddings(live, 140)
+    inputs = inputs_of(live, torch.arange(12).reshape(1, 12))
+    live(**inputs).loss.backward()
+    assert not [name for name, parameter in live.named_parameters() if parameter.grad is not None]
+    live.set_requires_gradient_sync(True)
+    live(**inputs).loss.backward()
+    assert all(full(parameter.grad).any() for parameter in live.parameters())
+
+
+def test_what_a_user_set_on_the_units_survives_a_resize(folders: dict[str, Path]) -> None:
+    """Sharding anew would lose it: it is no argument of fully_shard."""
+    run_ranks(resize_with_settings, 2, folders)
+
+
+def resize_what_is_not_sharded(folders: dict[str, Path]) -> None:
+    bert = type(make_model("bert"))
+    live = from_pretrained(folders["bert"], auto_class=bert, policy=HybridPolicy(replicate=("cls.predictions.bias",)))
+    resize_token_embeddings(live, 140)
+    assert live.cls.predictions.bias.shape == (140,)
+    tokens = torch.arange(12).reshape(1, 12) * (dist.get_rank() + 1)
+    live(input_ids=tokens, labels=tokens).loss.backward()
+    gradients = [torch.empty(140) for _ in range(dist.get_world_size())]
+    dist.all_gather(gradients, live.cls.predictions.bias.grad)
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+def test_gradients_of_a_resized_parameter_that_is_not_sharded_are_averaged(folders: dict[str, Path]) -> None:
+    run_ranks(resize_what_is_not_sharded, 2, folders)
 
 
 def resize_otherwise(folders: dict[str, Path]) -> None:

@@ -15,7 +15,8 @@ from hf_fsdp_tools.errors import ConfigError, MeshError, WrapPlanError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding import placement
-from hf_fsdp_tools.sharding.shard import describe_sharding, shard_model, sharding_of
+from hf_fsdp_tools.sharding.describe import describe_sharding
+from hf_fsdp_tools.sharding.shard import shard_model, sharding_of
 from tests._checkpoints import make_model
 from tests._dist import run_ranks
 
@@ -109,7 +110,7 @@ def _clip(seed: int) -> CLIPModel:
     return CLIPModel(config).eval()
 
 
-def _scalar_parameters_are_averaged():
+def _scalar_parameters_are_averaged(with_hook):
     def loss(model, rank):
         generator = torch.Generator().manual_seed(rank)
         ids = torch.randint(3, 31, (2, 6), generator=generator)
@@ -123,15 +124,21 @@ def _scalar_parameters_are_averaged():
     model = _clip(0)
     plan = make_wrap_plan(model)
     assert plan.replicated == ("logit_scale",)
+    seen = []
+    if with_hook:
+        model.logit_scale.register_post_accumulate_grad_hook(seen.append)
     shard_model(model, plan, mesh=ParallelDims().build_mesh("cpu"))
     for _ in range(2):
         loss(model, dist.get_rank()).backward()
+    assert len(seen) == 2 * with_hook
     torch.testing.assert_close(model.logit_scale.grad, plain.logit_scale.grad)
     return float(model.logit_scale.grad)
 
 
-def test_scalar_parameters_stay_whole_and_their_gradients_are_averaged():
-    first, second = run_ranks(_scalar_parameters_are_averaged, 2)
+@pytest.mark.parametrize("with_hook", [False, True])
+def test_scalar_parameters_stay_whole_and_their_gradients_are_averaged(with_hook):
+    """Also where a user's own hook is on the gradient."""
+    first, second = run_ranks(_scalar_parameters_are_averaged, 2, with_hook)
     assert first == second != 0
 
 

@@ -36,7 +36,6 @@ from hf_fsdp_tools import (
 )
 from hf_fsdp_tools.distributed.mesh import backends, local_device
 from hf_fsdp_tools.integrations.accelerator import adopt
-from hf_fsdp_tools.sharding.fsdp2_internals import parameter_groups
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks
 
@@ -359,7 +358,8 @@ def test_complaint_29_the_same_tokens_split_otherwise_give_the_same_gradients(ch
 def _kept(model: nn.Module) -> tuple[int, int]:
     """Elements of whole gradients that FSDP keeps for one backward pass more, and of sharded ones."""
     states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
-    parameters = [p for state in states for group in parameter_groups(state) for p in group.fsdp_params]
+    groups = [state._fsdp_param_group for state in states]
+    parameters = [p for group in groups if group is not None for p in group.fsdp_params]
     whole = [p.unsharded_accumulated_grad for p in parameters]
     whole += [p._unsharded_param.grad for p in parameters if hasattr(p, "_unsharded_param")]
     sharded = [p.sharded_param.grad for p in parameters]

@@ -20,15 +20,13 @@ from torch.serialization import _get_layout
 from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, TensorChunk, leaves_folder
 from hf_fsdp_tools.checkpoint.regions import Box
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.text import listed, listed_lines
 
 __all__ = ["METADATA", "find_dcp_folder", "model_part", "parse_dcp"]
 
 METADATA = ".metadata"
 _ACCELERATE_FOLDERS = "pytorch_model_fsdp_*"  # below what Accelerate's save_state and the Trainer write
-
-# Names that wrappers of torch put into a module's path; they belong to how a model ran, not to its parameters.
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 _Path = tuple[str, ...]
 
@@ -93,21 +91,15 @@ def model_part(tensors: Mapping[_Path, ChunkedTensor], model_keys: Collection[st
     model does not know.
     """
     suffixes = {suffix for key in model_keys for suffix in _suffixes(key)}
-    votes = Counter(path[:-1] for path in tensors if suffixes.intersection(_suffixes(_unwrapped(path[-1]))))
+    votes = Counter(path[:-1] for path in tensors if suffixes.intersection(_suffixes(plain_name(path[-1]))))
     part = max(votes, key=lambda p: (votes[p], -len(p)), default=())
-    return {_unwrapped(path[-1]): tensor for path, tensor in tensors.items() if path[:-1] == part}
+    return {plain_name(path[-1]): tensor for path, tensor in tensors.items() if path[:-1] == part}
 
 
 def _suffixes(key: str) -> Iterator[str]:
     """A dotted name and what remains of it without its first parts, but for the last one, which any module has."""
     parts = key.split(".")
     return (".".join(parts[i:]) for i in range(max(1, len(parts) - 1)))
-
-
-def _unwrapped(key: str) -> str:
-    for wrapper in _WRAPPERS:
-        key = key.replace(wrapper, "")
-    return key
 
 
 # ---- the metadata file ----

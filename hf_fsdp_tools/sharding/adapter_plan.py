@@ -1,0 +1,95 @@
+"""The plan of a model with adapters: that of its base without them, laid over the base with them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import nn
+
+from hf_fsdp_tools.modeling.module_tree import ModuleTree, Weight
+from hf_fsdp_tools.modeling.peft_view import bare_model, base_of, is_wrapper
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
+from hf_fsdp_tools.planning.policy import HybridPolicy
+
+__all__ = ["laid_over", "measured", "plan_with_adapters"]
+
+
+def plan_with_adapters(model: nn.Module, policy: HybridPolicy) -> WrapPlan:
+    """The plan of a PEFT model's base, made without the adapters and then laid over the base with them.
+
+    For a model without adapters this is `make_wrap_plan`. No rank communicates.
+
+    Raises:
+        WrapPlanError, BlockDetectionError: as `make_wrap_plan`.
+    """
+    base = base_of(model)
+    plan = make_wrap_plan(bare_model(base).model, policy=policy)
+    return laid_over(plan, base) if any(is_wrapper(module) for module in base.modules()) else plan
+
+
+def laid_over(plan: WrapPlan, base: nn.Module) -> WrapPlan:
+    """A plan of the base without adapters (or with some of them), for the base with them. No rank communicates."""
+    bare = bare_model(base)
+    units: list[WrapUnit] = []
+    for unit in plan.units:
+        modules = tuple(bare.places.get(name, name) for name in unit.modules)
+        units += [extra for name in modules for extra in _trained_whole(name, unit, base)]
+        units.append(replace(unit, modules=modules))
+    units = list({unit.modules: unit for unit in units}.values())
+    names = (name.rpartition(".") for name in plan.replicated)
+    replicated = [".".join(filter(None, (bare.names.get(module, module), key))) for module, _, key in names]
+    replicated += [
+        name for name, parameter in base.named_parameters() if parameter.ndim == 0 and name not in replicated
+    ]
+    return measured(replace(plan, units=tuple(units), replicated=tuple(replicated)), ModuleTree(base))
+
+
+def _trained_whole(name: str, unit: WrapUnit, base: nn.Module) -> Iterator[WrapUnit]:
+    """Units inside the wrapper of a module that PEFT trains as a copy: the frozen original is gathered only if it runs.
+
+    Where the original is tied to another module of the unit, it stays there, and the copies are gathered on their own.
+    """
+    wrapper = base.get_submodule(name)
+    copies = wrapper._modules.get("modules_to_save") if is_wrapper(wrapper) else None
+    original = wrapper._modules.get("original_module")
+    if copies is None or original is None:
+        return
+    own = set(original.parameters())
+    below = set(original.modules())
+    others = (module for module in base.modules() if module not in below)
+    if any(parameter in own for module in others for parameter in module._parameters.values()):
+        yield from (
+            replace(unit, modules=(f"{name}.modules_to_save.{key}",), reason="trained copy of a tied module")
+            for key in copies._modules
+        )
+    else:
+        yield replace(
+            unit, modules=(f"{name}.original_module",), reshard_after_forward=True, reason="frozen, its copy is trained"
+        )
+
+
+def measured(plan: WrapPlan, tree: ModuleTree) -> WrapPlan:
+    """The plan with the sizes that its units have in this tree; units that hold nothing any more are left out.
+
+    Args:
+        plan: of a model with the modules of the tree; only its sizes may be those of other parameters.
+        tree: of the model as it is now, sharded or not.
+    """
+    of_module = {id(tree.by_fqn[name].module): index for index, unit in enumerate(plan.units) for name in unit.modules}
+    whole = {id(tree.weight(name)) for name in plan.replicated}
+    held: dict[int, list[Weight]] = {}
+    for weight in tree.weights:
+        if id(weight) not in whole:
+            owner = weight.owners[0]
+            unit = next(of_module[id(n.module)] for n in (owner, *owner.ancestors()) if id(n.module) in of_module)
+            held.setdefault(unit, []).append(weight)
+    units = [
+        replace(
+            unit,
+            num_params=sum(weight.numel for weight in held.get(index, ())),
+            num_bytes=sum(weight.nbytes for weight in held.get(index, ())),
+        )
+        for index, unit in enumerate(plan.units)
+        if index in held or unit.modules == ("",)
+    ]
+    return replace(plan, units=tuple(units), num_params=tree.num_params)

@@ -1,0 +1,89 @@
+"""The sharding of a model as text: its plan, its mesh, its precisions, and what this rank holds."""
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
+from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.text import dtype_name, merge_alike, show_bytes
+
+__all__ = ["describe_sharding"]
+
+
+def describe_sharding(model: nn.Module) -> str:
+    """The plan of a sharded model, its mesh, its precisions, and what this rank holds, as a short text.
+
+    Args:
+        model: sharded by `shard_model`, also inside PEFT's wrapper or that of `torch.compile`.
+
+    No rank communicates; figures of memory are this rank's.
+
+    Raises:
+        ConfigError: `shard_model` did not shard this model.
+    """
+    sharding = sharding_of(model)
+    if sharding is None:
+        raise ConfigError(f"{type(model).__name__} was not sharded by shard_model, so there is no plan to describe.")
+    packed = {module.weight: packing_of(module).numel for module in packed_linears(model).values()}
+    parameters = [p for p in model.parameters() if p.is_floating_point() or p in packed]
+    compute = sharding.mp_policy.param_dtype
+    reduce = sharding.mp_policy.reduce_dtype or compute
+    axes = zip(sharding.mesh.mesh_dim_names or ("dp_shard",), sharding.mesh.shape, strict=True)
+    lines = [
+        str(sharding.plan),
+        f"mesh         {', '.join(f'{name} {size}' for name, size in axes)} on {sharding.mesh.device_type}",
+        *_describe_weights(parameters, packed, offloaded=sharding.device.type != sharding.mesh.device_type),
+        *(
+            f"split along dimension {dim}, having too few rows for {sharding.mesh.size(-1)} ranks: {names}"
+            for dim, names in _other_dims(model, sharding.mesh.ndim)
+        ),
+        f"computation  {dtype_name(compute) if compute else 'in the dtype of the weights'}",
+        f"reduction    {dtype_name(reduce) if reduce else 'in the dtype of the weights'}",
+        f"activations  {'recomputed block by block' if sharding.activation_checkpointing else 'kept'}",
+    ]
+    if sharding.compile is not None:
+        lines.append(f"compilation  block by block, {sharding.compile.get('backend', 'inductor')}")
+    return "\n".join(lines)
+
+
+def _describe_weights(
+    parameters: list[nn.Parameter], packed: Mapping[nn.Parameter, int], *, offloaded: bool
+) -> Iterator[str]:
+    """Dtype and size on this rank; where only some are trained, of these and of the frozen ones apart.
+
+    Args:
+        parameters: of the model.
+        packed: which of them hold 4-bit values, and how many.
+        offloaded: whether they live on the CPU between uses.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    frozen = [p for p in parameters if not p.requires_grad]
+    parts = {"frozen": frozen, "trained": trained} if frozen and trained else {"weights": parameters}
+    for name, group in parts.items():
+        dtypes = " and ".join(sorted({f"{'4-bit in ' * (p in packed)}{dtype_name(p.dtype)}" for p in group}))
+        share = sum(packed.get(p, p.numel()) for p in group) / sum(packed.get(p, p.numel()) for p in parameters)
+        yield (
+            f"{name:<13}{dtypes}, {show_bytes(sum(map(_local_bytes, group)))} on this rank"
+            + (f", {share:.2%} of the parameters" if name == "trained" else "")
+            + (" (kept on the CPU between uses)" if offloaded else "")
+        )
+
+
+def _other_dims(model: nn.Module, ndim: int) -> Iterator[tuple[int, str]]:
+    """Dimensions other than 0 along which parameters are split, each with the names of these parameters.
+
+    Parameters of tensor parallelism, on meshes of more axes than FSDP's, do not count.
+    """
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == ndim:
+            found.setdefault(getattr(parameter.placements[-1], "dim", 0), []).append(name)
+    yield from ((dim, names) for dim in sorted(found) if dim for names in merge_alike(found[dim]))
+
+
+def _local_bytes(parameter: nn.Parameter) -> int:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.numel() * local.element_size()
