@@ -14,21 +14,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.integrations.plugin import LOW_PRECISION
 from hf_fsdp_tools.modeling.peft_view import base_of
+from hf_fsdp_tools.pretrained import shard_arguments
 from hf_fsdp_tools.sharding.adapters import plan_with_adapters, shard_added
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.hf_interface import turn_cache_off
-from hf_fsdp_tools.sharding.shard import (
-    compile_sharded,
-    count_units,
-    shard_model,
-    sharding_of,
-)
+from hf_fsdp_tools.sharding.shard import compile_sharded, count_units, shard_model, sharding_of
 
 __all__ = [
+    "LOW_PRECISION",
     "check_managed",
     "check_native",
     "check_optimizers",
@@ -40,9 +35,17 @@ __all__ = [
     "weights_to_send",
 ]
 
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Accelerate's names of the precisions in which trainable weights are kept in fp32 beside the computation."""
+
+_SAMPLES = 64
+"""Values of each tensor that are compared between ranks (chosen): differently drawn or absent weights differ everywhere."""
 
 _NO_SHARDS = ("bitsandbytes", "transformers.optimization", "torch.optim.Adafactor")
 """Optimizers that fail on DTensors (both Adafactors among them). Measured: bitsandbytes 0.50, transformers 5.23, torch 2.13."""
+
+
+# ---- a plain model, and what was added to a sharded one ----
 
 
 def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -54,25 +57,16 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
             "model, and make_accelerator(dynamo_backend=…) or TrainingArguments(torch_compile=True): blocks are compiled then."
         )
     others = weights_to_send(model)
-    plugin = accelerator.state.fsdp_plugin
     if accelerator.mixed_precision in LOW_PRECISION:
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.float()  # master weights, as Accelerate keeps them
     names = {parameter: name for name, parameter in model.named_parameters()}
-    config = accelerator.parallelism_config
     base = base_of(model)
     shard_model(
         base,
-        plan_with_adapters(base, plugin.policy_for(base)),
-        mesh=(
-            accelerator.torch_device_mesh[tuple(config.fsdp_dim_names)]
-            if config is not None
-            else ParallelDims().build_mesh(accelerator.device.type)
-        ),
-        mp_policy=plugin.mixed_precision_policy,
-        offload_policy=plugin.cpu_offload,
-        activation_checkpointing=plugin.activation_checkpointing,
+        plan_with_adapters(base, accelerator.state.fsdp_plugin.policy_for(base)),
+        **shard_arguments(accelerator),
     )
     send_weights(model, others)
     shard_added(model)  # what PEFT keeps outside the base
@@ -106,25 +100,77 @@ def _cut_like(parameter: nn.Parameter, value: Any) -> Any:
     return cut.to(device=parameter.device, dtype=parameter.dtype if value.is_floating_point() else None)
 
 
-def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module]) -> None:
-    """An optimizer of other tensors than the models' parameters would step without any effect; some libraries' cannot step
-    sharded parameters, which they say in the first step and not why."""
-    known = {id(parameter) for model in models for parameter in model.parameters()}
-    for optimizer in optimizers:
-        kind = type(getattr(optimizer, "optimizer", optimizer))
-        if f"{kind.__module__}.{kind.__name__}".startswith(_NO_SHARDS):
-            raise ConfigError(
-                f"{kind.__name__} of {kind.__module__} cannot step sharded parameters (DTensor). Use torch.optim.AdamW, or "
-                "torchao.optim.AdamW8bit, whose state is small too (in TrainingArguments: optim='adamw_torch_8bit')."
-            )
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        strange = sum(id(parameter) not in known for parameter in held)
-        if strange:
-            raise ConfigError(
-                f"{strange} of the {len(held)} parameters of {type(optimizer).__name__} belong to no prepared model: it was made "
-                "before the model was sharded, or between a forward and its backward pass. Make it from "
-                "model.parameters() right before prepare(model, optimizer)."
-            )
+# ---- weights that only rank 0 has, or that differ between ranks ----
+
+
+def weights_to_send(model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's parameters and buffers that are not what rank 0 has, by name; the same names on every rank.
+
+    Sharding takes each rank's slice of its own copy, so weights must be equal. With `fsdp_cpu_ram_efficient_loading`
+    transformers leaves them on meta (5.23) or at zero (5.17) on all ranks but the first; heads and adapters that each
+    rank drew by its own seed differ too. Every rank must call; a digest of a few values of each tensor is gathered.
+
+    Raises:
+        ConfigError: parameters are on meta on rank 0 too: nobody loaded the model.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    ranks = all_ranks({name: _digest(tensor) for name, tensor in tensors.items()})
+    first = ranks[0]
+    nowhere = [name for name, digest in first.items() if digest == "meta"]
+    if nowhere:
+        raise ConfigError(
+            f"{len(nowhere)} parameters of {type(model).__name__} are on meta (first: {nowhere[0]}): it was never loaded. "
+            "Load it with from_pretrained(..., accelerator=accelerator), or call load_weights after shard_model."
+        )
+    other = [name for name in first if any(rank.get(name, first[name]) != first[name] for rank in ranks)]
+    drawn = [name for name in other if any(rank.get(name) not in ("meta", first[name]) for rank in ranks)]
+    if drawn and dist.get_rank() == 0:
+        warnings.warn(
+            f"{len(drawn)} of {len(first)} tensors of {type(model).__name__} differ between ranks (first: {drawn[0]}); rank 0's "
+            "are used on all. Set the same seed on every rank before the model is made.",
+            stacklevel=5,
+        )
+    return {name: tensors[name].detach() for name in other if name in tensors}
+
+
+def send_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
+    """Fill the shards of those tensors from rank 0's whole ones, in place, one tensor at a time.
+
+    Args:
+        model: sharded since `weights_to_send` looked at it; what is on meta gets storage here.
+        whole: what `weights_to_send` gave; values count on rank 0 only.
+
+    Every rank must call; each tensor is broadcast whole, and no rank but the first ever holds more than one.
+    """
+    sharding = sharding_of(model)
+    if not whole or sharding is None:
+        return
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        allocate(model, device=sharding.device)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    device = torch.device(sharding.mesh.device_type)
+    with torch.no_grad():
+        for name, mine in whole.items():
+            tensor = tensors[name]
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            if dist.get_rank() == 0:
+                full.copy_(mine)
+            dist.broadcast(full, src=0)
+            if isinstance(tensor, DTensor):
+                full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+                tensor = tensor.to_local()
+            tensor.copy_(full)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    if tensor.is_meta:
+        return "meta"
+    flat = tensor.detach().flatten()
+    few = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].cpu().contiguous()
+    return hashlib.sha256(few.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+# ---- before training ----
 
 
 def check_native(model: nn.Module) -> None:
@@ -201,6 +247,27 @@ def check_precision(model: nn.Module, accelerator: Accelerator) -> None:
     )
 
 
+def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module]) -> None:
+    """An optimizer of other tensors than the models' parameters would step without any effect; some libraries' cannot step
+    sharded parameters, which they say in the first step and not why."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    for optimizer in optimizers:
+        kind = type(getattr(optimizer, "optimizer", optimizer))
+        if f"{kind.__module__}.{kind.__name__}".startswith(_NO_SHARDS):
+            raise ConfigError(
+                f"{kind.__name__} of {kind.__module__} cannot step sharded parameters (DTensor). Use torch.optim.AdamW, or "
+                "torchao.optim.AdamW8bit, whose state is small too (in TrainingArguments: optim='adamw_torch_8bit')."
+            )
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strange = sum(id(parameter) not in known for parameter in held)
+        if strange:
+            raise ConfigError(
+                f"{strange} of the {len(held)} parameters of {type(optimizer).__name__} belong to no prepared model: it was made "
+                "before the model was sharded, or between a forward and its backward pass. Make it from "
+                "model.parameters() right before prepare(model, optimizer)."
+            )
+
+
 def prepare_for_training(model: nn.Module, accelerator: Accelerator) -> None:
     """Compile the plan's blocks if the Accelerator is to compile; let a model that is trained keep no cache of keys and
     values (`generate` asks for its own)."""
@@ -209,74 +276,3 @@ def prepare_for_training(model: nn.Module, accelerator: Accelerator) -> None:
         compile_sharded(model, dynamo.to_kwargs())
     if any(parameter.requires_grad for parameter in model.parameters()):
         turn_cache_off(base_of(model))
-
-
-SAMPLES = 64
-"""Values of each tensor that are compared between ranks (chosen): differently drawn or absent weights differ everywhere."""
-
-
-def weights_to_send(model: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's parameters and buffers that are not what rank 0 has, by name; the same names on every rank.
-
-    Sharding takes each rank's slice of its own copy, so weights must be equal. With `fsdp_cpu_ram_efficient_loading`
-    transformers leaves them on meta (5.23) or at zero (5.17) on all ranks but the first; heads and adapters that each
-    rank drew by its own seed differ too. Every rank must call; a digest of a few values of each tensor is gathered.
-
-    Raises:
-        ConfigError: parameters are on meta on rank 0 too: nobody loaded the model.
-    """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    ranks = all_ranks({name: _digest(tensor) for name, tensor in tensors.items()})
-    first = ranks[0]
-    nowhere = [name for name, digest in first.items() if digest == "meta"]
-    if nowhere:
-        raise ConfigError(
-            f"{len(nowhere)} parameters of {type(model).__name__} are on meta (first: {nowhere[0]}): it was never loaded. "
-            "Load it with from_pretrained(..., accelerator=accelerator), or call load_weights after shard_model."
-        )
-    other = [name for name in first if any(rank.get(name, first[name]) != first[name] for rank in ranks)]
-    drawn = [name for name in other if any(rank.get(name) not in ("meta", first[name]) for rank in ranks)]
-    if drawn and dist.get_rank() == 0:
-        warnings.warn(
-            f"{len(drawn)} of {len(first)} tensors of {type(model).__name__} differ between ranks (first: {drawn[0]}); rank 0's "
-            "are used on all. Set the same seed on every rank before the model is made.",
-            stacklevel=5,
-        )
-    return {name: tensors[name].detach() for name in other if name in tensors}
-
-
-def send_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
-    """Fill the shards of those tensors from rank 0's whole ones, in place, one tensor at a time.
-
-    Args:
-        model: sharded since `weights_to_send` looked at it; what is on meta gets storage here.
-        whole: what `weights_to_send` gave; values count on rank 0 only.
-
-    Every rank must call; each tensor is broadcast whole, and no rank but the first ever holds more than one.
-    """
-    sharding = sharding_of(model)
-    if not whole or sharding is None:
-        return
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        allocate(model, device=sharding.device)
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    device = torch.device(sharding.mesh.device_type)
-    with torch.no_grad():
-        for name, mine in whole.items():
-            tensor = tensors[name]
-            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            if dist.get_rank() == 0:
-                full.copy_(mine)
-            dist.broadcast(full, src=0)
-            if isinstance(tensor, DTensor):
-                full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
-                tensor = tensor.to_local()
-            tensor.copy_(full)
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    if tensor.is_meta:
-        return "meta"
-    flat = tensor.detach().flatten()
-    few = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].cpu().contiguous()
-    return hashlib.sha256(few.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

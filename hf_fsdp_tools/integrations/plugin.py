@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -12,9 +12,12 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
-from hf_fsdp_tools.distributed.mesh import local_device
+from hf_fsdp_tools.distributed.mesh import local_device, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
+from hf_fsdp_tools.fsdp1.under_accelerate import check_settings
+from hf_fsdp_tools.integrations.accelerator import adopt
+from hf_fsdp_tools.integrations.model import LOW_PRECISION
 from hf_fsdp_tools.integrations.settings import (
     drop_fsdp1_settings,
     is_set,
@@ -25,10 +28,7 @@ from hf_fsdp_tools.integrations.settings import (
 from hf_fsdp_tools.integrations.wrapping import narrowed, policy_from_wrap, without_modules
 from hf_fsdp_tools.planning.policy import HybridPolicy
 
-__all__ = ["LOW_PRECISION", "HybridFSDPPlugin"]
-
-LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Accelerate's names of the precisions in which trainable weights are kept in fp32 beside the computation."""
+__all__ = ["HybridFSDPPlugin"]
 
 
 @dataclass
@@ -49,9 +49,6 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
 
     policy: HybridPolicy | None = field(default=None, metadata={"help": "What becomes a unit."})
     """What becomes a unit; None: what the other fields and variables ask for, else `HybridPolicy()`."""
-
-    accelerator_class: ClassVar[type[Accelerator] | None] = None
-    """What `adopt` makes of an Accelerator; `integrations.accelerator`, which lies above, says it."""
 
     def __post_init__(self) -> None:
         warn_of_unknown_variables()
@@ -76,14 +73,14 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
                 "(offload_params) saves more."
             )
         if self.fsdp_version == 1:
-            _check_fsdp1(self, on_cpu=on_cpu)
+            alone = rank_on_node()[1] == 1 < int(os.environ.get("WORLD_SIZE", "1"))
+            check_settings(self, on_cpu=on_cpu, alone_on_node=alone)
         elif isinstance(self.cpu_offload, CPUOffloadPolicy) and on_cpu:
             self.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
 
     def adopt(self, accelerator: Accelerator) -> None:
         """Give an `Accelerator(fsdp_plugin=HybridFSDPPlugin())` our `prepare`, in place; one that has it stays as it is."""
-        if self.accelerator_class is not None and not isinstance(accelerator, self.accelerator_class):
-            accelerator.__class__ = self.accelerator_class
+        adopt(accelerator, sync_each_batch=False)
 
     def policy_for(self, model: nn.Module) -> HybridPolicy:
         """`policy` for one of the models of this process: without layer classes that it lacks, with its ignored modules.
@@ -167,28 +164,3 @@ def _dtype(name: Any) -> torch.dtype | None:
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ConfigError(f"mixed precision {name!r} is not supported. Use no, bf16, fp16 or fp32.")
     return dtype
-
-
-def _check_fsdp1(plugin: FullyShardedDataParallelPlugin, *, on_cpu: bool) -> None:
-    """Refuse what FSDP1 does wrongly without a word, or dies of. Sources: pytorch issue 154888; the rest measured."""
-    strategy = plugin.sharding_strategy or plugin.reshard_after_forward
-    problems = []
-    if getattr(strategy, "name", "").upper().startswith(("HYBRID", "_HYBRID")) and (on_cpu or _is_alone_on_node()):
-        problems.append(
-            f"sharding strategy {strategy.name} with one device per node stops averaging gradients. Use FULL_SHARD, or FSDP2 "
-            "with dp_replicate_size"
-        )
-    if on_cpu and "FULL" in str(plugin.state_dict_type):
-        problems.append("state_dict_type FULL_STATE_DICT crashes the process on CPUs. Use SHARDED_STATE_DICT, or FSDP2")
-    if on_cpu and plugin.sync_module_states:
-        problems.append(
-            "sync_module_states needs accelerators. Set it to False: every rank has the same weights already"
-        )
-    if on_cpu and getattr(plugin.cpu_offload, "offload_params", False):
-        problems.append("CPU offload needs an accelerator to offload from. Set it to False")
-    if problems:
-        raise ConfigError("FSDP1: " + "; ".join(problems) + ".")
-
-
-def _is_alone_on_node() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
