@@ -1,4 +1,4 @@
-"""`hf-fsdp`: what repeats in a model, how it would be sharded and what is wrong with that, a config, a model to try it on.
+"""`hf-fsdp`: what repeats in a model, how it would be sharded, what is wrong, a config, a model to try it on.
 
 Every command prints text for people, or with `--json` one JSON value for programs. A mistake is one message on stderr
 and exit code 1, wrong usage exit code 2. Heavy libraries are imported where they are needed: `--help` comes at once.

@@ -28,7 +28,7 @@ _NEEDED = {
     "safetensors": ("0.6", None),
     "huggingface_hub": ("1.0", None),
 }
-"""Required packages: the least version, as in pyproject.toml, and the last minor version that the tests ran with; None: any."""
+"""Required packages: the least version, as in pyproject.toml, and the last that the tests ran with (None: any later)."""
 
 _OPTIONAL = ("peft", "trl", "datasets")
 
@@ -145,7 +145,7 @@ def untried_versions(*names: str) -> Iterator[Finding]:
             yield Finding(
                 code="version-untried",
                 severity="warning",
-                fact=f"{name} {found} is installed, and hf_fsdp_tools was tested with {tried}: what it builds on may differ.",
+                fact=f"{name} {found} is installed, and hf_fsdp_tools was tested with {tried}.",
                 cure=f'pip install "{name}=={last}.*", or go on and look closely.',
             )
 

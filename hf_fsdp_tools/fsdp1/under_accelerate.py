@@ -24,8 +24,8 @@ def check_settings(plugin: Any, *, on_cpu: bool, alone_on_node: bool) -> None:
     problems = []
     if getattr(strategy, "name", "").upper().startswith(("HYBRID", "_HYBRID")) and (on_cpu or alone_on_node):
         problems.append(
-            f"sharding strategy {strategy.name} with one device per node stops averaging gradients. Use FULL_SHARD, or FSDP2 "
-            "with dp_replicate_size"
+            f"sharding strategy {strategy.name} with one device per node stops averaging gradients. Use FULL_SHARD, "
+            "or FSDP2 with dp_replicate_size"
         )
     if on_cpu and "FULL" in str(plugin.state_dict_type):
         problems.append("state_dict_type FULL_STATE_DICT crashes the process on CPUs. Use SHARDED_STATE_DICT, or FSDP2")

@@ -69,19 +69,19 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """As `Accelerator.prepare_model`; under FSDP2 the model is sharded, for evaluation alone too (reward models)."""
+        """As `Accelerator.prepare_model`; under FSDP2 the model is sharded, for evaluation too (reward models)."""
         if not self.is_fsdp2:
             return super().prepare_model(model, device_placement, evaluation_mode)
         _take_model(self, model, [])
         return model
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """As `Accelerator.clip_grad_norm_`; the norm of the whole model's gradients comes back as a plain tensor. Every rank
-        must call, whether its own shards have gradients or not."""
+        """As `Accelerator.clip_grad_norm_`; the norm of the whole model's gradients comes back as a plain tensor. Every
+        rank must call, whether its own shards have gradients or not."""
         if not self.is_fsdp2:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         self.unscale_gradients()
-        # What Accelerate's own comes to, less its comparison of tensor lists, which fails where several models are prepared.
+        # as Accelerate's own, less its comparison of lists of tensors, which fails where several models are prepared
         norm = self._clip_grad_norm_dtensor_aware(list(parameters), max_norm, norm_type=norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -90,8 +90,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     def save_state(
         self, output_dir: str | PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
     ) -> Any:
-        """As `Accelerator.save_state`; the folder takes its name when every rank has finished, so that an interrupted save
-        leaves an older one as it was. Under automatic naming the oldest are deleted after the new one is complete."""
+        """As `Accelerator.save_state`; the folder takes its name when every rank has finished, so that an interrupted
+        save leaves an older one as it was. Under automatic naming the oldest are deleted after the new one."""
         if self.distributed_type != DistributedType.FSDP:
             return super().save_state(output_dir, safe_serialization, **options)
         naming = self.project_configuration
@@ -105,7 +105,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             folder = Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
             if folder.exists():
                 raise ConfigError(
-                    f"save_state: {str(folder)!r} exists already. Set ProjectConfiguration(iteration=…) to go on after it."
+                    f"save_state: {str(folder)!r} exists. Set ProjectConfiguration(iteration=…) to go on after it."
                 )
         naming.automatic_checkpoint_naming, iteration = False, naming.iteration
         try:
@@ -144,8 +144,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         self.step = all_ranks(self.step)[0]  # ranks without a file of their own would accumulate out of step
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As `Accelerator.skip_first_batches`; starting the loader then draws no random number, so that the random state
-        which `load_state` brought back (dropout) goes on as in the run that was interrupted."""
+        """As `Accelerator.skip_first_batches`; starting the loader then draws no random number, so that the random
+        state which `load_state` brought back (dropout) goes on as in the run that was interrupted."""
         loader = super().skip_first_batches(dataloader, num_batches)
         base = getattr(loader, "base_dataloader", loader)
         if base.generator is None:
@@ -155,7 +155,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     def save_model(
         self, model: nn.Module, save_directory: str | PathLike[str], max_shard_size: int | str = "10GB", **options: Any
     ) -> None:
-        """Write a sharded model as a normal Hugging Face folder (`hf_fsdp_tools.save_pretrained`). Every rank must call."""
+        """Write a sharded model as a normal Hugging Face folder, by `save_pretrained`. Every rank must call."""
         if self.distributed_type != DistributedType.FSDP:
             super().save_model(model, save_directory, max_shard_size, **options)
             return
@@ -182,7 +182,7 @@ def _take_model(accelerator: Accelerator, model: nn.Module, optimizers: list[tor
         check_native(model)
     if len(ranks := set(all_ranks(sharded))) > 1:
         raise ConfigError(
-            f"{type(model).__name__} is sharded on some ranks and plain on others. Make it in the same way on every rank."
+            f"{type(model).__name__} is sharded on some ranks and plain on others. Make it the same way on every rank."
         )
     if ranks == {False}:
         shard_in_place(model, accelerator, optimizers)
@@ -205,9 +205,9 @@ def _numbered(folder: Path) -> list[Path]:
 class ShardedScaler(torch.amp.GradScaler):
     """torch's `GradScaler` for an optimizer that holds both sharded parameters and whole ones (0-d ones, for instance).
 
-    torch (2.13) divides all gradients of a device in one call, which takes no mix of the two. Here each kind has its call;
-    if a gradient of either is infinite on one rank, every rank skips the step: those of shards are compared between ranks
-    by torch, those of whole parameters are averages, and so the same on all.
+    torch (2.13) divides all gradients of a device in one call, which takes no mix of the two. Here each kind has its
+    call; if a gradient of either is infinite on one rank, every rank skips the step: those of shards are compared
+    between ranks by torch, those of whole parameters are averages, and so the same on all.
     """
 
     def _unscale_grads_(
@@ -230,7 +230,7 @@ def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:
 
     Args:
         accelerator: with FSDP in its state; one that has our `prepare` stays as it is.
-        sync_each_batch: reduce and shard the gradients of each micro-batch; False leaves what the Accelerator is set to.
+        sync_each_batch: reduce and shard the gradients of each micro-batch; False leaves it as it is set.
 
     Raises:
         ConfigError: this Accelerate or torch no longer has a method that is overridden here.

@@ -1,4 +1,4 @@
-"""What the user wants of a run, as one frozen value; written as Accelerate's YAML. And a check of YAML that a user wrote.
+"""What the user wants of a run, as one frozen value; written as Accelerate's YAML, and a check of users' own files.
 
     FSDPConfig(...)               ->  checked: all contradictions at once
     FSDPConfig.for_machine()      ->  one that fits this machine, with the reasons
@@ -151,10 +151,10 @@ class FSDPConfig:
     def check_file(cls, path: str | os.PathLike[str]) -> "tuple[Finding, ...]":
         """What is wrong with a user's own Accelerate config, errors first; nothing where all that it says will be done.
 
-        Looks for unknown keys (with the nearest names), values of the wrong type, contradictions, an FSDP version that is
-        absent or deprecated, what FSDP2 has no use for or says otherwise, what this package refuses (docs/settings.md
-        has all settings), and more processes than this machine has devices. Starts and communicates nothing; imports
-        Accelerate, whose own lists of general keys are asked.
+        Looks for unknown keys (with the nearest names), values of the wrong type, contradictions, an FSDP version that
+        is absent or deprecated, what FSDP2 has no use for or says otherwise, what this package refuses
+        (docs/settings.md has all settings), and more processes than this machine has devices. Starts and communicates
+        nothing; imports Accelerate, whose own lists of general keys are asked.
 
         Raises:
             ConfigError: the file cannot be read, or holds no YAML mapping.

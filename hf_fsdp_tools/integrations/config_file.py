@@ -1,7 +1,8 @@
-"""A user's own Accelerate config, checked: what the launcher drops, what contradicts itself, what this package does otherwise."""
+"""A user's own Accelerate config, checked: what the launcher drops, what this package does otherwise."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,18 +19,6 @@ from hf_fsdp_tools.integrations.contradictions import contradictions
 from hf_fsdp_tools.integrations.settings import YAML_KEYS, nearest, read_value, reshards
 
 __all__ = ["check_config_file"]
-
-_GENERAL = {
-    "num_processes": int,
-    "num_machines": int,
-    "machine_rank": int,
-    "main_process_ip": str,
-    "main_process_port": int,
-    "gpu_ids": str,
-    "use_cpu": bool,
-    "mixed_precision": str,
-}
-"""Keys outside the sections that FSDPConfig has a field for, and their types."""
 
 _MIN_NUM_PARAMS = 100_000_000
 """What the launcher sets where a file names no fsdp_min_num_params; source: accelerate 1.15, commands/launch.py."""
@@ -65,9 +54,13 @@ def check_config_file(path: str | os.PathLike[str], defaults: Mapping[str, Any])
 def _read(data: Mapping[str, Any], said: dict[str, Any]) -> Iterator[Finding]:
     """Fill `said` with the values by the full names of their keys; find keys and values that cannot be read."""
     axes = [name for name in vars(launch_command_parser().parse_args(["_"])) if name.startswith("parallelism_config_")]
-    kinds = {key: row.kind for key, row in YAML_KEYS.items()} | _GENERAL
-    kinds |= {name: int for name in axes if name.endswith("_size")}
-    sections = {"": ClusterConfig.__dataclass_fields__, "fsdp_config": YAML_KEYS, "parallelism_config": axes}
+    general = {field.name: field.type for field in fields(ClusterConfig)}
+    plain: dict[Any, type] = {int: int, int | None: int, str: str, str | None: str, bool: bool, bool | None: bool}
+    kinds: dict[str, Any] = {name: plain[kind] for name, kind in general.items() if kind in plain}
+    kinds |= {key: row.kind for key, row in YAML_KEYS.items()} | {name: int for name in axes if name.endswith("_size")}
+    # the first two are old names that Accelerate still reads
+    top = ["fp16", "dynamo_backend", *general]
+    sections: dict[str, Collection[str]] = {"": top, "fsdp_config": YAML_KEYS, "parallelism_config": axes}
     for section, known in sections.items():
         values = (data.get(section) or {}) if section else data
         if not isinstance(values, dict):
@@ -98,7 +91,7 @@ def _check(data: Mapping[str, Any], said: dict[str, Any], defaults: Mapping[str,
         return
     if version == 2:
         yield from _check_fsdp2(said)
-    else:
+    elif version in (1, None):
         said["fsdp_version"] = 1
         fact = f"fsdp_version is {version or 'absent, which the launcher takes for 1'}: deprecated in PyTorch."
         yield _warning(code="fsdp1", fact=fact, cure="Write fsdp_version: 2.")
@@ -107,7 +100,7 @@ def _check(data: Mapping[str, Any], said: dict[str, Any], defaults: Mapping[str,
         fact = "mixed_precision is no, which YAML reads as false: the launcher stops at it."
         yield _error(code="wrong-value", fact=fact, cure="Write 'no', in quotes.")
     if said.get("use_cpu") and "gpu_ids" not in said:
-        fact = "use_cpu alone does not reach the processes that the launcher starts for FSDP: they use GPUs, if there are any."
+        fact = "use_cpu alone does not reach the processes that the launcher starts for FSDP: they would use GPUs."
         yield _warning(code="use-cpu", fact=fact, cure='Add gpu_ids: "", which hides the GPUs.')
     if data.get("num_processes") in (None, -1):
         fact = "num_processes is absent: the launcher stops unless it is told."
@@ -161,25 +154,25 @@ def _check_axes(said: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _as_config(said: dict[str, Any], defaults: Mapping[str, Any]) -> Any:
-    """What was said, with the names and the words of FSDPConfig's fields."""
-    fields = dict(defaults)
+    """What was said, by the names and in the words of FSDPConfig."""
+    config = dict(defaults)
     for key, value in said.items():
         name = YAML_KEYS[key].field if key in YAML_KEYS else key.removeprefix("parallelism_config_")
         if name in defaults:
-            fields[name] = value
-    if fields["gpu_ids"] == "all" or (fields["gpu_ids"] == "" and fields["use_cpu"]):
-        fields["gpu_ids"] = None
-    classes = fields["transformer_layer_cls_to_wrap"] or ""
-    fields["transformer_layer_cls_to_wrap"] = tuple(name.strip() for name in classes.split(",") if name.strip())
-    if fields["auto_wrap_policy"] == "SIZE_BASED_WRAP":
-        fields["min_num_params"] = fields["min_num_params"] or _MIN_NUM_PARAMS
-    elif fields["min_num_params"] == 0:  # as some files say "not used"
-        fields["min_num_params"] = None
-    return SimpleNamespace(**fields)
+            config[name] = value
+    if config["gpu_ids"] == "all" or (config["gpu_ids"] == "" and config["use_cpu"]):
+        config["gpu_ids"] = None
+    classes = config["transformer_layer_cls_to_wrap"] or ""
+    config["transformer_layer_cls_to_wrap"] = tuple(name.strip() for name in classes.split(",") if name.strip())
+    if config["auto_wrap_policy"] == "SIZE_BASED_WRAP":
+        config["min_num_params"] = config["min_num_params"] or _MIN_NUM_PARAMS
+    elif config["min_num_params"] == 0:  # as some files say "not used"
+        config["min_num_params"] = None
+    return SimpleNamespace(**config)
 
 
 def _check_devices(config: Any) -> Iterator[Finding]:
-    wanted, there = config.num_processes // config.num_machines, torch.accelerator.device_count()
+    wanted, there = config.num_processes // max(config.num_machines, 1), torch.accelerator.device_count()
     if not config.use_cpu and there < wanted:
         fact = f"{wanted} processes on each machine, and this one has {there} device(s): every process needs its own."
         yield _warning(

@@ -99,6 +99,6 @@ def _version_problems(config: Any) -> Iterator[Problem]:
         yield "cpu_ram_efficient_loading under FSDP1 needs sync_module_states", "leave it unset"
     if config.use_cpu and (config.sync_module_states or config.cpu_ram_efficient_loading):
         yield (
-            "use_cpu: without a GPU, Accelerate's FSDP1 stops at sync_module_states, which cpu_ram_efficient_loading needs",
+            "use_cpu: Accelerate's FSDP1 stops at sync_module_states there, and cpu_ram_efficient_loading needs it",
             "set both to false",
         )

@@ -1,4 +1,4 @@
-"""Whether the methods that this room overrides are still there, in versions of Accelerate, transformers and torch to come."""
+"""Whether the methods that this room overrides are still there, in later versions of the libraries that have them."""
 
 import inspect
 import warnings
@@ -31,8 +31,8 @@ def check_hooks(own: type, base: Any) -> None:
     _warn_of_untried_versions()
     if gone := [name for name in overridden(own) if not hasattr(base, name)]:
         raise ConfigError(
-            f"{own.__name__} overrides {', '.join(gone)}, which the class that it extends does not have: nobody would call it. "
-            "Install a version that `hf-fsdp doctor` calls tested, and write FSDPTrainerMixin before the Trainer."
+            f"{own.__name__} overrides {', '.join(gone)}, which the class that it extends does not have: nobody would "
+            "call it. Install a version that was tested (`hf-fsdp doctor`); write FSDPTrainerMixin before the Trainer."
         )
 
 

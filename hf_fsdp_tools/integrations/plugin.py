@@ -36,10 +36,10 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     """Accelerate's FSDP plugin with a `HybridPolicy`, for FSDP2 and FSDP1.
 
     What differs from the plugin that it extends: version 2 is the default; the units are those of `policy`, on every
-    model and for both versions (`TRANSFORMER_BASED_WRAP` with class names, `SIZE_BASED_WRAP` with a size, torch's policies
-    and functions are translated into it); mixed precision reduces gradients in fp32 and leaves outputs and buffers as they
-    are (Accelerate's own reduces in low precision and rounds them); CPU offload works where there is no device to pin for.
-    `docs/settings.md` says what becomes of every setting.
+    model and for both versions (`TRANSFORMER_BASED_WRAP` with class names, `SIZE_BASED_WRAP` with a size, torch's
+    policies and functions are translated into it); mixed precision reduces gradients in fp32 and leaves outputs and
+    buffers as they are (Accelerate's own reduces in low precision and rounds them); CPU offload works where there is no
+    device to pin for. `docs/settings.md` says what becomes of every setting.
 
     FSDP1 (`fsdp_version=1`, deprecated in PyTorch) shards plain models in `prepare`; `from_pretrained` is for FSDP2.
 
@@ -62,7 +62,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             self._prefer_what_fsdp1_can(on_cpu=on_cpu)
         self.mixed_precision_policy = _as_given(self.mixed_precision_policy, self.fsdp_version)
         super().__post_init__()
-        self.cpu_ram_efficient_loading = False  # Accelerate's way of it; `placement` sends rank 0's weights out
+        self.cpu_ram_efficient_loading = False  # Accelerate's way of it; `model.send_weights` is ours
         self.ignored_modules = self.ignored_modules or None
         self.translated = self.policy is None
         self.policy = self.policy or self._translate_wrap()
@@ -79,11 +79,11 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             self.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
 
     def adopt(self, accelerator: Accelerator) -> None:
-        """Give an `Accelerator(fsdp_plugin=HybridFSDPPlugin())` our `prepare`, in place; one that has it stays as it is."""
+        """Give an `Accelerator(fsdp_plugin=HybridFSDPPlugin())` our `prepare`, in place."""
         adopt(accelerator, sync_each_batch=False)
 
     def policy_for(self, model: nn.Module) -> HybridPolicy:
-        """`policy` for one of the models of this process: without layer classes that it lacks, with its ignored modules.
+        """`policy` for one model of this process: without layer classes that it lacks, with its ignored modules.
 
         Raises:
             ConfigError: `ignored_modules` means none of its modules.
@@ -93,11 +93,11 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         return policy if self.fsdp_version == 1 else without_modules(policy, self.ignored_modules, model)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Accelerate calls this with the model that it is about to wrap: FSDP1, or FSDP2 by an `Accelerator` of its own."""
+        """Called by Accelerate before it wraps a model itself: FSDP1, or an Accelerator without our `prepare`."""
         if self.fsdp_version == 2:
             raise ConfigError(
-                "This Accelerator would wrap by Accelerate's rules. Make it with make_accelerator(fsdp_plugin=…), or pass it to "
-                "from_pretrained(…, accelerator=accelerator) first."
+                "This Accelerator would wrap by Accelerate's rules. Make it with make_accelerator(fsdp_plugin=…), or "
+                "pass it to from_pretrained(…, accelerator=accelerator) first."
             )
         policy = hybrid_auto_wrap_policy(model, policy=self.policy_for(model))
         if policy.ignored:
@@ -122,7 +122,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         )
 
     def _prefer_what_fsdp1_can(self, *, on_cpu: bool) -> None:
-        """Defaults that FSDP1 dies of on CPUs, and RAM-efficient loading, which nothing but Accelerate's own prepare undoes."""
+        """Change defaults that FSDP1 dies of on CPUs, and RAM-efficient loading, which only Accelerate's prepare ends."""
         if self.cpu_ram_efficient_loading or is_set("FSDP_CPU_RAM_EFFICIENT_LOADING"):
             warnings.warn(
                 "cpu_ram_efficient_loading is off under FSDP1: every rank reads the model. FSDP2 honours it.",
@@ -136,7 +136,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
 
 
 def _as_given(policy: Any, version: int) -> Any:
-    """`mixed_precision_policy` as a policy object: Accelerate also takes a name, or a mapping of dtypes or their names."""
+    """`mixed_precision_policy` as a policy object: Accelerate also takes a name, or a mapping of dtypes."""
     if isinstance(policy, str):
         return _precision(policy, version)
     if not isinstance(policy, Mapping):

@@ -2,8 +2,8 @@
 
     SETTINGS  ->  the YAML that FSDPConfig writes and checks, the variables that are known, the keys of fsdp_config
 
-`docs/settings.md` says what becomes of each. Names: accelerate 1.15 (`utils.launch`, `utils.dataclasses`), transformers 5.23
-(`TrainingArguments._process_fsdp_args`); `tests/unit/test_settings.py` reads both sources and fails where they say otherwise.
+`docs/settings.md` says what becomes of each. Names: accelerate 1.15 (`utils.launch`, `utils.dataclasses`), transformers
+5.23 (`TrainingArguments._process_fsdp_args`). `tests/unit/test_settings.py` reads both and fails when they name others.
 """
 
 import difflib
@@ -51,7 +51,7 @@ class Setting:
     argument: str | None = None
     """Of Accelerate's `FullyShardedDataParallelPlugin`; None for what runs on TPUs only."""
     key: str | None = None
-    """In the section `fsdp_config` of Accelerate's YAML, and (but for ignored_modules) an option of `accelerate launch`."""
+    """In the section `fsdp_config` of Accelerate's YAML; all but ignored_modules are options of the launcher too."""
     variable: str | None = None
     """Set by `accelerate launch` for its processes, or by hand under `torchrun`."""
     training: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Setting:
 
 
 def _launched(name: str, kind: type | tuple[str, ...] = str, **other: Any) -> Setting:
-    """A setting that the launcher, the plugin and `TrainingArguments` know, by the name that they share but for `other`."""
+    """A setting that launcher, plugin and `TrainingArguments` know, by the name that they share but for `other`."""
     same = {
         "key": f"fsdp_{name}",
         "variable": f"FSDP_{name.upper()}",
@@ -139,7 +139,7 @@ def read_value(kind: type | tuple[str, ...], value: Any) -> Any:
     if isinstance(kind, tuple) and (word := _word(text, kind)) in kind:
         return word
     names = {bool: "true or false", int: "a whole number", str: "text"}
-    raise ValueError(", ".join(kind) if isinstance(kind, tuple) else names[kind])
+    raise ValueError(f"one of {', '.join(kind)}" if isinstance(kind, tuple) else names[kind])
 
 
 _TRUE, _FALSE = ("true", "yes", "y", "t", "on", "1"), ("false", "no", "n", "f", "off", "0")
@@ -164,8 +164,8 @@ def warn_of_unknown_variables() -> None:
 def plugin_arguments(args: Any) -> dict[str, Any]:
     """Arguments for the plugin from `TrainingArguments(fsdp=True, fsdp_config=…)`; none without `fsdp`.
 
-    More than transformers passes on: every key that Accelerate has. The state dict type is left to the plugin (sharded, or
-    what the launcher says) where `fsdp_config` does not name one.
+    More than transformers passes on: every key that Accelerate has. The state dict type is left to the plugin (sharded,
+    or what the launcher says) where `fsdp_config` does not name one.
 
     Raises:
         ConfigError: unknown keys, with the nearest names; XLA's, which run on TPUs.
@@ -239,8 +239,8 @@ def drop_fsdp1_settings(plugin: Any) -> None:
         setattr(plugin, row.argument, True if row.argument == "limit_all_gathers" else None)
     if asked:
         warnings.warn(
-            f"Only FSDP1 has {', '.join(asked)}. FSDP2 gathers ahead, keeps original parameters and limits memory by itself: "
-            "left out.",
+            f"Only FSDP1 has {', '.join(asked)}. FSDP2 gathers ahead, keeps original parameters and limits memory by "
+            "itself: left out.",
             stacklevel=4,
         )
 

@@ -59,21 +59,23 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         trainer.train()
         trainer.save_model()
 
-    The model may also be plain, equal on every rank: it is sharded by the same policy when training starts. Settings come
-    from `TrainingArguments(fsdp=True, fsdp_config=…)` where given, else from `accelerate launch`. `save_model` writes a
-    normal Hugging Face checkpoint from all ranks at once, whatever the state dict type; no rank gathers the model.
+    The model may also be plain, equal on every rank: it is sharded by the same policy when training starts. Settings
+    come from `TrainingArguments(fsdp=True, fsdp_config=…)` where given, else from `accelerate launch`. `save_model`
+    writes a normal Hugging Face checkpoint from all ranks at once, whatever the state dict type; no rank gathers the
+    model.
 
-    A `checkpoint-N` folder is such a checkpoint too, in the precision of the master weights, with the optimizer's shards
-    (`optimizer_0`, torch's distributed checkpoint) and the Trainer's own files beside it. It can be resumed by another
-    number of ranks. `trainer_state.json` is written last and by agreement of all ranks; a folder without it is passed over
-    by `train(resume_from_checkpoint=True)`.
+    A `checkpoint-N` folder is such a checkpoint too, in the precision of the master weights, with the optimizer's
+    shards (`optimizer_0`, torch's distributed checkpoint) and the Trainer's own files beside it. It can be resumed by
+    another number of ranks. `trainer_state.json` is written last and by agreement of all ranks; a folder without it is
+    passed over by `train(resume_from_checkpoint=True)`.
 
-    TRL's reference and teacher models (`ref_model`, `teacher_model`) are frozen and sharded by the same policy when they
-    are set: every rank must set them. Any rank may read them. They keep their dtype, as they need no fp32 masters.
+    TRL's reference and teacher models (`ref_model`, `teacher_model`) are frozen and sharded by the same policy when
+    they are set: every rank must set them. Any rank may read them. They keep their dtype, as they need no fp32 masters.
 
     Raises:
-        ConfigError: when a trainer's class is made, that this transformers no longer calls what is overridden here; when a
-            frozen model is set, that it is sharded as one unit, or sharded where TRL is to hash its plain weights.
+        ConfigError: when a trainer's class is made, that this transformers no longer calls what is overridden here;
+            when a frozen model is set, that it is sharded as one unit, or sharded where TRL is to hash its plain
+            weights.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -83,7 +85,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
             check_hooks(FSDPTrainerMixin, super())
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Shard TRL's reference and teacher models where every rank sets them, so that reading them is free for one alone."""
+        """Shard TRL's reference and teacher models when they are set, by all ranks; one rank alone may read them."""
         if name in _FROZEN and isinstance(value, nn.Module):
             _check_frozen(self, name, value)
         super().__setattr__(name, value)
@@ -91,7 +93,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
             _shard_frozen(self)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Called by `Trainer.__init__`. Starts FSDP before the Trainer makes its own Accelerator, which then finds it."""
+        """Called by `Trainer.__init__`: starts FSDP before the Trainer makes its Accelerator, which then finds it."""
         args = self.args
         plugin = HybridFSDPPlugin(**plugin_arguments(args))
         start_state(
@@ -101,7 +103,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
             parallelism_config=args.parallelism_config,
             dynamo_plugin=TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode),
         )
-        # The Trainer refuses save_only_model, because its own sharded checkpoints hold no weights that anyone could open.
+        # the Trainer refuses save_only_model: its own sharded checkpoints hold no weights that anyone could open
         asked, args.save_only_model = args.save_only_model, False
         try:
             super().create_accelerator_and_postprocess()
@@ -112,8 +114,8 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
-        """False, whatever the Trainer notes here: a model that transformers sharded by its `DistributedConfig` is prepared,
-        saved and resumed as any other FSDP2 model; the Trainer itself can do neither of the last two."""
+        """False, whatever the Trainer notes here: a model that transformers sharded by its `DistributedConfig` is
+        prepared, saved and resumed as any other FSDP2 model; the Trainer itself can do neither of the last two."""
         return False
 
     @is_distributed_loading_by_transformers.setter
@@ -121,15 +123,17 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         """Nothing to note; `prepare` looks at the model itself."""
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
-        """With auto_find_batch_size, before each attempt: the model stays sharded, and what the step that ran out of memory
-        left gathered is sharded again. All ranks must run out of memory in the same step; one alone leaves the others waiting."""
+        """With auto_find_batch_size, before each attempt: the model stays sharded, and what the step that ran out of
+        memory left gathered is sharded again. All ranks must run out of memory in the same step; one alone leaves the
+        others waiting."""
         first = batch_size == self._train_batch_size
         super()._update_auto_batch_size(batch_size)
         model: Any = self.model
         if isinstance(model, FSDPModule) and not first:
             if not hasattr(model, "reset_iter_state"):
                 raise ConfigError(
-                    f"auto_find_batch_size needs torch 2.13, which can drop a broken-off step; this is {torch.__version__}."
+                    "auto_find_batch_size needs torch 2.13, which can drop a broken-off step; this is "
+                    f"{torch.__version__}."
                 )
             model.reset_iter_state()
             self.model.zero_grad()
@@ -212,7 +216,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
-        """The weights of the best checkpoint into the shards; the Trainer's own way needs weights in Accelerate's format."""
+        """The weights of the best checkpoint into the shards; the Trainer's own way needs Accelerate's format."""
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
 
@@ -244,10 +248,10 @@ def _check_frozen(trainer: Any, name: str, model: nn.Module) -> None:
 
 
 def _shard_frozen(trainer: Any) -> None:
-    """Freeze and shard what is set, once the Accelerator and the trained model are there and TRL has hashed plain weights.
+    """Freeze and shard what is set, once Accelerator and trained model are there and TRL has hashed plain weights.
 
-    TRL (1.16, `models.utils.prepare_fsdp`) would shard such a model with the root as its only unit; it leaves models alone
-    that are sharded already.
+    TRL (1.16, `models.utils.prepare_fsdp`) would shard such a model with the root as its only unit; it leaves models
+    alone that are sharded already.
     """
     there = vars(trainer)
     accelerator, policy = there.get("accelerator"), there.get("model")

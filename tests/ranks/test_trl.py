@@ -244,7 +244,7 @@ def test_complaint_31_reference_models_given_loaded_synced_precomputed_or_with_t
 
 
 class Distiller(FSDPTrainerMixin, Trainer):
-    """Sets its teacher before there is an Accelerator, as some trainers do, and looks at it on rank 0 alone, all the time."""
+    """Sets its teacher before there is an Accelerator, as some trainers do, and looks at it on rank 0 alone."""
 
     def __init__(self, *args: Any, teacher: Any, **kwargs: Any) -> None:
         self.teacher_model = teacher

@@ -93,7 +93,7 @@ def run_python(code: str, *arguments: str, **environment: str) -> subprocess.Com
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory) -> dict[str, dict[str, str]]:
-    """What accelerate's own launcher makes of each YAML, up to the point where it would start processes; by file name."""
+    """What Accelerate's own launcher makes of each file, up to the start of processes; by file name."""
     folder = tmp_path_factory.mktemp("configs")
     for name, config in WRITTEN.items():
         (folder / f"{name}.yaml").write_text(config.to_accelerate_yaml())
@@ -249,18 +249,20 @@ FOUND = [
     (text_of(fsdp={"fsdp_reshard_after_foward": True}), "error unknown-key", "Did you mean fsdp_reshard_after_forward"),
     (text_of(fsdp={"offload_param": True}), "error unknown-key", "Did you mean fsdp_offload_params"),
     (text_of(num_process=2), "error unknown-key", "Did you mean num_processes"),
-    (text_of(zzz=2), "error unknown-key", "Known are compute_environment, "),
+    (text_of(zzz=2), "error unknown-key", "Known are fp16, dynamo_backend, compute_environment, "),
     (text_of(parallelism_config={"dp_shard_size": 2}), "error unknown-key", "parallelism_config_dp_shard_size"),
     (text_of(fsdp={"fsdp_offload_params": "perhaps"}), "error wrong-value", "Use true or false."),
     (text_of(fsdp={"fsdp_min_num_params": "many"}), "error wrong-value", "Use a whole number."),
     (text_of(fsdp={"fsdp_ignored_modules": ["a"]}), "error wrong-value", "Use text."),
-    (text_of(fsdp={"fsdp_state_dict_type": "SHARDED"}), "error wrong-value", "Use FULL_STATE_DICT, LOCAL_STATE_DICT,"),
+    (text_of(fsdp={"fsdp_state_dict_type": "SHARDED"}), "error wrong-value", "Use one of FULL_STATE_DICT, LOCAL"),
     (text_of(num_processes="two"), "error wrong-value", "Use a whole number."),
     (text_of(mixed_precision=False), "error wrong-value", "Write 'no', in quotes."),
     (text_of(parallelism_config="HSDP"), "error wrong-value", "Write `key: value` lines below it."),
     (text_of(mixed_precision="fp8"), "error contradiction", "Use one of no, bf16, fp16."),
     (text_of(fsdp={"fsdp_state_dict_type": "LOCAL_STATE_DICT"}), "error contradiction", "FULL_STATE_DICT."),
     (text_of(fsdp={"fsdp_transformer_layer_cls_to_wrap": "A"}), "error contradiction", "Use TRANSFORMER_BASED_WRAP or"),
+    (text_of(fsdp={"fsdp_version": 3}), "error contradiction", "Use one of 1, 2."),
+    (text_of(num_machines=0), "error contradiction", "Use a whole number from 1."),
     (text_of(num_machines=2), "error contradiction", "Several machines need main_process_ip"),
     (text_of(gpu_ids="0"), "error contradiction", "Each process needs its own."),
     (text_of(use_cpu=True, gpu_ids="", mixed_precision="fp16"), "error contradiction", 'On CPU use "bf16" or "no".'),
@@ -327,7 +329,7 @@ def test_nothing_but_fsdp1_is_wrong_with_what_is_written(config, tmp_path, on_ei
 
 
 def from_accelerate_config(folder: Path, **fsdp: object) -> Path:
-    """What `accelerate config` writes, by its own class, for eight GPUs; defaults as in its commands/config/cluster.py."""
+    """What `accelerate config` writes for eight GPUs, by its own class, with the answers that are its defaults."""
     questions = {
         "fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False,
         "fsdp_auto_wrap_policy": FSDP_AUTO_WRAP_POLICY[0], "fsdp_state_dict_type": FSDP2_STATE_DICT_TYPE[0],

@@ -1,6 +1,6 @@
 """Every FSDP setting that Accelerate and TrainingArguments know is known here too, and does what docs/settings.md says.
 
-The lists come from their sources: a setting that a later version adds fails here until somebody decides what becomes of it.
+The lists come from the sources: a setting that a later version adds fails here until it is decided what becomes of it.
 """
 
 import dataclasses
