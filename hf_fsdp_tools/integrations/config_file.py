@@ -64,18 +64,14 @@ def _read(data: Mapping[str, Any], said: dict[str, Any]) -> Iterator[Finding]:
     for section, known in sections.items():
         values = (data.get(section) or {}) if section else data
         if not isinstance(values, dict):
-            yield _error(
-                code="wrong-value", fact=f"{section} is {values!r}.", cure="Write `key: value` lines below it."
-            )
+            yield _error(code="wrong-value", fact=f"{section} is {values!r}.", cure="Write `key: value` lines.")
             continue
         for key, value in values.items():
             # as the launcher does it, in this section alone
             name = f"fsdp_{key}" if section == "fsdp_config" and not str(key).startswith("fsdp") else str(key)
             if name not in known:
-                fate = "drops it without a word" if section else "stops at it"
-                yield _error(
-                    code="unknown-key", fact=f"{name}: the launcher {fate}.", cure=_sentence(nearest(name, known))
-                )
+                fact = f"{name}: the launcher {'drops it without a word' if section else 'stops at it'}."
+                yield _error(code="unknown-key", fact=fact, cure=_sentence(nearest(name, known)))
             elif name in kinds and value is not None:
                 try:
                     said[name] = read_value(kinds[name], value)
@@ -104,9 +100,7 @@ def _check(data: Mapping[str, Any], said: dict[str, Any], defaults: Mapping[str,
         yield _warning(code="use-cpu", fact=fact, cure='Add gpu_ids: "", which hides the GPUs.')
     if data.get("num_processes") in (None, -1):
         fact = "num_processes is absent: the launcher stops unless it is told."
-        yield _warning(
-            code="num-processes", fact=fact, cure="Write num_processes, over all machines, or give the option."
-        )
+        yield _warning(code="num-processes", fact=fact, cure="Write num_processes, counted over all machines.")
     elif "num_processes" in said:
         yield from _check_axes(said)
         config = _as_config(said, defaults)
@@ -175,9 +169,7 @@ def _check_devices(config: Any) -> Iterator[Finding]:
     wanted, there = config.num_processes // max(config.num_machines, 1), torch.accelerator.device_count()
     if not config.use_cpu and there < wanted:
         fact = f"{wanted} processes on each machine, and this one has {there} device(s): every process needs its own."
-        yield _warning(
-            code="few-devices", fact=fact, cure="Launch it on the machine it is for, or lower num_processes."
-        )
+        yield _warning(code="few-devices", fact=fact, cure="Launch it where it belongs, or lower num_processes.")
 
 
 def _sentence(text: str) -> str:
