@@ -32,9 +32,9 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy as hybrid_auto_wrap_policy
     from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1 as load_weights_fsdp1
     from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1 as wrap_fsdp1
-    from hf_fsdp_tools.integrations.accelerator import make_accelerator as make_accelerator
     from hf_fsdp_tools.integrations.config import FSDPConfig as FSDPConfig
     from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin as HybridFSDPPlugin
+    from hf_fsdp_tools.integrations.state import make_accelerator as make_accelerator
     from hf_fsdp_tools.integrations.trainer import FSDPTrainerMixin as FSDPTrainerMixin
     from hf_fsdp_tools.modeling.meta import build_meta_model as build_meta_model
     from hf_fsdp_tools.planning.blocks import BlockStack as BlockStack
@@ -74,9 +74,9 @@ _NAMES_OF = {
     ),
     "fsdp1.policy": ("hybrid_auto_wrap_policy",),
     "fsdp1.wrap": ("load_weights_fsdp1", "wrap_fsdp1"),
-    "integrations.accelerator": ("make_accelerator",),
     "integrations.config": ("FSDPConfig",),
     "integrations.plugin": ("HybridFSDPPlugin",),
+    "integrations.state": ("make_accelerator",),
     "integrations.trainer": ("FSDPTrainerMixin",),
     "modeling.meta": ("build_meta_model",),
     "planning.blocks": ("BlockStack", "ModelBlocks", "detect_blocks"),

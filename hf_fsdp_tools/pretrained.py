@@ -29,7 +29,7 @@ from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.adapters import add_adapter, load_adapter
 from hf_fsdp_tools.sharding.shard import shard_model
 
-__all__ = ["Checkpoint", "PretrainedOptions", "from_pretrained", "open_checkpoint"]
+__all__ = ["Checkpoint", "PretrainedOptions", "from_pretrained", "open_checkpoint", "shard_arguments"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,18 +338,33 @@ def _from_accelerator(
             f"A plain {type(plugin).__name__} looks for layers by class names that sharding changes. Give it "
             "auto_wrap_policy='no_wrap' and no activation_checkpointing, or use make_accelerator()."
         )
-    if mesh is None:
-        config = accelerator.parallelism_config
-        whole = accelerator.torch_device_mesh
-        mesh = whole[tuple(config.fsdp_dim_names)] if config else ParallelDims().build_mesh(accelerator.device.type)
+    given = shard_arguments(accelerator, mesh)
     if activation_checkpointing is None:
-        activation_checkpointing = plugin.activation_checkpointing
+        activation_checkpointing = given["activation_checkpointing"]
     return (
-        mesh,
-        mp_policy or plugin.mixed_precision_policy,
-        offload_policy or plugin.cpu_offload,
+        given["mesh"],
+        mp_policy or given["mp_policy"],
+        offload_policy or given["offload_policy"],
         activation_checkpointing,
     )
+
+
+def shard_arguments(accelerator: Any, mesh: DeviceMesh | None = None) -> dict[str, Any]:
+    """Keywords of `shard_model` as an Accelerator and its FSDP plugin say them: mesh, precision, offload, checkpointing.
+
+    Args:
+        accelerator: of Accelerate, running FSDP2, with whatever plugin.
+        mesh: instead of the Accelerator's own, which is FSDP over all processes where it has no parallelism config.
+    """
+    plugin, config = accelerator.state.fsdp_plugin, accelerator.parallelism_config
+    if mesh is None and config:
+        mesh = accelerator.torch_device_mesh[tuple(config.fsdp_dim_names)]
+    return {
+        "mesh": mesh if mesh is not None else ParallelDims().build_mesh(accelerator.device.type),
+        "mp_policy": plugin.mixed_precision_policy,
+        "offload_policy": plugin.cpu_offload,
+        "activation_checkpointing": plugin.activation_checkpointing,
+    }
 
 
 def _policy_from(accelerator: Any, model: PreTrainedModel) -> HybridPolicy:

@@ -1,4 +1,4 @@
-"""`hf-fsdp`: what repeats in a model, how it would be sharded and what is wrong with that, a config, a model to try it on.
+"""`hf-fsdp`: what repeats in a model, how it would be sharded, what is wrong, a config, a model to try it on.
 
 Every command prints text for people, or with `--json` one JSON value for programs. A mistake is one message on stderr
 and exit code 1, wrong usage exit code 2. Heavy libraries are imported where they are needed: `--help` comes at once.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 
 if TYPE_CHECKING:
-    from hf_fsdp_tools.integrations.config import FSDPConfig
+    from hf_fsdp_tools import FSDPConfig
 
 __all__ = ["main"]
 
@@ -86,26 +86,23 @@ def _add_plan(commands: Any) -> None:
     about = "show what would be sharded together, why, and how much is gathered at once (no weights are read)"
     parser = commands.add_parser("plan", help=about, description=about)
     _add_model_arguments(parser)
-    parser.add_argument(
-        "--min-unit-params",
-        type=float,
-        metavar="N",
-        help="modules outside blocks above this size are units, such as 2e7",
-    )
-    parser.add_argument(
-        "--block-types", metavar="A,B", help="class names or fqn patterns of blocks, instead of detection"
-    )
-    parser.add_argument(
-        "--dtype", metavar="DTYPE", help="dtype of the weights, such as bfloat16 (default: the config's)"
-    )
+    about_units = "modules outside blocks above this size are units, such as 2e7"
+    parser.add_argument("--min-unit-params", type=float, metavar="N", help=about_units)
+    parser.add_argument("--block-types", metavar="A,B", help="class names or fqn patterns of blocks, not detected ones")
+    parser.add_argument("--dtype", metavar="DTYPE", help="of the weights, such as bfloat16 (default: the config's)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the plan as JSON")
     parser.set_defaults(run=_plan)
 
 
 def _add_doctor(commands: Any) -> None:
-    about = "check this machine, or how a model would be sharded on N processes (no weights, no GPUs); 1 if an error is found"
-    parser = commands.add_parser("doctor", help=about, description=about)
+    about = (
+        "check this machine, an Accelerate config, or how a model would be sharded on N processes (no weights, no GPUs)"
+    )
+    parser = commands.add_parser("doctor", help=about, description=f"{about}; exit code 1 if an error is found")
     _add_model_arguments(parser, optional=True)
+    parser.add_argument(
+        "--config-file", "--config_file", type=Path, metavar="FILE", help="check this file for `accelerate launch`"
+    )
     parser.add_argument(
         "--num-processes", type=int, default=8, metavar="N", help="processes to pretend (default: %(default)s)"
     )
@@ -187,6 +184,8 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.config_file is not None:
+        return _doctor_of_file(options)
     from hf_fsdp_tools.diagnostics.environment import check_environment, rehearse
 
     if options.model is None:
@@ -195,6 +194,20 @@ def _doctor(options: argparse.Namespace) -> int:
         found = rehearse(_meta_model(options, dtype=None), num_processes=options.num_processes)
     print(found.to_json() if options.json else found)
     return int(found.has_errors)
+
+
+def _doctor_of_file(options: argparse.Namespace) -> int:
+    from hf_fsdp_tools import FSDPConfig
+
+    if options.model is not None:
+        raise ConfigError("doctor looks at a model or at a config; give NAME or --config_file, not both")
+    findings = FSDPConfig.check_file(options.config_file)
+    if options.json:
+        value = {"config_file": str(options.config_file), "findings": [asdict(finding) for finding in findings]}
+        print(json.dumps(value, indent=1))
+    else:
+        print("\n".join([str(options.config_file), "", *(map(str, findings) if findings else ["no findings"])]))
+    return int(any(finding.severity == "error" for finding in findings))
 
 
 def _config(options: argparse.Namespace) -> None:
@@ -219,16 +232,14 @@ def _config(options: argparse.Namespace) -> None:
 
 def _decide(options: argparse.Namespace) -> tuple["FSDPConfig", dict[str, str]]:
     """The config that the options ask for and this machine suggests, and a reason for each chosen field."""
-    from hf_fsdp_tools.integrations.config import detect_config, suggest_config
+    from hf_fsdp_tools import FSDPConfig
 
     if options.cpu:
-        config, reasons = suggest_config(gpu_count=0, bf16=False)
-        reasons["use_cpu"] = "asked for"
+        config, reasons = FSDPConfig.for_machine(gpu_count=0)
     elif options.gpu and options.num_processes:
-        config, reasons = suggest_config(gpu_count=options.num_processes, bf16=True)
-        reasons |= {"use_cpu": "asked for", "mixed_precision": "assumed: GPUs since 2020 compute in bf16"}
+        config, reasons = FSDPConfig.for_machine(gpu_count=options.num_processes)
     else:
-        config, reasons = detect_config()
+        config, reasons = FSDPConfig.for_machine()
         _check_gpus(options, config)
     given = {field: getattr(options, name) for name, field in _SETTINGS.items()}
     changes = {field: value for field, value in given.items() if value is not None and value is not False}
@@ -303,9 +314,8 @@ def _demo_model(options: argparse.Namespace) -> None:
     weights = sorted(folder.glob("*.safetensors"))
     total = sum(path.stat().st_size for path in weights)
     if options.json:
-        print(
-            json.dumps({"folder": str(folder), "weights": [path.name for path in weights], "dataset": data}, indent=1)
-        )
+        value = {"folder": str(folder), "weights": [path.name for path in weights], "dataset": data}
+        print(json.dumps(value, indent=1))
         return
     print(f"model    {folder}  ({len(weights)} weight file{'s' * (len(weights) != 1)}, {total / 1e6:.1f} MB)")
     print("".join(f"dataset  {path}\n" for path in data), end="")

@@ -19,33 +19,18 @@ from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.shard import shard_model
 
-__all__ = ["Environment", "check_environment", "rehearse"]
+__all__ = ["Environment", "check_environment", "rehearse", "untried_versions"]
 
 _NEEDED = {
-    "torch": "2.11",
-    "transformers": "5.17",
-    "accelerate": "1.15",
-    "safetensors": "0.6",
-    "huggingface_hub": "1.0",
+    "torch": ("2.11", "2.13"),
+    "transformers": ("5.17", "5.23"),
+    "accelerate": ("1.15", "1.15"),
+    "safetensors": ("0.6", None),
+    "huggingface_hub": ("1.0", None),
 }
-"""Required packages and their least versions, as in pyproject.toml."""
+"""Required packages: the least version, as in pyproject.toml, and the last that the tests ran with (None: any later)."""
 
 _OPTIONAL = ("peft", "trl", "datasets")
-
-_ACCELERATE_TRAPS = (
-    (
-        "accelerate-wrap-callable",
-        "FSDP2 knows its two built-in wrap policies only: any other callable, PEFT's too, is dropped and all is one unit.",
-        "Give the callable's rule as HybridFSDPPlugin(policy=HybridPolicy(...)).",
-    ),
-    (
-        "accelerate-buffers",
-        "RAM-efficient loading under FSDP2 fails on persistent buffers ('Tensor' object has no attribute 'device_mesh'), which "
-        "routers of DeepSeek-V3, GLM-MoE and MiniMax have.",
-        "Load with from_pretrained(name, accelerator=make_accelerator()), which reads each rank's bytes instead.",
-    ),
-)
-"""Code, fact and cure of what Accelerate 1.15 does, read in its source (utils/fsdp_utils.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +58,8 @@ class Environment:
     def __str__(self) -> str:
         width = max(map(len, self.versions))
         lines = [
-            f"{name:<{width}}  {found or 'not installed'}" + (f"  (needs {_NEEDED[name]})" if name in _NEEDED else "")
+            f"{name:<{width}}  {found or 'not installed'}"
+            + (f"  (needs {_NEEDED[name][0]})" if name in _NEEDED else "")
             for name, found in self.versions.items()
         ]
         lines += [f"{'device' if not index else '':<{width}}  {device}" for index, device in enumerate(self.devices)]
@@ -91,7 +77,7 @@ def check_environment() -> Environment:
     checks = {"gloo": "is_gloo_available", "nccl": "is_nccl_available", "mpi": "is_mpi_available"}
     backends = tuple(name for name, check in checks.items() if distributed and getattr(dist, check)())
     order = ("error", "warning", "info")
-    findings = [*_check_packages(versions), *_check_devices(backends), *_check_accelerate(versions.get("accelerate"))]
+    findings = [*_check_packages(versions), *_check_devices(backends)]
     return Environment(
         versions=versions,
         devices=_devices(),
@@ -150,8 +136,22 @@ def _devices() -> tuple[str, ...]:
     return tuple(f"cuda:{index} {p.name}, {p.total_memory / 1e9:.1f} GB" for index, p in enumerate(properties))
 
 
+def untried_versions(*names: str) -> Iterator[Finding]:
+    """A warning for each of these required packages whose installed version is later than any that was tried."""
+    for name in names:
+        (least, last), found = _NEEDED[name], _version(name)
+        if found and last and Version(found).release[:2] > Version(last).release:
+            tried = last if least == last else f"{least} to {last}"
+            yield Finding(
+                code="version-untried",
+                severity="warning",
+                fact=f"{name} {found} is installed, and hf_fsdp_tools was tested with {tried}.",
+                cure=f'pip install "{name}=={last}.*", or go on and look closely.',
+            )
+
+
 def _check_packages(versions: dict[str, str | None]) -> Iterator[Finding]:
-    for name, least in _NEEDED.items():
+    for name, (least, _) in _NEEDED.items():
         found = versions[name]
         if found is None or Version(found).release < Version(least).release:
             yield Finding(
@@ -160,6 +160,7 @@ def _check_packages(versions: dict[str, str | None]) -> Iterator[Finding]:
                 fact=f"{name} is {'not installed' if found is None else found}; {least} or later is needed.",
                 cure=f'pip install "{name}>={least}"',
             )
+    yield from untried_versions(*_NEEDED)
 
 
 def _check_devices(backends: tuple[str, ...]) -> Iterator[Finding]:
@@ -191,18 +192,4 @@ def _check_devices(backends: tuple[str, ...]) -> Iterator[Finding]:
             severity="warning",
             fact=f"{torch.cuda.get_device_name()} does not compute in bfloat16.",
             cure="Use mixed_precision fp16 or no.",
-        )
-
-
-def _check_accelerate(found: str | None) -> Iterator[Finding]:
-    if found is None or Version(found).release[:2] != (1, 15):
-        return
-    for code, fact, cure in _ACCELERATE_TRAPS:
-        yield Finding(code=code, severity="info", fact=f"Accelerate {found}: {fact}", cure=cure)
-    if torch.accelerator.current_accelerator(check_available=True) is None:
-        yield Finding(
-            code="accelerate-cpu",
-            severity="info",
-            fact=f"Accelerate {found}: a plain Accelerator drops FSDP where there is no accelerator device, as here.",
-            cure="Make it with make_accelerator(), which runs FSDP2 on CPUs too.",
         )

@@ -1,4 +1,4 @@
-"""Loss scaling for fp16 over sharded and whole parameters."""
+"""An Accelerator that leaves sharded models as they are, saves and resumes them; and its loss scaling for fp16."""
 
 import shutil
 from contextlib import ExitStack
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -17,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.fsdp1.under_accelerate import let_generate
+from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import (
     check_managed,
     check_native,
@@ -26,7 +27,6 @@ from hf_fsdp_tools.integrations.model import (
     shard_additions,
     shard_in_place,
 )
-from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.resume import (
     awaiting_state,
     former_of,
@@ -36,77 +36,8 @@ from hf_fsdp_tools.integrations.resume import (
     using_format,
     warn_of_other_world,
 )
-from hf_fsdp_tools.integrations.state import start_state
 
-__all__ = ["ShardedAccelerator", "ShardedScaler", "adopt", "make_accelerator"]
-
-
-class ShardedScaler(torch.amp.GradScaler):
-    """torch's `GradScaler` for an optimizer that holds both sharded parameters and whole ones (0-d ones, for instance).
-
-    torch (2.13) divides all gradients of a device in one call, which takes no mix of the two. Here each kind has its call;
-    if a gradient of either is infinite on one rank, every rank skips the step: those of shards are compared between ranks
-    by torch, those of whole parameters are averages, and so the same on all.
-    """
-
-    def _unscale_grads_(
-        self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
-        found: dict[torch.device, torch.Tensor] = {}
-        for sharded in (True, False):
-            groups = [
-                {"params": [p for p in group["params"] if isinstance(p.grad, DTensor) is sharded]}
-                for group in optimizer.param_groups
-            ]
-            part: Any = SimpleNamespace(param_groups=groups)
-            for device, infinite in super()._unscale_grads_(part, inv_scale, found_inf.clone(), allow_fp16).items():
-                found[device] = torch.maximum(found[device], infinite) if device in found else infinite
-        return found
-
-
-def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerate_kwargs: Any) -> Accelerator:
-    """Make an `Accelerator` that runs FSDP2: on GPUs, on one GPU, and on CPUs (gloo), launched or alone.
-
-        accelerator = make_accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
-        model = from_pretrained("Qwen/Qwen3-8B", accelerator=accelerator)
-        model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
-
-    Its `prepare` keeps the units and the optimizer of a model that `from_pretrained` made, and shards any other model by
-    the plugin's policy. It takes models with or without their optimizer, several of them too. `dynamo_backend` or
-    `dynamo_plugin` compile the plan's blocks, in place.
-
-    Under gradient accumulation the gradients of each micro-batch are reduced and sharded at once, so that no rank keeps
-    whole ones (in fp32: 4 bytes per trainable parameter of the model). Your own `gradient_accumulation_plugin` decides
-    itself: `GradientAccumulationPlugin(num_steps=8)` spares the communication and keeps them.
-
-    Args:
-        fsdp_plugin: None makes one from the variables that `accelerate launch` sets.
-        accelerate_kwargs: passed to `Accelerator`. `cpu=True` runs on the CPU of a machine with GPUs. Without
-            `dataloader_config`, loaders that shuffle do so by seed and epoch (`use_seedable_sampler`).
-
-    Every rank must call; starts the process group.
-
-    Raises:
-        ConfigError: an Accelerator without FSDP exists already in this process, or a setting cannot be honoured.
-    """
-    plugin = fsdp_plugin or HybridFSDPPlugin()
-    if not isinstance(plugin, HybridFSDPPlugin):
-        raise ConfigError(
-            f"fsdp_plugin is a {type(plugin).__name__}; make_accelerator needs a HybridFSDPPlugin, which takes the same "
-            "arguments and a policy."
-        )
-    start_state(
-        plugin,
-        mixed_precision=accelerate_kwargs.get("mixed_precision"),
-        cpu=bool(accelerate_kwargs.get("cpu")),
-        parallelism_config=accelerate_kwargs.get("parallelism_config"),
-        dynamo_plugin=accelerate_kwargs.get("dynamo_plugin")
-        or TorchDynamoPlugin(backend=accelerate_kwargs.get("dynamo_backend")),
-    )
-    # As the Trainer does: the order of shuffled rows follows from seed and epoch alone, so a resumed run can find it again.
-    accelerate_kwargs.setdefault("dataloader_config", DataLoaderConfiguration(use_seedable_sampler=True))
-    accelerator = ShardedAccelerator(fsdp_plugin=plugin, **accelerate_kwargs)
-    return adopt(accelerator, sync_each_batch="gradient_accumulation_plugin" not in accelerate_kwargs)
+__all__ = ["ShardedAccelerator", "ShardedScaler", "adopt"]
 
 
 class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not typed
@@ -122,7 +53,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             prepared = super().prepare(*objects, device_placement=device_placement)
             for obj in prepared if isinstance(prepared, tuple) else (prepared,):
                 if isinstance(obj, FullyShardedDataParallel):
-                    _let_generate(obj)
+                    let_generate(obj)
             return prepared
         if device_placement is not None:
             raise ConfigError(
@@ -130,57 +61,27 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             )
         optimizers = [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]
         for model in (obj for obj in objects if isinstance(obj, nn.Module)):
-            self._take_model(model, optimizers)
+            _take_model(self, model, optimizers)
         schedulers = torch.optim.lr_scheduler.LRScheduler
         check_optimizers(optimizers, self._models)
-        first = [obj if isinstance(obj, schedulers) else self._prepare_object(obj) for obj in objects]
-        prepared = [self._prepare_object(obj) if isinstance(obj, schedulers) else obj for obj in first]
+        first = [obj if isinstance(obj, schedulers) else _prepare_object(self, obj) for obj in objects]
+        prepared = [_prepare_object(self, obj) if isinstance(obj, schedulers) else obj for obj in first]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """As `Accelerator.prepare_model`; under FSDP2 the model is sharded, for evaluation alone too (reward models)."""
+        """As `Accelerator.prepare_model`; under FSDP2 the model is sharded, for evaluation too (reward models)."""
         if not self.is_fsdp2:
             return super().prepare_model(model, device_placement, evaluation_mode)
-        self._take_model(model, [])
+        _take_model(self, model, [])
         return model
 
-    def _prepare_object(self, obj: Any) -> Any:
-        if isinstance(obj, torch.utils.data.DataLoader):
-            return self.prepare_data_loader(obj)
-        if isinstance(obj, torch.optim.Optimizer):
-            return self.prepare_optimizer(obj, device_placement=False)
-        if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
-            return self.prepare_scheduler(obj)
-        return obj
-
-    def _take_model(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        if any(model is known for known in self._models):
-            return
-        sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-        with agreed(f"preparing {type(model).__name__}"):
-            check_native(model)
-        if len(ranks := set(all_ranks(sharded))) > 1:
-            raise ConfigError(
-                f"{type(model).__name__} is sharded on some ranks and plain on others. Make it in the same way on every rank."
-            )
-        if ranks == {False}:
-            shard_in_place(model, self, optimizers)
-        else:
-            shard_additions(model, optimizers)
-        with agreed(f"preparing {type(model).__name__}"):
-            check_managed(model)
-            check_precision(model, self)
-        prepare_for_training(model, self)
-        self._models.append(model)
-        model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's own mark
-
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """As `Accelerator.clip_grad_norm_`; the norm of the whole model's gradients comes back as a plain tensor. Every rank
-        must call, whether its own shards have gradients or not."""
+        """As `Accelerator.clip_grad_norm_`; the norm of the whole model's gradients comes back as a plain tensor. Every
+        rank must call, whether its own shards have gradients or not."""
         if not self.is_fsdp2:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         self.unscale_gradients()
-        # What Accelerate's own comes to, less its comparison of tensor lists, which fails where several models are prepared.
+        # as Accelerate's own, less its comparison of lists of tensors, which fails where several models are prepared
         norm = self._clip_grad_norm_dtensor_aware(list(parameters), max_norm, norm_type=norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -189,8 +90,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     def save_state(
         self, output_dir: str | PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
     ) -> Any:
-        """As `Accelerator.save_state`; the folder takes its name when every rank has finished, so that an interrupted save
-        leaves an older one as it was. Under automatic naming the oldest are deleted after the new one is complete."""
+        """As `Accelerator.save_state`; the folder takes its name when every rank has finished, so that an interrupted
+        save leaves an older one as it was. Under automatic naming the oldest are deleted after the new one."""
         if self.distributed_type != DistributedType.FSDP:
             return super().save_state(output_dir, safe_serialization, **options)
         naming = self.project_configuration
@@ -204,7 +105,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             folder = Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
             if folder.exists():
                 raise ConfigError(
-                    f"save_state: {str(folder)!r} exists already. Set ProjectConfiguration(iteration=…) to go on after it."
+                    f"save_state: {str(folder)!r} exists. Set ProjectConfiguration(iteration=…) to go on after it."
                 )
         naming.automatic_checkpoint_naming, iteration = False, naming.iteration
         try:
@@ -243,8 +144,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         self.step = all_ranks(self.step)[0]  # ranks without a file of their own would accumulate out of step
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As `Accelerator.skip_first_batches`; starting the loader then draws no random number, so that the random state
-        which `load_state` brought back (dropout) goes on as in the run that was interrupted."""
+        """As `Accelerator.skip_first_batches`; starting the loader then draws no random number, so that the random
+        state which `load_state` brought back (dropout) goes on as in the run that was interrupted."""
         loader = super().skip_first_batches(dataloader, num_batches)
         base = getattr(loader, "base_dataloader", loader)
         if base.generator is None:
@@ -254,7 +155,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     def save_model(
         self, model: nn.Module, save_directory: str | PathLike[str], max_shard_size: int | str = "10GB", **options: Any
     ) -> None:
-        """Write a sharded model as a normal Hugging Face folder (`hf_fsdp_tools.save_pretrained`). Every rank must call."""
+        """Write a sharded model as a normal Hugging Face folder, by `save_pretrained`. Every rank must call."""
         if self.distributed_type != DistributedType.FSDP:
             super().save_model(model, save_directory, max_shard_size, **options)
             return
@@ -263,18 +164,36 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         save_pretrained(saveable(model), save_directory, max_shard_size=max_shard_size)
 
 
-def _let_generate(model: FullyShardedDataParallel) -> None:
-    """Let an FSDP1 model generate. Its wrapper hands `generate` to the module below, whose own unit (embeddings, head)
-    nobody gathers then: "'weight' must be 2-D". That unit is gathered for the call; blocks gather themselves."""
-    generate = getattr(model.module, "generate", None)
-    if generate is None:
+def _prepare_object(accelerator: Accelerator, obj: Any) -> Any:
+    if isinstance(obj, torch.utils.data.DataLoader):
+        return accelerator.prepare_data_loader(obj)
+    if isinstance(obj, torch.optim.Optimizer):
+        return accelerator.prepare_optimizer(obj, device_placement=False)
+    if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
+        return accelerator.prepare_scheduler(obj)
+    return obj
+
+
+def _take_model(accelerator: Accelerator, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    if any(model is known for known in accelerator._models):
         return
-
-    def gathered_generate(*args: Any, **kwargs: Any) -> Any:
-        with FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False):
-            return generate(*args, **kwargs)
-
-    model.generate = gathered_generate  # type: ignore[assignment]  # found before the wrapper looks below
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    with agreed(f"preparing {type(model).__name__}"):
+        check_native(model)
+    if len(ranks := set(all_ranks(sharded))) > 1:
+        raise ConfigError(
+            f"{type(model).__name__} is sharded on some ranks and plain on others. Make it the same way on every rank."
+        )
+    if ranks == {False}:
+        shard_in_place(model, accelerator, optimizers)
+    else:
+        shard_additions(model, optimizers)
+    with agreed(f"preparing {type(model).__name__}"):
+        check_managed(model)
+        check_precision(model, accelerator)
+    prepare_for_training(model, accelerator)
+    accelerator._models.append(model)
+    model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's own mark
 
 
 def _numbered(folder: Path) -> list[Path]:
@@ -283,18 +202,45 @@ def _numbered(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint_")))
 
 
+class ShardedScaler(torch.amp.GradScaler):
+    """torch's `GradScaler` for an optimizer that holds both sharded parameters and whole ones (0-d ones, for instance).
+
+    torch (2.13) divides all gradients of a device in one call, which takes no mix of the two. Here each kind has its
+    call; if a gradient of either is infinite on one rank, every rank skips the step: those of shards are compared
+    between ranks by torch, those of whole parameters are averages, and so the same on all.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        found: dict[torch.device, torch.Tensor] = {}
+        for sharded in (True, False):
+            groups = [
+                {"params": [p for p in group["params"] if isinstance(p.grad, DTensor) is sharded]}
+                for group in optimizer.param_groups
+            ]
+            part: Any = SimpleNamespace(param_groups=groups)
+            for device, infinite in super()._unscale_grads_(part, inv_scale, found_inf.clone(), allow_fp16).items():
+                found[device] = torch.maximum(found[device], infinite) if device in found else infinite
+        return found
+
+
 def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:
     """Give an Accelerator that someone else made our `prepare`, in place; `ShardedAccelerator` adds no state to it.
 
     Args:
-        sync_each_batch: reduce and shard the gradients of each micro-batch; False leaves what the Accelerator is set to.
+        accelerator: with FSDP in its state; one that has our `prepare` stays as it is.
+        sync_each_batch: reduce and shard the gradients of each micro-batch; False leaves it as it is set.
+
+    Raises:
+        ConfigError: this Accelerate or torch no longer has a method that is overridden here.
     """
-    accelerator.__class__ = ShardedAccelerator
+    check_hooks(ShardedAccelerator, Accelerator)
+    check_hooks(ShardedScaler, torch.amp.GradScaler)
+    if not isinstance(accelerator, ShardedAccelerator):
+        accelerator.__class__ = ShardedAccelerator
     if type(accelerator.scaler) is torch.amp.GradScaler:
         accelerator.scaler.__class__ = ShardedScaler
     if sync_each_batch:
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     return accelerator
-
-
-HybridFSDPPlugin.accelerator_class = ShardedAccelerator  # the plugin lies below this class and cannot import it

@@ -1,33 +1,44 @@
-"""What the user wants of a run, as one frozen value: to and from an Accelerate YAML file, to `TrainingArguments` keys.
+"""What the user wants of a run, as one frozen value; written as Accelerate's YAML, and a check of users' own files.
 
-    detect_config()                  ->  a FSDPConfig that fits this machine, with the reasons
-    FSDPConfig(...)                  ->  checked: all contradictions at once
-    .to_accelerate_yaml()            ->  text that `accelerate launch --config_file` takes
-    FSDPConfig.from_accelerate_yaml  ->  back again; a setting that cannot be kept is an error, never dropped
-    .to_training_arguments()         ->  keywords for transformers.TrainingArguments
+    FSDPConfig(...)               ->  checked: all contradictions at once
+    FSDPConfig.for_machine()      ->  one that fits this machine, with the reasons
+    .to_accelerate_yaml()         ->  text that `accelerate launch --config_file` takes
+    FSDPConfig.check_file(path)   ->  what is wrong with a file, as findings
 
-The keys are those of accelerate 1.15 (`commands/launch.py`) and transformers 5.23 (`_process_fsdp_args`).
+Imports neither torch nor Accelerate before a machine or a file is looked at.
 """
 
 import os
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.integrations.accelerate_keys import STRATEGIES, read_accelerate_keys
+from hf_fsdp_tools.integrations.contradictions import contradictions
+from hf_fsdp_tools.integrations.settings import (
+    YAML_KEYS,
+    AutoWrapPolicy,
+    BackwardPrefetch,
+    MixedPrecision,
+    StateDictType,
+)
 
-__all__ = ["FSDPConfig", "detect_config", "suggest_config"]
+if TYPE_CHECKING:
+    from hf_fsdp_tools.diagnostics.findings import Finding
 
-AutoWrapPolicy = Literal["NO_WRAP", "TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"]
-BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
-MixedPrecision = Literal["no", "bf16", "fp16"]
-StateDictType = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"]
+__all__ = ["FSDPConfig"]
 
 CPU_PROCESSES = 2
 """Processes where there is no GPU: the fewest that really shard (chosen, not measured)."""
+
+STRATEGIES = {
+    (True, False): "FULL_SHARD",
+    (False, False): "SHARD_GRAD_OP",
+    (True, True): "HYBRID_SHARD",
+    (False, True): "HYBRID_SHARD_ZERO2",
+}
+"""(reshard_after_forward, several copies) -> FSDP1's name for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +98,12 @@ class FSDPConfig:
     """FSDP1 only: broadcast rank 0's weights at wrapping; None follows `cpu_ram_efficient_loading`, which needs it."""
 
     def __post_init__(self) -> None:
-        problems = [*_type_problems(self)]
-        if not problems:  # the rules below compare numbers
-            problems = [*_process_problems(self), *_sharding_problems(self), *_version_problems(self)]
+        problems = [f"{fact}; {cure}" for fact, cure in contradictions(self)]
+        if len(problems) == 1:
+            raise ConfigError(f"the configuration cannot be used: {problems[0]}")
         if problems:
-            raise ConfigError(_listed("the configuration cannot be used", problems))
+            lines = "".join(f"\n  - {problem}" for problem in problems)
+            raise ConfigError(f"the configuration cannot be used, in {len(problems)} places:{lines}")
 
     @property
     def dp_shard_size(self) -> int:
@@ -110,202 +122,46 @@ class FSDPConfig:
         return "".join(line + "\n" for line in header) + body
 
     @classmethod
-    def from_accelerate_yaml(cls, source: str | os.PathLike[str]) -> "FSDPConfig":
-        """Read what `accelerate config`, `hf-fsdp config` or a hand wrote; `source` is the file's path or its text.
+    def for_machine(cls, gpu_count: int | None = None) -> tuple["FSDPConfig", dict[str, str]]:
+        """The config that fits one machine, and the reason for each field that was chosen.
 
-        Absent keys get the value that `accelerate launch` gives them (FSDP version 1, for one).
+        Args:
+            gpu_count: CUDA GPUs of that machine, assumed to compute in bf16; None asks torch what this machine has.
+
+        Starts and communicates nothing.
+        """
+        bf16, device, precision = True, "asked for", "assumed: GPUs since 2020 compute in bf16"
+        if gpu_count is None:
+            import torch
+
+            gpu_count = torch.cuda.device_count()
+            bf16 = gpu_count > 0 and torch.cuda.is_bf16_supported(including_emulation=False)
+            device = f"this machine has {gpu_count or 'no'} CUDA GPU{'s' * (gpu_count > 1)}"
+            precision = "the GPUs compute in bf16; trained weights stay float32" if bf16 else "no bf16 on these GPUs"
+        if gpu_count < 1:
+            return cls(num_processes=CPU_PROCESSES, use_cpu=True), {
+                "use_cpu": device,
+                "num_processes": "the fewest that really shard",
+                "mixed_precision": "float32 on CPU, so that runs can be compared",
+            }
+        reasons = {"use_cpu": device, "num_processes": "one for each GPU", "mixed_precision": precision}
+        return cls(num_processes=gpu_count, mixed_precision="bf16" if bf16 else "no"), reasons
+
+    @classmethod
+    def check_file(cls, path: str | os.PathLike[str]) -> "tuple[Finding, ...]":
+        """What is wrong with a user's own Accelerate config, errors first; nothing where all that it says will be done.
+
+        Looks for unknown keys (with the nearest names), values of the wrong type, contradictions, an FSDP version that
+        is absent or deprecated, what FSDP2 has no use for or says otherwise, what this package refuses
+        (docs/settings.md has all settings), and more processes than this machine has devices. Starts and communicates
+        nothing; imports Accelerate, whose own lists of general keys are asked.
 
         Raises:
-            ConfigError: no YAML mapping, not FSDP, unknown keys (with the nearest names), values that no field holds.
+            ConfigError: the file cannot be read, or holds no YAML mapping.
         """
-        text, name = _read_source(source)
-        try:
-            data = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
-        if not isinstance(data, dict):
-            raise ConfigError(f"{name} is not an Accelerate config: expected `key: value` lines, found {text[:60]!r}")
-        fields, problems = read_accelerate_keys(data)
-        if problems:
-            raise ConfigError(_listed(f"{name} cannot be used", problems))
-        try:
-            return cls(**fields)
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from None
+        from hf_fsdp_tools.integrations.config_file import check_config_file
 
-    def to_training_arguments(self) -> dict[str, Any]:
-        """Keywords for `transformers.TrainingArguments(**...)`: `fsdp`, `fsdp_config`, the precision, and `use_cpu`.
-
-        Raises:
-            ConfigError: HSDP, which TrainingArguments takes as an Accelerate object that this room does not make.
-        """
-        if self.dp_replicate_size > 1 and self.fsdp_version == 2:
-            raise ConfigError(
-                f"dp_replicate_size {self.dp_replicate_size} has no TrainingArguments key; launch with the YAML file, "
-                "or use dataclasses.replace(config, dp_replicate_size=1) and add parallelism_config="
-                f"ParallelismConfig(dp_replicate_size={self.dp_replicate_size}, dp_shard_size={self.dp_shard_size})"
-            )
-        keys = {key.removeprefix("fsdp_"): value for key, value in _fsdp_section(self).items()}
-        keys["cpu_offload"] = keys.pop("offload_params")
-        if self.fsdp_version == 1:
-            keys["reshard_after_forward"] = keys.pop("sharding_strategy").lower()
-        if self.transformer_layer_cls_to_wrap:
-            keys["transformer_layer_cls_to_wrap"] = list(self.transformer_layer_cls_to_wrap)
-        return {
-            "fsdp": True,
-            "fsdp_config": keys,
-            "bf16": self.mixed_precision == "bf16",
-            "fp16": self.mixed_precision == "fp16",
-            "use_cpu": self.use_cpu,
-        }
-
-
-def suggest_config(*, gpu_count: int, bf16: bool) -> tuple[FSDPConfig, dict[str, str]]:
-    """The config for one machine with `gpu_count` GPUs (`bf16`: do they compute in it), and the reasons by field."""
-    if gpu_count < 1:
-        return FSDPConfig(num_processes=CPU_PROCESSES, use_cpu=True), {
-            "num_processes": "the fewest that really shard",
-            "mixed_precision": "float32 on CPU, so that runs can be compared",
-        }
-    return FSDPConfig(num_processes=gpu_count, mixed_precision="bf16" if bf16 else "no"), {
-        "num_processes": "one for each GPU",
-        "mixed_precision": "the GPUs compute in bf16; trained weights stay float32"
-        if bf16
-        else "no bf16 on these GPUs",
-    }
-
-
-def detect_config() -> tuple[FSDPConfig, dict[str, str]]:
-    """The config for this machine, and the reasons by field. Asks torch.cuda; starts and communicates nothing."""
-    import torch
-
-    gpu_count = torch.cuda.device_count()
-    bf16 = gpu_count > 0 and torch.cuda.is_bf16_supported(including_emulation=False)
-    config, reasons = suggest_config(gpu_count=gpu_count, bf16=bf16)
-    return config, {"use_cpu": f"this machine has {gpu_count or 'no'} CUDA GPU{'s' * (gpu_count > 1)}", **reasons}
-
-
-def _listed(fact: str, problems: list[str]) -> str:
-    if len(problems) == 1:
-        return f"{fact}: {problems[0]}"
-    return f"{fact}, in {len(problems)} places:" + "".join(f"\n  - {problem}" for problem in problems)
-
-
-def _read_source(source: str | os.PathLike[str]) -> tuple[str, str]:
-    """The YAML text and what to call it in errors. A string with a line break or `: ` in it is the text itself."""
-    if isinstance(source, str) and ("\n" in source or ": " in source):
-        return source, "the YAML text"
-    try:
-        return Path(source).read_text(encoding="utf-8"), str(source)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"the Accelerate config {source} cannot be read: {error}; make one with `hf-fsdp config`"
-        ) from error
-
-
-# What can be wrong with a config. Each check gives all its problems: fact, value, cure.
-
-
-def _type_problems(config: FSDPConfig) -> list[str]:
-    choices = {
-        "mixed_precision": get_args(MixedPrecision),
-        "fsdp_version": (1, 2),
-        "state_dict_type": get_args(StateDictType),
-        "auto_wrap_policy": get_args(AutoWrapPolicy),
-        "backward_prefetch": (None, *get_args(BackwardPrefetch)),
-    }
-    problems = [
-        f"{name} is {getattr(config, name)!r}; use one of {', '.join(str(value) for value in allowed if value)}"
-        for name, allowed in choices.items()
-        if getattr(config, name) not in allowed
-    ]
-    lowest = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "dp_replicate_size": 1}
-    for name, least in lowest.items():
-        value = getattr(config, name)
-        if type(value) is not int or value < least:
-            problems.append(f"{name} is {value!r}; use a whole number from {least}")
-    return problems
-
-
-def _process_problems(config: FSDPConfig) -> list[str]:
-    problems = []
-    if config.num_processes % config.num_machines:
-        problems.append(
-            f"num_processes {config.num_processes} counts all machines and is not a multiple of num_machines "
-            f"{config.num_machines}; every machine runs the same number"
-        )
-    if config.machine_rank >= config.num_machines:
-        problems.append(
-            f"machine_rank {config.machine_rank} counts from 0 and must be below num_machines {config.num_machines}"
-        )
-    if config.num_machines > 1 and not (config.main_process_ip and config.main_process_port):
-        problems.append("several machines need main_process_ip and main_process_port, where they meet on machine 0")
-    if config.use_cpu and config.gpu_ids is not None:
-        problems.append(f"gpu_ids {config.gpu_ids!r} picks GPUs and use_cpu hides them; drop one of the two")
-    elif config.gpu_ids is not None and len(config.gpu_ids.split(",")) < config.num_processes // config.num_machines:
-        problems.append(
-            f"gpu_ids {config.gpu_ids!r} has fewer GPUs than a machine has processes "
-            f"({config.num_processes // config.num_machines}); each process needs its own"
-        )
-    if config.use_cpu and config.mixed_precision == "fp16":
-        problems.append('mixed_precision "fp16" needs a GPU for its loss scaling; on CPU use "bf16" or "no"')
-    if config.use_cpu and config.offload_params:
-        problems.append("offload_params moves weights to the CPU, where use_cpu already has them; drop offload_params")
-    return problems
-
-
-def _sharding_problems(config: FSDPConfig) -> list[str]:
-    problems = []
-    copies = config.dp_replicate_size
-    if config.num_processes % copies:
-        problems.append(f"dp_replicate_size {copies} does not divide num_processes {config.num_processes}")
-    elif copies > 1 and config.dp_shard_size == 1:
-        problems.append(
-            f"dp_replicate_size {copies} leaves one process per copy, so nothing is sharded; use a smaller divisor of "
-            f"{config.num_processes}"
-        )
-    if config.transformer_layer_cls_to_wrap and config.auto_wrap_policy != "TRANSFORMER_BASED_WRAP":
-        problems.append(
-            f"transformer_layer_cls_to_wrap {', '.join(config.transformer_layer_cls_to_wrap)} has no effect with "
-            f"auto_wrap_policy {config.auto_wrap_policy}; use TRANSFORMER_BASED_WRAP or drop it"
-        )
-    if (config.min_num_params is not None) != (config.auto_wrap_policy == "SIZE_BASED_WRAP"):
-        problems.append(
-            f"min_num_params is {config.min_num_params} with auto_wrap_policy {config.auto_wrap_policy}; "
-            "SIZE_BASED_WRAP needs it and nothing else uses it"
-        )
-    return problems
-
-
-def _version_problems(config: FSDPConfig) -> list[str]:
-    if config.fsdp_version == 2:
-        names = ["backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states"]
-        set_names = [name for name in names if getattr(config, name) is not None]
-        problems = []
-        if set_names:
-            problems.append(f"{', '.join(set_names)}: only FSDP1 has this; drop it, or use fsdp_version 1")
-        if config.state_dict_type == "LOCAL_STATE_DICT":
-            problems.append(
-                "state_dict_type LOCAL_STATE_DICT: only FSDP1 has this; use SHARDED_STATE_DICT or FULL_STATE_DICT"
-            )
-        return problems
-    problems = []
-    if config.dp_replicate_size not in (1, config.num_machines):
-        problems.append(
-            f"dp_replicate_size {config.dp_replicate_size}: FSDP1 shards within a machine and copies between machines, "
-            f"so it can only be 1 or num_machines ({config.num_machines}); use fsdp_version 2"
-        )
-    if config.cpu_ram_efficient_loading and config.sync_module_states is False:
-        problems.append("cpu_ram_efficient_loading under FSDP1 needs sync_module_states; leave it unset")
-    if config.use_cpu and (config.sync_module_states or config.cpu_ram_efficient_loading):
-        problems.append(
-            "use_cpu: without a GPU, Accelerate's FSDP1 stops at sync_module_states, and cpu_ram_efficient_loading "
-            "needs that; set both to false"
-        )
-    return problems
-
-
-# To Accelerate's keys.
+        return check_config_file(path, {field.name: field.default for field in fields(cls)})
 
 
 def _to_accelerate(config: FSDPConfig) -> dict[str, Any]:
@@ -339,27 +195,16 @@ def _to_accelerate(config: FSDPConfig) -> dict[str, Any]:
 
 
 def _fsdp_section(config: FSDPConfig) -> dict[str, Any]:
-    section: dict[str, Any] = {
-        "fsdp_version": config.fsdp_version,
-        "fsdp_offload_params": config.offload_params,
-        "fsdp_activation_checkpointing": config.activation_checkpointing,
-        "fsdp_state_dict_type": config.state_dict_type,
-        "fsdp_cpu_ram_efficient_loading": config.cpu_ram_efficient_loading,
-        "fsdp_auto_wrap_policy": config.auto_wrap_policy,
-    }
-    if config.transformer_layer_cls_to_wrap:
-        section["fsdp_transformer_layer_cls_to_wrap"] = ",".join(config.transformer_layer_cls_to_wrap)
-    if config.min_num_params is not None:
-        section["fsdp_min_num_params"] = config.min_num_params
-    if config.ignored_modules:
-        section["fsdp_ignored_modules"] = config.ignored_modules
-    if config.fsdp_version == 2:
-        return section | {"fsdp_reshard_after_forward": config.reshard_after_forward}
-    sync = config.cpu_ram_efficient_loading if config.sync_module_states is None else config.sync_module_states
-    return section | {
-        "fsdp_sharding_strategy": STRATEGIES[config.reshard_after_forward, config.dp_replicate_size > 1],
-        "fsdp_backward_prefetch": config.backward_prefetch or "BACKWARD_PRE",
-        "fsdp_forward_prefetch": bool(config.forward_prefetch),
-        "fsdp_use_orig_params": config.use_orig_params is not False,
-        "fsdp_sync_module_states": sync,
-    }
+    """Every setting of the config's version; what is not said of FSDP1 alone, as FSDP2 does it."""
+    section: dict[str, Any] = {}
+    for key, row in YAML_KEYS.items():
+        value = getattr(config, row.field, None)
+        value = row.fsdp2 if value is None else value
+        if config.fsdp_version in row.versions and value not in (None, "", ()):
+            section[key] = ",".join(value) if isinstance(value, tuple) else value
+    if config.fsdp_version == 1:
+        del section["fsdp_reshard_after_forward"]
+        section["fsdp_sharding_strategy"] = STRATEGIES[config.reshard_after_forward, config.dp_replicate_size > 1]
+        if config.sync_module_states is None:
+            section["fsdp_sync_module_states"] = config.cpu_ram_efficient_loading
+    return section

@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -12,9 +12,12 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
-from hf_fsdp_tools.distributed.mesh import local_device
+from hf_fsdp_tools.distributed.mesh import local_device, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
+from hf_fsdp_tools.fsdp1.under_accelerate import check_settings
+from hf_fsdp_tools.integrations.accelerator import adopt
+from hf_fsdp_tools.integrations.model import LOW_PRECISION
 from hf_fsdp_tools.integrations.settings import (
     drop_fsdp1_settings,
     is_set,
@@ -25,10 +28,7 @@ from hf_fsdp_tools.integrations.settings import (
 from hf_fsdp_tools.integrations.wrapping import narrowed, policy_from_wrap, without_modules
 from hf_fsdp_tools.planning.policy import HybridPolicy
 
-__all__ = ["LOW_PRECISION", "HybridFSDPPlugin"]
-
-LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Accelerate's names of the precisions in which trainable weights are kept in fp32 beside the computation."""
+__all__ = ["HybridFSDPPlugin"]
 
 
 @dataclass
@@ -36,10 +36,10 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     """Accelerate's FSDP plugin with a `HybridPolicy`, for FSDP2 and FSDP1.
 
     What differs from the plugin that it extends: version 2 is the default; the units are those of `policy`, on every
-    model and for both versions (`TRANSFORMER_BASED_WRAP` with class names, `SIZE_BASED_WRAP` with a size, torch's policies
-    and functions are translated into it); mixed precision reduces gradients in fp32 and leaves outputs and buffers as they
-    are (Accelerate's own reduces in low precision and rounds them); CPU offload works where there is no device to pin for.
-    `docs/settings.md` says what becomes of every setting.
+    model and for both versions (`TRANSFORMER_BASED_WRAP` with class names, `SIZE_BASED_WRAP` with a size, torch's
+    policies and functions are translated into it); mixed precision reduces gradients in fp32 and leaves outputs and
+    buffers as they are (Accelerate's own reduces in low precision and rounds them); CPU offload works where there is no
+    device to pin for. `docs/settings.md` says what becomes of every setting.
 
     FSDP1 (`fsdp_version=1`, deprecated in PyTorch) shards plain models in `prepare`; `from_pretrained` is for FSDP2.
 
@@ -49,9 +49,6 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
 
     policy: HybridPolicy | None = field(default=None, metadata={"help": "What becomes a unit."})
     """What becomes a unit; None: what the other fields and variables ask for, else `HybridPolicy()`."""
-
-    accelerator_class: ClassVar[type[Accelerator] | None] = None
-    """What `adopt` makes of an Accelerator; `integrations.accelerator`, which lies above, says it."""
 
     def __post_init__(self) -> None:
         warn_of_unknown_variables()
@@ -65,7 +62,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             self._prefer_what_fsdp1_can(on_cpu=on_cpu)
         self.mixed_precision_policy = _as_given(self.mixed_precision_policy, self.fsdp_version)
         super().__post_init__()
-        self.cpu_ram_efficient_loading = False  # Accelerate's way of it; `placement` sends rank 0's weights out
+        self.cpu_ram_efficient_loading = False  # Accelerate's way of it; `model.send_weights` is ours
         self.ignored_modules = self.ignored_modules or None
         self.translated = self.policy is None
         self.policy = self.policy or self._translate_wrap()
@@ -76,17 +73,17 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
                 "(offload_params) saves more."
             )
         if self.fsdp_version == 1:
-            _check_fsdp1(self, on_cpu=on_cpu)
+            alone = rank_on_node()[1] == 1 < int(os.environ.get("WORLD_SIZE", "1"))
+            check_settings(self, on_cpu=on_cpu, alone_on_node=alone)
         elif isinstance(self.cpu_offload, CPUOffloadPolicy) and on_cpu:
             self.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
 
     def adopt(self, accelerator: Accelerator) -> None:
-        """Give an `Accelerator(fsdp_plugin=HybridFSDPPlugin())` our `prepare`, in place; one that has it stays as it is."""
-        if self.accelerator_class is not None and not isinstance(accelerator, self.accelerator_class):
-            accelerator.__class__ = self.accelerator_class
+        """Give an `Accelerator(fsdp_plugin=HybridFSDPPlugin())` our `prepare`, in place."""
+        adopt(accelerator, sync_each_batch=False)
 
     def policy_for(self, model: nn.Module) -> HybridPolicy:
-        """`policy` for one of the models of this process: without layer classes that it lacks, with its ignored modules.
+        """`policy` for one model of this process: without layer classes that it lacks, with its ignored modules.
 
         Raises:
             ConfigError: `ignored_modules` means none of its modules.
@@ -96,11 +93,11 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         return policy if self.fsdp_version == 1 else without_modules(policy, self.ignored_modules, model)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Accelerate calls this with the model that it is about to wrap: FSDP1, or FSDP2 by an `Accelerator` of its own."""
+        """Called by Accelerate before it wraps a model itself: FSDP1, or an Accelerator without our `prepare`."""
         if self.fsdp_version == 2:
             raise ConfigError(
-                "This Accelerator would wrap by Accelerate's rules. Make it with make_accelerator(fsdp_plugin=…), or pass it to "
-                "from_pretrained(…, accelerator=accelerator) first."
+                "This Accelerator would wrap by Accelerate's rules. Make it with make_accelerator(fsdp_plugin=…), or "
+                "pass it to from_pretrained(…, accelerator=accelerator) first."
             )
         policy = hybrid_auto_wrap_policy(model, policy=self.policy_for(model))
         if policy.ignored:
@@ -125,7 +122,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         )
 
     def _prefer_what_fsdp1_can(self, *, on_cpu: bool) -> None:
-        """Defaults that FSDP1 dies of on CPUs, and RAM-efficient loading, which nothing but Accelerate's own prepare undoes."""
+        """Change defaults that FSDP1 dies of on CPUs, and RAM-efficient loading, which only Accelerate's prepare ends."""
         if self.cpu_ram_efficient_loading or is_set("FSDP_CPU_RAM_EFFICIENT_LOADING"):
             warnings.warn(
                 "cpu_ram_efficient_loading is off under FSDP1: every rank reads the model. FSDP2 honours it.",
@@ -139,7 +136,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
 
 
 def _as_given(policy: Any, version: int) -> Any:
-    """`mixed_precision_policy` as a policy object: Accelerate also takes a name, or a mapping of dtypes or their names."""
+    """`mixed_precision_policy` as a policy object: Accelerate also takes a name, or a mapping of dtypes."""
     if isinstance(policy, str):
         return _precision(policy, version)
     if not isinstance(policy, Mapping):
@@ -167,28 +164,3 @@ def _dtype(name: Any) -> torch.dtype | None:
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ConfigError(f"mixed precision {name!r} is not supported. Use no, bf16, fp16 or fp32.")
     return dtype
-
-
-def _check_fsdp1(plugin: FullyShardedDataParallelPlugin, *, on_cpu: bool) -> None:
-    """Refuse what FSDP1 does wrongly without a word, or dies of. Sources: pytorch issue 154888; the rest measured."""
-    strategy = plugin.sharding_strategy or plugin.reshard_after_forward
-    problems = []
-    if getattr(strategy, "name", "").upper().startswith(("HYBRID", "_HYBRID")) and (on_cpu or _is_alone_on_node()):
-        problems.append(
-            f"sharding strategy {strategy.name} with one device per node stops averaging gradients. Use FULL_SHARD, or FSDP2 "
-            "with dp_replicate_size"
-        )
-    if on_cpu and "FULL" in str(plugin.state_dict_type):
-        problems.append("state_dict_type FULL_STATE_DICT crashes the process on CPUs. Use SHARDED_STATE_DICT, or FSDP2")
-    if on_cpu and plugin.sync_module_states:
-        problems.append(
-            "sync_module_states needs accelerators. Set it to False: every rank has the same weights already"
-        )
-    if on_cpu and getattr(plugin.cpu_offload, "offload_params", False):
-        problems.append("CPU offload needs an accelerator to offload from. Set it to False")
-    if problems:
-        raise ConfigError("FSDP1: " + "; ".join(problems) + ".")
-
-
-def _is_alone_on_node() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

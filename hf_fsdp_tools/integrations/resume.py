@@ -1,4 +1,4 @@
-"""Saving so that an interruption destroys nothing, and reading whatever format and number of ranks a run was saved with."""
+"""Saving so that an interruption destroys nothing; reading what another format or number of ranks wrote."""
 
 import json
 import re
@@ -44,7 +44,7 @@ _FULL = ("pytorch_model_fsdp.bin", "optimizer.bin")
 _ACCELERATES = re.compile(
     r"(random_states|pytorch_model_fsdp|optimizer|scheduler|sampler|dl_state_dict|scaler|custom_checkpoint)[_.].*"
 )
-"""Names that `save_state` gives, which must not outlive the state that they belong to; same source, checkpointing.py."""
+"""Names that `save_state` gives, which must not outlive their state; same source, checkpointing.py."""
 
 
 def saveable(model: nn.Module) -> nn.Module:
@@ -60,14 +60,14 @@ def saveable(model: nn.Module) -> nn.Module:
 def replacing(folder: Path) -> Iterator[Path]:
     """A folder beside `folder` to write to, which takes its name when every rank has finished.
 
-    Until then an older `folder` stays as it is, whatever happens. What it has beside Accelerate's files (a user's own) is
-    kept.
+    Until then an older `folder` stays as it is, whatever happens. What it has beside Accelerate's files (a user's own)
+    is kept.
 
     Every rank must enter, and see the same file system; at the end the ranks exchange whether they succeeded.
 
     Raises:
-        CheckpointError: writing failed on some rank, or the folder cannot be replaced; the same on every rank, unless its
-            own error says more.
+        CheckpointError: writing failed on some rank, or the folder cannot be replaced; the same on every rank, unless
+            its own error says more.
     """
     rank, _ = rank_and_size()
     folder = folder.resolve()
@@ -113,8 +113,8 @@ def _take_place(staging: Path, folder: Path, former: Path) -> None:
             shutil.rmtree(former)
     except OSError as error:
         raise CheckpointError(
-            f"Cannot finish {str(folder)!r}: {error}. The new state is there or in {staging.name!r} beside it, the former one "
-            f"there or in {former.name!r}."
+            f"Cannot finish {str(folder)!r}: {error}. The new state is there or in {staging.name!r} beside it, the "
+            f"former one there or in {former.name!r}."
         ) from error
 
 
@@ -156,10 +156,10 @@ def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
 def awaiting_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, index: int = 0) -> Iterator[None]:
     """Make an optimizer ready for Accelerate to read its state from `folder`; enter it before weights are read, too.
 
-    Accelerate and torch read into the state that is there. With FSDP1 that is none in a new process, and with FSDP2 none
-    while gradients are pending: Adam's moments were lost without a word (22 entries saved, 0 loaded; measured with
-    Accelerate 1.15). A parameter that had no gradient yet (a tower that the data does not use) has no state to read, and
-    torch would demand one.
+    Accelerate and torch read into the state that is there. With FSDP1 that is none in a new process, and with FSDP2
+    none while gradients are pending: Adam's moments were lost without a word (22 entries saved, 0 loaded; measured with
+    Accelerate 1.15). A parameter that had no gradient yet (a tower that the data does not use) has no state to read,
+    and torch would demand one.
 
     Raises:
         CheckpointError: the state is that of other parameters.
@@ -199,8 +199,8 @@ def _without_state(
     names = {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter in held}
     if unknown := sorted(stored - names.keys()):
         raise CheckpointError(
-            f"{str(source)!r} holds optimizer state of {len(unknown)} parameters that this optimizer does not train, as "
-            f"{unknown[0]!r}. Make model and optimizer as in the run that saved it."
+            f"{str(source)!r} holds optimizer state of {len(unknown)} parameters that this optimizer does not train, "
+            f"as {unknown[0]!r}. Make model and optimizer as in the run that saved it."
         )
     return [parameter for name, parameter in names.items() if name not in stored and parameter.requires_grad]
 
@@ -216,16 +216,16 @@ def warn_of_other_world(folder: Path, pattern: str) -> int:
     then = len(list(folder.glob(pattern)))
     if then not in (0, now) and rank == 0:
         warnings.warn(
-            f"{str(folder)!r} was saved by {then} process(es) and is read by {now}. Weights, optimizer and scheduler go on "
-            "exactly; random draws (dropout) go on otherwise. Keep rows per step as they were (batch size x processes x "
-            "accumulation steps), or the position in the data and the schedule mean something else.",
+            f"{str(folder)!r} was saved by {then} process(es) and is read by {now}. Weights, optimizer and scheduler "
+            "go on exactly; random draws (dropout) go on otherwise. Keep rows per step as they were (batch size x "
+            "processes x accumulation steps), or the position in the data and the schedule mean something else.",
             stacklevel=3,
         )
     return then
 
 
 def complete_checkpoint(wanted: str | bool, output_dir: str) -> str | bool:
-    """The Trainer's checkpoint to resume from, the same on every rank: `wanted`, or the last one that was saved completely.
+    """The Trainer's checkpoint to resume from, the same on every rank: `wanted`, or the last complete one.
 
     The Trainer writes `trainer_state.json` last, so a folder without it is of a save that was interrupted.
 

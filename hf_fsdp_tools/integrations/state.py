@@ -1,4 +1,4 @@
-"""Accelerate's shared state, brought up with FSDP in it."""
+"""Accelerate brought up with FSDP in it: its shared state, and an Accelerator that finds it there."""
 
 import os
 from typing import Any
@@ -6,16 +6,62 @@ from typing import Any
 import accelerate
 import torch
 import torch.distributed as dist
-from accelerate import DistributedType, ParallelismConfig
+from accelerate import Accelerator, DistributedType, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from accelerate.utils import DataLoaderConfiguration, DynamoBackend, TorchDynamoPlugin
 
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_set
 
-__all__ = ["start_state"]
+__all__ = ["make_accelerator", "start_state"]
+
+
+def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerate_kwargs: Any) -> Accelerator:
+    """Make an `Accelerator` that runs FSDP2: on GPUs, on one GPU, and on CPUs (gloo), launched or alone.
+
+        accelerator = make_accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
+        model = from_pretrained("Qwen/Qwen3-8B", accelerator=accelerator)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+
+    Its `prepare` keeps the units and the optimizer of a model that `from_pretrained` made, and shards any other model
+    by the plugin's policy. It takes models with or without their optimizer, several of them too. `dynamo_backend` or
+    `dynamo_plugin` compile the plan's blocks, in place.
+
+    Under gradient accumulation the gradients of each micro-batch are reduced and sharded at once, so that no rank keeps
+    whole ones (in fp32: 4 bytes per trainable parameter of the model). Your own `gradient_accumulation_plugin` decides
+    itself: `GradientAccumulationPlugin(num_steps=8)` spares the communication and keeps them.
+
+    Args:
+        fsdp_plugin: None makes one from the variables that `accelerate launch` sets.
+        accelerate_kwargs: passed to `Accelerator`. `cpu=True` runs on the CPU of a machine with GPUs. Without
+            `dataloader_config`, loaders that shuffle do so by seed and epoch (`use_seedable_sampler`).
+
+    Every rank must call; starts the process group.
+
+    Raises:
+        ConfigError: an Accelerator without FSDP exists already in this process, or a setting cannot be honoured.
+    """
+    plugin = fsdp_plugin or HybridFSDPPlugin()
+    if not isinstance(plugin, HybridFSDPPlugin):
+        raise ConfigError(
+            f"fsdp_plugin is a {type(plugin).__name__}; make_accelerator needs a HybridFSDPPlugin, which takes the "
+            "same arguments and a policy."
+        )
+    start_state(
+        plugin,
+        mixed_precision=accelerate_kwargs.get("mixed_precision"),
+        cpu=bool(accelerate_kwargs.get("cpu")),
+        parallelism_config=accelerate_kwargs.get("parallelism_config"),
+        dynamo_plugin=accelerate_kwargs.get("dynamo_plugin")
+        or TorchDynamoPlugin(backend=accelerate_kwargs.get("dynamo_backend")),
+    )
+    # as the Trainer does: the order of shuffled rows follows from seed and epoch, so a resumed run can find it again
+    accelerate_kwargs.setdefault("dataloader_config", DataLoaderConfiguration(use_seedable_sampler=True))
+    accelerator = ShardedAccelerator(fsdp_plugin=plugin, **accelerate_kwargs)
+    return adopt(accelerator, sync_each_batch="gradient_accumulation_plugin" not in accelerate_kwargs)
 
 
 def start_state(
@@ -28,9 +74,9 @@ def start_state(
 ) -> None:
     """Bring Accelerate's shared state up with FSDP in it, before an Accelerator is made.
 
-    Accelerate 1.15 promotes only GPU-like process groups to FSDP: on CPUs, or in a world of 1, it drops the plugin without
-    a word, and with `use_cpu` under `accelerate launch` each process trains alone. Its state is one dictionary shared by all
-    its instances, and an Accelerator takes it as it finds it, so it is enough to fill it first.
+    Accelerate 1.15 promotes only GPU-like process groups to FSDP: on CPUs, or in a world of 1, it drops the plugin
+    without a word, and with `use_cpu` under `accelerate launch` each process trains alone. Its state is one dictionary
+    shared by all its instances, and an Accelerator takes it as it finds it, so it is enough to fill it first.
     """
     cpu = cpu or local_device().type == "cpu"
     if AcceleratorState._shared_state:
@@ -77,18 +123,19 @@ def _check_state(plugin: HybridFSDPPlugin) -> None:
     found = (state.distributed_type, getattr(state, "fsdp_plugin", None), state.num_processes)
     if found != (DistributedType.FSDP, plugin, dist.get_world_size()):
         raise ConfigError(
-            f"Accelerate {accelerate.__version__} did not take up FSDP: distributed type {found[0]}, {found[2]} process(es) of "
-            f"{dist.get_world_size()}. hf_fsdp_tools knows Accelerate 1.15; install it, or report this version."
+            f"Accelerate {accelerate.__version__} did not take up FSDP: distributed type {found[0]}, {found[2]} "
+            f"process(es) of {dist.get_world_size()}. hf_fsdp_tools knows Accelerate 1.15; install it, or report this "
+            "version."
         )
 
 
 def _check_axes(config: Any) -> None:
-    """Tensor, context and sequence parallelism change the model or its batches before it is sharded; we do neither yet."""
+    """Tensor, context and sequence parallelism change the model or its batches before it is sharded: not done yet."""
     asked = [name for name in ("tp_size", "cp_size", "sp_size") if config is not None and getattr(config, name, 1) > 1]
     if asked:
         raise ConfigError(
-            f"{', '.join(f'{name}={getattr(config, name)}' for name in asked)}: only dp_replicate_size and dp_shard_size can be "
-            "above 1 here. Leave the others out of the parallelism config."
+            f"{', '.join(f'{name}={getattr(config, name)}' for name in asked)}: only dp_replicate_size and "
+            "dp_shard_size can be above 1 here. Leave the others out of the parallelism config."
         )
 
 

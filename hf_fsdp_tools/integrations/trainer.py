@@ -1,15 +1,15 @@
-"""Models beside the policy that are evaluated and never trained: TRL's reference and teacher models."""
+"""The Trainer and its subclasses on our shards: precision, saving, resuming, and TRL's reference and teacher models."""
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import TorchDynamoPlugin
 from accelerate.utils.fsdp_utils import save_fsdp_optimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
@@ -19,6 +19,7 @@ from hf_fsdp_tools.distributed.agreement import agreed
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1
 from hf_fsdp_tools.integrations.accelerator import adopt
+from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import shard_in_place
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.resume import (
@@ -33,69 +34,22 @@ from hf_fsdp_tools.integrations.settings import plugin_arguments
 from hf_fsdp_tools.integrations.state import start_state
 from hf_fsdp_tools.sharding.shard import sharding_of
 
-__all__ = ["FSDPTrainerMixin", "FrozenModel"]
+__all__ = ["FSDPTrainerMixin"]
+
+_FROZEN = ("ref_model", "teacher_model")
+"""Where TRL's trainers keep a reference model (DPO, KTO, GRPO, …) and a teacher (distillation)."""
+
+_COME_BEFORE_FROZEN = ("model", "_precompute_model_hash")
+"""Attributes that a trainer sets, and then a frozen model that was set before can be sharded. Every rank sets them."""
+
+if TYPE_CHECKING:
+    from transformers.trainer import Trainer as _Trainer
+else:
+    # the mixin stands before the Trainer in a class statement, and uses what that one has
+    _Trainer = object
 
 
-class FrozenModel:
-    """An attribute of a Trainer whose model is frozen and sharded by the plugin's policy when it is first read.
-
-    TRL (1.16, `models.utils.prepare_fsdp`) shards such a model with the root as its only unit, so that every forward pass
-    gathers all of it, and leaves models alone that are sharded already. Read, and so sharded, it is before TRL gets there.
-    Frozen weights keep their dtype: they need no fp32 masters.
-
-    Setting and reading behave as for a plain attribute otherwise. Every rank must read it the first time.
-
-    Raises:
-        ConfigError: what is set is one FSDP unit, or its log probabilities are to be precomputed and it is sharded.
-    """
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
-        if trainer is None:
-            return self
-        if self.name not in vars(trainer):
-            raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {self.name!r}")
-        model = vars(trainer)[self.name]
-        if isinstance(model, nn.Module) and not _is_sharded(model) and _may_be_sharded(trainer, model):
-            shard_in_place(model.requires_grad_(False).eval(), trainer.accelerator, [])
-        return model
-
-    def __set__(self, trainer: Any, model: Any) -> None:
-        if isinstance(model, nn.Module) and _is_sharded(model) and sharding_of(model) is None:
-            units = sum(isinstance(module, FSDPModule) for module in model.modules())
-            if units == 1:
-                raise ConfigError(
-                    f"{self.name} is sharded as 1 unit, so that each forward pass gathers all of {type(model).__name__}. "
-                    "Give it plain, or made by from_pretrained(..., accelerator=accelerator)."
-                )
-        if isinstance(model, nn.Module) and _is_sharded(model) and _waits_for_hash(trainer):
-            raise ConfigError(
-                f"precompute_ref_log_probs needs a plain {self.name}: TRL hashes its whole weights, and this one is sharded. "
-                f"Give a plain one (it is sharded afterwards), or set precompute_ref_log_probs=False."
-            )
-        vars(trainer)[self.name] = model
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def _may_be_sharded(trainer: Any, model: nn.Module) -> bool:
-    """Once the Accelerator exists; and where TRL hashes the plain weights first, not before that."""
-    accelerator = getattr(trainer, "accelerator", None)
-    if accelerator is None or not accelerator.is_fsdp2 or model is trainer.model:
-        return False
-    return not _waits_for_hash(trainer)
-
-
-def _waits_for_hash(trainer: Any) -> bool:
-    precompute = getattr(getattr(trainer, "args", None), "precompute_ref_log_probs", False)
-    return bool(precompute) and "_precompute_model_hash" not in vars(trainer)
-
-
-class FSDPTrainerMixin:
+class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
     """Puts our sharding, precision, saving and resuming under a `Trainer` or a subclass of it.
 
         class MyTrainer(FSDPTrainerMixin, Trainer): ...
@@ -105,24 +59,42 @@ class FSDPTrainerMixin:
         trainer.train()
         trainer.save_model()
 
-    The model may also be plain, equal on every rank: it is sharded by the same policy when training starts. Settings come
-    from `TrainingArguments(fsdp=True, fsdp_config=…)` where given, else from `accelerate launch`. `save_model` writes a
-    normal Hugging Face checkpoint from all ranks at once, whatever the state dict type; no rank gathers the model.
+    The model may also be plain, equal on every rank: it is sharded by the same policy when training starts. Settings
+    come from `TrainingArguments(fsdp=True, fsdp_config=…)` where given, else from `accelerate launch`. `save_model`
+    writes a normal Hugging Face checkpoint from all ranks at once, whatever the state dict type; no rank gathers the
+    model.
 
-    A `checkpoint-N` folder is such a checkpoint too, in the precision of the master weights, with the optimizer's shards
-    (`optimizer_0`, torch's distributed checkpoint) and the Trainer's own files beside it. It can be resumed by another
-    number of ranks. `trainer_state.json` is written last and by agreement of all ranks; a folder without it is passed over
-    by `train(resume_from_checkpoint=True)`.
+    A `checkpoint-N` folder is such a checkpoint too, in the precision of the master weights, with the optimizer's
+    shards (`optimizer_0`, torch's distributed checkpoint) and the Trainer's own files beside it. It can be resumed by
+    another number of ranks. `trainer_state.json` is written last and by agreement of all ranks; a folder without it is
+    passed over by `train(resume_from_checkpoint=True)`.
+
+    TRL's reference and teacher models (`ref_model`, `teacher_model`) are frozen and sharded by the same policy when
+    they are set: every rank must set them. Any rank may read them. They keep their dtype, as they need no fp32 masters.
+
+    Raises:
+        ConfigError: when a trainer's class is made, that this transformers no longer calls what is overridden here;
+            when a frozen model is set, that it is sharded as one unit, or sharded where TRL is to hash its plain
+            weights.
     """
 
-    ref_model = FrozenModel()
-    """TRL's reference model (DPO, KTO, GRPO, …): sharded by the same policy as the model, and never trained."""
-    teacher_model = FrozenModel()
-    """TRL's teacher (distillation), likewise."""
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check once for each trainer that what is overridden here is still there to be overridden."""
+        super().__init_subclass__(**kwargs)
+        if issubclass(cls, Trainer):
+            check_hooks(FSDPTrainerMixin, super())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Shard TRL's reference and teacher models when they are set, by all ranks; one rank alone may read them."""
+        if name in _FROZEN and isinstance(value, nn.Module):
+            _check_frozen(self, name, value)
+        super().__setattr__(name, value)
+        if name in (*_FROZEN, *_COME_BEFORE_FROZEN):
+            _shard_frozen(self)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Called by `Trainer.__init__`. Starts FSDP before the Trainer makes its own Accelerator, which then finds it."""
-        args = self.args  # type: ignore[attr-defined]  # the Trainer's
+        """Called by `Trainer.__init__`: starts FSDP before the Trainer makes its Accelerator, which then finds it."""
+        args = self.args
         plugin = HybridFSDPPlugin(**plugin_arguments(args))
         start_state(
             plugin,
@@ -131,10 +103,10 @@ class FSDPTrainerMixin:
             parallelism_config=args.parallelism_config,
             dynamo_plugin=TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode),
         )
-        # The Trainer refuses save_only_model, because its own sharded checkpoints hold no weights that anyone could open.
+        # the Trainer refuses save_only_model: its own sharded checkpoints hold no weights that anyone could open
         asked, args.save_only_model = args.save_only_model, False
         try:
-            super().create_accelerator_and_postprocess()  # type: ignore[misc]  # the Trainer's
+            super().create_accelerator_and_postprocess()
         finally:
             args.save_only_model = asked
         asked = args.accelerator_config.gradient_accumulation_kwargs or {}
@@ -142,8 +114,8 @@ class FSDPTrainerMixin:
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
-        """False, whatever the Trainer notes here: a model that transformers sharded by its `DistributedConfig` is prepared,
-        saved and resumed as any other FSDP2 model; the Trainer itself can do neither of the last two."""
+        """False, whatever the Trainer notes here: a model that transformers sharded by its `DistributedConfig` is
+        prepared, saved and resumed as any other FSDP2 model; the Trainer itself can do neither of the last two."""
         return False
 
     @is_distributed_loading_by_transformers.setter
@@ -151,58 +123,60 @@ class FSDPTrainerMixin:
         """Nothing to note; `prepare` looks at the model itself."""
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
-        """With auto_find_batch_size, before each attempt: the model stays sharded, and what the step that ran out of memory
-        left gathered is sharded again. All ranks must run out of memory in the same step; one alone leaves the others waiting."""
-        first = batch_size == self._train_batch_size  # type: ignore[attr-defined]  # the Trainer's
-        super()._update_auto_batch_size(batch_size)  # type: ignore[misc]  # the Trainer's
-        model: Any = self.model  # type: ignore[attr-defined]  # the Trainer's
+        """With auto_find_batch_size, before each attempt: the model stays sharded, and what the step that ran out of
+        memory left gathered is sharded again. All ranks must run out of memory in the same step; one alone leaves the
+        others waiting."""
+        first = batch_size == self._train_batch_size
+        super()._update_auto_batch_size(batch_size)
+        model: Any = self.model
         if isinstance(model, FSDPModule) and not first:
             if not hasattr(model, "reset_iter_state"):
                 raise ConfigError(
-                    f"auto_find_batch_size needs torch 2.13, which can drop a broken-off step; this is {torch.__version__}."
+                    "auto_find_batch_size needs torch 2.13, which can drop a broken-off step; this is "
+                    f"{torch.__version__}."
                 )
             model.reset_iter_state()
-            model.zero_grad()  # type: ignore[attr-defined]  # a module, too
+            self.model.zero_grad()
 
     # ---- saving ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write model, tokenizer and training arguments as a normal Hugging Face folder. Every rank must call."""
-        args = self.args  # type: ignore[attr-defined]  # the Trainer's
+        args = self.args
         folder = Path(output_dir if output_dir is not None else args.output_dir)
-        tokenizer = self.processing_class  # type: ignore[attr-defined]  # the Trainer's
+        tokenizer = self.processing_class
         if tokenizer is None:
-            tokenizer = getattr(self.data_collator, "tokenizer", None)  # type: ignore[attr-defined]  # the Trainer's
-        save_pretrained(saveable(self.model), folder, tokenizer=tokenizer)  # type: ignore[attr-defined]  # the Trainer's
+            tokenizer = getattr(self.data_collator, "tokenizer", None)
+        save_pretrained(saveable(self.model), folder, tokenizer=tokenizer)
         with agreed(f"writing the training arguments to {str(folder)!r}"):
             if args.should_save:
                 torch.save(args, folder / "training_args.bin")
         if args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=args.hub_revision)  # type: ignore[attr-defined]
+            self.push_to_hub(commit_message="Model save", revision=args.hub_revision)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As the Trainer's; ranks go on, and older checkpoints are deleted, only when every rank has saved its part."""
-        step = self.state.global_step  # type: ignore[attr-defined]  # the Trainer's
-        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")  # type: ignore[attr-defined]
+        step = self.state.global_step
+        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")
         # What communicates in here agrees by itself; this is for what rank 0 does alone.
         with agreed(f"saving {str(folder)!r}"):
-            if self.args.should_save:  # type: ignore[attr-defined]  # the Trainer's
+            if self.args.should_save:
                 (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # incomplete from here on
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]  # the Trainer's
+            super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """The optimizer's shards and the scheduler; the weights are there already, and need not be written twice."""
         plugin = self.accelerator.state.fsdp_plugin
         with using_format(plugin, "SHARDED_STATE_DICT"):
-            save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)  # type: ignore[attr-defined]
+            save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
         with agreed(f"saving the scheduler to {output_dir!r}"):
-            if self.args.should_save:  # type: ignore[attr-defined]  # the Trainer's
-                torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))  # type: ignore[attr-defined]
+            if self.args.should_save:
+                torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _save_rng_state(self, output_dir: str) -> None:
         """The last that every rank writes: none may fail for itself while rank 0 declares the checkpoint complete."""
         with agreed(f"saving the random states to {output_dir!r}"):
-            super()._save_rng_state(output_dir)  # type: ignore[misc]  # the Trainer's
+            super()._save_rng_state(output_dir)
 
     # ---- resuming ----
 
@@ -213,19 +187,19 @@ class FSDPTrainerMixin:
             CheckpointError: the checkpoint asked for is incomplete, or none is complete.
         """
         if resume_from_checkpoint:
-            resume_from_checkpoint = complete_checkpoint(resume_from_checkpoint, self.args.output_dir)  # type: ignore[attr-defined]
-        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]  # the Trainer's
+            resume_from_checkpoint = complete_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Weights into the shards, each rank its own: from our checkpoints, or from one that the plain Trainer made."""
-        model = model if model is not None else self.model  # type: ignore[attr-defined]  # the Trainer's
+        model = model if model is not None else self.model
         folder = Path(resume_from_checkpoint)
         warn_of_other_world(folder, "rng_state*.pth")
         if (folder / WEIGHTS).is_file() or (folder / WEIGHTS_INDEX).is_file():
             _load_weights(model, folder)
             return
         with using_format(self.accelerator.state.fsdp_plugin, stored_format(folder)):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]  # the Trainer's
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As the Trainer's, in the format that is there; says so where there is none."""
@@ -237,13 +211,13 @@ class FSDPTrainerMixin:
                 f"{checkpoint!r} holds no optimizer (saved with save_only_model): optimizer and scheduler start anew.",
                 stacklevel=2,
             )
-        waiting = awaiting_state(self.model, self.optimizer, Path(checkpoint))  # type: ignore[attr-defined]  # the Trainer's
+        waiting = awaiting_state(self.model, self.optimizer, Path(checkpoint))
         with waiting, using_format(self.accelerator.state.fsdp_plugin, found):
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]  # the Trainer's
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
-        """The weights of the best checkpoint into the shards; the Trainer's own way needs weights in Accelerate's format."""
-        self._load_from_checkpoint(self.state.best_model_checkpoint)  # type: ignore[attr-defined]  # the Trainer's
+        """The weights of the best checkpoint into the shards; the Trainer's own way needs Accelerate's format."""
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
 
 
 def _load_weights(model: nn.Module, folder: Path) -> None:
@@ -252,3 +226,46 @@ def _load_weights(model: nn.Module, folder: Path) -> None:
         load_weights_fsdp1(model, folder, strict=True)
     else:
         load_weights(getattr(model, "_orig_mod", model), folder, strict=True)
+
+
+# ---- models beside the policy that are evaluated and never trained ----
+
+
+def _check_frozen(trainer: Any, name: str, model: nn.Module) -> None:
+    """Refuse a frozen model that is sharded so that every forward pass gathers all of it, or before TRL can hash it."""
+    if not _is_sharded(model):
+        return
+    if sharding_of(model) is None and sum(isinstance(module, FSDPModule) for module in model.modules()) == 1:
+        raise ConfigError(
+            f"{name} is sharded as 1 unit, so that each forward pass gathers all of {type(model).__name__}. "
+            "Give it plain, or made by from_pretrained(..., accelerator=accelerator)."
+        )
+    if _waits_for_hash(trainer):
+        raise ConfigError(
+            f"precompute_ref_log_probs needs a plain {name}: TRL hashes its whole weights, and this one is sharded. "
+            "Give a plain one (it is sharded afterwards), or set precompute_ref_log_probs=False."
+        )
+
+
+def _shard_frozen(trainer: Any) -> None:
+    """Freeze and shard what is set, once Accelerator and trained model are there and TRL has hashed plain weights.
+
+    TRL (1.16, `models.utils.prepare_fsdp`) would shard such a model with the root as its only unit; it leaves models
+    alone that are sharded already.
+    """
+    there = vars(trainer)
+    accelerator, policy = there.get("accelerator"), there.get("model")
+    if accelerator is None or policy is None or not accelerator.is_fsdp2 or _waits_for_hash(trainer):
+        return
+    for model in (there.get(name) for name in _FROZEN):
+        if isinstance(model, nn.Module) and model is not policy and not _is_sharded(model):
+            shard_in_place(model.requires_grad_(False).eval(), accelerator, [])
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _waits_for_hash(trainer: Any) -> bool:
+    precompute = getattr(getattr(trainer, "args", None), "precompute_ref_log_probs", False)
+    return bool(precompute) and "_precompute_model_hash" not in vars(trainer)

@@ -99,7 +99,7 @@ def _together(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _predicate(function: Callable[..., Any]) -> UnitPredicate:
-    """A callable by the number of its arguments: (module), (name, module), or FSDP1's (module, recurse, nonwrapped_numel)."""
+    """A callable by its arguments: (module), (name, module), or FSDP1's (module, recurse, nonwrapped_numel)."""
     wanted = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     if len(wanted) <= 1:
         return _of_module(function)
@@ -118,7 +118,7 @@ def _of_module(function: Callable[[nn.Module], Any]) -> UnitPredicate:
 
 
 def narrowed(policy: HybridPolicy, model: nn.Module) -> HybridPolicy:
-    """`policy` without the block types that `model` does not have; one line says which, and what is used in their place.
+    """`policy` without the block types that `model` does not have; one line says which, and what is used instead.
 
     Accelerate's names of classes are one setting for all models of a process: a reference or reward model of another
     architecture has none of them.
@@ -131,7 +131,8 @@ def narrowed(policy: HybridPolicy, model: nn.Module) -> HybridPolicy:
         return policy
     found = tuple(wanted for wanted in policy.block_types if wanted not in absent)
     warnings.warn(
-        f"Layer classes to wrap, in {type(model).__name__}: {' '.join(line for lines in absent.values() for line in lines)} "
+        f"Layer classes to wrap, in {type(model).__name__}: "
+        f"{' '.join(line for lines in absent.values() for line in lines)} "
         f"{'The others are used' if found else 'The blocks that its structure shows are used'}.",
         stacklevel=2,
     )

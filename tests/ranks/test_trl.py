@@ -14,7 +14,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
 from trl import (
     DPOConfig,
     DPOTrainer,
@@ -235,6 +241,56 @@ def test_complaint_31_reference_models_given_loaded_synced_precomputed_or_with_t
     expected = _one_process("dpo", checkpoints["tied"], tmp_path / "lora", {"peft_config": adapter}, max_steps=2)
     for losses in results:
         close(losses["adapter off"], expected)
+
+
+class Distiller(FSDPTrainerMixin, Trainer):
+    """Sets its teacher before there is an Accelerator, as some trainers do, and looks at it on rank 0 alone."""
+
+    def __init__(self, *args: Any, teacher: Any, **kwargs: Any) -> None:
+        self.teacher_model = teacher
+        self.look()
+        super().__init__(*args, **kwargs)
+        self.look()
+
+    def look(self) -> None:
+        if dist.get_rank() == 0:
+            assert isinstance(self.teacher_model, torch.nn.Module)
+            assert getattr(self, "ref_model", None) is None or not self.ref_model.training
+
+
+def _rank_0_reads(sources, folder):
+    args = TrainingArguments(
+        str(folder), max_steps=1, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True
+    )
+    model, teacher, reference = (_model("dpo", sources["tied"]) for _ in range(3))
+    row = {"input_ids": torch.arange(3, 15), "labels": torch.arange(3, 15)}
+    trainer = Distiller(model, args, train_dataset=[row] * 4, teacher=teacher.bfloat16())
+    assert _units(teacher) > 2 and not _units(model), (
+        "a teacher is sharded where it is set, the model where it is trained"
+    )
+    trainer.ref_model = reference
+    trainer.look()
+    trainer.train()
+    trainer.look()
+    plan = sharding_of(model).plan
+    for frozen in (trainer.teacher_model, trainer.ref_model):
+        assert sharding_of(frozen).plan.digest == plan.digest and _units(frozen) == _units(model) == len(plan.units)
+        assert not any(p.requires_grad for p in frozen.parameters()) and not frozen.training
+        with torch.no_grad():
+            frozen(row["input_ids"][None])
+    assert {p.dtype for p in teacher.parameters()} == {torch.bfloat16}, "no masters for what is not trained"
+    trainer.teacher_model = trainer.model
+    assert any(p.requires_grad for p in trainer.model.parameters()), (
+        "the trained model as its own teacher is not frozen"
+    )
+    trainer.ref_model = None
+    del trainer.teacher_model
+    with pytest.raises(AttributeError, match="teacher_model"):
+        _ = trainer.teacher_model
+
+
+def test_any_rank_may_read_a_frozen_model_alone(checkpoints, tmp_path):
+    run_ranks(_rank_0_reads, 2, checkpoints, tmp_path, timeout_s=60)
 
 
 # ---- GRPO: generation on shards ----

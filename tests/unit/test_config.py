@@ -1,4 +1,4 @@
-"""FSDPConfig: contradictions are named with their cure, and Accelerate and the Trainer take what it writes."""
+"""FSDPConfig: contradictions are named with their cure, Accelerate takes what it writes, files of users are checked."""
 
 import dataclasses
 import json
@@ -9,10 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.utils.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY
 
+from hf_fsdp_tools.diagnostics.findings import Finding
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.integrations.config import FSDPConfig, suggest_config
+from hf_fsdp_tools.integrations.config import FSDPConfig
+from hf_fsdp_tools.integrations.settings import YAML_KEYS
 
 REPOSITORY = Path(__file__).parents[2]
 SHIPPED = sorted((REPOSITORY / "accelerate_configs").glob("fsdp*.yaml"))
@@ -39,10 +44,7 @@ FSDP1 = [
     ),
 ]
 
-WRITTEN = {
-    "written_2": FSDPConfig(num_processes=8, dp_replicate_size=2, mixed_precision="bf16", offload_params=True),
-    "written_1": FSDPConfig(num_processes=2, fsdp_version=1, reshard_after_forward=False),
-}
+WRITTEN = {f"fsdp{config.fsdp_version}_{n}": config for n, config in enumerate([*FSDP2, *FSDP1])}
 
 PROBE = """
 import json, os, sys
@@ -76,14 +78,6 @@ for environment in map(json.loads, sys.argv[1:]):
         del os.environ[name]
 """
 
-TRAINER = """
-import json, sys, transformers
-keywords = json.loads(sys.argv[1])
-arguments = transformers.TrainingArguments(output_dir=sys.argv[2], **keywords)
-plugin = arguments.fsdp_plugin_args
-print(json.dumps({name: str(value) for name, value in plugin.items()}))
-"""
-
 
 def run_python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
@@ -99,7 +93,7 @@ def run_python(code: str, *arguments: str, **environment: str) -> subprocess.Com
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory) -> dict[str, dict[str, str]]:
-    """What accelerate's own launcher makes of each YAML, up to the point where it would start processes; by file name."""
+    """What Accelerate's own launcher makes of each file, up to the start of processes; by file name."""
     folder = tmp_path_factory.mktemp("configs")
     for name, config in WRITTEN.items():
         (folder / f"{name}.yaml").write_text(config.to_accelerate_yaml())
@@ -108,27 +102,39 @@ def launched(tmp_path_factory) -> dict[str, dict[str, str]]:
     assert done.stderr == ""
     environments = {}
     for path, found in zip(paths, map(json.loads, done.stdout.splitlines()), strict=True):
-        config = FSDPConfig.from_accelerate_yaml(path)
-        expected = {name: getattr(config, name) for name in ("num_processes", "num_machines", "machine_rank")}
-        assert found["args"] == expected, path
+        file = yaml.safe_load(path.read_text())
+        assert found["args"] == {name: file[name] for name in found["args"]}, path
         environments[path.stem] = found["environment"]
     return environments
 
 
-@pytest.mark.parametrize("config", FSDP2, ids=range(len(FSDP2)))
-def test_yaml_and_back(config):
-    assert FSDPConfig.from_accelerate_yaml(config.to_accelerate_yaml(command="hf-fsdp config")) == config
+@pytest.mark.parametrize("name", WRITTEN)
+def test_every_setting_reaches_the_processes(launched, name):
+    """By Accelerate's own launcher, under the variables of the table."""
+    config, environment = WRITTEN[name], launched[name]
+    assert environment["ACCELERATE_USE_FSDP"] == "true"
+    assert environment["ACCELERATE_MIXED_PRECISION"] == config.mixed_precision
+    for row in YAML_KEYS.values():
+        value = getattr(config, row.field, None)
+        if value not in (None, ()) and (config.fsdp_version, row.field) != (1, "reshard_after_forward"):
+            text = ",".join(value) if isinstance(value, tuple) else str(value)
+            found = environment[row.variable]
+            assert found == (text.lower() if isinstance(value, bool) else text), row.variable
+    sizes = [environment.get(f"PARALLELISM_CONFIG_DP_{name}_SIZE") for name in ("REPLICATE", "SHARD")]
+    copied = config.dp_replicate_size > 1 and config.fsdp_version == 2
+    assert sizes == ([str(config.dp_replicate_size), str(config.dp_shard_size)] if copied else [None, None])
 
 
-@pytest.mark.parametrize("config", FSDP1, ids=range(len(FSDP1)))
-def test_yaml_and_back_fsdp1(config):
-    """FSDP1's None fields come back as the values that they stand for."""
-    text = config.to_accelerate_yaml()
-    again = FSDPConfig.from_accelerate_yaml(text)
-    assert again.to_accelerate_yaml() == text
-    filled = ("backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states")
-    kept = [field.name for field in dataclasses.fields(config) if field.name not in filled]
-    assert [getattr(again, name) for name in kept] == [getattr(config, name) for name in kept]
+def test_what_fsdp1_is_not_told_is_as_fsdp2_does_it(launched):
+    environment = launched["fsdp1_9"]
+    assert WRITTEN["fsdp1_9"] == FSDPConfig(num_processes=2, fsdp_version=1)
+    assert environment["FSDP_SHARDING_STRATEGY"] == "FULL_SHARD"
+    assert environment["FSDP_BACKWARD_PREFETCH"] == "BACKWARD_PRE"
+    assert (environment["FSDP_FORWARD_PREFETCH"], environment["FSDP_USE_ORIG_PARAMS"]) == ("false", "true")
+    assert environment["FSDP_SYNC_MODULE_STATES"] == "false", "follows cpu_ram_efficient_loading"
+    assert launched["fsdp1_11"]["FSDP_SYNC_MODULE_STATES"] == "true"
+    assert launched["fsdp1_10"]["FSDP_SHARDING_STRATEGY"] == "SHARD_GRAD_OP"
+    assert launched["fsdp1_12"]["FSDP_SHARDING_STRATEGY"] == "HYBRID_SHARD"
 
 
 def test_yaml_names_its_command():
@@ -137,29 +143,8 @@ def test_yaml_names_its_command():
     assert not FSDPConfig(num_processes=2).to_accelerate_yaml().startswith("# Generated")
 
 
-def test_accelerate_launch_takes_fsdp2(launched):
-    environment = launched["written_2"]
-    assert environment["ACCELERATE_USE_FSDP"] == "true"
-    assert environment["FSDP_VERSION"] == "2"
-    assert environment["FSDP_AUTO_WRAP_POLICY"] == "NO_WRAP"
-    assert environment["FSDP_RESHARD_AFTER_FORWARD"] == "true"
-    assert environment["FSDP_OFFLOAD_PARAMS"] == "true"
-    assert environment["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
-    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
-    assert environment["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == "2"
-    assert environment["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == "4"
-
-
-def test_accelerate_launch_takes_fsdp1(launched):
-    environment = launched["written_1"]
-    assert environment["FSDP_VERSION"] == "1"
-    assert environment["FSDP_SHARDING_STRATEGY"] == "SHARD_GRAD_OP"
-    assert environment["FSDP_BACKWARD_PREFETCH"] == "BACKWARD_PRE"
-    assert environment["FSDP_SYNC_MODULE_STATES"] == "false"
-
-
 def test_what_is_launched_gets_the_plugin_that_was_meant(launched):
-    variables = [{n: v for n, v in launched[name].items() if n.startswith("FSDP_")} for name in WRITTEN]
+    variables = [{n: v for n, v in launched[name].items() if n.startswith("FSDP_")} for name in ("fsdp2_0", "fsdp1_9")]
     done = run_python(PLUGINS, *map(json.dumps, variables))
     fsdp2, fsdp1 = map(str.split, done.stdout.splitlines())
     assert fsdp2 == ["2", "True", "SHARDED_STATE_DICT", "None"]
@@ -173,10 +158,10 @@ def test_accelerate_launch_takes_what_is_shipped(launched, path):
 
 
 def test_shipped_configs_cover_the_common_machines():
-    configs = [FSDPConfig.from_accelerate_yaml(path) for path in SHIPPED]
-    assert any(config.use_cpu for config in configs)
-    assert {1, 8} <= {config.num_processes for config in configs if not config.use_cpu}
-    assert any(config.dp_replicate_size > 1 for config in configs)
+    configs = [yaml.safe_load(path.read_text()) for path in SHIPPED]
+    assert any(config["use_cpu"] for config in configs)
+    assert {1, 8} <= {config["num_processes"] for config in configs if not config["use_cpu"]}
+    assert any("parallelism_config" in config for config in configs)
 
 
 def test_two_processes_start_on_cpu(tmp_path):
@@ -198,40 +183,6 @@ def test_two_processes_start_on_cpu(tmp_path):
         assert environment["ACCELERATE_MIXED_PRECISION"] == "no"
         assert environment["CUDA_VISIBLE_DEVICES"] == ""
     assert found[0]["MASTER_PORT"] == found[1]["MASTER_PORT"]
-
-
-def test_training_arguments_take_it(tmp_path):
-    config = FSDPConfig(num_processes=2, use_cpu=True, reshard_after_forward=False, activation_checkpointing=True)
-    keywords = config.to_training_arguments()
-    assert keywords["fsdp"] is True and keywords["use_cpu"] is True
-    plugin = json.loads(run_python(TRAINER, json.dumps(keywords), str(tmp_path)).stdout)
-    assert plugin["fsdp_version"] == "2"
-    assert plugin["auto_wrap_policy"] == "NO_WRAP"
-    assert plugin["reshard_after_forward"] == "False"
-    assert plugin["activation_checkpointing"] == "True"
-    assert plugin["cpu_ram_efficient_loading"] == "False"
-    assert plugin["state_dict_type"] == "SHARDED_STATE_DICT"
-    assert "cpu_offload" not in plugin
-
-
-def test_training_arguments_keys():
-    keywords = FSDPConfig(num_processes=2, mixed_precision="bf16", offload_params=True).to_training_arguments()
-    assert (keywords["bf16"], keywords["fp16"], keywords["use_cpu"]) == (True, False, False)
-    assert keywords["fsdp_config"]["cpu_offload"] is True
-    wrapped = FSDPConfig(
-        num_processes=2,
-        fsdp_version=1,
-        auto_wrap_policy="TRANSFORMER_BASED_WRAP",
-        transformer_layer_cls_to_wrap=("A", "B"),
-    ).to_training_arguments()["fsdp_config"]
-    assert wrapped["transformer_layer_cls_to_wrap"] == ["A", "B"]
-    assert wrapped["reshard_after_forward"] == "full_shard"
-    assert not any(key.startswith("fsdp_") for key in wrapped)
-
-
-def test_training_arguments_cannot_say_hsdp():
-    with pytest.raises(ConfigError, match=r"ParallelismConfig\(dp_replicate_size=2, dp_shard_size=4\)"):
-        FSDPConfig(num_processes=8, dp_replicate_size=2).to_training_arguments()
 
 
 CONTRADICTIONS = [
@@ -274,103 +225,162 @@ def test_all_contradictions_at_once():
     assert "in 3 places" in str(caught.value)
 
 
-def yaml_of(*, fsdp: dict | None = None, **top: object) -> str:
-    """A valid Accelerate file with some keys changed."""
+# ---- files that users wrote ----
+
+
+@pytest.fixture
+def on_eight_gpus(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+
+
+def text_of(*, fsdp: dict | None = None, **top: object) -> str:
+    """A file with nothing wrong in it on eight GPUs, with some keys changed."""
     data = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2, **(fsdp or {})}, **top}
     return yaml.safe_dump(data)
 
 
-UNREADABLE = [
-    (yaml_of(fsdp={"fsdp_reshard_after_foward": True}), "did you mean fsdp_reshard_after_forward"),
-    (yaml_of(fsdp={"offload_param": True}), "did you mean fsdp_offload_params"),
-    (yaml_of(num_process=2), "did you mean num_processes"),
-    (yaml_of(zzz=2), "unknown key zzz; remove it"),
+def check(tmp_path: Path, text: str) -> tuple[Finding, ...]:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return FSDPConfig.check_file(path)
+
+
+FOUND = [
+    (text_of(fsdp={"fsdp_reshard_after_foward": True}), "error unknown-key", "Did you mean fsdp_reshard_after_forward"),
+    (text_of(fsdp={"offload_param": True}), "error unknown-key", "Did you mean fsdp_offload_params"),
+    (text_of(num_process=2), "error unknown-key", "Did you mean num_processes"),
+    (text_of(zzz=2), "error unknown-key", "Known are fp16, dynamo_backend, compute_environment, "),
+    (text_of(parallelism_config={"dp_shard_size": 2}), "error unknown-key", "parallelism_config_dp_shard_size"),
+    (text_of(fsdp={"fsdp_offload_params": "perhaps"}), "error wrong-value", "Use true or false."),
+    (text_of(fsdp={"fsdp_min_num_params": "many"}), "error wrong-value", "Use a whole number."),
+    (text_of(fsdp={"fsdp_ignored_modules": ["a"]}), "error wrong-value", "Use text."),
+    (text_of(fsdp={"fsdp_state_dict_type": "SHARDED"}), "error wrong-value", "Use one of FULL_STATE_DICT, LOCAL"),
+    (text_of(num_processes="two"), "error wrong-value", "Use a whole number."),
+    (text_of(mixed_precision=False), "error wrong-value", "Write 'no', in quotes."),
+    (text_of(parallelism_config="HSDP"), "error wrong-value", "Write `key: value` lines."),
+    (text_of(mixed_precision="fp8"), "error contradiction", "Use one of no, bf16, fp16."),
+    (text_of(fsdp={"fsdp_state_dict_type": "LOCAL_STATE_DICT"}), "error contradiction", "FULL_STATE_DICT."),
+    (text_of(fsdp={"fsdp_transformer_layer_cls_to_wrap": "A"}), "error contradiction", "Use TRANSFORMER_BASED_WRAP or"),
+    (text_of(fsdp={"fsdp_version": 3}), "error contradiction", "Use one of 1, 2."),
+    (text_of(num_machines=0), "error contradiction", "Use a whole number from 1."),
+    (text_of(num_machines=2), "error contradiction", "Several machines need main_process_ip"),
+    (text_of(gpu_ids="0"), "error contradiction", "Each process needs its own."),
+    (text_of(use_cpu=True, gpu_ids="", mixed_precision="fp16"), "error contradiction", 'On CPU use "bf16" or "no".'),
     (
-        yaml_of(fsdp={"fsdp_sharding_strategy": "FULL_SHARD"}),
-        "fsdp_reshard_after_forward replaces the sharding strategy",
+        text_of(
+            num_processes=8,
+            parallelism_config={"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2},
+        ),
+        "error contradiction",
+        "Set dp_shard_size to num_processes / dp_replicate_size.",
     ),
-    (yaml_of(fsdp={"fsdp_use_orig_params": True}), "only FSDP1 has fsdp_use_orig_params; remove it"),
-    (yaml_of(fsdp={"fsdp_reshard_after_forward": "FULL_SHARD"}), "FSDP2 takes true or false"),
-    (yaml_of(fsdp={"fsdp_version": 1, "fsdp_sharding_strategy": "NO_SHARD"}), "FSDP1 takes one of FULL_SHARD"),
-    (yaml_of(fsdp={"fsdp_offload_params": "perhaps"}), "expected true or false"),
-    (yaml_of(fsdp={"fsdp_activation_checkpointing_offload": True}), "use False, or launch with this file as it is"),
-    (yaml_of(dynamo_config={"dynamo_backend": "INDUCTOR"}), "use {}, or launch with this file as it is"),
-    (yaml_of(parallelism_config={"parallelism_config_tp_size": 2}), "parallelism_config_tp_size is 2"),
-    (yaml_of(parallelism_config={"dp_replicate_size": 2, "dp_shard_size": 2}), "is not num_processes 2"),
-    (yaml_of(distributed_type="MULTI_GPU"), "make a file with `hf-fsdp config`"),
-    (yaml_of(num_processes=None), "say how many processes there are"),
-    (yaml_of(fsdp_config="FULL_SHARD"), "expected `key: value` lines"),
-    (yaml_of(mixed_precision="fp8"), "use one of no, bf16, fp16"),
-    ("just text: [", "is not YAML"),
-    ("- a\n- b\n", "is not an Accelerate config"),
+    (text_of(parallelism_config={"parallelism_config_tp_size": 2}), "error refused", "Leave all but dp_replicate_size"),
+    (text_of(fsdp={"fsdp_sharding_strategy": "HYBRID_SHARD"}), "error refused", "parallelism_config with dp_replicate"),
+    (text_of(fsdp={"fsdp_reshard_after_forward": "NO_SHARD"}), "error refused", "Use Accelerate's MULTI_GPU"),
+    (text_of(fsdp={"fsdp_activation_checkpointing_offload": "true"}), "error refused", "Remove the line."),
+    (text_of(distributed_type="MULTI_GPU"), "error not-fsdp", "make a file with `hf-fsdp config`"),
+    (text_of(fsdp={"fsdp_version": 1}), "warning fsdp1", "Write fsdp_version: 2."),
+    (text_of(fsdp_config={"offload_params": True}), "warning fsdp1", "Write fsdp_version: 2."),
+    (text_of(fsdp={"fsdp_backward_prefetch": "BACKWARD_POST"}), "warning only-fsdp1", "Remove the line."),
+    (text_of(num_processes=None), "warning num-processes", "Write num_processes"),
+    (text_of(use_cpu=True), "warning use-cpu", 'Add gpu_ids: ""'),
+    (text_of(num_processes=16), "warning few-devices", "lower num_processes"),
+    (text_of(fsdp={"fsdp_use_orig_params": True}), "info only-fsdp1", "Remove the line."),
+    (text_of(fsdp={"fsdp_sharding_strategy": 2}), "info translated", "Write fsdp_reshard_after_forward: false."),
 ]
 
 
-@pytest.mark.parametrize(("text", "cure"), UNREADABLE, ids=range(len(UNREADABLE)))
-def test_nothing_is_dropped_in_silence(text, cure):
-    with pytest.raises(ConfigError) as caught:
-        FSDPConfig.from_accelerate_yaml(text)
-    assert cure in str(caught.value)
+@pytest.mark.parametrize(("text", "kind", "cure"), FOUND, ids=[f"{n}-{kind}" for n, (_, kind, _) in enumerate(FOUND)])
+def test_what_is_wrong_with_a_file_is_one_finding_with_its_cure(tmp_path, on_eight_gpus, text, kind, cure):
+    (finding,) = check(tmp_path, text)
+    assert f"{finding.severity} {finding.code}" == kind
+    assert cure in finding.cure
 
 
-def test_absent_file(tmp_path):
-    with pytest.raises(ConfigError, match="make one with `hf-fsdp config`"):
-        FSDPConfig.from_accelerate_yaml(tmp_path / "absent.yaml")
+def test_all_that_is_wrong_is_found_at_once_errors_first(tmp_path, on_eight_gpus):
+    both = {"fsdp_forward_prefetch": True, "fsdp_use_orig_params": True, "fsdp_offload": 1}
+    warning = text_of(fsdp=both, parallelism_config={"parallelism_config_cp_size": 2}, num_processes=16)
+    found = check(tmp_path, warning)
+    assert [f.code for f in found] == ["unknown-key", "refused", "only-fsdp1", "few-devices"]
+    assert "fsdp_forward_prefetch, fsdp_use_orig_params" in found[2].fact and "16 processes" in found[3].fact
 
 
-def test_fsdp1_keys_in_an_fsdp2_file_give_one_line():
-    text = yaml_of(fsdp={"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_use_orig_params": True})
-    with pytest.raises(ConfigError) as caught:
-        FSDPConfig.from_accelerate_yaml(text)
-    assert "\n" not in str(caught.value)
-    assert "fsdp_sharding_strategy, fsdp_use_orig_params" in str(caught.value)
+@pytest.mark.parametrize(
+    ("text", "cure"),
+    [("just text: [", "is not YAML"), ("- a\n- b\n", "is not an Accelerate config"), (None, "hf-fsdp config")],
+)
+def test_what_is_no_config_at_all_is_an_error(tmp_path, text, cure):
+    path = tmp_path / "mine.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=cure):
+        FSDPConfig.check_file(path)
 
 
-def test_a_file_from_accelerate_config(tmp_path):
-    """What `accelerate config` 1.15 writes for FSDP1, with its TPU and bare `no` lines."""
-    path = tmp_path / "default_config.yaml"
-    path.write_text(
-        "compute_environment: LOCAL_MACHINE\ndebug: false\ndistributed_type: FSDP\ndowncast_bf16: 'no'\n"
-        "enable_cpu_affinity: false\nfsdp_config:\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
-        "  fsdp_backward_prefetch: BACKWARD_PRE\n  fsdp_cpu_ram_efficient_loading: true\n"
-        "  fsdp_forward_prefetch: false\n  fsdp_offload_params: 'false'\n  fsdp_sharding_strategy: 2\n"
-        "  fsdp_state_dict_type: full_state_dict\n"
-        "  fsdp_sync_module_states: true\n  fsdp_transformer_layer_cls_to_wrap: ALayer, BLayer\n"
-        "  fsdp_use_orig_params: true\nmachine_rank: 0\nmain_training_function: main\nmixed_precision: no\n"
-        "num_machines: 1\nnum_processes: 8\nrdzv_backend: static\nsame_network: true\ntpu_env: []\n"
-        "tpu_use_cluster: false\ntpu_use_sudo: false\nuse_cpu: false\ngpu_ids: all\n"
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_nothing_is_wrong_with_what_is_shipped(path, on_eight_gpus):
+    assert FSDPConfig.check_file(path) == ()
+
+
+@pytest.mark.parametrize("config", [*FSDP2, *FSDP1], ids=WRITTEN)
+def test_nothing_but_fsdp1_is_wrong_with_what_is_written(config, tmp_path, on_eight_gpus):
+    found = check(tmp_path, config.to_accelerate_yaml())
+    assert [finding.code for finding in found] == ["fsdp1"] * (config.fsdp_version == 1)
+
+
+def from_accelerate_config(folder: Path, **fsdp: object) -> Path:
+    """What `accelerate config` writes for eight GPUs, by its own class, with the answers that are its defaults."""
+    questions = {
+        "fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False,
+        "fsdp_auto_wrap_policy": FSDP_AUTO_WRAP_POLICY[0], "fsdp_state_dict_type": FSDP2_STATE_DICT_TYPE[0],
+        "fsdp_cpu_ram_efficient_loading": True, "fsdp_activation_checkpointing": False,
+    }  # fmt: skip
+    config = ClusterConfig(
+        compute_environment="LOCAL_MACHINE", distributed_type="FSDP", mixed_precision="no", use_cpu=False, debug=False,
+        num_processes=8, main_training_function="main", gpu_ids="all", fsdp_config=questions | fsdp,
+    )  # fmt: skip
+    config.to_yaml_file(folder / "default_config.yaml")
+    return folder / "default_config.yaml"
+
+
+def test_nothing_is_wrong_with_what_accelerate_config_writes_for_fsdp2(tmp_path, on_eight_gpus):
+    assert FSDPConfig.check_file(from_accelerate_config(tmp_path)) == ()
+    assert FSDPConfig.check_file(from_accelerate_config(tmp_path, fsdp_transformer_layer_cls_to_wrap="A, B")) == ()
+    size = {"fsdp_auto_wrap_policy": FSDP_AUTO_WRAP_POLICY[1], "fsdp_min_num_params": 100000000}
+    assert FSDPConfig.check_file(from_accelerate_config(tmp_path, **size)) == ()
+
+
+def test_the_one_thing_wrong_with_what_accelerate_config_writes_for_fsdp1_is_fsdp1(tmp_path, on_eight_gpus):
+    path = from_accelerate_config(
+        tmp_path, fsdp_version=1, fsdp_reshard_after_forward="FULL_SHARD", fsdp_backward_prefetch="BACKWARD_PRE",
+        fsdp_forward_prefetch=False, fsdp_use_orig_params=True, fsdp_sync_module_states=True,
+        fsdp_state_dict_type="full_state_dict", fsdp_offload_params="false",
+    )  # fmt: skip
+    assert [finding.code for finding in FSDPConfig.check_file(path)] == ["fsdp1"]
+
+
+def test_a_suggestion_fits_the_machine(monkeypatch):
+    for count, bf16, expected in [
+        (0, False, FSDPConfig(num_processes=2, use_cpu=True)),
+        (4, True, FSDPConfig(num_processes=4, mixed_precision="bf16")),
+        (1, False, FSDPConfig(num_processes=1)),
+    ]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True, bf16=bf16: bf16)
+        config, reasons = FSDPConfig.for_machine()
+        assert config == expected
+        assert set(reasons) <= {field.name for field in dataclasses.fields(FSDPConfig)}
+        assert f"{count or 'no'} CUDA GPU" in reasons["use_cpu"]
+    config, reasons = FSDPConfig.for_machine(gpu_count=2)
+    assert config == FSDPConfig(num_processes=2, mixed_precision="bf16") and "assumed" in reasons["mixed_precision"]
+
+
+def test_a_config_is_made_and_written_without_torch_and_accelerate():
+    code = (
+        "import sys; from hf_fsdp_tools import FSDPConfig; FSDPConfig(num_processes=2).to_accelerate_yaml(); "
+        "print(sorted({'torch', 'accelerate', 'transformers'} & set(sys.modules)))"
     )
-    assert FSDPConfig.from_accelerate_yaml(str(path)) == FSDPConfig(
-        num_processes=8,
-        fsdp_version=1,
-        reshard_after_forward=False,
-        state_dict_type="FULL_STATE_DICT",
-        cpu_ram_efficient_loading=True,
-        auto_wrap_policy="TRANSFORMER_BASED_WRAP",
-        transformer_layer_cls_to_wrap=("ALayer", "BLayer"),
-        backward_prefetch="BACKWARD_PRE",
-        forward_prefetch=False,
-        use_orig_params=True,
-        sync_module_states=True,
-    )
-
-
-def test_absent_keys_mean_what_the_launcher_takes_them_for():
-    config = FSDPConfig.from_accelerate_yaml("distributed_type: FSDP\nnum_processes: 2\n")
-    assert config.fsdp_version == 1
-    assert config.cpu_ram_efficient_loading and config.sync_module_states
-    assert config.state_dict_type == "FULL_STATE_DICT"
-    assert config.backward_prefetch == "NO_PREFETCH"
-
-
-def test_a_suggestion_fits_the_machine():
-    config, reasons = suggest_config(gpu_count=0, bf16=False)
-    assert config == FSDPConfig(num_processes=2, use_cpu=True)
-    config, _ = suggest_config(gpu_count=4, bf16=True)
-    assert config == FSDPConfig(num_processes=4, mixed_precision="bf16")
-    config, _ = suggest_config(gpu_count=1, bf16=False)
-    assert config == FSDPConfig(num_processes=1)
-    assert set(reasons) <= {field.name for field in dataclasses.fields(FSDPConfig)}
+    assert run_python(code).stdout == "[]\n"
 
 
 def test_shipped_configs_are_what_their_command_makes(tmp_path, monkeypatch):

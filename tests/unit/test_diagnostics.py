@@ -170,7 +170,22 @@ def test_units_inside_units_print_as_a_tree(fake_group):
 def test_the_doctor_needs_what_the_package_needs():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     declared = dict(requirement.split(">=") for requirement in project["dependencies"])
-    assert environment._NEEDED.items() <= declared.items()
+    least = {name: versions[0] for name, versions in environment._NEEDED.items()}
+    assert least.items() <= declared.items()
+
+
+def test_a_version_later_than_any_that_was_tried_is_a_warning(monkeypatch):
+    assert not list(environment.untried_versions(*environment._NEEDED)), "the tests run with tried versions"
+    monkeypatch.setattr(environment, "_version", {"accelerate": "1.16.0", "transformers": "5.24.1"}.get)
+    monkeypatch.setitem(environment._NEEDED, "transformers", ("5.17", "5.23"))
+    monkeypatch.setitem(environment._NEEDED, "accelerate", ("1.15", "1.15"))
+    accelerate, transformers = environment.untried_versions("accelerate", "transformers")
+    assert (
+        accelerate.severity == "warning" and "accelerate 1.16.0" in accelerate.fact and "with 1.15." in accelerate.fact
+    )
+    assert "with 5.17 to 5.23" in transformers.fact and 'pip install "transformers==5.23.*"' in transformers.cure
+    monkeypatch.setattr(environment, "_version", lambda name: "5.23.9")
+    assert not list(environment.untried_versions("transformers")), "a later patch is none"
 
 
 def _findings(environment):
@@ -191,14 +206,13 @@ def test_the_environment_of_the_tests_is_fit():
 @pytest.mark.parametrize(
     ("attribute", "value", "code", "cure"),
     [
-        ("_NEEDED", {"torch": "99.1"}, "version-too-old", 'pip install "torch>=99.1"'),
-        ("_NEEDED", {"no-such-package": "1.0"}, "package-missing", 'pip install "no-such-package>=1.0"'),
+        ("_NEEDED", {"torch": ("99.1", None)}, "version-too-old", 'pip install "torch>=99.1"'),
+        ("_NEEDED", {"no-such-package": ("1.0", None)}, "package-missing", 'pip install "no-such-package>=1.0"'),
         ("dist.is_available", lambda: False, "no-backend", "Install a torch with them"),
     ],
 )
 def test_an_unfit_environment_is_an_error_with_its_cure(monkeypatch, attribute, value, code, cure):
     monkeypatch.setattr(f"hf_fsdp_tools.diagnostics.environment.{attribute}", value)
-    monkeypatch.setattr(environment, "_check_accelerate", lambda found: ())
     found = check_environment()
     assert found.has_errors
     finding = _findings(found)[code]
@@ -220,11 +234,3 @@ def test_what_is_known_of_devices(monkeypatch):
     found = list(environment._check_devices(("gloo",)))
     assert [finding.code for finding in found] == ["no-nccl", "no-bfloat16"]
     assert "2 CUDA devices" in found[0].fact and "Tesla V100" in found[1].fact and "fp16" in found[1].cure
-
-
-def test_traps_of_accelerate_are_told_for_the_version_that_has_them():
-    told = {finding.code: finding for finding in environment._check_accelerate("1.15.2")}
-    assert {"accelerate-wrap-callable", "accelerate-buffers"} <= told.keys()
-    assert "HybridFSDPPlugin" in told["accelerate-wrap-callable"].cure
-    assert not list(environment._check_accelerate("1.16.0"))
-    assert not list(environment._check_accelerate(None))

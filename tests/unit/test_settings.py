@@ -1,22 +1,31 @@
 """Every FSDP setting that Accelerate and TrainingArguments know is known here too, and does what docs/settings.md says.
 
-The lists come from their sources: a setting that a later version adds fails here until somebody decides what becomes of it.
+The lists come from the sources: a setting that a later version adds fails here until it is decided what becomes of it.
 """
 
 import dataclasses
 import functools
 import inspect
+import os
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
-from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import FullyShardedDataParallelPlugin, constants, str_to_bool
 from accelerate.utils import launch as launcher
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedStateDictConfig, StateDictType
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -29,7 +38,16 @@ from transformers import TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, HybridPolicy, make_wrap_plan
-from hf_fsdp_tools.integrations.settings import TRAINING_KEYS, VARIABLES, plugin_arguments
+from hf_fsdp_tools.integrations import config_file, settings
+from hf_fsdp_tools.integrations.config import FSDPConfig
+from hf_fsdp_tools.integrations.settings import (
+    SETTINGS,
+    TRAINING_KEYS,
+    VARIABLES,
+    YAML_KEYS,
+    plugin_arguments,
+    read_value,
+)
 from tests._checkpoints import make_model
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
@@ -63,12 +81,46 @@ def plugin_fields() -> set[str]:
     return {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
 
 
-def test_the_lists_are_those_of_the_sources():
+def test_the_table_is_that_of_the_sources():
     assert len(launcher_variables()) >= 16 and len(launcher_options()) >= 15, "the sources are still read as they were"
     assert len(training_keys()) >= 18 and len(plugin_fields()) >= 21
     assert set(VARIABLES) == launcher_variables()
+    assert set(YAML_KEYS) == launcher_options()
     assert training_keys() <= set(TRAINING_KEYS)
-    assert {name for name in TRAINING_KEYS.values() if name} <= plugin_fields()
+    assert {row.argument for row in SETTINGS if row.argument} == plugin_fields()
+    for rows, names in ((YAML_KEYS, "key"), (VARIABLES, "variable")):
+        assert len(rows) == len([row for row in SETTINGS if getattr(row, names)]), f"one row for each {names}"
+
+
+def test_words_and_defaults_are_those_of_the_sources():
+    for mine, theirs in [
+        (settings.AutoWrapPolicy, constants.FSDP_AUTO_WRAP_POLICY),
+        (settings.BackwardPrefetch, constants.FSDP_BACKWARD_PREFETCH),
+        (settings.StateDictType, constants.FSDP_STATE_DICT_TYPE),
+        (settings._Strategy, constants.FSDP_SHARDING_STRATEGY),
+    ]:
+        assert list(get_args(mine)) == theirs, "in this order: files may number them"
+    numbered = {
+        BackwardPrefetch: constants.FSDP_BACKWARD_PREFETCH[:2],
+        StateDictType: constants.FSDP_STATE_DICT_TYPE,
+        ShardingStrategy: constants.FSDP_SHARDING_STRATEGY,
+    }
+    for enum, words in numbered.items():
+        assert {member.name.lstrip("_"): member.value for member in enum} == {
+            word: n for n, word in enumerate(words, 1)
+        }
+    for word in ("True", "yes", "on", "1", "FALSE", "no", "off", "0", "t", "f"):
+        assert read_value(bool, word) == str_to_bool(word, to_bool=True)
+    assert launch_command_parser().get_default("fsdp_min_num_params") == config_file._MIN_NUM_PARAMS
+
+
+def test_the_document_names_each_setting_as_the_table_does():
+    rows = [[re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:5]] for line in DOCUMENT.splitlines()]
+    rows = [cells for cells in rows if len(cells) == 4 and cells[0] and cells[0][0].startswith("fsdp_")]
+    assert len(rows) == len(YAML_KEYS)
+    for (key,), (variable,), training, (argument,) in rows:
+        row = YAML_KEYS[key]
+        assert (row.variable, set(row.training), row.argument) == (variable, set(training), argument)
 
 
 @pytest.mark.parametrize("source", [launcher_variables, launcher_options, training_keys, plugin_fields])
@@ -272,6 +324,45 @@ def test_an_unknown_variable_is_answered_with_the_nearest_name(monkeypatch):
     monkeypatch.setenv("FSDP_OFLOAD_PARAMS", "true")
     with pytest.warns(UserWarning, match=r"FSDP_OFLOAD_PARAMS has no effect: did you mean FSDP_OFFLOAD_PARAMS"):
         HybridFSDPPlugin()
+
+
+# ---- a file, as it is checked and as it is launched ----
+
+FILES = [
+    ({}, set(), None),
+    ({"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, {"translated"}, None),
+    ({"fsdp_use_orig_params": True}, {"only-fsdp1"}, None),
+    ({"fsdp_backward_prefetch": "BACKWARD_POST"}, {"only-fsdp1"}, UserWarning),
+    ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, {"refused"}, ConfigError),
+    (
+        {"fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_offload": True},
+        {"refused"},
+        ConfigError,
+    ),
+    ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, {"contradiction"}, ValueError),
+    ({"fsdp_auto_wrap_policy": "TRANSFORMER_WRAP"}, {"wrong-value"}, ValueError),
+]
+
+
+@pytest.mark.parametrize(("said", "codes", "outcome"), FILES, ids=[" ".join(said) for said, *_ in FILES])
+def test_the_check_of_a_file_says_what_the_launcher_and_the_plugin_do(tmp_path, monkeypatch, said, codes, outcome):
+    path = tmp_path / "mine.yaml"
+    lines = "".join(f"  {key}: {value}\n" for key, value in {"fsdp_version": 2, **said}.items())
+    path.write_text(f"distributed_type: FSDP\nnum_processes: 2\nmixed_precision: 'no'\nfsdp_config:\n{lines}")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert {finding.code for finding in FSDPConfig.check_file(path)} == codes
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(path), "script.py"]))
+    for name, value in launcher.prepare_multi_gpu_env(args).items():
+        if name in VARIABLES:
+            monkeypatch.setenv(name, value)
+    assert os.environ["FSDP_VERSION"] == "2"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        if outcome is None:
+            assert HybridFSDPPlugin().fsdp_version == 2
+        else:
+            with pytest.raises(outcome):
+                HybridFSDPPlugin()
 
 
 # ---- TrainingArguments ----

@@ -1,0 +1,53 @@
+"""FSDP1 as Accelerate runs it: settings that it would honour wrongly, and generation through its wrapper."""
+
+from typing import Any
+
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from hf_fsdp_tools.errors import ConfigError
+
+__all__ = ["check_settings", "let_generate"]
+
+
+def check_settings(plugin: Any, *, on_cpu: bool, alone_on_node: bool) -> None:
+    """Refuse what FSDP1 does wrongly without a word, or dies of. Sources: pytorch issue 154888; the rest measured.
+
+    Args:
+        plugin: Accelerate's, with its fields as it understood them.
+        on_cpu: there is no accelerator.
+        alone_on_node: every node has one process.
+
+    Raises:
+        ConfigError: all such settings, each with its cure.
+    """
+    strategy = plugin.sharding_strategy or plugin.reshard_after_forward
+    problems = []
+    if getattr(strategy, "name", "").upper().startswith(("HYBRID", "_HYBRID")) and (on_cpu or alone_on_node):
+        problems.append(
+            f"sharding strategy {strategy.name} with one device per node stops averaging gradients. Use FULL_SHARD, "
+            "or FSDP2 with dp_replicate_size"
+        )
+    if on_cpu and "FULL" in str(plugin.state_dict_type):
+        problems.append("state_dict_type FULL_STATE_DICT crashes the process on CPUs. Use SHARDED_STATE_DICT, or FSDP2")
+    if on_cpu and plugin.sync_module_states:
+        problems.append(
+            "sync_module_states needs accelerators. Set it to False: every rank has the same weights already"
+        )
+    if on_cpu and getattr(plugin.cpu_offload, "offload_params", False):
+        problems.append("CPU offload needs an accelerator to offload from. Set it to False")
+    if problems:
+        raise ConfigError("FSDP1: " + "; ".join(problems) + ".")
+
+
+def let_generate(model: FullyShardedDataParallel) -> None:
+    """Let an FSDP1 model generate. Its wrapper hands `generate` to the module below, whose own unit (embeddings, head)
+    nobody gathers then: "'weight' must be 2-D". That unit is gathered for the call; blocks gather themselves."""
+    generate = getattr(model.module, "generate", None)
+    if generate is None:
+        return
+
+    def gathered_generate(*args: Any, **kwargs: Any) -> Any:
+        with FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False):
+            return generate(*args, **kwargs)
+
+    model.generate = gathered_generate  # type: ignore[assignment]  # found before the wrapper looks below

@@ -1,0 +1,176 @@
+"""A user's own Accelerate config, checked: what the launcher drops, what this package does otherwise."""
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import launch_command_parser
+
+from hf_fsdp_tools.diagnostics.findings import Finding
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.integrations.contradictions import contradictions
+from hf_fsdp_tools.integrations.settings import YAML_KEYS, nearest, read_value, reshards
+
+__all__ = ["check_config_file"]
+
+_MIN_NUM_PARAMS = 100_000_000
+"""What the launcher sets where a file names no fsdp_min_num_params; source: accelerate 1.15, commands/launch.py."""
+
+_error = partial(Finding, severity="error")
+_warning = partial(Finding, severity="warning")
+_info = partial(Finding, severity="info")
+
+
+def check_config_file(path: str | os.PathLike[str], defaults: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """What `FSDPConfig.check_file` finds in a file, errors first.
+
+    Args:
+        path: of the YAML.
+        defaults: of the fields of FSDPConfig, for keys that are absent.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no YAML mapping.
+    """
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; make a file with `hf-fsdp config`") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} is not an Accelerate config: expected `key: value` lines, found {str(data)[:60]!r}")
+    said: dict[str, Any] = {}
+    found = [*_read(data, said), *_check(data, said, defaults)]
+    return tuple(sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity)))
+
+
+def _read(data: Mapping[str, Any], said: dict[str, Any]) -> Iterator[Finding]:
+    """Fill `said` with the values by the full names of their keys; find keys and values that cannot be read."""
+    axes = [name for name in vars(launch_command_parser().parse_args(["_"])) if name.startswith("parallelism_config_")]
+    general = {field.name: field.type for field in fields(ClusterConfig)}
+    plain: dict[Any, type] = {int: int, int | None: int, str: str, str | None: str, bool: bool, bool | None: bool}
+    kinds: dict[str, Any] = {name: plain[kind] for name, kind in general.items() if kind in plain}
+    kinds |= {key: row.kind for key, row in YAML_KEYS.items()} | {name: int for name in axes if name.endswith("_size")}
+    # the first two are old names that Accelerate still reads
+    top = ["fp16", "dynamo_backend", *general]
+    sections: dict[str, Collection[str]] = {"": top, "fsdp_config": YAML_KEYS, "parallelism_config": axes}
+    for section, known in sections.items():
+        values = (data.get(section) or {}) if section else data
+        if not isinstance(values, dict):
+            yield _error(code="wrong-value", fact=f"{section} is {values!r}.", cure="Write `key: value` lines.")
+            continue
+        for key, value in values.items():
+            # as the launcher does it, in this section alone
+            name = f"fsdp_{key}" if section == "fsdp_config" and not str(key).startswith("fsdp") else str(key)
+            if name not in known:
+                fact = f"{name}: the launcher {'drops it without a word' if section else 'stops at it'}."
+                yield _error(code="unknown-key", fact=fact, cure=_sentence(nearest(name, known)))
+            elif name in kinds and value is not None:
+                try:
+                    said[name] = read_value(kinds[name], value)
+                except ValueError as expected:
+                    yield _error(code="wrong-value", fact=f"{name} is {value!r}.", cure=f"Use {expected}.")
+
+
+def _check(data: Mapping[str, Any], said: dict[str, Any], defaults: Mapping[str, Any]) -> Iterator[Finding]:
+    kind, version = data.get("distributed_type"), said.get("fsdp_version")
+    if kind != "FSDP":
+        cure = "Write distributed_type: FSDP, or make a file with `hf-fsdp config`."
+        yield _error(code="not-fsdp", fact=f"distributed_type is {kind}: no setting of FSDP is passed on.", cure=cure)
+        return
+    if version == 2:
+        yield from _check_fsdp2(said)
+    elif version in (1, None):
+        said["fsdp_version"] = 1
+        fact = f"fsdp_version is {version or 'absent, which the launcher takes for 1'}: deprecated in PyTorch."
+        yield _warning(code="fsdp1", fact=fact, cure="Write fsdp_version: 2.")
+    if data.get("mixed_precision") is False:
+        said["mixed_precision"] = "no"
+        fact = "mixed_precision is no, which YAML reads as false: the launcher stops at it."
+        yield _error(code="wrong-value", fact=fact, cure="Write 'no', in quotes.")
+    if said.get("use_cpu") and "gpu_ids" not in said:
+        fact = "use_cpu alone does not reach the processes that the launcher starts for FSDP: they would use GPUs."
+        yield _warning(code="use-cpu", fact=fact, cure='Add gpu_ids: "", which hides the GPUs.')
+    if data.get("num_processes") in (None, -1):
+        fact = "num_processes is absent: the launcher stops unless it is told."
+        yield _warning(code="num-processes", fact=fact, cure="Write num_processes, counted over all machines.")
+    elif "num_processes" in said:
+        yield from _check_axes(said)
+        config = _as_config(said, defaults)
+        for fact, cure in contradictions(config):
+            yield _error(code="contradiction", fact=f"{fact}.", cure=_sentence(cure))
+        yield from _check_devices(config)
+
+
+def _check_fsdp2(said: dict[str, Any]) -> Iterator[Finding]:
+    """What FSDP2 has no use for or says otherwise; what is settled here is taken out of `said`."""
+    foreign = {key: said.pop(key) for key, row in YAML_KEYS.items() if key in said and 2 not in row.versions}
+    if foreign:
+        done = all(value == YAML_KEYS[key].fsdp2 for key, value in foreign.items())
+        yield Finding(
+            code="only-fsdp1",
+            severity="info" if done else "warning",
+            fact=f"Only FSDP1 has {', '.join(foreign)}: {'FSDP2 does so anyway' if done else 'left out'}.",
+            cure="Remove the line." if len(foreign) == 1 else "Remove the lines.",
+        )
+    for key in ("fsdp_reshard_after_forward", "fsdp_sharding_strategy"):
+        value = said.pop(key, "true")
+        try:
+            meant = reshards(value)
+        except ConfigError as error:
+            fact, _, cure = str(error).partition(". ")
+            yield _error(code="refused", fact=f"{key}: {fact}.", cure=cure)
+        else:
+            if value.lower() not in ("true", "false"):
+                cure = f"Write fsdp_reshard_after_forward: {str(meant).lower()}."
+                yield _info(code="translated", fact=f"{key} is {value}, a word of FSDP1's for {meant}.", cure=cure)
+    if said.get("fsdp_activation_checkpointing_offload"):
+        fact = "fsdp_activation_checkpointing_offload is not part of this package: its plugin stops at it."
+        yield _error(code="refused", fact=fact, cure="Remove the line. fsdp_offload_params saves more.")
+
+
+def _check_axes(said: dict[str, Any]) -> Iterator[Finding]:
+    sizes = {key.removeprefix("parallelism_config_"): size for key, size in said.items() if key.endswith("_size")}
+    copies, shards = sizes.pop("dp_replicate_size", 1), sizes.pop("dp_shard_size", None)
+    if others := [f"{name} is {size}" for name, size in sizes.items() if size > 1]:
+        fact = f"{', '.join(others)}: this package shards and copies only."
+        yield _error(code="refused", fact=fact, cure="Leave all but dp_replicate_size and dp_shard_size out.")
+    elif shards is not None and shards * copies != said["num_processes"]:
+        fact = f"dp_replicate_size {copies} times dp_shard_size {shards} is not num_processes {said['num_processes']}."
+        yield _error(code="contradiction", fact=fact, cure="Set dp_shard_size to num_processes / dp_replicate_size.")
+
+
+def _as_config(said: dict[str, Any], defaults: Mapping[str, Any]) -> Any:
+    """What was said, by the names and in the words of FSDPConfig."""
+    config = dict(defaults)
+    for key, value in said.items():
+        name = YAML_KEYS[key].field if key in YAML_KEYS else key.removeprefix("parallelism_config_")
+        if name in defaults:
+            config[name] = value
+    if config["gpu_ids"] == "all" or (config["gpu_ids"] == "" and config["use_cpu"]):
+        config["gpu_ids"] = None
+    classes = config["transformer_layer_cls_to_wrap"] or ""
+    config["transformer_layer_cls_to_wrap"] = tuple(name.strip() for name in classes.split(",") if name.strip())
+    if config["auto_wrap_policy"] == "SIZE_BASED_WRAP":
+        config["min_num_params"] = config["min_num_params"] or _MIN_NUM_PARAMS
+    elif config["min_num_params"] == 0:  # as some files say "not used"
+        config["min_num_params"] = None
+    return SimpleNamespace(**config)
+
+
+def _check_devices(config: Any) -> Iterator[Finding]:
+    wanted, there = config.num_processes // max(config.num_machines, 1), torch.accelerator.device_count()
+    if not config.use_cpu and there < wanted:
+        fact = f"{wanted} processes on each machine, and this one has {there} device(s): every process needs its own."
+        yield _warning(code="few-devices", fact=fact, cure="Launch it where it belongs, or lower num_processes.")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:].rstrip('.?')}{'?' if text.endswith('?') else '.'}"

@@ -1,0 +1,92 @@
+"""What is overridden of Accelerate, the Trainer and torch is still there, and versions that nobody tried are told."""
+
+import inspect
+import re
+import warnings
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from transformers import Trainer
+
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin
+from hf_fsdp_tools.diagnostics import environment
+from hf_fsdp_tools.integrations import hooks
+from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, ShardedScaler
+from hf_fsdp_tools.integrations.hooks import check_hooks, overridden
+
+EXTENDED = ((FSDPTrainerMixin, Trainer), (ShardedAccelerator, Accelerator), (ShardedScaler, torch.amp.GradScaler))
+HOOKS = [(own, base, name) for own, base in EXTENDED for name in overridden(own)]
+ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def test_all_that_these_classes_define_is_looked_at():
+    names = {name for _, _, name in HOOKS}
+    assert {"_save_rng_state", "_update_auto_batch_size", "train", "prepare", "load_state", "_unscale_grads_"} <= names
+    for own, base in EXTENDED:
+        for name, value in vars(own).items():
+            if isinstance(value, property):  # in place of an attribute that the base sets for itself
+                assert re.search(rf"self\.{name} = ", inspect.getsource(base.__init__)), f"{base.__name__}.{name}"
+            elif callable(value) and not name.startswith("__"):
+                assert name in names
+
+
+@pytest.mark.parametrize(("own", "base", "name"), HOOKS, ids=[f"{own.__name__}.{name}" for own, _, name in HOOKS])
+def test_what_is_overridden_is_there_with_the_same_parameters(own, base, name):
+    assert callable(getattr(base, name, None)), f"{base.__name__} has no {name}: nobody calls ours"
+    theirs = [p.name for p in inspect.signature(getattr(base, name)).parameters.values() if p.kind not in ANY]
+    parameters = inspect.signature(getattr(own, name)).parameters.values()
+    mine = [p.name for p in parameters if p.kind not in ANY]
+    assert mine == theirs[: len(mine)]
+    assert len(mine) == len(theirs) or any(p.kind in ANY for p in parameters), f"lacks {theirs[len(mine) :]}"
+
+
+def test_what_is_used_of_accelerates_private_parts_is_there():
+    assert callable(Accelerator._clip_grad_norm_dtensor_aware)
+    source = inspect.getsource(Accelerator.__init__)
+    assert "self._models = []" in source and "self._optimizers = []" in source
+    for state in (AcceleratorState, PartialState):
+        assert isinstance(state._shared_state, dict) and callable(state._reset_state)
+    assert "_from_accelerator" in inspect.signature(AcceleratorState).parameters
+
+
+def test_a_trainer_without_a_hook_is_refused_when_its_class_is_made(monkeypatch):
+    class Fine(FSDPTrainerMixin, Trainer):
+        pass
+
+    with pytest.raises(
+        ConfigError, match=r"overrides create_accelerator.*, train, .*FSDPTrainerMixin before the Trainer"
+    ):
+
+        class WrongOrder(Trainer, FSDPTrainerMixin):
+            pass
+
+    monkeypatch.delattr(Trainer, "_save_rng_state")
+    with pytest.raises(ConfigError, match=r"FSDPTrainerMixin overrides _save_rng_state, which .* does not have"):
+
+        class Renamed(FSDPTrainerMixin, Trainer):
+            pass
+
+
+def test_an_accelerator_without_a_hook_is_refused(monkeypatch):
+    check_hooks(ShardedAccelerator, Accelerator)
+    monkeypatch.delattr(Accelerator, "skip_first_batches")
+    with pytest.raises(ConfigError, match=r"ShardedAccelerator overrides skip_first_batches"):
+        check_hooks(ShardedAccelerator, Accelerator)
+
+
+def test_versions_that_nobody_tried_are_told_once(monkeypatch):
+    hooks._warn_of_untried_versions.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_hooks(ShardedScaler, torch.amp.GradScaler)
+    hooks._warn_of_untried_versions.cache_clear()
+    monkeypatch.setitem(environment._NEEDED, "transformers", ("5.1", "5.2"))
+    with pytest.warns(
+        UserWarning, match=r"transformers 5\.\d+\.\d+ is installed, .* was tested with 5\.1 to 5\.2"
+    ) as seen:
+        for _ in range(2):
+            check_hooks(ShardedScaler, torch.amp.GradScaler)
+    assert len(seen) == 1
+    hooks._warn_of_untried_versions.cache_clear()
