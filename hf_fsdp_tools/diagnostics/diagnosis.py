@@ -13,10 +13,8 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -27,6 +25,7 @@ from hf_fsdp_tools.diagnostics.live import (
     local_part,
     read_live_model,
 )
+from hf_fsdp_tools.distributed.agreement import all_ranks, rank_and_size
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
@@ -38,8 +37,6 @@ from hf_fsdp_tools.text import dtype_name, listed
 __all__ = ["Diagnosis", "diagnose"]
 
 _SEVERITIES = ("error", "warning", "info")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +87,15 @@ def diagnose(
         WrapPlanError: `policy` does not fit the model.
         FSDPToolsError: another rank could not look at its model.
     """
+    world_size = len(all_ranks(None))
     # 1 what this rank sees
     report, failure = None, None
     try:
-        report = _look(model, plan, policy, values=values)
+        report = _look(model, plan, policy, values=values, world_size=world_size)
     except Exception as error:  # raised again below, when the other ranks know
         failure = error
     # 2 no rank waits for one that failed
-    failures = _all_ranks(repr(failure) if failure is not None else None)
+    failures = all_ranks(repr(failure) if failure is not None else None)
     if failure is not None:
         raise failure
     for rank, text in enumerate(failures):
@@ -105,11 +103,11 @@ def diagnose(
             raise FSDPToolsError(f"Rank {rank} could not look at its model: {text}. Cure that rank first.")
     assert report is not None
     # 3 what all ranks see together
-    findings = _merged_findings(_all_ranks(report.findings))
+    findings = _merged_findings(all_ranks(report.findings))
     findings += _differences_between_ranks(report)
-    findings += _counted_findings(_all_ranks(report.counts), report.num_parameters)
+    findings += _counted_findings(all_ranks(report.counts), report.num_parameters)
     findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
-    return Diagnosis(findings=tuple(findings), units=_from_rank_0(report.units))
+    return Diagnosis(findings=tuple(findings), units=all_ranks(report.units)[0])
 
 
 # ---- what one rank sees ----------------------------------------------------------------------------------------------
@@ -121,7 +119,7 @@ class _Report:
     """Expected to be equal on all ranks."""
     counts: dict[tuple[str, str], int]
     """Figures that may differ between ranks: (what, name) -> count."""
-    layout: dict[str, str]
+    structure: dict[str, str]
     """Units and parameters, by name: what must be equal on all ranks before the first step."""
     buffers: dict[str, str]
     """Non-persistent buffers, by name, with their checksums."""
@@ -131,7 +129,9 @@ class _Report:
     """The tree of units as text."""
 
 
-def _look(model: nn.Module, plan: WrapPlan | None, policy: HybridPolicy | None, *, values: bool) -> _Report:
+def _look(
+    model: nn.Module, plan: WrapPlan | None, policy: HybridPolicy | None, *, values: bool, world_size: int
+) -> _Report:
     if plan is not None and policy is not None:
         raise ConfigError("plan and policy are both given; a policy makes a plan, so give one of the two.")
     live = read_live_model(model)
@@ -140,11 +140,11 @@ def _look(model: nn.Module, plan: WrapPlan | None, policy: HybridPolicy | None, 
     if given is None and policy is None and sharding is not None:
         given = _renamed(sharding.plan, model)
     plan = given or make_wrap_plan(live.tree.root.module, policy=policy or HybridPolicy())
-    findings = check_model(model, live, plan, compare_units=given is not None, world_size=_world_size())
+    findings = check_model(model, live, plan, compare_units=given is not None, world_size=world_size)
     return _Report(
         findings=tuple(findings),
         counts=_counts(live, model, values=values),
-        layout=_layout(live, plan),
+        structure=_structure(live, plan),
         buffers=_buffer_checksums(live),
         num_parameters=len({id(parameter.tensor) for parameter in live.parameters.values()}),
         units=describe_units(live),
@@ -189,19 +189,19 @@ def _equal(tensors: list[torch.Tensor]) -> bool:
     return not comparable or all(torch.equal(parts[0], part.to(parts[0])) for part in parts[1:])
 
 
-def _layout(live: LiveModel, plan: WrapPlan) -> dict[str, str]:
+def _structure(live: LiveModel, plan: WrapPlan) -> dict[str, str]:
     """What FSDP will do, by name; the plan's units where nothing is sharded yet."""
     units = [(unit.name, f"{unit.num_params} parameters") for unit in live.units if unit.weights]
     if not live.units:
         units = [(" + ".join(unit.modules) or "(root)", f"{unit.num_params} parameters") for unit in plan.units]
-    layout = {f"unit {name}": size for name, size in units}
+    table = {f"unit {name}": size for name, size in units}
     for name, parameter in live.parameters.items():
         tensor = parameter.tensor
         kind = "trainable" if tensor.requires_grad else "frozen"
         where = f" in {parameter.unit.name}" if parameter.unit else ""
         dtype = dtype_name(tensor.dtype)
-        layout[f"parameter {name}"] = f"{tuple(tensor.shape)} {dtype} {kind}{where}"
-    return layout
+        table[f"parameter {name}"] = f"{tuple(tensor.shape)} {dtype} {kind}{where}"
+    return table
 
 
 def _buffer_checksums(live: LiveModel) -> dict[str, str]:
@@ -221,28 +221,6 @@ def _buffer_checksums(live: LiveModel) -> dict[str, str]:
 # ---- what all ranks see together -------------------------------------------------------------------------------------
 
 
-def _world_size() -> int:
-    """Ranks that can talk to each other."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
-        return 1
-    return dist.get_world_size()
-
-
-def _all_ranks(value: T) -> list[T]:
-    size = _world_size()
-    values = [value] * size
-    if size > 1:
-        dist.all_gather_object(values, value)
-    return values
-
-
-def _from_rank_0(value: T) -> T:
-    sent = [value]
-    if _world_size() > 1:
-        dist.broadcast_object_list(sent, src=0)
-    return sent[0]
-
-
 def _merged_findings(by_rank: list[tuple[Finding, ...]]) -> list[Finding]:
     """Each finding once; those of some ranks only say which."""
     ranks: dict[Finding, list[int]] = {}
@@ -256,7 +234,7 @@ def _merged_findings(by_rank: list[tuple[Finding, ...]]) -> list[Finding]:
 
 
 def _differences_between_ranks(report: _Report) -> Iterator[Finding]:
-    if differing := _differing(report.layout):
+    if differing := _differing(report.structure):
         yield Finding(
             code="plans-differ",
             severity="error",
@@ -276,12 +254,12 @@ def _differences_between_ranks(report: _Report) -> Iterator[Finding]:
 
 def _differing(table: dict[str, str]) -> list[str]:
     """One line per rank whose table is not rank 0's; the same lines on every rank."""
-    digests = _all_ranks(zlib.crc32(json.dumps(sorted(table.items())).encode()))
+    digests = all_ranks(zlib.crc32(json.dumps(sorted(table.items())).encode()))
     if len(set(digests)) == 1:
         return []
-    line = _difference(_from_rank_0(table), table)
+    line = _difference(all_ranks(table if rank_and_size()[0] == 0 else {})[0], table)
     alike: dict[str, list[int]] = {}
-    for rank, other in enumerate(_all_ranks(line)):
+    for rank, other in enumerate(all_ranks(line)):
         if other:
             alike.setdefault(other, []).append(rank)
     return [f"{_ranks(ranks)}: {line}" for line, ranks in alike.items()]

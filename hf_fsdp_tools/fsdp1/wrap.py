@@ -30,6 +30,7 @@ from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.allocate import with_storage
 from hf_fsdp_tools.sharding.hooks import average_gradients
+from hf_fsdp_tools.sharding.shard import agree_on_plan
 from hf_fsdp_tools.text import listed
 
 __all__ = ["load_weights_fsdp1", "wrap_fsdp1"]
@@ -231,15 +232,10 @@ def _check_requires_grad(policy: HybridAutoWrapPolicy, model: nn.Module, use_ori
 
 def _agree(plan: WrapPlan, *, has_meta: bool, sync_module_states: bool) -> None:
     """Stop all ranks with one message where they would hang, or train different weights."""
-    told = all_ranks((plan.digest, has_meta))
-    odd = [rank for rank, (digest, _) in enumerate(told) if digest != told[0][0]]
-    if odd:
-        raise WrapPlanError(
-            f"The wrap plan of ranks {listed(odd)} differs from that of rank 0. Build the same model "
-            "with the same policy on every rank; compare `plan.to_json()` of each."
-        )
-    on_meta = [str(rank) for rank, (_, meta) in enumerate(told) if meta]
-    if sync_module_states and told[0][1]:
+    agree_on_plan(plan)
+    told = all_ranks(has_meta)
+    on_meta = [rank for rank, is_on_meta in enumerate(told) if is_on_meta]
+    if sync_module_states and told[0]:
         raise ConfigError(
             "sync_module_states is True, but the model of rank 0, whose weights all ranks would get, is on meta "
             "itself. Leave it False: each rank then initialises the same values."

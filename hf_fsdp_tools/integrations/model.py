@@ -27,6 +27,7 @@ from hf_fsdp_tools.sharding.shard import (
     shard_model,
     sharding_of,
 )
+from hf_fsdp_tools.text import listed
 
 __all__ = [
     "LOW_PRECISION",

@@ -259,7 +259,7 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
     """Take FSDP2 off, and put it on again with what was added; what was sharded before keeps its shards, untouched."""
     _check_shapes(base)
     plan = laid_over(sharding.plan, base)
-    agree_on_plan(plan, sharding.mesh)
+    agree_on_plan(plan)
     release(base)
     kept = {base.get_parameter(name) for name in plan.replicated}
     places = [

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.modeling.linear4bit import refuse_cast
@@ -101,7 +102,7 @@ def shard_model(
     if problems := check_wrap_plan(model, plan):
         raise WrapPlanError(f"The plan does not fit {type(model).__name__}: " + "; ".join(problems))
     mesh = _without_names(mesh if mesh is not None else ParallelDims().build_mesh())
-    agree_on_plan(plan, mesh)
+    agree_on_plan(plan)
     offload_policy = _offload_policy(offload_policy, mesh)
     refuse_cast(model, mp_policy.param_dtype if mp_policy else None)
     if activation_checkpointing:
@@ -162,12 +163,15 @@ def _without_names(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh=mesh.mesh)
 
 
-def agree_on_plan(plan: WrapPlan, mesh: DeviceMesh) -> None:
-    """Ranks with different plans would call unequal collectives and hang: stop them all with one message instead."""
-    if dist.get_backend() == "fake" or mesh.size() == 1:
-        return
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, plan.digest)
+def agree_on_plan(plan: WrapPlan) -> None:
+    """Ranks with different plans would call unequal collectives and hang: stop them all with one message instead.
+
+    Every rank of the default process group must call.
+
+    Raises:
+        WrapPlanError: the plans differ; the same on every rank.
+    """
+    digests = all_ranks(plan.digest)
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:
         raise WrapPlanError(
