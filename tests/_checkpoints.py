@@ -1,4 +1,4 @@
-"""Tiny real checkpoints of many architectures, written by transformers' own ``save_pretrained``.
+"""Tiny real checkpoints of many architectures, written by transformers' own `save_pretrained`.
 
 Sizes are awkward on purpose: hidden 48, vocabulary 131, odd intermediate sizes and 4 experts, so that 2 and 3 ranks get
 uneven and also empty shards. Each is split into several files, with an index.
@@ -54,13 +54,13 @@ def _qwen3_moe() -> PreTrainedModel:
 
 
 def _qwen2_moe() -> PreTrainedModel:
-    """Its ``shared_expert_gate`` has one row: every rank but one holds nothing of it."""
+    """Its `shared_expert_gate` has one row: every rank but one holds nothing of it."""
     config = hf.Qwen2MoeConfig(**_SIZES, **_MOE, shared_expert_intermediate_size=35, decoder_sparse_step=1)
     return hf.Qwen2MoeForCausalLM(config)
 
 
 def _deepseek_v3() -> PreTrainedModel:
-    """Its router has a persistent buffer, ``e_score_correction_bias``."""
+    """Its router has a persistent buffer, `e_score_correction_bias`."""
     sizes = _SIZES | {"num_key_value_heads": 4}
     config = hf.DeepseekV3Config(
         **sizes,
@@ -184,20 +184,20 @@ def randomize(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel:
 
 
 def make_model(kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """The tiny model of that kind, random throughout (see ``randomize``), in evaluation mode."""
+    """The tiny model of that kind, random throughout (see `randomize`), in evaluation mode."""
     return randomize(KINDS[kind]().to(dtype).eval(), seed=seed)
 
 
 def make_checkpoint(kind: str, folder: str | Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """Write the tiny model of that kind to ``folder``, which is returned; several files and an index."""
+    """Write the tiny model of that kind to `folder`, which is returned; several files and an index."""
     make_model(kind, dtype=dtype, seed=seed).save_pretrained(folder, max_shard_size="60KB")
     return Path(folder)
 
 
 def pickled_copy(folder: Path, target: Path, *, files: int, transpose: bool = False) -> Path:
-    """The same checkpoint as legacy ``pytorch_model*.bin`` in so many files; tensors that are equal share memory.
+    """The same checkpoint as legacy `pytorch_model*.bin` in so many files; tensors that are equal share memory.
 
-    With ``transpose``, matrices are saved as transposed views, which is another order of the same bytes in the file.
+    With `transpose`, matrices are saved as transposed views, which is another order of the same bytes in the file.
     """
     tensors = {key: t for file in sorted(folder.glob("*.safetensors")) for key, t in load_file(file).items()}
     if transpose:

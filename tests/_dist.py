@@ -64,15 +64,15 @@ def run_ranks(
     fresh: bool = False,
     device: Literal["cpu", "cuda"] = "cpu",
 ) -> list[Any]:
-    """Each rank's return value of ``fn(*args)``, in rank order.
+    """Each rank's return value of `fn(*args)`, in rank order.
 
-    ``fn`` must be a module-level function, its arguments and result picklable, tensors on the CPU. In it the default process
+    `fn` must be a module-level function, its arguments and result picklable, tensors on the CPU. In it the default process
     group is up (gloo; with `device="cuda"` also NCCL, and the rank's GPU is the current device), RANK, LOCAL_RANK,
-    WORLD_SIZE and LOCAL_WORLD_SIZE are set, and torch runs one thread. ``fresh`` ranks import everything anew (5 s), for
+    WORLD_SIZE and LOCAL_WORLD_SIZE are set, and torch runs one thread. `fresh` ranks import everything anew (5 s), for
     what libraries read from the environment at import.
 
     Raises:
-        AssertionError: A rank raised, died or was still running at ``timeout_s``; holds every failing rank's traceback.
+        AssertionError: A rank raised, died or was still running at `timeout_s`; holds every failing rank's traceback.
     """
     gpus = dict(_gpus) if device == "cuda" else None
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:

@@ -1,7 +1,7 @@
 """Stored layout to model layout and back, by transformers' own conversions run on tensors without data.
 
 This is the only file that touches transformers' conversion interface (checked with 5.17 and 5.23). The conversions
-are never copied: their operations run on ``PieceTensor``s, which turns each into an index map.
+are never copied: their operations run on `PieceTensor`s, which turns each into an index map.
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -75,7 +75,7 @@ class LoadMap:
     """Model key to the stored elements it is made of; inputs are named by stored key."""
 
     groups: Mapping[str, ConversionGroup]
-    """Model key to the group that makes it, to convert for real where a ``PieceTensor`` is opaque."""
+    """Model key to the group that makes it, to convert for real where a `PieceTensor` is opaque."""
 
     unexpected_keys: frozenset[str]
     """Keys of the checkpoint, after renaming, that the model has no place for."""
@@ -141,7 +141,7 @@ def map_loading(model: nn.Module, stored: Mapping[str, Stored], *, is_model_stat
 def _group(
     model: nn.Module, stored: Collection[str], state: Mapping[str, torch.Tensor], transforms: Sequence[Any]
 ) -> tuple[list[ConversionGroup], set[str]]:
-    """Collect stored keys by the conversion they go into, as ``convert_and_load_state_dict_in_model`` does."""
+    """Collect stored keys by the conversion they go into, as `convert_and_load_state_dict_in_model` does."""
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -253,7 +253,7 @@ def adjust_keys(model: nn.Module, missing: set[str], unexpected: set[str]) -> tu
 
 
 def set_conversions(model: nn.Module, load_map: LoadMap) -> None:
-    """Note on the model which conversions loading used, as ``from_pretrained`` does, so that saving reverts the same
+    """Note on the model which conversions loading used, as `from_pretrained` does, so that saving reverts the same
     ones.
     """
     if isinstance(model, PreTrainedModel) and load_map.used_conversions is not None:

@@ -72,7 +72,7 @@ class CheckpointIndex:
 
     @cached_property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the first floating-point tensor: what ``dtype="auto"`` falls back to. None without any."""
+        """The dtype of the first floating-point tensor: what `dtype="auto"` falls back to. None without any."""
         return next(
             (t.dtype for t in self.tensors.values() if t.dtype.is_floating_point and t.dtype.itemsize > 1), None
         )
@@ -142,24 +142,24 @@ class CheckpointIndex:
         Args:
             path_or_repo: one of
 
-                - a folder with ``model.safetensors``, with an index file or with plain ``*.safetensors``;
-                - a folder of ``torch.distributed.checkpoint`` (``.metadata`` and ``*.distcp``), or one above it that
-                  Accelerate's ``save_state`` or the Trainer wrote (``pytorch_model_fsdp_0`` in it);
-                - a folder with ``pytorch_model.bin``, or its index and shards, or Accelerate's ``pytorch_model_fsdp.bin``,
-                  if ``allow_pickle``;
+                - a folder with `model.safetensors`, with an index file or with plain `*.safetensors`;
+                - a folder of `torch.distributed.checkpoint` (`.metadata` and `*.distcp`), or one above it that
+                  Accelerate's `save_state` or the Trainer wrote (`pytorch_model_fsdp_0` in it);
+                - a folder with `pytorch_model.bin`, or its index and shards, or Accelerate's `pytorch_model_fsdp.bin`,
+                  if `allow_pickle`;
                 - one such file; or a hub name.
 
                 Where there are several, the first of this list is read.
-            allow_pickle: read legacy ``.bin`` files too. They are pickles, read by torch's restricted unpickler, which
-                builds tensors and runs no code of the file (``weights_only=True``).
-            revision: Branch, tag or commit on the hub.
-            token: Hub token; None uses the stored one.
-            cache_dir: Where downloads go; None is the hub library's own default.
-            local_files_only: Do not touch the network.
-            subfolder: Folder within the checkpoint.
+            allow_pickle: read legacy `.bin` files too. They are pickles, read by torch's restricted unpickler, which
+                builds tensors and runs no code of the file (`weights_only=True`).
+            revision: branch, tag or commit on the hub.
+            token: hub token; None uses the stored one.
+            cache_dir: where downloads go; None is the hub library's own default.
+            local_files_only: do not touch the network.
+            subfolder: folder within the checkpoint.
 
         Raises:
-            CheckpointError: Nothing there, no weights in it, or any file or header damaged; the message has file, key,
+            CheckpointError: nothing there, no weights in it, or any file or header damaged; the message has file, key,
                 what was expected, what was found, and a cure.
         """
         name = fspath(path_or_repo)

@@ -216,7 +216,7 @@ def _dtypes(model: nn.Module) -> tuple[str, ...]:
 
 
 def aftermath(model: nn.Module) -> str:
-    """What ``rolled_back`` would leave, for messages that are written before it happens."""
+    """What `rolled_back` would leave, for messages that are written before it happens."""
     if all(parameter.is_meta for parameter in model.parameters()):
         return "the model is on meta again, as it was"
     return "weights that had storage are partly overwritten, so they were filled with NaN"
@@ -228,7 +228,7 @@ def rolled_back(model: nn.Module) -> Iterator[None]:
 
     A forward pass then stops at once (FSDP2 says that parameters are on meta), saving is refused, and loading can be
     tried again. Floating-point tensors that had storage before have lost their values, so they become NaN rather than a
-    mixture of two models. No rank communicates; a failure that ``agreed`` shares undoes the block on all ranks.
+    mixture of two models. No rank communicates; a failure that `agreed` shares undoes the block on all ranks.
     """
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = [
         (store, name, tensor)

@@ -243,11 +243,11 @@ def _refuse_quantized(model: nn.Module, load_map: LoadMap, index: CheckpointInde
     """Refuse packed values, from which no shard of a parameter can be cut, and a config that does not fit the files.
 
     The files decide: a tensor is packed if it fills a floating-point parameter with integers, or if it stands beside the
-    parameter of the same module as a key that the model does not know (``qweight``, ``weight_packed``, and the scales of
-    an 8-bit ``weight``), whatever the method is called.
+    parameter of the same module as a key that the model does not know (`qweight`, `weight_packed`, and the scales of
+    an 8-bit `weight`), whatever the method is called.
 
     Raises:
-        CheckpointError: The same on every rank; nothing has been read.
+        CheckpointError: the same on every rank; nothing has been read.
     """
     layers = packed_linears(model)  # 4-bit layers of bitsandbytes, whose own weights `part_packed` looked at
     packed = _packed_tensors(model, load_map, index.tensors, layers)
@@ -275,7 +275,7 @@ def refuse_not_finite(model: nn.Module, keys: Iterable[str]) -> None:
     """Refuse NaN and infinity in what was loaded; each rank looks at its own shards, and of 4-bit weights at the scales.
 
     Raises:
-        CheckpointError: Names every such key, with a count; of this rank's part only.
+        CheckpointError: names every such key, with a count; of this rank's part only.
     """
     state = persistent_tensors(model)
     layers = packed_linears(model)

@@ -58,14 +58,14 @@ class View:
     """Step in the flat tensor per dimension."""
 
     def crop(self, start: Sequence[int], length: Sequence[int]) -> "View":
-        """The part of the view that begins at index ``start`` and has ``length`` indices per dimension."""
+        """The part of the view that begins at index `start` and has `length` indices per dimension."""
         offset = self.offset + sum(i * s for i, s in zip(start, self.strides, strict=True))
         return View(offset=offset, length=tuple(length), strides=self.strides)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A box of one tensor that equals, index by index, a view of the tensor named ``source``."""
+    """A box of one tensor that equals, index by index, a view of the tensor named `source`."""
 
     box: Box
     """Where the piece lies in the tensor that is put together from pieces."""
@@ -87,15 +87,15 @@ def local_boxes(
 ) -> tuple[tuple[Box, tuple[int, ...]], ...]:
     """The boxes of a global tensor that one rank holds, each with its start in the rank's local tensor.
 
-    One box for ``Shard`` and ``Replicate``; several where FSDP over tensor parallelism (``_StridedShard``) leaves a
-    rank with disjoint ranges; none for an empty shard. Shards follow ``torch.chunk``: ceil(n / ranks) each, the last
+    One box for `Shard` and `Replicate`; several where FSDP over tensor parallelism (`_StridedShard`) leaves a
+    rank with disjoint ranges; none for an empty shard. Shards follow `torch.chunk`: ceil(n / ranks) each, the last
     ones short or empty.
 
     Args:
-        shape: Global shape.
-        placements: One DTensor placement per mesh axis.
-        mesh_shape: Number of ranks per mesh axis.
-        coordinate: The rank's index per mesh axis.
+        shape: global shape.
+        placements: one DTensor placement per mesh axis.
+        mesh_shape: number of ranks per mesh axis.
+        coordinate: the rank's index per mesh axis.
     """
     ranges: list[list[tuple[int, int]]] = [[(0, n)] for n in shape]  # per dim: (start, length), in local order
     for placement, ranks, index in zip(placements, mesh_shape, coordinate, strict=True):
@@ -117,7 +117,7 @@ def local_boxes(
 
 
 def _chunk(ranges: list[tuple[int, int]], count: int, index: int) -> list[tuple[int, int]]:
-    """The part that ``torch.chunk(count)[index]`` takes of the indices in ``ranges`` laid end to end."""
+    """The part that `torch.chunk(count)[index]` takes of the indices in `ranges` laid end to end."""
     total = sum(length for _, length in ranges)
     size = -(-total // count)
     first, last = min(total, index * size), min(total, (index + 1) * size)
@@ -150,7 +150,7 @@ def _locate(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
 
 
 def slice_piece(piece: Piece, box: Box) -> Piece | None:
-    """What of ``piece`` falls into ``box`` of the same tensor; None where they do not meet."""
+    """What of `piece` falls into `box` of the same tensor; None where they do not meet."""
     own, view = piece.box, piece.view
     start, length, offset = [], [], view.offset
     for a, n, b, m, stride in zip(own.start, own.length, box.start, box.length, view.strides, strict=True):
@@ -167,13 +167,13 @@ def slice_piece(piece: Piece, box: Box) -> Piece | None:
 def slice_view(view: View, shape: Sequence[int], box: Box) -> Iterator[tuple[Box, View]]:
     """What of a view of a row-major tensor falls into a box of that tensor.
 
-    Yields (box, view) pairs: which indices of ``view`` they are, and where those lie in the box stored row-major on
+    Yields (box, view) pairs: which indices of `view` they are, and where those lie in the box stored row-major on
     its own.
 
     Args:
-        view: Any non-overlapping strided region, also one that runs across dimensions of ``shape``.
-        shape: The tensor's shape.
-        box: The part of it at hand, a rank's shard for example.
+        view: any non-overlapping strided region, also one that runs across dimensions of `shape`.
+        shape: the tensor's shape.
+        box: the part of it at hand, a rank's shard for example.
     """
     if not box.numel or not math.prod(view.length):
         return
@@ -198,9 +198,9 @@ def slice_view(view: View, shape: Sequence[int], box: Box) -> Iterator[tuple[Box
 
 
 def _restrict(view: View, part: Box, order: list[int], row: int, low: int, high: int) -> Iterator[Box]:
-    """Boxes of view indices, within ``part``, whose elements have low <= flat index % row < high and stay in step.
+    """Boxes of view indices, within `part`, whose elements have low <= flat index % row < high and stay in step.
 
-    ``order`` lists the dimensions not yet cut, largest stride first.
+    `order` lists the dimensions not yet cut, largest stride first.
     """
     first = view.crop(part.start, part.length).offset
     small = [d for d in range(len(view.length)) if view.strides[d] % row or row == 1]
@@ -224,7 +224,7 @@ def _restrict(view: View, part: Box, order: list[int], row: int, low: int, high:
 def _groups(
     view: View, part: Box, dim: int, small: list[int], row: int, low: int, high: int
 ) -> Iterator[tuple[int, int]]:
-    """Ranges (start, length) of ``dim`` that lie wholly inside, or single indices that must be looked into."""
+    """Ranges (start, length) of `dim` that lie wholly inside, or single indices that must be looked into."""
     begin = view.crop(part.start, part.length).offset % row
     step, count, origin = view.strides[dim], part.length[dim], part.start[dim]
     extent = sum((part.length[d] - 1) * view.strides[d] for d in small if d != dim)

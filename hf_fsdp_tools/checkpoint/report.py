@@ -22,7 +22,7 @@ __all__ = ["LoadReport", "MemoryWatch", "SaveReport", "loading_bar", "log_keys"]
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What one rank read, and what the whole model lacked. ``str()`` is a short table."""
+    """What one rank read, and what the whole model lacked. `str()` is a short table."""
 
     checkpoint: str
     """What was opened."""
@@ -40,7 +40,7 @@ class LoadReport:
     """Keys of the checkpoint that the model has no place for, with the same exception."""
 
     mismatched_keys: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    """(key, shape in the checkpoint, shape in the model) where they differ; only with ``ignore_mismatched_sizes``."""
+    """(key, shape in the checkpoint, shape in the model) where they differ; only with `ignore_mismatched_sizes`."""
 
     resized_keys: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     """The same of tensors that were loaded token by token, because the model has another vocabulary."""
@@ -55,13 +55,13 @@ class LoadReport:
     """Bytes that this rank's part of the loaded tensors has in the stored dtypes: the least that must be read."""
 
     replicated_bytes: int
-    """The part of ``share_bytes`` that every rank reads because every rank holds it."""
+    """The part of `share_bytes` that every rank reads because every rank holds it."""
 
     converted_bytes: int
-    """The part of ``bytes_read`` that was read whole, because its conversion is more than a movement of data."""
+    """The part of `bytes_read` that was read whole, because its conversion is more than a movement of data."""
 
     header_bytes: int
-    """Bytes of headers and index files, read besides ``bytes_read``."""
+    """Bytes of headers and index files, read besides `bytes_read`."""
 
     read_calls: int
     """System calls that read data."""
@@ -70,13 +70,13 @@ class LoadReport:
     """Staging buffers that were made."""
 
     peak_host_bytes: int
-    """How far the process's resident memory rose above the shards during loading (measured; see ``MemoryWatch``)."""
+    """How far the process's resident memory rose above the shards during loading (measured; see `MemoryWatch`)."""
 
     seconds: dict[str, float]
     """Time per stage on this rank: plan, read, initialize."""
 
     per_rank: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Every figure above for every rank, in rank order, by its name here; stages as ``seconds.read`` and so on."""
+    """Every figure above for every rank, in rank order, by its name here; stages as `seconds.read` and so on."""
 
     @property
     def read_ratio(self) -> float:
@@ -85,7 +85,7 @@ class LoadReport:
 
     @property
     def bytes_read_per_rank(self) -> tuple[int, ...]:
-        """``bytes_read`` of every rank."""
+        """`bytes_read` of every rank."""
         return tuple(int(n) for n in self.per_rank["bytes_read"])
 
     @property
@@ -99,17 +99,17 @@ class LoadReport:
         return {name: max(values) for name, values in self.per_rank.items()}
 
     def figures(self) -> dict[str, float]:
-        """This rank's figures by name, as ``with_ranks`` takes them."""
+        """This rank's figures by name, as `with_ranks` takes them."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rank"}
         numbers = {name: value for name, value in own.items() if type(value) in (int, float)}
         return numbers | {f"seconds.{stage}": seconds for stage, seconds in self.seconds.items()}
 
     def with_ranks(self, figures: Sequence[Mapping[str, float]]) -> "LoadReport":
-        """The same report with every rank's ``figures()``, given in rank order, as ``per_rank``."""
+        """The same report with every rank's `figures()`, given in rank order, as `per_rank`."""
         return replace(self, per_rank={name: tuple(rank[name] for rank in figures) for name in self.figures()})
 
     def loading_info(self) -> dict[str, Any]:
-        """What ``from_pretrained(…, output_loading_info=True)`` of transformers returns beside the model."""
+        """What `from_pretrained(…, output_loading_info=True)` of transformers returns beside the model."""
         return {
             "missing_keys": set(self.missing_keys),
             "unexpected_keys": set(self.unexpected_keys),
@@ -118,7 +118,7 @@ class LoadReport:
         }
 
     def to_json(self) -> str:
-        """All fields as one JSON object, with ``total`` and ``largest``."""
+        """All fields as one JSON object, with `total` and `largest`."""
         return json.dumps(asdict(self) | {"total": self.total, "largest": self.largest}, indent=2)
 
     def __str__(self) -> str:
@@ -162,7 +162,7 @@ class LoadReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """What was written where. ``str()`` is a short table."""
+    """What was written where. `str()` is a short table."""
 
     folder: str
     """Where the checkpoint is."""
@@ -177,7 +177,7 @@ class SaveReport:
     """Tensor data that this rank wrote."""
 
     gathered_bytes: int
-    """The part of ``total_bytes`` that one rank gathered whole before writing, because it cannot be written in place.
+    """The part of `total_bytes` that one rank gathered whole before writing, because it cannot be written in place.
     """
 
     write_calls: int
@@ -212,7 +212,7 @@ class MemoryWatch:
         self._start = _resident()
 
     def above(self, wanted_bytes: int) -> int:
-        """Bytes that the peak lies above the resident size at the start plus ``wanted_bytes``; never negative."""
+        """Bytes that the peak lies above the resident size at the start plus `wanted_bytes`; never negative."""
         now, peak = _resident()
         reached = peak if peak > self._start[1] else now
         return max(0, reached - self._start[0] - wanted_bytes)
@@ -258,9 +258,9 @@ def loading_bar(
     """A bar on rank 0 over that rank's own bytes; the ranks read at the same time, so it is as far as all of them.
 
     Args:
-        num_bytes: What this rank will read.
-        rank: This rank.
-        world_size: Number of ranks, for the text.
+        num_bytes: what this rank will read.
+        rank: this rank.
+        world_size: number of ranks, for the text.
         progress: None shows the bar on a terminal where transformers' and the hub's bars are on, True anywhere, False
             nowhere. Either way it appears after a second.
 

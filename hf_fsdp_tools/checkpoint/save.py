@@ -56,7 +56,7 @@ def save_pretrained(
     staging_bytes: int = 64 * 2**20,
     merge_adapters: bool = False,
 ) -> SaveReport:
-    """Write a model, sharded or not, as the checkpoint that plain ``save_pretrained`` would write: same keys, dtypes,
+    """Write a model, sharded or not, as the checkpoint that plain `save_pretrained` would write: same keys, dtypes,
     shapes. Of a PEFT model, the adapter only, as PEFT writes it; or, merged, a checkpoint that needs no PEFT.
 
     The layout is the hub's again (experts one by one, tied weights once), by transformers' own reverse conversions. No
@@ -66,24 +66,24 @@ def save_pretrained(
     and counted.
 
     Args:
-        model: Its config, and generation config if it generates, are written too; ``config.dtype`` and
-            ``config.architectures`` are set as transformers does.
-        folder: Made if it is not there; must be on a file system that all ranks see. Weight files of an earlier save
+        model: its config, and generation config if it generates, are written too; `config.dtype` and
+            `config.architectures` are set as transformers does.
+        folder: made if it is not there; must be on a file system that all ranks see. Weight files of an earlier save
             are removed.
-        tokenizer: Saved beside the model.
-        dtype: What floating-point tensors become in the files; None keeps the model's. 4-bit weights are saved as bitsandbytes
+        tokenizer: saved beside the model.
+        dtype: what floating-point tensors become in the files; None keeps the model's. 4-bit weights are saved as bitsandbytes
             does, with their scales, and cannot be cast.
-        max_shard_size: Largest weight file, in bytes or as "5GB".
-        staging_bytes: Bound of host memory used for casting and scattering.
-        merge_adapters: Write the base of a PEFT model with the active adapters merged into it, equal to PEFT's
-            ``merge_and_unload`` bit for bit; the model stays as it is. Adapted modules are gathered one at a time, and this
+        max_shard_size: largest weight file, in bytes or as "5GB".
+        staging_bytes: bound of host memory used for casting and scattering.
+        merge_adapters: write the base of a PEFT model with the active adapters merged into it, equal to PEFT's
+            `merge_and_unload` bit for bit; the model stays as it is. Adapted modules are gathered one at a time, and this
             rank's merged shards of them are held until they are written.
 
     Every rank of the default process group must call. The ranks exchange errors and, for what is gathered, tensors.
 
     Raises:
-        ConfigError: Adapters that cannot be merged, or have no ``PeftModel`` around them.
-        CheckpointError: The model is on meta; the folder is a file, cannot be written or is not seen by all ranks; the
+        ConfigError: adapters that cannot be merged, or have no `PeftModel` around them.
+        CheckpointError: the model is on meta; the folder is a file, cannot be written or is not seen by all ranks; the
             disk is full. The same on every rank. Files of an earlier save are then still there, unless renaming itself fails.
     """
     start = time.perf_counter()

@@ -91,6 +91,6 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_view(local: torch.Tensor, start: Sequence[int], length: Sequence[int]) -> torch.Tensor:
-    """The box of a local tensor that begins at ``start``; shares its memory."""
+    """The box of a local tensor that begins at `start`; shares its memory."""
     offset = local.storage_offset() + sum(i * s for i, s in zip(start, local.stride(), strict=True))
     return local.as_strided(tuple(length), local.stride(), offset)

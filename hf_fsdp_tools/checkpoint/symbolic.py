@@ -1,6 +1,6 @@
 """A tensor without data that remembers where each of its elements would come from.
 
-Running somebody else's stack, cat, chunk, transpose or reshape on ``PieceTensor``s gives the index map of that
+Running somebody else's stack, cat, chunk, transpose or reshape on `PieceTensor`s gives the index map of that
 operation, as boxes of the result that are strided views of the named inputs. Slicing the map then tells which bytes of
 a file a shard needs. An operation that does not only move data gives a result of the right shape that is *opaque*: it
 knows which inputs it came from, not how.
@@ -39,7 +39,7 @@ class PieceTensor(torch.Tensor):
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece] | None, sources: frozenset[str]
     ) -> "PieceTensor":
-        """Make one from its parts; ``named`` is the usual way in."""
+        """Make one from its parts; `named` is the usual way in."""
         self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
         self.pieces = None if pieces is None or len(pieces) > _MAX_PIECES else tuple(pieces)
         self.sources = sources
@@ -47,18 +47,18 @@ class PieceTensor(torch.Tensor):
 
     @classmethod
     def named(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> "PieceTensor":
-        """The input called ``name``: one piece, itself."""
+        """The input called `name`: one piece, itself."""
         box = Box.whole(shape)
         view = View(offset=0, length=tuple(shape), strides=row_major_strides(shape))
         return cls(shape, dtype, [Piece(box=box, source=name, view=view)], frozenset([name]))
 
     @classmethod
     def stored(cls, tensor: StoredTensor | ChunkedTensor, dtype: torch.dtype) -> "PieceTensor":
-        """A tensor of a checkpoint, as it will be once it is cast to ``dtype``."""
+        """A tensor of a checkpoint, as it will be once it is cast to `dtype`."""
         return cls(tensor.shape, dtype, tensor.pieces(), frozenset(tensor.sources))
 
     def extended(self, dim: int, size: int) -> "PieceTensor":
-        """The same with another number of indices along ``dim``: fewer, or more that come from nowhere."""
+        """The same with another number of indices along `dim`: fewer, or more that come from nowhere."""
         kept = _slice(self, dim, 0, size)
         assert kept is not None
         return _remade(self, [size if d == dim else n for d, n in enumerate(self.shape)], kept.pieces or ())
@@ -100,7 +100,7 @@ def _opaque(func: Any, inputs: list[PieceTensor], args: tuple[Any, ...], kwargs:
 
 
 def _remade(t: PieceTensor, shape: Sequence[int], pieces: Sequence[Piece]) -> PieceTensor:
-    """A movement of ``t``: new shape and pieces, same dtype and inputs."""
+    """A movement of `t`: new shape and pieces, same dtype and inputs."""
     return PieceTensor(shape, t.dtype, pieces, t.sources)
 
 
@@ -132,7 +132,7 @@ def _transpose(t: PieceTensor, dim0: int, dim1: int) -> PieceTensor:
 def _slice(
     t: PieceTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> PieceTensor | None:
-    """Keep indices ``start:end`` of one dimension; steps other than one are not followed."""
+    """Keep indices `start:end` of one dimension; steps other than one are not followed."""
     if step != 1:
         return None
     dim %= t.dim()
@@ -209,7 +209,7 @@ def _unsqueeze(t: PieceTensor, dim: int) -> PieceTensor | None:
 
 
 def _cat(tensors: Sequence[PieceTensor], dim: int = 0) -> PieceTensor | None:
-    """Lay tensors one after another along ``dim``."""
+    """Lay tensors one after another along `dim`."""
     tensors = [t for t in tensors if t.shape != (0,)]
     if not tensors or any(not isinstance(t, PieceTensor) or t.dtype != tensors[0].dtype for t in tensors):
         return None
@@ -329,7 +329,7 @@ def _flat_runs(box: Box, view: View, old: Sequence[int]) -> Iterator[tuple[int, 
 
 
 def _cut(flat: int, offset: int, run: int, step: int, new: Sequence[int]) -> Iterator[tuple[Box, View]]:
-    """Boxes of shape ``new`` that make up the flat range of ``run`` elements from ``flat``."""
+    """Boxes of shape `new` that make up the flat range of `run` elements from `flat`."""
     if not new:
         yield Box(start=(), length=()), View(offset=offset, length=(), strides=())
         return

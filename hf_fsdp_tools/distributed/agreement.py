@@ -40,14 +40,14 @@ def all_ranks(value: T) -> list[T]:
 
 @contextmanager
 def agreed(doing: str) -> Iterator[None]:
-    """Run a block on every rank; if it failed on any of them, raise the same ``CheckpointError`` on all of them.
+    """Run a block on every rank; if it failed on any of them, raise the same `CheckpointError` on all of them.
 
     All ranks must enter, and nothing in the block may communicate: a rank that fails leaves it early. At the end of
-    the block the ranks gather one short string each. A rank whose own failure was no ``CheckpointError`` (a mistake in
+    the block the ranks gather one short string each. A rank whose own failure was no `CheckpointError` (a mistake in
     this package, memory exhausted) raises that itself; the others say where it happened.
 
     Args:
-        doing: What the block does, for messages: "reading the checkpoint".
+        doing: what the block does, for messages: "reading the checkpoint".
     """
     failure: Exception | None = None
     try:
@@ -82,15 +82,15 @@ def opened(
     with `local_files_only`: a job asks the hub once per node, and a hub that fails makes nobody wait twice.
 
     Args:
-        doing: As for `agreed`.
-        name_or_path: Hub name or local path.
-        open_it: Must not communicate.
-        hub_kwargs: For it.
+        doing: as for `agreed`.
+        name_or_path: hub name or local path.
+        open_it: must not communicate.
+        hub_kwargs: for it.
 
     Every rank must call.
 
     Raises:
-        CheckpointError: It failed on some rank; the same on every rank.
+        CheckpointError: it failed on some rank; the same on every rank.
     """
     result: list[T] = []
     with agreed(doing):
@@ -111,7 +111,7 @@ def refuse_other_commits(name_or_path: str | PathLike[str], commit: str | None) 
     Every rank must call.
 
     Raises:
-        CheckpointError: On every rank.
+        CheckpointError: on every rank.
     """
     commits = all_ranks(commit)
     if len(set(commits)) > 1:

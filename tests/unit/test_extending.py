@@ -22,7 +22,7 @@ SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S))
 
 def run_section(title: str, **given: Any) -> dict[str, Any]:
     """Run all code blocks of a section, one after the other, with these names given; return all names after it."""
-    code = "\n".join(re.findall(r"```python\n(.*?)```", SECTIONS[title], re.S))
+    code = "\n".join(re.findall(r"``python\n(.*?)``", SECTIONS[title], re.S))
     assert code, f"no code in section {title!r}"
     names: dict[str, Any] = given
     exec(compile(code, f"docs/extending.md: {title}", "exec"), names)

@@ -60,7 +60,7 @@ def test_a_shard_is_what_torch_chunk_gives(shape: list[int], ranks: int, data: s
 
 @given(rows=st.integers(1, 24), outer=st.integers(1, 4), inner=st.integers(1, 4), last=st.booleans())
 def test_fsdp_over_tensor_parallel_holds_what_dtensor_splits(rows: int, outer: int, inner: int, last: bool) -> None:
-    """``_StridedShard`` leaves a rank with several ranges; its own way to split a tensor is the reference."""
+    """`_StridedShard` leaves a rank with several ranges; its own way to split a tensor is the reference."""
     placements: list[Placement] = [_StridedShard(0, split_factor=inner), *([Shard(0)] if last else [])]
     mesh_shape = [outer, inner][: len(placements)]
     tensor = torch.arange(rows)

@@ -54,7 +54,7 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
     cover the data without holes or overlaps, as the format demands.
 
     Raises:
-        CheckpointError: The first thing that is wrong.
+        CheckpointError: the first thing that is wrong.
     """
     try:
         status = file.stat()
@@ -83,7 +83,7 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
 
 
 def refuse_pointer(file: Path, beginning: bytes) -> None:
-    """Say so where a clone without git-lfs left a pointer to the file; ``beginning`` is at least 2 bytes of it."""
+    """Say so where a clone without git-lfs left a pointer to the file; `beginning` is at least 2 bytes of it."""
     if len(beginning) > 1 and b"version https://git-lfs".startswith(beginning):
         raise CheckpointError(
             f"{file}: is a pointer of git-lfs, expected the file itself. Run `git lfs pull` in its folder, or download it."
@@ -162,7 +162,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def shortened(value: Any) -> str:
-    """Its ``repr`` in about 80 characters, for messages; takes no longer for a long or deep value."""
+    """Its `repr` in about 80 characters, for messages; takes no longer for a long or deep value."""
     return _REPR.repr(value)[:120]
 
 

@@ -29,7 +29,7 @@ class Ring:
         self._used: deque[tuple[torch.Tensor, CopyDone | None]] = deque()
 
     def next(self) -> torch.Tensor:
-        """A buffer to fill: a new one while there are fewer than ``count``, then the one that was used longest ago, as soon
+        """A buffer to fill: a new one while there are fewer than `count`, then the one that was used longest ago, as soon
         as the copy from it is done.
         """
         if len(self._used) < self._count:
@@ -42,7 +42,7 @@ class Ring:
         return buffer
 
     def copied_when(self, done: CopyDone) -> None:
-        """The buffer that was given out last is being copied from until ``done``."""
+        """The buffer that was given out last is being copied from until `done`."""
         self._used[-1] = (self._used[-1][0], done)
 
     def drain(self) -> None:
@@ -74,9 +74,9 @@ class Staging:
         return self._ring().next()
 
     def hand_over(self, filled: torch.Tensor, scatter: Callable[[torch.Tensor], None]) -> None:
-        """Give the bytes of the calling thread's last buffer to ``scatter``.
+        """Give the bytes of the calling thread's last buffer to `scatter`.
 
-        For a GPU, ``scatter`` gets them there, as they are in the file: one copy from pinned memory, queued and not waited
+        For a GPU, `scatter` gets them there, as they are in the file: one copy from pinned memory, queued and not waited
         for; what it does then (casts, strides) runs on the GPU, on the thread's own stream.
         """
         if self._device is None:
@@ -90,9 +90,9 @@ class Staging:
             self._ring().copied_when(stream.record_event())
 
     def collect(self, buffer: torch.Tensor, gather: Callable[[torch.Tensor], None]) -> None:
-        """Let ``gather`` fill a buffer of the calling thread, and return when it is full.
+        """Let `gather` fill a buffer of the calling thread, and return when it is full.
 
-        From a GPU, ``gather`` runs on the thread's own stream, behind what the thread that made this had queued.
+        From a GPU, `gather` runs on the thread's own stream, behind what the thread that made this had queued.
         """
         if self._device is None:
             gather(buffer)

@@ -60,10 +60,10 @@ def quantize_weights(
     Args:
         share: of an allocated model.
         index: of the checkpoint.
-        doing: for messages, as in ``agreed``.
-        staging_bytes: Bound of host memory above the shards and the scales.
+        doing: for messages, as in `agreed`.
+        staging_bytes: bound of host memory above the shards and the scales.
         in_flight: requests at a time.
-        on_bytes: Told how many bytes arrived, as by ``read_transfers``.
+        on_bytes: told how many bytes arrived, as by `read_transfers`.
 
     Raises:
         CheckpointError: a file cannot be read, or stored scales are damaged; the same on every rank.
@@ -129,7 +129,7 @@ def _pack(
     in_flight: int,
     on_bytes: Callable[[int], object],
 ) -> TransferStats:
-    """Read this rank's blocks of some weights, window by window; packed bytes to the shards, scales to ``scales``."""
+    """Read this rank's blocks of some weights, window by window; packed bytes to the shards, scales to `scales`."""
     stats = TransferStats()
     device = scales[0].device
     many = staging_bytes // (4 * _WORK_BYTES) if device.type == "cpu" else staging_bytes // 16
