@@ -1,15 +1,15 @@
 """A wrap plan for every architecture that transformers registers, checked by rules written apart from the planner.
 
-    python benchmarks/census.py                         # every type: main, base, sequence and token classification class
-    python benchmarks/census.py --only llama t5 swin    # some types; --classes main: the main class only
-    python benchmarks/census.py --output benchmarks/results/census.csv
+    python benchmarks/census.py                         # every type: main, base, sequence and token classification
+    class python benchmarks/census.py --only llama t5 swin    # some types; --classes main: the main class only python
+    benchmarks/census.py --output benchmarks/results/census.csv
 
-Each model is built on the meta device in bf16 from its default configuration (repaired where the default cannot be built),
-in a process of its own with a time limit. A plan passes when `fully_shard` over 8 ranks (fake process group) and the root's
-lazy initialisation raise nothing; no unit is a container; every tied set is in one unit; no block of a list that holds 10 %
-of the model is left in the root; no unit exceeds 1.05 × 2 × the largest block or the largest set of parameters on one module;
-and there are about two units per block at most. Beside it stand the units that Accelerate (FSDP2, by class) and transformers
-(its own `fsdp_plan`) would make, put to the same test.
+Each model is built on the meta device in bf16 from its default configuration (repaired where the default cannot be
+built), in a process of its own with a time limit. A plan passes when `fully_shard` over 8 ranks (fake process group)
+and the root's lazy initialisation raise nothing; no unit is a container; every tied set is in one unit; no block of a
+list that holds 10 % of the model is left in the root; no unit exceeds 1.05 × 2 × the largest block or the largest set
+of parameters on one module; and there are about two units per block at most. Beside it stand the units that Accelerate
+(FSDP2, by class) and transformers (its own `fsdp_plan`) would make, put to the same test.
 """
 
 import argparse
@@ -273,7 +273,8 @@ def sharding_error(model: nn.Module, units: list[Unit], ignored: set[int]) -> li
 
 
 def accelerate_units(model: Any, *, by_size: bool = False) -> list[Unit]:
-    """Accelerate 1.15's FSDP2 with TRANSFORMER_BASED_WRAP and the model's own `_no_split_modules`, or SIZE_BASED_WRAP."""
+    """Accelerate 1.15's FSDP2 with TRANSFORMER_BASED_WRAP and the model's own `_no_split_modules`, or
+    SIZE_BASED_WRAP."""
     from accelerate.utils.dataclasses import get_module_class_from_name
     from accelerate.utils.fsdp_utils import _find_final_norm, get_module_children_bottom_up
 

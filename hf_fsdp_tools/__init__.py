@@ -4,8 +4,9 @@
 
     model = from_pretrained("Qwen/Qwen3-8B")   # under torchrun or accelerate launch: each rank reads only its own bytes
 
-The names below are the whole public interface; `ARCHITECTURE.md` draws how they fit together. Importing this package imports
-nothing else: each name loads its module at first use, so accelerate, transformers and torch come when they are needed.
+The names below are the whole public interface; `ARCHITECTURE.md` draws how they fit together. Importing this package
+imports nothing else: each name loads its module at first use, so accelerate, transformers and torch come when they are
+needed.
 """
 
 from importlib import import_module

@@ -2,13 +2,13 @@
 
     FSDPToolsError                 anything this package raises on purpose
     ├── BlockDetectionError        the structure of a model could not be read (also ValueError)
-    ├── WrapPlanError              a plan or policy breaks a rule, or names something that is not there (also ValueError)
-    ├── MeshError                  parallel degrees do not fit the processes at hand (also ValueError)
-    ├── CheckpointError            a checkpoint is absent, damaged, or does not fit the model (also ValueError)
-    └── ConfigError                a setting is unknown or cannot be honoured (also ValueError)
+    ├── WrapPlanError              a plan or policy breaks a rule, or names something that is not there (also
+    ValueError) ├── MeshError                  parallel degrees do not fit the processes at hand (also ValueError) ├──
+    CheckpointError            a checkpoint is absent, damaged, or does not fit the model (also ValueError) └──
+    ConfigError                a setting is unknown or cannot be honoured (also ValueError)
 
-A message reads in this order: the fact, the offending value, the allowed values, the cure. Mistakes inside this package are
-`AssertionError`, never one of these.
+A message reads in this order: the fact, the offending value, the allowed values, the cure. Mistakes inside this package
+are `AssertionError`, never one of these.
 """
 
 __all__ = [
@@ -30,7 +30,8 @@ class BlockDetectionError(FSDPToolsError, ValueError):
 
 
 class WrapPlanError(FSDPToolsError, ValueError):
-    """A wrap plan or policy breaks a rule of a correct plan, or names a module or class that the model does not have."""
+    """A wrap plan or policy breaks a rule of a correct plan, or names a module or class that the model does not
+    have."""
 
 
 class MeshError(FSDPToolsError, ValueError):
@@ -38,7 +39,8 @@ class MeshError(FSDPToolsError, ValueError):
 
 
 class CheckpointError(FSDPToolsError, ValueError):
-    """A checkpoint is absent, damaged, or does not fit the model; names the file, key, and what was expected and found."""
+    """A checkpoint is absent, damaged, or does not fit the model; names the file, key, and what was expected and
+    found."""
 
 
 class ConfigError(FSDPToolsError, ValueError):

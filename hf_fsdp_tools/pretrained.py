@@ -70,11 +70,12 @@ def open_checkpoint(
         allow_pickle: read legacy `.bin` files where there are no safetensors.
         hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
 
-    Every rank of the default process group must call; without a group, this process opens for itself. Of each node one rank
-    asks the hub, and the others find what that one fetched. The ranks exchange errors and the commit.
+    Every rank of the default process group must call; without a group, this process opens for itself. Of each node one
+    rank asks the hub, and the others find what that one fetched. The ranks exchange errors and the commit.
 
     Raises:
-        CheckpointError: the checkpoint is absent or damaged, or nodes got different commits of it; the same on every rank.
+        CheckpointError: the checkpoint is absent or damaged, or nodes got different commits of it; the same on every
+            rank.
     """
     name = fspath(name_or_path)
     here, base = opened("looking for the checkpoint", name, partial(_look, name), hub_kwargs)
@@ -167,11 +168,11 @@ def from_pretrained(
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 
     Args:
-        name_or_path: a hub name, or a folder with `config.json` and safetensors; or a DCP folder, as `dcp.save`, Accelerate's
-            `save_state` and the Trainer (`checkpoint-500`) write it, with `config.json` in it or up to two folders above; or a
-            PEFT adapter (hub name or folder), whose base is loaded first.
-        peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`: adds a new adapter to the loaded
-            shards (`add_adapter`) and returns the `PeftModel`, of which only the adapter is trainable.
+        name_or_path: a hub name, or a folder with `config.json` and safetensors; or a DCP folder, as `dcp.save`,
+            Accelerate's `save_state` and the Trainer (`checkpoint-500`) write it, with `config.json` in it or up to two
+            folders above; or a PEFT adapter (hub name or folder), whose base is loaded first.
+        peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`: adds a new adapter to the
+            loaded shards (`add_adapter`) and returns the `PeftModel`, of which only the adapter is trainable.
         is_trainable: where `name_or_path` is an adapter, whether to train it on; it is frozen otherwise, as in PEFT.
         auto_class: the `AutoModelFor…` class, or a model class.
         policy: what becomes a unit; None means the accelerator's, or `HybridPolicy()`.
@@ -179,14 +180,17 @@ def from_pretrained(
         accelerator: takes mesh, precision, offload and activation checkpointing from its FSDP plugin, where they are
             not given here.
         dtype: of the weights that each rank keeps (the master weights). None means float32 where computation is in a
-            lower precision (`mp_policy.param_dtype`, or the accelerator's mixed precision), else the checkpoint's dtype.
-            A base with an adapter is frozen and needs no masters: None means the checkpoint's dtype. Adapters are float32.
+            lower precision (`mp_policy.param_dtype`, or the accelerator's mixed precision), else the checkpoint's
+            dtype. A base with an adapter is frozen and needs no masters: None means the checkpoint's dtype. Adapters
+            are float32.
         mp_policy: dtypes of computation and reduction.
         offload_policy: `CPUOffloadPolicy()` keeps the shards on the CPU between uses.
-        activation_checkpointing: recompute each block's activations in the backward pass; None means the plugin's choice.
+        activation_checkpointing: recompute each block's activations in the backward pass; None means the plugin's
+            choice.
         compile: compile each block in place, as in `shard_model`. An accelerator made to compile does so in `prepare`.
-        num_tokens: resize the vocabulary while loading, usually to `len(tokenizer)`. As `resize_token_embeddings` does it,
-            but old rows are read slice by slice, and new rows are the same for any number of ranks. Fewer tokens drop rows.
+        num_tokens: resize the vocabulary while loading, usually to `len(tokenizer)`. As `resize_token_embeddings` does
+            it, but old rows are read slice by slice, and new rows are the same for any number of ranks. Fewer tokens
+            drop rows.
         pad_to_multiple_of: round the number of rows up; alone, of the vocabulary as it is.
         mean_resizing: new rows are the mean of the old ones; False: the model's own initialisation.
         allow_pickle: read legacy `pytorch_model*.bin` where there are no safetensors; no code of the file is run.
@@ -215,7 +219,8 @@ def from_pretrained(
     )
     if checkpoint.adapter is not None and peft_config is not None:
         raise ConfigError(
-            f"{checkpoint.adapter!r} is an adapter, and peft_config asks for another. Give the base, or leave peft_config out."
+            f"{checkpoint.adapter!r} is an adapter, and peft_config asks for another. Give the base, or leave "
+            "peft_config out."
         )
     # 3 the model without storage
     is_frozen = checkpoint.adapter is not None or peft_config is not None
@@ -274,8 +279,8 @@ def _look(name: str, hub_kwargs: dict[str, Any]) -> tuple[dict[str, Any], tuple[
     base = written.get("base_model_name_or_path")
     if not base:
         raise CheckpointError(
-            f"The adapter {name!r} names no base model (base_model_name_or_path in {file.name}). Write the base's name or "
-            "folder there, or load the base and call load_adapter(model, folder)."
+            f"The adapter {name!r} names no base model (base_model_name_or_path in {file.name}). Write the base's "
+            "name or folder there, or load the base and call load_adapter(model, folder)."
         )
     revision = {"revision": written["revision"]} if written.get("revision") else {}
     kept = {key: value for key, value in hub_kwargs.items() if key not in ("revision", "subfolder")}
@@ -323,8 +328,8 @@ def _from_accelerator(
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if not hasattr(accelerator.state, "distributed_type"):
         raise ConfigError(
-            "Accelerate's state was reset after this accelerator was made: TrainingArguments does that. Make the arguments "
-            "first, then the accelerator and the model."
+            "Accelerate's state was reset after this accelerator was made: TrainingArguments does that. Make the "
+            "arguments first, then the accelerator and the model."
         )
     if plugin is None or plugin.fsdp_version != 2:
         raise ConfigError(
@@ -350,7 +355,8 @@ def _from_accelerator(
 
 
 def shard_arguments(accelerator: Any, mesh: DeviceMesh | None = None) -> dict[str, Any]:
-    """Keywords of `shard_model` as an Accelerator and its FSDP plugin say them: mesh, precision, offload, checkpointing.
+    """Keywords of `shard_model` as an Accelerator and its FSDP plugin say them: mesh, precision, offload,
+    checkpointing.
 
     Args:
         accelerator: of Accelerate, running FSDP2, with whatever plugin.
@@ -375,7 +381,8 @@ def _policy_from(accelerator: Any, model: PreTrainedModel) -> HybridPolicy:
 
 
 def _config_home(name: str) -> str:
-    """Where the config is: of a DCP folder that has none, the nearest of the two folders above; else the name itself."""
+    """Where the config is: of a DCP folder that has none, the nearest of the two folders above; else the name
+    itself."""
     folder = local_path(name)
     if folder is None or not folder.is_dir() or (folder / "config.json").is_file() or find_dcp_folder(folder) is None:
         return name

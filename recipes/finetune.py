@@ -11,7 +11,8 @@ A real one; every option of TRL's SFTConfig works (`--help` lists them):
         --model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/Capybara --learning_rate 1e-5 --max_length 4096
 
 LoRA: `--use_peft --lora_target_modules all-linear --lora_r 16` (TRL's options; the base stays in its stored dtype). The
-adapter is saved; `--merge_adapters` writes a checkpoint that needs no PEFT. QLoRA: `--load_in_4bit` besides (bitsandbytes;
+    adapter is saved; `--merge_adapters` writes a checkpoint that needs no PEFT. QLoRA: `--load_in_4bit` besides
+    (bitsandbytes;
 `--bnb_4bit_quant_type`, `--use_bnb_nested_quant`), a quarter of the bytes of a bf16 base.
 
 `--dataset_name` is a hub name, a folder, or a .jsonl/.json/.csv/.parquet/.txt file with a column `text`, `messages`, or
@@ -141,7 +142,8 @@ def main() -> None:
 
 def parse_arguments() -> tuple[ScriptArguments, SFTConfig, ModelArguments]:
     parser = TrlParser((ScriptArguments, SFTConfig, ModelArguments))
-    # The launch config decides precision, device and activation checkpointing; the last checkpoint is written in any case.
+    # The launch config decides precision, device and activation checkpointing; the last checkpoint is written in any
+    # case.
     checkpointing = next(
         name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(SFTConfig, name)
     )
@@ -228,8 +230,9 @@ def check_columns(dataset: Dataset, script: ScriptArguments, training: SFTConfig
     if training.dataset_text_field in columns or any(wanted <= columns for wanted in FORMATS):
         return
     raise ConfigError(
-        f"{script.dataset_name!r} has the columns {', '.join(sorted(columns))}; none can be trained on. Needed: `text`, "
-        "`messages`, or `prompt` and `completion`. Rename one, or name a text column with --dataset_text_field."
+        f"{script.dataset_name!r} has the columns {', '.join(sorted(columns))}; none can be trained on. Needed: "
+        "`text`, `messages`, or `prompt` and `completion`. Rename one, or name a text column with "
+        "--dataset_text_field."
     )
 
 
@@ -254,9 +257,9 @@ def generate(model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 
 def leave() -> NoReturn:
-    """End a run that succeeded without tearing the interpreter down. Threads of gloo and Arrow may still ask for it then,
-    and now and then that aborts the process with "terminate called without an active exception" (pytorch issues 190489 and
-    179291, arrow issue 45017), so that the launcher reports a failure after hours of good work."""
+    """End a run that succeeded without tearing the interpreter down. Threads of gloo and Arrow may still ask for it
+    then, and now and then that aborts the process with "terminate called without an active exception" (pytorch issues
+    190489 and 179291, arrow issue 45017), so that the launcher reports a failure after hours of good work."""
     atexit._run_exitfuncs()  # trackers write their last lines here
     sys.stdout.flush()
     sys.stderr.flush()

@@ -173,7 +173,8 @@ def _shrink(config: PreTrainedConfig) -> None:
 
 
 def randomize(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel:
-    """Make every parameter and persistent buffer random, norms around one, so that no value equals its initialisation."""
+    """Make every parameter and persistent buffer random, norms around one, so that no value equals its
+    initialisation."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():

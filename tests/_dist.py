@@ -20,8 +20,9 @@ __all__ = ["hide_gpus", "num_gpus", "run_ranks"]
 
 _GRACE_S = 10.0  # how long the other ranks may go on after one has failed (assumed: enough to report their own error)
 
-# The fork server imports these once, so that each further rank starts in about 0.1 s instead of 5. Where GPUs are, the second
-# list is left to each rank: PEFT imports bitsandbytes, which looks for GPUs, and CUDA that found none finds none after a fork.
+# The fork server imports these once, so that each further rank starts in about 0.1 s instead of 5. Where GPUs are, the
+# second list is left to each rank: PEFT imports bitsandbytes, which looks for GPUs, and CUDA that found none finds none
+# after a fork.
 _PRELOAD = [
     "torch.distributed.fsdp",
     "transformers.modeling_utils",
@@ -66,10 +67,10 @@ def run_ranks(
 ) -> list[Any]:
     """Each rank's return value of `fn(*args)`, in rank order.
 
-    `fn` must be a module-level function, its arguments and result picklable, tensors on the CPU. In it the default process
-    group is up (gloo; with `device="cuda"` also NCCL, and the rank's GPU is the current device), RANK, LOCAL_RANK,
-    WORLD_SIZE and LOCAL_WORLD_SIZE are set, and torch runs one thread. `fresh` ranks import everything anew (5 s), for
-    what libraries read from the environment at import.
+    `fn` must be a module-level function, its arguments and result picklable, tensors on the CPU. In it the default
+    process group is up (gloo; with `device="cuda"` also NCCL, and the rank's GPU is the current device), RANK,
+    LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set, and torch runs one thread. `fresh` ranks import everything anew
+    (5 s), for what libraries read from the environment at import.
 
     Raises:
         AssertionError: A rank raised, died or was still running at `timeout_s`; holds every failing rank's traceback.

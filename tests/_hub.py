@@ -1,4 +1,5 @@
-"""A small hub on this machine: enough of the real one's protocol that huggingface_hub downloads from it, and its moods."""
+"""A small hub on this machine: enough of the real one's protocol that huggingface_hub downloads from it, and its
+moods."""
 
 import hashlib
 import json
@@ -145,9 +146,9 @@ def fake_hub(repositories: dict[str, dict[str, Path]], moods: dict[str, Mood] | 
     Args:
         repositories: folders by name and revision.
         moods: by name, for how many requests of each weight file: "accepts" a request and does not answer; stops in the
-            middle of the file and keeps the connection ("stalls"), then answers nothing at all ("silences"), "closes" the
-            connection, "resets" it; "drips" the file over 3 s; or answers "HTTP 503", with "HTTP 429 5" a time to wait,
-            and with "HEAD" behind it also when only the file's size is asked for.
+            middle of the file and keeps the connection ("stalls"), then answers nothing at all ("silences"), "closes"
+            the connection, "resets" it; "drips" the file over 3 s; or answers "HTTP 503", with "HTTP 429 5" a time to
+            wait, and with "HEAD" behind it also when only the file's size is asked for.
     """
     server = FakeHub(repositories)
     server.moods |= moods or {}

@@ -1,4 +1,5 @@
-"""Tests see no GPU, unless they run ranks on one (`run_ranks(…, device="cuda")`): they pass alike with and without GPUs."""
+"""Tests see no GPU, unless they run ranks on one (`run_ranks(…, device="cuda")`): they pass alike with and without
+GPUs."""
 
 from tests._dist import hide_gpus
 

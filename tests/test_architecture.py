@@ -1,4 +1,5 @@
-"""The shape of the package: a room imports only rooms above it, `__all__` is what is public, importing changes nothing."""
+"""The shape of the package: a room imports only rooms above it, `__all__` is what is public, importing changes
+nothing."""
 
 import ast
 import importlib

@@ -1,4 +1,5 @@
-"""Slow storage, simulated: each read call takes as long as it would there, whether the page cache has the bytes or not."""
+"""Slow storage, simulated: each read call takes as long as it would there, whether the page cache has the bytes or
+not."""
 
 import fcntl
 import mmap

@@ -50,7 +50,8 @@ __all__ = [
 Stored = StoredTensor | ChunkedTensor
 
 NAMELESS = (Concatenate, MergeModulelist)
-"""Operations that see tensors and patterns, but not which layer or model they are from (`tests/unit/test_conversion.py`)."""
+"""Operations that see tensors and patterns, but not which layer or model they are from
+(`tests/unit/test_conversion.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,8 @@ class LoadMap:
     """Keys of the checkpoint, after renaming, that the model has no place for."""
 
     used_conversions: tuple[Any, ...] | None
-    """transformers' transforms that matched a key; saving reverts these. None: the model was not stored as on the hub."""
+    """transformers' transforms that matched a key; saving reverts these. None: the model was not stored as on the
+    hub."""
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -188,7 +190,8 @@ def _trace_once(
 
 
 def _looks(group: ConversionGroup, stored: Mapping[str, Stored], dtype: torch.dtype) -> Hashable:
-    """All that the group's conversion can see, equal for groups that differ in names alone. None where it sees names."""
+    """All that the group's conversion can see, equal for groups that differ in names alone. None where it sees
+    names."""
     if group.transform is None or not all(type(op) in NAMELESS for op in group.transform.operations):
         return None
     inputs: list[Hashable] = []

@@ -1,4 +1,5 @@
-"""This rank's share of a model, filled: read, converted, packed, and under HSDP received from the replica that read it."""
+"""This rank's share of a model, filled: read, converted, packed, and under HSDP received from the replica that read
+it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -81,8 +82,9 @@ def fill_shards(
 ) -> Filled:
     """Fill the memory of an allocated model, as `load_weights` says. Every rank must call.
 
-    Under HSDP (a parameter that is sharded along one axis of its mesh and replicated along another) the first replica reads, and
-    each shard is broadcast along the replicate axis, over the mesh's own process group: each byte is read once.
+    Under HSDP (a parameter that is sharded along one axis of its mesh and replicated along another) the first replica
+    reads, and each shard is broadcast along the replicate axis, over the mesh's own process group: each byte is read
+    once.
 
     Raises:
         CheckpointError: reading fails on some rank; the same on every rank.
@@ -159,7 +161,8 @@ def _convert_whole(
     staging_bytes: int,
     on_bytes: Callable[[int], object],
 ) -> TransferStats:
-    """Conversions that compute: one group at a time, its stored tensors read whole, converted, and this rank's part kept."""
+    """Conversions that compute: one group at a time, its stored tensors read whole, converted, and this rank's part
+    kept."""
     state, index = persistent_tensors(model), match.index
     stats = TransferStats()
     for group in opaque:
@@ -185,7 +188,8 @@ def _convert_whole(
 
 
 def _receive(state: Mapping[str, torch.Tensor], keys: Iterable[str]) -> None:
-    """Broadcast shards along every axis of their mesh along which they are replicated, from the first rank of the axis."""
+    """Broadcast shards along every axis of their mesh along which they are replicated, from the first rank of the
+    axis."""
     for key in keys:
         tensor = state[key]
         assert isinstance(tensor, DTensor)

@@ -21,8 +21,8 @@ __all__ = ["gather_to_first"]
 def gather_to_first(tensor: torch.Tensor, *, staging_bytes: int) -> torch.Tensor | None:
     """The whole of a sharded (or plain) tensor on the host of rank 0; None on every other rank.
 
-    Every rank of the default process group must call. Each rank that holds a part sends it, at most `staging_bytes` at a
-    time, so that no rank but the first holds more than its shard and such a piece.
+    Every rank of the default process group must call. Each rank that holds a part sends it, at most `staging_bytes` at
+    a time, so that no rank but the first holds more than its shard and such a piece.
 
     Raises:
         CheckpointError: rank 0 has no memory for it; the same on every rank, before anything is sent.

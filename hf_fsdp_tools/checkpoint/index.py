@@ -62,7 +62,8 @@ class CheckpointIndex:
     """Bytes read to make this index: headers and index file."""
 
     is_model_state: bool = False
-    """Whether keys and tensors are as in the model itself (a DCP folder), not as on the hub: nothing to convert then."""
+    """Whether keys and tensors are as in the model itself (a DCP folder), not as on the hub: nothing to convert
+    then."""
 
     commit: str | None = None
     """Of a hub name, the commit that was fetched or found in the cache."""
@@ -273,9 +274,9 @@ def _refuse_pickled(files: Iterable[Path]) -> None:
     pickled = [file for file in files if _is_pickled(file)]
     if pickled:
         raise CheckpointError(
-            f"{str(pickled[0].parent)!r} holds only pickled weights ({', '.join(f.name for f in pickled)}), which are read "
-            "only when asked. Pass allow_pickle=True (torch's restricted unpickler then runs no code of the file), or convert "
-            "the checkpoint to safetensors once: "
+            f"{str(pickled[0].parent)!r} holds only pickled weights ({', '.join(f.name for f in pickled)}), which are "
+            "read only when asked. Pass allow_pickle=True (torch's restricted unpickler then runs no code of the "
+            "file), or convert the checkpoint to safetensors once: "
             f"AutoModelForCausalLM.from_pretrained({str(pickled[0].parent)!r}).save_pretrained(new_folder)"
         )
 
@@ -336,12 +337,13 @@ def _read_listing(file: Path, suffix: str) -> _Listing:
     for name, place in files.items():
         if leaves_folder(name) or not name.endswith(suffix):
             problems.append(
-                f"{file}: names the file {shortened(name)}; expected a {suffix[1:]} file inside the folder. Where you trust "
-                "its source, put the file there and name it so."
+                f"{file}: names the file {shortened(name)}; expected a {suffix[1:]} file inside the folder. Where you "
+                "trust its source, put the file there and name it so."
             )
         elif not place.is_file():
             problems.append(
-                f"{file}: names {shortened(name)} for {counts[name]} tensors, which {_instead(place)}. Download or save it again."
+                f"{file}: names {shortened(name)} for {counts[name]} tensors, which {_instead(place)}. Download or "
+                "save it again."
             )
     if problems:
         raise CheckpointError(_joined(problems))
@@ -356,7 +358,8 @@ def _instead(file: Path) -> str:
 
 
 def _fetch_weights(name: str, allow_pickle: bool, hub_kwargs: dict[str, Any]) -> tuple[Path, str]:
-    """The local folder of a hub checkpoint, and its commit: its index first, then exactly the files that the index names."""
+    """The local folder of a hub checkpoint, and its commit: its index first, then exactly the files that the index
+    names."""
     folder, pinned = fetch(name, WEIGHTS, WEIGHTS_INDEX, **hub_kwargs)
     more = partial(fetch, name, **(hub_kwargs | pinned))
     if not (folder / WEIGHTS).is_file():

@@ -1,4 +1,5 @@
-"""Which byte of which file every element of a model is saved to: worked out alike on every rank, before anything is written."""
+"""Which byte of which file every element of a model is saved to: worked out alike on every rank, before anything is
+written."""
 
 import json
 from collections.abc import Mapping
@@ -50,7 +51,8 @@ class Layout:
     """Where it goes."""
 
     mark: str
-    """Part of the temporary file names, chosen by rank 0: a file that another save left behind is not taken for ours."""
+    """Part of the temporary file names, chosen by rank 0: a file that another save left behind is not taken for
+    ours."""
 
     places: Mapping[str, Place]
     """Hub key to place."""

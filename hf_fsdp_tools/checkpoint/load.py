@@ -47,12 +47,13 @@ def load_weights(
     progress: bool | None = None,
     **hub_kwargs: Any,
 ) -> LoadReport:
-    """Fill a sharded (or plain) meta model from a Hugging Face checkpoint, in place; each rank reads only its own share.
+    """Fill a sharded (or plain) meta model from a Hugging Face checkpoint, in place; each rank reads only its own
+    share.
 
-    The result equals `from_pretrained` bit for bit: transformers' own conversions, ties and initialisation of what is in no
-    file. Conversions that only move data are composed with the shard, so that just the needed ranges are read; any
-    other is run on whole tensors, one conversion at a time, and counted in the report. Under HSDP the first replica reads, and
-    each shard is broadcast to the others.
+    The result equals `from_pretrained` bit for bit: transformers' own conversions, ties and initialisation of what is
+    in no file. Conversions that only move data are composed with the shard, so that just the needed ranges are read;
+    any other is run on whole tensors, one conversion at a time, and counted in the report. Under HSDP the first replica
+    reads, and each shard is broadcast to the others.
 
     Tied weights are read once, from whichever name the file has. Where a config ties two names and the file holds
     different values for them, transformers leaves them untied; a sharded model cannot be untied any more, so that is
@@ -66,33 +67,34 @@ def load_weights(
         device: where storage goes. None: the mesh's device, the CPU for a CPU-offloaded or plain model.
         ignore_mismatched_sizes: initialise tensors of other shape than the checkpoint's instead of refusing them.
         strict: refuse missing and unexpected keys instead of reporting them.
-        added_tokens: where the model's vocabulary was resized (`num_tokens` of `from_pretrained`, or on meta, before it is
-            sharded, `model.resize_token_embeddings(…, mean_resizing=False)`): old rows are read from the files slice by
-            slice, and new ones are the mean of the old ("mean") or drawn by the model's own initialisation ("random"); the
-            same values for any number of ranks. None refuses a checkpoint of another vocabulary.
+        added_tokens: where the model's vocabulary was resized (`num_tokens` of `from_pretrained`, or on meta, before it
+            is sharded, `model.resize_token_embeddings(…, mean_resizing=False)`): old rows are read from the files slice
+            by slice, and new ones are the mean of the old ("mean") or drawn by the model's own initialisation
+            ("random"); the same values for any number of ranks. None refuses a checkpoint of another vocabulary.
         check_finite: refuse NaN and infinity in what was read; each rank looks at its own shards.
         seed: of what the model initialises itself; the values do not depend on the number of ranks.
         staging_bytes: bound of host memory above the shards; at least 1 MiB.
         requests_in_flight: reads of this rank at a time. The default suits the page cache, local disks and network file
             systems; more may help where one request takes very long, fewer where a file server throttles.
-        progress: a bar with bytes and speed on rank 0, over that rank's own bytes. None: where standard error is a terminal
-            and transformers' and the hub's bars are on.
+        progress: a bar with bytes and speed on rank 0, over that rank's own bytes. None: where standard error is a
+            terminal and transformers' and the hub's bars are on.
         hub_kwargs: `allow_pickle` (for legacy `.bin` files), `revision`, `token`, `cache_dir`, `local_files_only`,
             `subfolder`, as for `CheckpointIndex.open`.
 
-    Every rank of the default process group must call; without a group, one process loads all. The ranks exchange errors and
-    the figures of the report, and under HSDP shards along the replicate axis.
+    Every rank of the default process group must call; without a group, one process loads all. The ranks exchange errors
+    and the figures of the report, and under HSDP shards along the replicate axis.
 
-    Storage that does not answer is named after 30 s, with file and position; the timeout of the process group ends the job.
+    Storage that does not answer is named after 30 s, with file and position; the timeout of the process group ends the
+    job.
 
-    A load that fails leaves no half of a model: what was on meta is on meta again and its memory is free, so that it can
-    be tried again; floating-point tensors that had storage before become NaN if reading had begun.
+    A load that fails leaves no half of a model: what was on meta is on meta again and its memory is free, so that it
+    can be tried again; floating-point tensors that had storage before become NaN if reading had begun.
 
     Raises:
         CheckpointError: the checkpoint is absent or damaged, or does not fit; the same on every rank, and before
             anything is changed unless reading itself fails.
-        ConfigError: `staging_bytes` or `requests_in_flight` is too small, or `dtype` is not what parameters that have storage
-            already have.
+        ConfigError: `staging_bytes` or `requests_in_flight` is too small, or `dtype` is not what parameters that have
+            storage already have.
     """
     if staging_bytes < 2**20:
         raise ConfigError(f"staging_bytes is {staging_bytes}; it must be at least {2**20} (1 MiB).")
@@ -187,14 +189,14 @@ def _refuse_other_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
     """A dtype can be chosen only for parameters that get their storage now, and not for packed ones."""
     if dtype and (packed := packed_linears(model)):
         raise ConfigError(
-            f"dtype={dtype} cannot be honoured: {min(packed)!r} holds 4-bit values, which have the dtype of their storage. Give "
-            "dtype to build_meta_model or from_pretrained, or leave it out."
+            f"dtype={dtype} cannot be honoured: {min(packed)!r} holds 4-bit values, which have the dtype of their "
+            "storage. Give dtype to build_meta_model or from_pretrained, or leave it out."
         )
     for name, parameter in model.named_parameters():
         if dtype and parameter.is_floating_point() and not parameter.is_meta and parameter.dtype != dtype:
             raise ConfigError(
-                f"dtype={dtype} cannot be honoured: {name!r} has storage in {parameter.dtype} already. Build the model on meta "
-                "(build_meta_model), or leave dtype out."
+                f"dtype={dtype} cannot be honoured: {name!r} has storage in {parameter.dtype} already. Build the "
+                "model on meta (build_meta_model), or leave dtype out."
             )
 
 

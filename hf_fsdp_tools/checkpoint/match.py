@@ -175,8 +175,8 @@ def _refuse_mismatched(mismatched: Collection[Mismatch], index: CheckpointIndex,
     rows = listed_lines(f"{key}: {list(a)} in the checkpoint, {list(b)} in the model" for key, a, b in mismatched)
     hint = "" if resize_vocabulary else " (or added_tokens, where the vocabulary alone was resized)"
     raise CheckpointError(
-        f"{len(mismatched)} tensors of {index.name!r} have another shape than the model's:\n{rows}\nUse the config that "
-        f"belongs to the checkpoint, or pass ignore_mismatched_sizes=True to initialise these anew{hint}."
+        f"{len(mismatched)} tensors of {index.name!r} have another shape than the model's:\n{rows}\nUse the config "
+        f"that belongs to the checkpoint, or pass ignore_mismatched_sizes=True to initialise these anew{hint}."
     )
 
 
@@ -212,8 +212,8 @@ def check_ties(match: Match, *, staging_bytes: int) -> None:
                     read_transfers(transfers_into(value, tensor, slab, index.source), staging_bytes=staging_bytes // 2)
                 if not torch.equal(values[0], values[1]):
                     raise CheckpointError(
-                        f"{index.name!r}: the config ties {name!r} and {other!r}, but the checkpoint holds different values "
-                        "for them. Set tie_word_embeddings=False in the config to keep both."
+                        f"{index.name!r}: the config ties {name!r} and {other!r}, but the checkpoint holds different "
+                        "values for them. Set tie_word_embeddings=False in the config to keep both."
                     )
 
 
@@ -235,16 +235,20 @@ def _slabs(box: Box, dtype: torch.dtype, num_bytes: int) -> Iterator[Box]:
         yield Box(start=(box.start[0] + i, *box.start[1:]), length=(count, *box.length[1:])) if box.length else box
 
 
-_SLAB_ELEMENTS = 2**22  # looked at in one go, so that the check needs a few MiB whatever the model (assumed)
-_CURE = "Dequantise it once: load it with from_pretrained, call model.dequantize(), save it, and remove quantization_config."
+_SLAB_ELEMENTS = 2**22
+"""Values that are looked at in one go, so that the check needs a few MiB whatever the model. (assumed)"""
+
+_CURE = (
+    "Dequantise it once: load it with from_pretrained, call model.dequantize(), save it, remove quantization_config."
+)
 
 
 def _refuse_quantized(model: nn.Module, load_map: LoadMap, index: CheckpointIndex) -> None:
     """Refuse packed values, from which no shard of a parameter can be cut, and a config that does not fit the files.
 
-    The files decide: a tensor is packed if it fills a floating-point parameter with integers, or if it stands beside the
-    parameter of the same module as a key that the model does not know (`qweight`, `weight_packed`, and the scales of
-    an 8-bit `weight`), whatever the method is called.
+    The files decide: a tensor is packed if it fills a floating-point parameter with integers, or if it stands beside
+    the parameter of the same module as a key that the model does not know (`qweight`, `weight_packed`, and the scales
+    of an 8-bit `weight`), whatever the method is called.
 
     Raises:
         CheckpointError: the same on every rank; nothing has been read.
@@ -257,8 +261,8 @@ def _refuse_quantized(model: nn.Module, load_map: LoadMap, index: CheckpointInde
     if not packed:
         found = ", ".join(sorted({dtype_name(t.dtype) for t in index.tensors.values()}))
         raise CheckpointError(
-            f"{index.name!r}: the config says that it is quantised ({method}), but its files hold plain values ({found}). "
-            "Remove quantization_config from the config to load these."
+            f"{index.name!r}: the config says that it is quantised ({method}), but its files hold plain values "
+            f"({found}). Remove quantization_config from the config to load these."
         )
     rows = listed_lines(
         f"{t.file}: {t.key!r} holds {dtype_name(t.dtype)}, expected floating-point values for {target!r}"
@@ -266,13 +270,14 @@ def _refuse_quantized(model: nn.Module, load_map: LoadMap, index: CheckpointInde
     )
     says = f"quantised ({method})" if method else "quantised, although its config has no quantization_config"
     raise CheckpointError(
-        f"The checkpoint {index.name!r} is {says}; only floating-point checkpoints, and 4-bit ones of bitsandbytes, can be read "
-        f"into shards.\n{rows}\n{_CURE}"
+        f"The checkpoint {index.name!r} is {says}; only floating-point checkpoints, and 4-bit ones of bitsandbytes, "
+        f"can be read into shards.\n{rows}\n{_CURE}"
     )
 
 
 def refuse_not_finite(model: nn.Module, keys: Iterable[str]) -> None:
-    """Refuse NaN and infinity in what was loaded; each rank looks at its own shards, and of 4-bit weights at the scales.
+    """Refuse NaN and infinity in what was loaded; each rank looks at its own shards, and of 4-bit weights at the
+    scales.
 
     Raises:
         CheckpointError: names every such key, with a count; of this rank's part only.
@@ -298,7 +303,8 @@ def _packed_tensors(
     stored: Mapping[str, StoredTensor | ChunkedTensor],
     layers: Collection[str],
 ) -> list[tuple[StoredTensor | ChunkedTensor, str]]:
-    """(stored tensor, key of the parameter it stands for) wherever packed values take the place of floating-point ones."""
+    """(stored tensor, key of the parameter it stands for) wherever packed values take the place of floating-point
+    ones."""
     parameters = model.named_parameters(remove_duplicate=False)
     floats = {key for key, parameter in parameters if parameter.is_floating_point() and key not in layers}
     of_source = {source: tensor for tensor in stored.values() for source in tensor.sources}

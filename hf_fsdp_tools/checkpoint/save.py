@@ -71,20 +71,21 @@ def save_pretrained(
         folder: made if it is not there; must be on a file system that all ranks see. Weight files of an earlier save
             are removed.
         tokenizer: saved beside the model.
-        dtype: what floating-point tensors become in the files; None keeps the model's. 4-bit weights are saved as bitsandbytes
-            does, with their scales, and cannot be cast.
+        dtype: what floating-point tensors become in the files; None keeps the model's. 4-bit weights are saved as
+            bitsandbytes does, with their scales, and cannot be cast.
         max_shard_size: largest weight file, in bytes or as "5GB".
         staging_bytes: bound of host memory used for casting and scattering.
         merge_adapters: write the base of a PEFT model with the active adapters merged into it, equal to PEFT's
-            `merge_and_unload` bit for bit; the model stays as it is. Adapted modules are gathered one at a time, and this
-            rank's merged shards of them are held until they are written.
+            `merge_and_unload` bit for bit; the model stays as it is. Adapted modules are gathered one at a time, and
+            this rank's merged shards of them are held until they are written.
 
     Every rank of the default process group must call. The ranks exchange errors and, for what is gathered, tensors.
 
     Raises:
         ConfigError: adapters that cannot be merged, or have no `PeftModel` around them.
         CheckpointError: the model is on meta; the folder is a file, cannot be written or is not seen by all ranks; the
-            disk is full. The same on every rank. Files of an earlier save are then still there, unless renaming itself fails.
+            disk is full. The same on every rank. Files of an earlier save are then still there, unless renaming itself
+            fails.
     """
     start = time.perf_counter()
     rank, _ = rank_and_size()
@@ -146,8 +147,8 @@ def _refuse_meta(model: nn.Module) -> None:
     empty = [key for key, tensor in persistent_tensors(model).items() if tensor.is_meta]
     if empty:
         raise CheckpointError(
-            f"{len(empty)} tensors are on meta and have no values, {empty[0]!r} first. Load the model with load_weights or "
-            "from_pretrained before it is saved; after a failed load, load it again."
+            f"{len(empty)} tensors are on meta and have no values, {empty[0]!r} first. Load the model with "
+            "load_weights or from_pretrained before it is saved; after a failed load, load it again."
         )
 
 
@@ -155,7 +156,8 @@ def _refuse_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
     """4-bit weights are bytes under the name of a floating-point dtype."""
     if dtype is not None and (packed := packed_linears(model)):
         raise CheckpointError(
-            f"dtype={dtype} cannot be honoured: {min(packed)!r} holds 4-bit values, which a cast destroys. Leave dtype out."
+            f"dtype={dtype} cannot be honoured: {min(packed)!r} holds 4-bit values, which a cast destroys. Leave "
+            "dtype out."
         )
 
 
@@ -205,7 +207,8 @@ def _check_visible(layout: Layout) -> None:
 
 
 def _publish(model: nn.Module, layout: Layout) -> None:
-    """Give complete files their names, then the index; what an earlier save left and this one does not have goes last."""
+    """Give complete files their names, then the index; what an earlier save left and this one does not have goes
+    last."""
     kept = set(layout.files)
     try:
         for file in layout.files:
@@ -309,7 +312,8 @@ def _is_scattered(transfers: list[Transfer]) -> bool:
 
 
 def _write_gathered(model: nn.Module, key: str, layout: Layout, staging_bytes: int) -> TransferStats:
-    """Gather on rank 0 the model tensors that one saved tensor comes from, revert the conversion for real, and write it."""
+    """Gather on rank 0 the model tensors that one saved tensor comes from, revert the conversion for real, and write
+    it."""
     place = layout.places[key]
     state = saved_tensors(model)
     whole = {n: gather_to_first(state[n], staging_bytes=staging_bytes) for n in sorted(place.tensor.sources)}

@@ -25,8 +25,8 @@ def save_adapter(
 ) -> SaveReport:
     """Write `adapter_model.safetensors` and `adapter_config.json`; `PeftModel.from_pretrained` opens them.
 
-    PEFT chooses what belongs to an adapter (`modules_to_save` too) and writes it, on rank 0; adapters are small, so they
-    are gathered there, one tensor at a time.
+    PEFT chooses what belongs to an adapter (`modules_to_save` too) and writes it, on rank 0; adapters are small, so
+    they are gathered there, one tensor at a time.
 
     Args:
         model: a `PeftModel`, sharded or not.
@@ -68,8 +68,8 @@ def save_adapter(
 def _gather_adapter(model: nn.Module, dtype: torch.dtype | None, *, keep: bool) -> dict[str, torch.Tensor]:
     """Every tensor that PEFT may write, whole on the CPU; empty stand-ins unless kept.
 
-    These are the tensors of PEFT's wrappers without what they wrap, of its prompt encoders, whatever is trained, and what
-    PEFT chooses beside that (embeddings that were resized, or have an adapter).
+    These are the tensors of PEFT's wrappers without what they wrap, of its prompt encoders, whatever is trained, and
+    what PEFT chooses beside that (embeddings that were resized, or have an adapter).
     """
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     base = {id(tensor) for tensor in bare_model(base_of(model)).model.state_dict(keep_vars=True).values()}

@@ -54,7 +54,8 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def replicated_axes(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """The axes of a sharded DTensor's mesh along which every rank holds the same part, each with this rank's coordinate.
+    """The axes of a sharded DTensor's mesh along which every rank holds the same part, each with this rank's
+    coordinate.
 
     Empty for what is not sharded along another axis: a tensor that every rank holds whole.
     """

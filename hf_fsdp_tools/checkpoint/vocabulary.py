@@ -55,15 +55,16 @@ def resize_vocabulary(model: PreTrainedModel, num_tokens: int | None, pad_to_mul
             model.resize_token_embeddings(num_tokens, pad_to_multiple_of, mean_resizing=False)
     except (TypeError, ValueError, NotImplementedError, AttributeError, RuntimeError) as error:
         raise ConfigError(
-            f"The vocabulary of {type(model).__name__} cannot be resized: {str(error).splitlines()[0]} Load it with the "
-            "vocabulary that its checkpoint has."
+            f"The vocabulary of {type(model).__name__} cannot be resized: {str(error).splitlines()[0]} Load it with "
+            "the vocabulary that its checkpoint has."
         ) from error
 
 
 def resized_twin(
     model: PreTrainedModel, num_tokens: int | None, pad_to_multiple_of: int | None = None
 ) -> PreTrainedModel:
-    """A model on meta of the same config, resized: what transformers changed in it is what has to change in the model."""
+    """A model on meta of the same config, resized: what transformers changed in it is what has to change in the
+    model."""
     with original_classes(model):
         twin = build_meta_model(model.config, auto_class=type(model), dtype=model.dtype)
     resize_vocabulary(twin, num_tokens, pad_to_multiple_of)
@@ -90,9 +91,9 @@ def vocabulary_dims(model: nn.Module) -> dict[str, int]:
 def fill_added(model: nn.Module, added: Mapping[str, AddedRows], how: AddedTokens, seed: int) -> None:
     """Fill the new rows of loaded tensors, in place, with values that do not depend on the number of ranks.
 
-    "mean": each new row is the mean of the old ones, exactly (transformers adds noise of 3e-5 of their spread to it). The
-    ranks add up their rows as integers, whose sum has no rounding. "random", and buffers in any case: the model's own
-    initialisation, from a generator seeded by `seed` and the module's name, of the new rows alone.
+    "mean": each new row is the mean of the old ones, exactly (transformers adds noise of 3e-5 of their spread to it).
+    The ranks add up their rows as integers, whose sum has no rounding. "random", and buffers in any case: the model's
+    own initialisation, from a generator seeded by `seed` and the module's name, of the new rows alone.
 
     Every rank must call; each gathers two numbers and one row per tensor from the others.
 
@@ -154,8 +155,8 @@ def _exact_mean(key: str, tensor: torch.Tensor, rows: AddedRows) -> torch.Tensor
     peaks = all_ranks(max((float(part.abs().max()) for _, part in parts), default=0.0) if finite else None)
     if None in peaks:
         raise CheckpointError(
-            f"{key!r} holds values that are not finite, so its rows have no mean. Use added_tokens='random', or another "
-            "checkpoint."
+            f"{key!r} holds values that are not finite, so its rows have no mean. Use added_tokens='random', or "
+            "another checkpoint."
         )
     peak = max(peak for peak in peaks if peak is not None)
     # Each value becomes a whole number of so small a unit that the sum of all rows still fits into 62 bits.

@@ -68,18 +68,19 @@ def diagnose(
 ) -> Diagnosis:
     """Check a model against a plan, before the first step or at any time: what is sharded wrong, and what cures it.
 
-    The model may be sharded by `shard_model`, by Accelerate, by hand with `fully_shard`, by FSDP1, or not at all; on any
-    device, meta included. It is not changed.
+    The model may be sharded by `shard_model`, by Accelerate, by hand with `fully_shard`, by FSDP1, or not at all; on
+    any device, meta included. It is not changed.
 
     Args:
         model: as it is trained. Names in findings are those of the model without wrappers around its modules.
-        plan: to check against; None means the plan that `shard_model` remembers, else one that is made from the structure.
+        plan: to check against; None means the plan that `shard_model` remembers, else one that is made from the
+            structure.
         policy: for the plan that is made from the structure.
         values: also look for NaN and infinity in every parameter and buffer: reads all of this rank's shards once.
 
-    Every rank of the default process group must call. The ranks gather a few short findings and two checksums each; where
-    checksums differ, rank 0 also sends its table of units, shapes and buffers (about 100 bytes per parameter). Non-persistent
-    buffers are copied to the CPU one by one. Under the "fake" backend nothing is communicated.
+    Every rank of the default process group must call. The ranks gather a few short findings and two checksums each;
+    where checksums differ, rank 0 also sends its table of units, shapes and buffers (about 100 bytes per parameter).
+    Non-persistent buffers are copied to the CPU one by one. Under the "fake" backend nothing is communicated.
 
     Raises:
         ConfigError: both `plan` and `policy` are given.
@@ -240,15 +241,15 @@ def _differences_between_ranks(report: _Report) -> Iterator[Finding]:
             severity="error",
             fact="Units or parameters differ between ranks, which would wait for each other for ever. "
             + "; ".join(differing),
-            cure="Build the same model with the same policy on every rank: same config, adapters, dtype and library versions.",
+            cure="Build the same model with the same policy on every rank: config, adapters, dtype, library versions.",
         )
     if differing := _differing(report.buffers):
         yield Finding(
             code="buffers-differ",
             severity="error",
             fact=f"Non-persistent buffers differ between ranks; no checkpoint holds them. {'; '.join(differing)}",
-            cure="Initialise them on every rank after allocating: load_weights does (initialize_missing); after a to_empty() "
-            "of your own, run the model's _init_weights for the modules that own them.",
+            cure="Initialise them on every rank after allocating: load_weights does (initialize_missing); after a "
+            "to_empty() of your own, run the model's _init_weights for the modules that own them.",
         )
 
 
@@ -280,10 +281,10 @@ def _counted_findings(by_rank: list[dict[tuple[str, str], int]], num_parameters:
         yield Finding(
             code="empty-shards",
             severity="info",
-            fact=f"{sum(empty)} of {num_parameters * len(empty)} shards are empty, most on rank {rank} ({empty[rank]}): "
-            "FSDP2 splits them along a dimension that has fewer indices than there are ranks.",
-            cure="Nothing: they train correctly. Code that tells parameters apart by data_ptr() confuses them, Accelerate's own "
-            "prepare(model, optimizer) too; that of make_accelerator() does not.",
+            fact=f"{sum(empty)} of {num_parameters * len(empty)} shards are empty, most on rank {rank} "
+            f"({empty[rank]}): FSDP2 splits them along a dimension that has fewer indices than there are ranks.",
+            cure="Nothing: they train correctly. Code that tells parameters apart by data_ptr() confuses them, "
+            "Accelerate's own prepare(model, optimizer) too; that of make_accelerator() does not.",
         )
     ties = {name: sum(c.get(("tie", name), 0) for c in by_rank) for what, name in by_rank[0] if what == "tie"}
     if ties:
@@ -305,8 +306,8 @@ def _counted_findings(by_rank: list[dict[tuple[str, str], int]], num_parameters:
             severity="error",
             fact=f"{len(bad)} tensors hold NaN or infinity: "
             f"{listed([f'{name} ({count} elements)' for name, count in bad.most_common()])}.",
-            cure="Load the checkpoint again with load_weights, which initialises what it does not hold; memory that nobody wrote "
-            "looks like this too. If the values came in training, go back to the last good checkpoint.",
+            cure="Load the checkpoint again with load_weights, which initialises what it does not hold; memory that "
+            "nobody wrote looks like this too. If the values came in training, go back to the last good checkpoint.",
         )
 
 

@@ -28,7 +28,8 @@ _NEEDED = {
     "safetensors": ("0.6", None),
     "huggingface_hub": ("1.0", None),
 }
-"""Required packages: the least version, as in pyproject.toml, and the last that the tests ran with (None: any later)."""
+"""Required packages: the least version, as in pyproject.toml, and the last that the tests ran with (None: any
+later)."""
 
 _OPTIONAL = ("peft", "trl", "datasets")
 
@@ -176,7 +177,7 @@ def _check_devices(backends: tuple[str, ...]) -> Iterator[Finding]:
         yield Finding(
             code="no-nccl",
             severity="error",
-            fact=f"There are {torch.cuda.device_count()} CUDA devices and no NCCL; the backends are {', '.join(backends)}.",
+            fact=f"{torch.cuda.device_count()} CUDA devices and no NCCL; the backends are {', '.join(backends)}.",
             cure="Install the torch wheel for CUDA on Linux.",
         )
     if torch.version.cuda and not has_cuda:

@@ -247,7 +247,8 @@ def _check_managed(live: LiveModel) -> Iterator[Finding]:
 
 
 def _check_padding(live: LiveModel) -> Iterator[Finding]:
-    """Padding that FSDP2 stores and sends where a dimension has too few indices for the ranks: fused experts above all."""
+    """Padding that FSDP2 stores and sends where a dimension has too few indices for the ranks: fused experts above
+    all."""
     total = padding = 0.0
     padded: list[str] = []
     for weight in live.tree.weights:

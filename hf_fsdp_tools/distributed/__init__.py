@@ -1,1 +1,2 @@
-"""Which processes share what, and how they agree: parallel degrees, the device mesh, and outcomes that all ranks learn of."""
+"""Which processes share what, and how they agree: parallel degrees, the device mesh, and outcomes that all ranks learn
+of."""

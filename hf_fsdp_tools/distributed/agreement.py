@@ -78,8 +78,8 @@ def opened(
 ) -> T:
     """The result of `open_it(hub_kwargs)`, which fetches what `name_or_path` names, on every rank.
 
-    A local path is opened by all ranks at once. A hub name is opened by the first rank of each node, and then by the others
-    with `local_files_only`: a job asks the hub once per node, and a hub that fails makes nobody wait twice.
+    A local path is opened by all ranks at once. A hub name is opened by the first rank of each node, and then by the
+    others with `local_files_only`: a job asks the hub once per node, and a hub that fails makes nobody wait twice.
 
     Args:
         doing: as for `agreed`.
@@ -106,7 +106,8 @@ def opened(
 
 
 def refuse_other_commits(name_or_path: str | PathLike[str], commit: str | None) -> None:
-    """Stop where nodes got different commits of one name: it was pushed to meanwhile, or one of them has only an older one.
+    """Stop where nodes got different commits of one name: it was pushed to meanwhile, or one of them has only an older
+    one.
 
     Every rank must call.
 
@@ -117,6 +118,6 @@ def refuse_other_commits(name_or_path: str | PathLike[str], commit: str | None) 
     if len(set(commits)) > 1:
         found = ", ".join(f"{c or 'a local folder'} on rank {commits.index(c)}" for c in dict.fromkeys(commits))
         raise CheckpointError(
-            f"{str(name_or_path)!r} is not the same on all nodes: {found}. Give one commit as revision, or download it first "
-            "and give the folder."
+            f"{str(name_or_path)!r} is not the same on all nodes: {found}. Give one commit as revision, or download "
+            "it first and give the folder."
         )

@@ -40,8 +40,8 @@ class ParallelDims:
         dp_shard_size = self.dp_shard_size or world_size // self.dp_replicate_size
         if self.dp_replicate_size * dp_shard_size != world_size:
             raise MeshError(
-                f"dp_replicate_size {self.dp_replicate_size} x dp_shard_size {self.dp_shard_size or 'auto'} does not make "
-                f"the {world_size} processes of this job. Choose degrees whose product is {world_size}."
+                f"dp_replicate_size {self.dp_replicate_size} x dp_shard_size {self.dp_shard_size or 'auto'} does not "
+                f"make the {world_size} processes of this job. Choose degrees whose product is {world_size}."
             )
         return replace(self, dp_shard_size=dp_shard_size)
 
@@ -76,19 +76,22 @@ def local_device() -> torch.device:
 
 
 def rank_on_node() -> tuple[int, int]:
-    """This process's rank among those of its machine, and how many these are, as the launcher says; (0, 1) without one."""
+    """This process's rank among those of its machine, and how many these are, as the launcher says; (0, 1) without
+    one."""
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def backends(device_type: str, own: str) -> str:
-    """What to start a process group with: gloo for tensors on the CPU (offloaded gradients, objects) beside a device's own."""
+    """What to start a process group with: gloo for tensors on the CPU (offloaded gradients, objects) beside a device's
+    own."""
     return "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{own}"
 
 
 def ensure_process_group(device_type: str) -> None:
     """Start the default process group unless one runs: gloo for the CPU, the device's own backend (and gloo) otherwise.
 
-    Every rank must call. A process that nobody launched becomes a world of 1, so the same script runs without a launcher.
+    Every rank must call. A process that nobody launched becomes a world of 1, so the same script runs without a
+    launcher.
 
     Raises:
         MeshError: this process has no device of its own, or some of the launcher's variables are absent.
@@ -100,8 +103,8 @@ def ensure_process_group(device_type: str) -> None:
         count = torch.accelerator.device_count()
         if device.index >= count:
             raise MeshError(
-                f"LOCAL_RANK is {device.index}, but this machine has {count} {device.type} device(s): every process needs "
-                f"its own. Launch at most {count} process(es) on this machine."
+                f"LOCAL_RANK is {device.index}, but this machine has {count} {device.type} device(s): every process "
+                f"needs its own. Launch at most {count} process(es) on this machine."
             )
         torch.accelerator.set_device_index(device.index)
     own = dist.get_default_backend_for_device(device)

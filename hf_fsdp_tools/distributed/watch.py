@@ -1,7 +1,7 @@
 """A watch over storage that does not answer: what is being waited for is named, with file, position and seconds.
 
-A system call on a network file system that hangs cannot be ended from here. All ranks wait for the slowest, so the one line
-that says which file of which rank it is turns a job that hangs into a mount to look at.
+A system call on a network file system that hangs cannot be ended from here. All ranks wait for the slowest, so the one
+line that says which file of which rank it is turns a job that hangs into a mount to look at.
 """
 
 import threading

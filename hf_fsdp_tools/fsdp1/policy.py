@@ -76,7 +76,8 @@ class HybridAutoWrapPolicy:
         self._warn_of_ties()
 
     def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        """PyTorch's question about one module; sizes were weighed by the plan, so `nonwrapped_numel` is not looked at."""
+        """PyTorch's question about one module; sizes were weighed by the plan, so `nonwrapped_numel` is not looked
+        at."""
         self._refuse_strangers(module)
         return True if recurse else module in self._reshard
 
@@ -134,9 +135,9 @@ class HybridAutoWrapPolicy:
                 mixed.append(f"{unit or '(root)'} ({', '.join(dtypes)})")
         if mixed:
             raise WrapPlanError(
-                f"FSDP1 needs one dtype per unit, frozen parameters included, but {len(mixed)} units of {model_class} mix "
-                f"them: {listed(mixed)}. Cast the model to one dtype (adapters too) and let MixedPrecision compute in "
-                "another, or use FSDP2 (shard_model), which takes frozen parameters of any dtype."
+                f"FSDP1 needs one dtype per unit, frozen parameters included, but {len(mixed)} units of {model_class} "
+                f"mix them: {listed(mixed)}. Cast the model to one dtype (adapters too) and let MixedPrecision "
+                "compute in another, or use FSDP2 (shard_model), which takes frozen parameters of any dtype."
             )
 
     def _warn_of_ties(self) -> None:
@@ -199,7 +200,8 @@ class _Draft:
         self.ignored = {id(weight): weight for weight in kept}
 
     def part_groups(self, floor: float) -> None:
-        """Make each member of a group its own unit; leave a small one to the unit above it, unless their dtypes differ."""
+        """Make each member of a group its own unit; leave a small one to the unit above it, unless their dtypes
+        differ."""
         held = self.held()
         for name in [name for unit in self.plan.units if len(unit.modules) > 1 for name in unit.modules]:
             node = self.tree.by_fqn[name]

@@ -122,7 +122,8 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         )
 
     def _prefer_what_fsdp1_can(self, *, on_cpu: bool) -> None:
-        """Change defaults that FSDP1 dies of on CPUs, and RAM-efficient loading, which only Accelerate's prepare ends."""
+        """Change defaults that FSDP1 dies of on CPUs, and RAM-efficient loading, which only Accelerate's prepare
+        ends."""
         if self.cpu_ram_efficient_loading or is_set("FSDP_CPU_RAM_EFFICIENT_LOADING"):
             warnings.warn(
                 "cpu_ram_efficient_loading is off under FSDP1: every rank reads the model. FSDP2 honours it.",

@@ -26,8 +26,8 @@ def initialize_missing(model: nn.Module, *, missing_keys: Collection[str], seed:
 
     The model's own `_init_weights` (or `reset_parameters` of a plain module) makes the values. Each module's are drawn
     from a generator seeded by `seed` and the module's name, whole and on the CPU, and then cut to the shard, so they do
-    not depend on the number of ranks, on their order, or on what else is missing. One module's missing tensors are whole
-    on the host at a time.
+    not depend on the number of ranks, on their order, or on what else is missing. One module's missing tensors are
+    whole on the host at a time.
 
     Args:
         model: allocated; sharded or not.
@@ -88,12 +88,13 @@ def draw_values(model: nn.Module, shapes: Mapping[str, Sequence[int]], *, seed: 
 
 
 def _refuse_adapters(path: ModulePath, wanted: Collection[str]) -> None:
-    """PEFT draws adapter weights when it adds an adapter; the model's own initialiser would make other values of them."""
+    """PEFT draws adapter weights when it adds an adapter; the model's own initialiser would make other values of
+    them."""
     if any(hasattr(module, "adapter_layer_names") for _, module in path[:-1]):
         names = ", ".join(f"{path[-1][0]}.{key}" for key in wanted)
         raise CheckpointError(
-            f"Adapter weights on meta, which no checkpoint fills: {names}. Add the adapter to a model with real weights and "
-            "let prepare() shard it."
+            f"Adapter weights on meta, which no checkpoint fills: {names}. Add the adapter to a model with real "
+            "weights and let prepare() shard it."
         )
 
 
@@ -143,8 +144,8 @@ def _initialize_module(path: ModulePath, wanted: dict[str, torch.Tensor], seed: 
 
 
 def _draw(path: ModulePath, shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, torch.Tensor]:
-    """What the model's own initialisers make of tensors of these shapes in the last module of `path`, on the CPU; those that
-    nobody wrote are left out. The module keeps its own tensors."""
+    """What the model's own initialisers make of tensors of these shapes in the last module of `path`, on the CPU; those
+    that nobody wrote are left out. The module keeps its own tensors."""
     name, module = path[-1]
     stores: dict[str, dict[str, Any]] = {
         key: module._parameters if key in module._parameters else module._buffers for key in shapes
@@ -167,7 +168,8 @@ def _draw(path: ModulePath, shapes: Mapping[str, Sequence[int]], seed: int) -> d
 
 
 def _initializers(path: ModulePath) -> Iterator[Callable[[], object]]:
-    """What initialises the last module of a path: its own initialiser, then those of its ancestors that reach into it."""
+    """What initialises the last module of a path: its own initialiser, then those of its ancestors that reach into
+    it."""
     for depth in range(len(path), 0, -1):
         module = path[depth - 1][1]
         owners = [ancestor for _, ancestor in path[:depth] if isinstance(ancestor, PreTrainedModel)]

@@ -1,8 +1,8 @@
 """Linear layers with 4-bit weights of bitsandbytes, in a form that FSDP2 shards like any other frozen parameter.
 
-transformers decides which layers are quantised and puts bitsandbytes' own in their place. Here each gets a weight on meta of
-the packed shape, and remembers how it is packed: shards do not know. bitsandbytes looks for the scales in the layer where
-the weight has none (`fix_4bit_weight_quant_state_from_module`), and finds them there in every forward pass.
+transformers decides which layers are quantised and puts bitsandbytes' own in their place. Here each gets a weight on
+meta of the packed shape, and remembers how it is packed: shards do not know. bitsandbytes looks for the scales in the
+layer where the weight has none (`fix_4bit_weight_quant_state_from_module`), and finds them there in every forward pass.
 """
 
 from collections.abc import Mapping
@@ -73,8 +73,8 @@ class Packing:
 def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> Any:
     """transformers' quantizer for a model that is or will be quantised to 4 bits by bitsandbytes; None for a plain one.
 
-    Takes `quantization_config` out of `model_kwargs`, and sets it in the config, as `from_pretrained` does. The config of a
-    checkpoint that is quantised by another method is left alone: what is in the files decides when they are read.
+    Takes `quantization_config` out of `model_kwargs`, and sets it in the config, as `from_pretrained` does. The config
+    of a checkpoint that is quantised by another method is left alone: what is in the files decides when they are read.
 
     Raises:
         ConfigError: another quantisation is asked for, or bitsandbytes is not installed.
@@ -90,8 +90,8 @@ def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> An
     stored = stored or getattr(config.get_text_config(decoder=True), "quantization_config", None)
     if asked is not None and not _is_4bit(asked):
         raise ConfigError(
-            f"quantization_config={asked!r} cannot be applied shard by shard. {_WHY_NOT_8BIT if _is_8bit(asked) else _ONLY_4BIT} "
-            f"{_CURE}"
+            f"quantization_config={asked!r} cannot be applied shard by shard. "
+            f"{_WHY_NOT_8BIT if _is_8bit(asked) else _ONLY_4BIT} {_CURE}"
         )
     if asked is None and not _is_4bit(stored):
         return None
@@ -111,7 +111,8 @@ def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> An
 
 
 def replace_linears(model: PreTrainedModel, quantizer: Any, dtype: torch.dtype) -> None:
-    """Put bitsandbytes' layers where transformers would, on meta, with weights and biases of `dtype` until they are packed.
+    """Put bitsandbytes' layers where transformers would, on meta, with weights and biases of `dtype` until they are
+    packed.
 
     Raises:
         ConfigError: there is no layer to quantise.
@@ -123,8 +124,8 @@ def replace_linears(model: PreTrainedModel, quantizer: Any, dtype: torch.dtype) 
     if not found:
         skipped = ", ".join(sorted(quantizer.modules_to_not_convert)) or "none"
         raise ConfigError(
-            f"No layer of {type(model).__name__} would be quantised (left out: {skipped}). Change llm_int8_skip_modules, or "
-            "leave quantization_config out."
+            f"No layer of {type(model).__name__} would be quantised (left out: {skipped}). Change "
+            "llm_int8_skip_modules, or leave quantization_config out."
         )
     for module in found.values():
         for parameter in module.parameters():
@@ -155,8 +156,9 @@ def pack_weights(model: nn.Module, quantizer: Any) -> None:
         num_bytes = (packing.numel + 1) // 2
         if num_bytes % storage.itemsize:
             raise ConfigError(
-                f"{key!r} {list(packing.shape)} has {num_bytes} bytes at 4 bits, which are no whole number of {storage} values. "
-                "Choose bnb_4bit_quant_storage=torch.uint8, or leave the layer out with llm_int8_skip_modules."
+                f"{key!r} {list(packing.shape)} has {num_bytes} bytes at 4 bits, which are no whole number of "
+                f"{storage} values. Choose bnb_4bit_quant_storage=torch.uint8, or leave the layer out with "
+                "llm_int8_skip_modules."
             )
         packed = torch.empty((num_bytes // storage.itemsize, 1), dtype=storage, device="meta")
         module.weight = nn.Parameter(packed, requires_grad=False)
@@ -205,18 +207,19 @@ def refuse_cast(model: nn.Module, param_dtype: torch.dtype | None) -> None:
         wanted = str(param_dtype or torch.bfloat16)
         if storage.is_floating_point and param_dtype not in (None, storage):
             raise ConfigError(
-                f"{key!r} keeps its 4-bit values as {storage}, and computation in {param_dtype} would cast them to it, which "
-                f"destroys them. Quantise with bnb_4bit_quant_storage={wanted}."
+                f"{key!r} keeps its 4-bit values as {storage}, and computation in {param_dtype} would cast them to "
+                f"it, which destroys them. Quantise with bnb_4bit_quant_storage={wanted}."
             )
         if not storage.is_floating_point and torch.__version__ < "2.13":
             raise ConfigError(
-                f"{key!r} keeps its 4-bit values as {storage}, which FSDP2 of torch {torch.__version__} cannot shard (2.13 can). "
-                f"Quantise with bnb_4bit_quant_storage={wanted}."
+                f"{key!r} keeps its 4-bit values as {storage}, which FSDP2 of torch {torch.__version__} cannot shard "
+                f"(2.13 can). Quantise with bnb_4bit_quant_storage={wanted}."
             )
 
 
 def refuse_cast_weights(model: nn.Module) -> None:
-    """Refuse weights that were cast since they were packed, as PEFT's `prepare_model_for_kbit_training` does with shards.
+    """Refuse weights that were cast since they were packed, as PEFT's `prepare_model_for_kbit_training` does with
+    shards.
 
     Raises:
         ConfigError: with what to leave out.
@@ -225,8 +228,9 @@ def refuse_cast_weights(model: nn.Module) -> None:
         storage = packing_of(module).storage
         if module.weight.dtype != storage:
             raise ConfigError(
-                f"A 4-bit weight was packed as {storage} and is {module.weight.dtype} now; a cast destroys it. Do not cast the "
-                "model, and leave out prepare_model_for_kbit_training: load_weights and add_adapter do what it is for."
+                f"A 4-bit weight was packed as {storage} and is {module.weight.dtype} now; a cast destroys it. Do not "
+                "cast the model, and leave out prepare_model_for_kbit_training: load_weights and add_adapter do what "
+                "it is for."
             )
 
 
@@ -235,8 +239,8 @@ _CURE = (
 )
 _ONLY_4BIT = "Only 4-bit weights of bitsandbytes are packed in blocks that a shard can hold whole."
 _WHY_NOT_8BIT = (
-    "8-bit layers of bitsandbytes keep a second reference to the whole int8 weight, with a scale per row, in a state that FSDP2 "
-    "neither shards nor frees."
+    "8-bit layers of bitsandbytes keep a second reference to the whole int8 weight, with a scale per row, in a state "
+    "that FSDP2 neither shards nor frees."
 )
 
 

@@ -25,7 +25,8 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
 
     Args:
         name_or_config: what to open.
-        hub_kwargs: passed to `AutoConfig.from_pretrained` (`revision`, `token`, `trust_remote_code`, `local_files_only`, …).
+        hub_kwargs: passed to `AutoConfig.from_pretrained` (`revision`, `token`, `trust_remote_code`,
+            `local_files_only`, …).
 
     Raises:
         CheckpointError: there is no such folder, no `config.json` in it, or the hub does not give it.
@@ -78,18 +79,19 @@ def build_meta_model(
     Args:
         name_or_config: a hub name, a local folder, the path of a `config.json`, or a `PreTrainedConfig` (copied).
         auto_class: the `AutoModelFor…` class, or a model class itself.
-        dtype: of the floating-point parameters; None means the dtype that the config names, or float32 if it names none.
+        dtype: of the floating-point parameters; None means the dtype that the config names, or float32 if it names
+            none.
         trust_remote_code: run model code that comes with the checkpoint.
-        model_kwargs: as in `from_pretrained`: what the config has is set there (`num_labels`, …), the rest goes to the model
-            (`attn_implementation`, …). `quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)` makes linear layers
-            4-bit layers of bitsandbytes, with weights of the packed shape.
+        model_kwargs: as in `from_pretrained`: what the config has is set there (`num_labels`, …), the rest goes to the
+            model (`attn_implementation`, …). `quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)` makes
+            linear layers 4-bit layers of bitsandbytes, with weights of the packed shape.
 
     No rank communicates; every rank may call.
 
     Raises:
         CheckpointError: the configuration cannot be found.
-        ConfigError: the architecture is unknown, `auto_class` has no model for it, a keyword fits nothing, or a quantisation
-            that cannot be sharded.
+        ConfigError: the architecture is unknown, `auto_class` has no model for it, a keyword fits nothing, or a
+            quantisation that cannot be sharded.
     """
     config = load_config(name_or_config, trust_remote_code=trust_remote_code)
     quantizer = make_quantizer(config, model_kwargs)
@@ -112,8 +114,8 @@ def build_meta_model(
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"{getattr(auto_class, '__name__', auto_class)} has no model for {type(config).__name__}: {first_line(error)}. "
-            "Choose another auto_class (AutoModel always has the base model)."
+            f"{getattr(auto_class, '__name__', auto_class)} has no model for {type(config).__name__}: "
+            f"{first_line(error)}. Choose another auto_class (AutoModel always has the base model)."
         ) from error
     if quantizer is not None:
         replace_linears(model, quantizer, dtype)
@@ -148,8 +150,8 @@ def _fetch_config(name: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         where = f", folder {asked['subfolder']!r}" if asked.get("subfolder") else ""
         raise CheckpointError(
-            f"No config.json in {name!r}{where} (commit {pinned['revision']}). Give the name of a transformers model, or its "
-            "subfolder."
+            f"No config.json in {name!r}{where} (commit {pinned['revision']}). Give the name of a transformers model, "
+            "or its subfolder."
         )
     # Code may come from yet another repository, so only without it is everything there.
     return hub_kwargs | pinned | {"local_files_only": not own_code or pinned["local_files_only"]}

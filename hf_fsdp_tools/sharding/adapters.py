@@ -316,7 +316,8 @@ def _check_shapes(base: nn.Module) -> None:
 
 
 def _dtypes(added: set[nn.Parameter], sharding: Sharding) -> dict[nn.Parameter, torch.dtype]:
-    """What trainable added weights become: fp32 beside computation in a lower precision, or where their dtypes differ."""
+    """What trainable added weights become: fp32 beside computation in a lower precision, or where their dtypes
+    differ."""
     trained = [parameter for parameter in added if parameter.requires_grad and parameter.is_floating_point()]
     low = sharding.mp_policy.param_dtype not in (None, torch.float32)
     if low or len({parameter.dtype for parameter in trained}) > 1:

@@ -85,7 +85,8 @@ def with_storage(tensor: torch.Tensor, *, device: torch.device, dtype: torch.dty
 
 
 def with_data(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
-    """Another parameter to put in the place of one: with this data, and the same attributes and hooks on its gradient."""
+    """Another parameter to put in the place of one: with this data, and the same attributes and hooks on its
+    gradient."""
     new = nn.Parameter(data, requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():

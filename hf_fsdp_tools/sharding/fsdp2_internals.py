@@ -103,7 +103,8 @@ def is_offloaded(model: nn.Module) -> bool:
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Shard what is gathered below `model`: after a forward pass alone the root and the tail are, for a backward pass."""
+    """Shard what is gathered below `model`: after a forward pass alone the root and the tail are, for a backward
+    pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -122,7 +123,8 @@ def make_root(model: nn.Module) -> None:
 
 
 def make_gathered_memory(module: FSDPModule) -> None:
-    """Make the memory into which the unit of a module gathers its parameters, unless it is there; nothing is gathered."""
+    """Make the memory into which the unit of a module gathers its parameters, unless it is there; nothing is
+    gathered."""
     state = _state_of(module)
     state._lazy_init()  # as FSDP2 does next: it decides in which dtype a parameter is gathered
     for group in _groups_of(state):

@@ -1,4 +1,5 @@
-"""How a sharded model looks to the libraries around it: transformers goes by class names and marks, users by methods."""
+"""How a sharded model looks to the libraries around it: transformers goes by class names and marks, users by
+methods."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -145,7 +145,8 @@ def _remembered(model: nn.Module) -> Iterator[tuple[nn.Module, Sharding]]:
 
 
 def compile_sharded(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Compile the blocks of a model that is sharded already, unless they are: as `shard_model(..., compile=options)`."""
+    """Compile the blocks of a model that is sharded already, unless they are: as `shard_model(...,
+    compile=options)`."""
     for module, sharding in _remembered(model):
         if sharding.compile is None:
             compile_blocks(module, sharding.plan, options)
@@ -212,7 +213,8 @@ def _checkpoint_activations(model: nn.Module) -> None:
 
 
 def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
-    """Shard `model` as `sharding` says, in place: what `shard_model` does once all is checked. Nothing is communicated."""
+    """Shard `model` as `sharding` says, in place: what `shard_model` does once all is checked. Nothing is
+    communicated."""
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     replicated = {parameters[fqn] for fqn in sharding.plan.replicated}

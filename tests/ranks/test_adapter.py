@@ -324,10 +324,10 @@ def _every_run(folders, output):
 
 
 def test_ten_steps_under_every_host_equal_peft_on_one_process(tmp_path):
-    """fp32: reductions in another order change the last bits, and Adam's first steps are as large for small gradients as for
-    large ones, so weights agree to 1e-5. bf16: FSDP casts frozen and trained weights where autocast casts the inputs of some
-    operators only, so losses agree to 2e-3 of 5, and adapters to 0.03 of the 0.1 that they moved; the roads under one host
-    agree to 1e-5."""
+    """fp32: reductions in another order change the last bits, and Adam's first steps are as large for small gradients
+    as for large ones, so weights agree to 1e-5. bf16: FSDP casts frozen and trained weights where autocast casts the
+    inputs of some operators only, so losses agree to 2e-3 of 5, and adapters to 0.03 of the 0.1 that they moved; the
+    roads under one host agree to 1e-5."""
     folders = {
         dtype: make_checkpoint("llama", tmp_path / str(dtype), dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
     }

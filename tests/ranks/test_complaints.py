@@ -1,4 +1,5 @@
-"""What users of other tools complain of does not happen here. The numbers are those of the survey in the project's research."""
+"""What users of other tools complain of does not happen here. The numbers are those of the survey in the project's
+research."""
 
 from typing import Any
 

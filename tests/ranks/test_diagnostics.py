@@ -64,7 +64,8 @@ def _expect(diagnosis, code, severity, fact, cure):
     return finding
 
 
-# ---- nothing wrong ----------------------------------------------------------------------------------------------------
+# ---- nothing wrong
+# ----------------------------------------------------------------------------------------------------
 
 
 def _healthy(kinds):
@@ -133,7 +134,8 @@ def test_other_ways_to_shard_are_read_too():
     run_ranks(_other_ways_to_shard, 2)
 
 
-# ---- units ------------------------------------------------------------------------------------------------------------
+# ---- units
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _wrong_units():
@@ -213,7 +215,8 @@ def test_a_given_plan_is_compared_unit_by_unit():
     run_ranks(_against_a_plan, 2)
 
 
-# ---- parameters -------------------------------------------------------------------------------------------------------
+# ---- parameters
+# -------------------------------------------------------------------------------------------------------
 
 
 def _wrong_parameters():
@@ -324,7 +327,8 @@ def test_frozen_parameters_in_a_unit_of_fsdp1_cost_gradient_memory():
     run_ranks(_frozen_under_fsdp1, 2)
 
 
-# ---- activation checkpointing -----------------------------------------------------------------------------------------
+# ---- activation checkpointing
+# -----------------------------------------------------------------------------------------
 
 
 def _checkpointing():
@@ -370,7 +374,8 @@ def test_checkpointing_twice_or_outside_its_unit_is_named():
     run_ranks(_checkpointing, 2)
 
 
-# ---- between ranks ----------------------------------------------------------------------------------------------------
+# ---- between ranks
+# ----------------------------------------------------------------------------------------------------
 
 
 def _ranks_differ():
@@ -388,7 +393,7 @@ def _ranks_differ():
 
     frozen = make_model("llama")
     frozen.model.norm.requires_grad_(rank == 0)
-    fact = r"rank 1: 1 differences.*parameter model\.norm\.weight is \(48,\) float32 frozen in \S.*, on rank 0 .* trainable"
+    fact = r"rank 1: 1 differences.*model\.norm\.weight is \(48,\) float32 frozen in \S.*, on rank 0 .* trainable"
     _expect(diagnose(_sharded(model=frozen)), "plans-differ", "error", fact, cure)
 
     rotary = _sharded()
@@ -414,7 +419,8 @@ def test_ranks_that_differ_get_the_difference_in_words():
     run_ranks(_ranks_differ, 2)
 
 
-# ---- Accelerate -------------------------------------------------------------------------------------------------------
+# ---- Accelerate
+# -------------------------------------------------------------------------------------------------------
 
 
 def _under_accelerate(wrapped):

@@ -1,4 +1,5 @@
-"""FSDP1 by plan: what it computes equals the plain model, meta models start from the same values on any number of ranks."""
+"""FSDP1 by plan: what it computes equals the plain model, meta models start from the same values on any number of
+ranks."""
 
 import gc
 import hashlib
@@ -58,7 +59,8 @@ def _model(kind: str, **options) -> nn.Module:
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: torch.Tensor) -> float:
-    """One step on the mean loss of some batches; that loss. FSDP averages over ranks, so each rank gives its own batch."""
+    """One step on the mean loss of some batches; that loss. FSDP averages over ranks, so each rank gives its own
+    batch."""
     losses = [model(input_ids=batch, labels=batch).loss for batch in batches]
     (sum(losses) / len(losses)).backward()
     optimizer.step()
@@ -189,8 +191,8 @@ def _live_bytes() -> int:
 
 
 def _memory(use_orig_params):
-    """What is alive of the parameters while units get their storage (at most) and of everything afterwards, as shares of
-    the whole model; and the share of the largest unit."""
+    """What is alive of the parameters while units get their storage (at most) and of everything afterwards, as shares
+    of the whole model; and the share of the largest unit."""
     config = make_model("llama").config
     config.hidden_size, config.intermediate_size, config.num_hidden_layers = 96, 256, 8
     model = build_meta_model(config)

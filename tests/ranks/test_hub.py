@@ -48,7 +48,8 @@ def refusal(call: Callable[[], object]) -> str:
 
 @contextmanager
 def short_sleeps() -> Iterator[list[float]]:
-    """What huggingface_hub and we sleep before another try, cut to a tenth of a second; the times that were asked for."""
+    """What huggingface_hub and we sleep before another try, cut to a tenth of a second; the times that were asked
+    for."""
     asked: list[float] = []
     sleep = time.sleep
     with patch("time.sleep", lambda s: (asked.append(s), sleep(min(s, 0.1)))):

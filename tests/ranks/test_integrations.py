@@ -35,7 +35,8 @@ from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks
 
 STEPS = 10
-# Sharded and plain runs add the same numbers in another order; over ten AdamW steps that grows to about 1e-5 (measured).
+# Sharded and plain runs add the same numbers in another order; over ten AdamW steps that grows to about 1e-5
+# (measured).
 close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 
 
@@ -346,8 +347,9 @@ class ShardedTrainer(FSDPTrainerMixin, Trainer):
 
 def _arguments(folder: Path, **settings) -> TrainingArguments:
     defaults = {
-        "max_steps": STEPS, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": 0.5, "logging_steps": 1,
-        "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False,
+        "max_steps": STEPS, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": 0.5,
+        "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True,
+        "dataloader_pin_memory": False,
     }  # fmt: skip
     return TrainingArguments(output_dir=str(folder), **{**defaults, **settings})
 
@@ -413,7 +415,8 @@ row = torch.arange(3, 15)
 trainer = ShardedTrainer(model=model, args=args, train_dataset=[{"input_ids": row, "labels": row}] * 8)
 trainer.train()
 trainer.save_model()
-print("RESULT", dist.get_world_size(), args.world_size, isinstance(trainer.model, FSDPModule), trainer.state.global_step)
+step = trainer.state.global_step
+print("RESULT", dist.get_world_size(), args.world_size, isinstance(trainer.model, FSDPModule), step)
 """
 
 

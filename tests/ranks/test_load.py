@@ -1,4 +1,5 @@
-"""Loading on real ranks: bit for bit what plain from_pretrained gives, each rank reading its own bytes, errors on all ranks."""
+"""Loading on real ranks: bit for bit what plain from_pretrained gives, each rank reading its own bytes, errors on all
+ranks."""
 
 import shutil
 from pathlib import Path

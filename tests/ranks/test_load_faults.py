@@ -176,7 +176,8 @@ def memory_that_is_exhausted_on_one_rank(folder: Path) -> None:
 
 
 def another_try(folder: Path) -> None:
-    """After a load that failed, loading works; over weights that were there, a failed load leaves NaN, not a mixture."""
+    """After a load that failed, loading works; over weights that were there, a failed load leaves NaN, not a
+    mixture."""
     model = sharded(folder)
     with preadv(broken, rank=1):
         failure(lambda: load_weights(model, folder))
@@ -221,7 +222,8 @@ def test_every_failure_is_the_same_on_all_ranks_and_leaves_no_half_model(llama: 
 
 
 def wait_for_storage(folder: Path) -> None:
-    """Rank 1's storage does not answer for a while, in the middle of reading: it is named there, and loading goes on."""
+    """Rank 1's storage does not answer for a while, in the middle of reading: it is named there, and loading goes
+    on."""
     watch._WARN_S, watch._POLL_S = 0.2, 0.02
     real_preadv, back = os.preadv, threading.Event()
     expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()

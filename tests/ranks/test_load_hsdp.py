@@ -1,4 +1,5 @@
-"""HSDP: the first replica reads, and each shard is broadcast along the replicate axis; the same bits, each byte once."""
+"""HSDP: the first replica reads, and each shard is broadcast along the replicate axis; the same bits, each byte
+once."""
 
 import os
 from pathlib import Path

@@ -31,7 +31,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train(model: nn.Module, batches: list[torch.Tensor], accelerator=None) -> nn.Module:
-    """Two clipped steps, on this rank's rows or on all. Not of AdamW, which makes the rounding of small gradients large."""
+    """Two clipped steps, on this rank's rows or on all. Not of AdamW, which makes the rounding of small gradients
+    large."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     if accelerator is not None:
         model, optimizer = accelerator.prepare(model, optimizer)

@@ -50,7 +50,8 @@ def lora(**options: Any) -> LoraConfig:
 
 
 def small_llama(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
-    """Weights of 20 x 40 to 52 x 40 values: blocks that are not full, and that the shards of 2 and 3 ranks cut through."""
+    """Weights of 20 x 40 to 52 x 40 values: blocks that are not full, and that the shards of 2 and 3 ranks cut
+    through."""
     config = hf.LlamaConfig(
         vocab_size=131,
         hidden_size=40,

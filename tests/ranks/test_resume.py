@@ -1,4 +1,5 @@
-"""A run that was interrupted goes on as if it had not been: states, checkpoints, and what an interruption leaves behind."""
+"""A run that was interrupted goes on as if it had not been: states, checkpoints, and what an interruption leaves
+behind."""
 
 import os
 from functools import partial
@@ -22,7 +23,8 @@ from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks
 
 ON_CPU = local_device().type == "cpu"
-# Another number of ranks adds the same numbers in another order; over a few AdamW steps that grows to about 1e-5 (measured).
+# Another number of ranks adds the same numbers in another order; over a few AdamW steps that grows to about 1e-5
+# (measured).
 close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 
 
@@ -88,7 +90,8 @@ class Loop:
 
 
 ROUTES = (("qwen2_moe", True, torch.optim.Adagrad), ("tied", False, torch.optim.AdamW))
-"""Checkpoint, whether it is loaded into shards, optimizer: one with empty shards, and one with a state that lacks parameters."""
+"""Checkpoint, whether it is loaded into shards, optimizer: one with empty shards, and one with a state that lacks
+parameters."""
 
 
 def _loop(sources, folder):
@@ -146,7 +149,8 @@ class ShardedTrainer(FSDPTrainerMixin, Trainer):
 
 
 class MovingAverage(TrainerCallback):
-    """What people write: an average of the parameters that evaluation uses, and the norm of the weights after each step."""
+    """What people write: an average of the parameters that evaluation uses, and the norm of the weights after each
+    step."""
 
     def __init__(self):
         self.average, self.norms = None, []
@@ -183,8 +187,8 @@ def _accuracy(prediction):
 
 def _trainer(model, folder: Path, kind=ShardedTrainer, **settings) -> Trainer:
     defaults = {
-        "max_steps": 6, "learning_rate": 1e-2, "max_grad_norm": 0.5, "logging_steps": 1, "per_device_train_batch_size": 2,
-        "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "report_to": "none", "disable_tqdm": True,
+        "max_steps": 6, "learning_rate": 1e-2, "max_grad_norm": 0.5, "logging_steps": 1,
+        "per_device_train_batch_size": 2, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "report_to": "none", "disable_tqdm": True,
         "use_cpu": ON_CPU, "dataloader_pin_memory": False,
     }  # fmt: skip
     callbacks = settings.pop("callbacks", None)
@@ -360,8 +364,8 @@ def _best(source, out):
         "epoch": {"save_strategy": "epoch", "eval_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2},
     }.items():
         trainer = _trainer(
-            _model(source), out / name, load_best_model_at_end=True, metric_for_best_model="loss", callbacks=[GrowsWorse()],
-            **settings,
+            _model(source), out / name, load_best_model_at_end=True, metric_for_best_model="loss",
+            callbacks=[GrowsWorse()], **settings,
         )  # fmt: skip
         trainer.train_dataset = _rows(8 if name == "epoch" else 64)
         trainer.train()

@@ -1,4 +1,5 @@
-"""Saving on real ranks: the files are what plain save_pretrained writes, and plain from_pretrained gets every bit back."""
+"""Saving on real ranks: the files are what plain save_pretrained writes, and plain from_pretrained gets every bit
+back."""
 
 import json
 import os

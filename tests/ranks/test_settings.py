@@ -1,4 +1,5 @@
-"""Settings as they reach real ranks: RAM-efficient loading, layer classes, a user's own Accelerator, TrainingArguments."""
+"""Settings as they reach real ranks: RAM-efficient loading, layer classes, a user's own Accelerator,
+TrainingArguments."""
 
 import os
 import subprocess
@@ -347,7 +348,8 @@ class ShardedTrainer(FSDPTrainerMixin, Trainer):
     pass
 
 source, folder = sys.argv[1:]
-config = {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"], "reshard_after_forward": False, "offload_params": True}
+config = {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"], "offload_params": True}
+config["reshard_after_forward"] = False
 args = TrainingArguments(output_dir=folder, max_steps=2, report_to="none", save_strategy="no", disable_tqdm=True,
                          fsdp=True, fsdp_config=config)
 row = torch.arange(3, 15)
@@ -358,7 +360,7 @@ trainer.save_model()
 sharding = sharding_of(trainer.model)
 units = {unit.modules[0]: unit for unit in sharding.plan.units}
 reshard, offload = units["model.layers.0"].reshard_after_forward, type(sharding.offload_policy).__name__
-print(f"RESULT {dist.get_world_size()} {reshard} {offload}\\n", end="", flush=True)  # in one write: two ranks share the output
+print(f"RESULT {dist.get_world_size()} {reshard} {offload}\\n", end="", flush=True)  # one write: ranks share the output
 dist.destroy_process_group()
 """
 

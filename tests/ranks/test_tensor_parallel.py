@@ -1,7 +1,9 @@
-"""transformers' own tensor parallelism below our shards, by hand: apply its plan to the model on meta, then shard and load.
+"""transformers' own tensor parallelism below our shards, by hand: apply its plan to the model on meta, then shard and
+load.
 
-Through Accelerate's ParallelismConfig it is refused (test_integrations): parameters that tensor parallelism leaves alone are on
-another mesh than the others then, and neither torch's gradient clipping nor its foreach optimizers take both in one list.
+Through Accelerate's ParallelismConfig it is refused (test_integrations): parameters that tensor parallelism leaves
+alone are on another mesh than the others then, and neither torch's gradient clipping nor its foreach optimizers take
+both in one list.
 """
 
 import warnings

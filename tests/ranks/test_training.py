@@ -1,4 +1,5 @@
-"""Training under Accelerate and the Trainer gives the numbers of one process: in every precision, however a batch is split."""
+"""Training under Accelerate and the Trainer gives the numbers of one process: in every precision, however a batch is
+split."""
 
 import logging
 from functools import partial
@@ -84,8 +85,8 @@ def _arguments(folder: Path, **settings: Any) -> TrainingArguments:
     defaults = {
         "max_steps": STEPS, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": CLIP,
         "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "optim": "adamw_torch",
-        "train_sampling_strategy": "sequential", "per_device_train_batch_size": ROWS, "use_cpu": local_device().type == "cpu",
-        "dataloader_pin_memory": False,
+        "train_sampling_strategy": "sequential", "per_device_train_batch_size": ROWS,
+        "use_cpu": local_device().type == "cpu", "dataloader_pin_memory": False,
     }  # fmt: skip
     return TrainingArguments(output_dir=str(folder), **{**defaults, **settings})
 
@@ -194,10 +195,10 @@ def test_ten_steps_under_both_hosts_equal_one_process_in_every_precision(checkpo
                 close(torch.tensor(loop[0]), torch.tensor(losses))
                 assert _apart(loop[2], weights) < 5e-5
                 continue
-            # One step: fp32 masters agree to the last bit or two; bf16 ones to one rounding of the weight and of the step
-            # (1e-2), as the clip's coefficient may round to its neighbour. From then on a weight may round to its neighbour
-            # (2^-8 of it), and Adam divides by small numbers, so that after ten steps losses agree to 1e-3 (measured: 1.4e-3
-            # of 1.8) and weights do not.
+            # One step: fp32 masters agree to the last bit or two; bf16 ones to one rounding of the weight and of the
+            # step (1e-2), as the clip's coefficient may round to its neighbour. From then on a weight may round to its
+            # neighbour (2^-8 of it), and Adam divides by small numbers, so that after ten steps losses agree to 1e-3
+            # (measured: 1.4e-3 of 1.8) and weights do not.
             rtol, atol = (2**-7, 2**-6 * 1e-2) if name.startswith("bf16 throughout") else (1e-6, 1e-7)
             for key, value in first.items():
                 torch.testing.assert_close(loop[1][key], value, rtol=rtol, atol=atol, msg=f"{name} {key}")
@@ -305,7 +306,8 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _splits(folder, out):
-    """The gradients of the same 8 ragged rows in a loop, and the weights after one step of the Trainer, split three ways."""
+    """The gradients of the same 8 ragged rows in a loop, and the weights after one step of the Trainer, split three
+    ways."""
     rank, rows = dist.get_rank(), _rows(8, ragged=True)
     accelerator = _accelerator()
     loop = {}

@@ -89,8 +89,9 @@ TRAINERS = {
 def _arguments(task: str, folder: Path, **settings: Any) -> Any:
     _, config, own = TRAINERS[task]
     defaults = {
-        "max_steps": STEPS, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "max_grad_norm": 0.5, "logging_steps": 1,
-        "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False,
+        "max_steps": STEPS, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "max_grad_norm": 0.5,
+        "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True,
+        "dataloader_pin_memory": False,
         "per_device_train_batch_size": 2, "bf16": False, "warmup_steps": 0,
     }  # fmt: skip
     return config(output_dir=str(folder), **{**defaults, **own, **settings})

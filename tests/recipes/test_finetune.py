@@ -105,7 +105,8 @@ has_bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
 
 @pytest.fixture(scope="module")
 def series(tmp_path_factory) -> tuple[Path, dict[str, str], str]:
-    """The folder with an output of each name, what was printed under each that ended well, and what was said besides."""
+    """The folder with an output of each name, what was printed under each that ended well, and what was said
+    besides."""
     folder = tmp_path_factory.mktemp("series")
     model = str(make_demo_model(folder / "demo"))
     runs = {}

@@ -1,4 +1,5 @@
-"""Conversions on tensors without data give what transformers gives on real ones, for each operation and whole architectures."""
+"""Conversions on tensors without data give what transformers gives on real ones, for each operation and whole
+architectures."""
 
 import dis
 import inspect

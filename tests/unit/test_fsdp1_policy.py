@@ -1,4 +1,5 @@
-"""A wrap plan as FSDP1's policies: the plan's units where FSDP1 can have them, PyTorch's own signature, clear refusals."""
+"""A wrap plan as FSDP1's policies: the plan's units where FSDP1 can have them, PyTorch's own signature, clear
+refusals."""
 
 import functools
 import math

@@ -32,7 +32,8 @@ _Path = tuple[str, ...]
 
 
 def find_dcp_folder(folder: Path) -> Path | None:
-    """The DCP folder of a model: `folder` itself, or the one that Accelerate's `save_state` or the Trainer put below it.
+    """The DCP folder of a model: `folder` itself, or the one that Accelerate's `save_state` or the Trainer put below
+    it.
 
     Raises:
         CheckpointError: there are several models below it.
@@ -49,8 +50,8 @@ def find_dcp_folder(folder: Path) -> Path | None:
 def parse_dcp(folder: Path) -> tuple[list[tuple[_Path, ChunkedTensor]], int]:
     """The tensors of a DCP folder, each with its path in the state dict that was saved, and the bytes of the metadata.
 
-    The metadata is a pickle; only the plain records that DCP itself puts there are built. Other values than tensors (step
-    counts, random states) are left out.
+    The metadata is a pickle; only the plain records that DCP itself puts there are built. Other values than tensors
+    (step counts, random states) are left out.
 
     Raises:
         CheckpointError: the metadata is damaged or would run code, or files are absent, short or outside the folder, or
@@ -86,9 +87,9 @@ def parse_dcp(folder: Path) -> tuple[list[tuple[_Path, ChunkedTensor]], int]:
 def model_part(tensors: Mapping[_Path, ChunkedTensor], model_keys: Collection[str]) -> dict[str, ChunkedTensor]:
     """The tensors of the model among all that was saved, by their names in the model.
 
-    A training job saves the model beside optimizer and progress (`{"model": …, "optim": …}`). The part of the saved state
-    dict in which most names are the model's is taken, whatever it is called. All of that part is returned, also what the
-    model does not know.
+    A training job saves the model beside optimizer and progress (`{"model": …, "optim": …}`). The part of the saved
+    state dict in which most names are the model's is taken, whatever it is called. All of that part is returned, also
+    what the model does not know.
     """
     suffixes = {suffix for key in model_keys for suffix in _suffixes(key)}
     votes = Counter(path[:-1] for path in tensors if suffixes.intersection(_suffixes(plain_name(path[-1]))))
@@ -128,8 +129,8 @@ def _unpickle(file: Path, text: bytes) -> dcp.Metadata:
         metadata = _Unpickler(io.BytesIO(text)).load()
     except Exception as error:  # a damaged pickle can fail in any way
         raise CheckpointError(
-            f"{file}: cannot be read as the metadata of torch.distributed.checkpoint: {error}. Save it again, or give the "
-            "folder of a Hugging Face checkpoint."
+            f"{file}: cannot be read as the metadata of torch.distributed.checkpoint: {error}. Save it again, or give "
+            "the folder of a Hugging Face checkpoint."
         ) from error
     if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise CheckpointError(f"{file}: holds a {type(metadata).__name__}, expected DCP metadata. Save it again.")
@@ -148,8 +149,8 @@ def _chunk(folder: Path, key: str, saved: Any, places: Mapping[Any, Any], sizes:
         )
     if getattr(place, "transform_descriptors", None):
         raise CheckpointError(
-            f"{folder / METADATA}: {name!r} is stored through {', '.join(place.transform_descriptors)}; parts of it cannot be "
-            "read. Save it without stream transforms."
+            f"{folder / METADATA}: {name!r} is stored through {', '.join(place.transform_descriptors)}; parts of it "
+            "cannot be read. Save it without stream transforms."
         )
     file = folder / place.relative_path
     if place.relative_path not in sizes:
@@ -158,8 +159,8 @@ def _chunk(folder: Path, key: str, saved: Any, places: Mapping[Any, Any], sizes:
     if not 0 <= place.offset <= place.offset + place.length <= size:
         found = "is not there" if size < 0 else f"is {size} bytes long"
         raise CheckpointError(
-            f"{file}: {found}, but {name!r} is at bytes {place.offset} to {place.offset + place.length}. The checkpoint is not "
-            "complete: copy or save it again."
+            f"{file}: {found}, but {name!r} is at bytes {place.offset} to {place.offset + place.length}. The "
+            "checkpoint is not complete: copy or save it again."
         )
     box = Box(start=start, length=length)
     return TensorChunk(name=name, box=box, file=file, offset=place.offset, length=place.length)

@@ -1,8 +1,9 @@
-"""What a file that `torch.save` wrote holds, without its data: for legacy `pytorch_model.bin`, and for chunks of a DCP folder.
+"""What a file that `torch.save` wrote holds, without its data: for legacy `pytorch_model.bin`, and for chunks of a DCP
+folder.
 
-The file is a zip archive: one pickle, which describes tensors, and one uncompressed record of bytes per storage. torch's
-restricted unpickler (`weights_only=True`) reads the description onto the meta device and notes where each storage lies
-(torch 2.7 and newer), so the data can be read like that of any other checkpoint: only what a shard needs.
+The file is a zip archive: one pickle, which describes tensors, and one uncompressed record of bytes per storage.
+torch's restricted unpickler (`weights_only=True`) reads the description onto the meta device and notes where each
+storage lies (torch 2.7 and newer), so the data can be read like that of any other checkpoint: only what a shard needs.
 """
 
 import io
@@ -29,8 +30,8 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: lengths of name and 
 def parse_pickled(file: Path) -> tuple[list[StoredTensor], int]:
     """The tensors of one `torch.save` file of a state dict, in its order, and the number of bytes read to know them.
 
-    No code of the file is run: torch's restricted unpickler builds tensors and plain containers only. Tensors that share
-    memory (tied weights) share their bytes here too; transposed ones keep their strides.
+    No code of the file is run: torch's restricted unpickler builds tensors and plain containers only. Tensors that
+    share memory (tied weights) share their bytes here too; transposed ones keep their strides.
 
     Raises:
         CheckpointError: the file is damaged, holds anything but a dict of tensors, would run code, or is of the format
@@ -73,8 +74,8 @@ def locate_chunk(chunk: TensorChunk, dtype: torch.dtype) -> StoredTensor:
     stored = _locate(chunk.file, chunk.name, tensor, records, chunk.offset)
     if stored.strides is not None:
         raise CheckpointError(
-            f"{chunk.file}: {chunk.name!r} was saved transposed (strides {list(stored.strides)}); only row-major chunks can be "
-            "read. Make the parameter contiguous and save again."
+            f"{chunk.file}: {chunk.name!r} was saved transposed (strides {list(stored.strides)}); only row-major "
+            "chunks can be read. Make the parameter contiguous and save again."
         )
     return stored
 

@@ -86,7 +86,8 @@ def refuse_pointer(file: Path, beginning: bytes) -> None:
     """Say so where a clone without git-lfs left a pointer to the file; `beginning` is at least 2 bytes of it."""
     if len(beginning) > 1 and b"version https://git-lfs".startswith(beginning):
         raise CheckpointError(
-            f"{file}: is a pointer of git-lfs, expected the file itself. Run `git lfs pull` in its folder, or download it."
+            f"{file}: is a pointer of git-lfs, expected the file itself. Run `git lfs pull` in its folder, or "
+            "download it."
         )
 
 

@@ -20,15 +20,16 @@ from hf_fsdp_tools.errors import CheckpointError
 __all__ = ["MAX_GAP_BYTES", "REQUESTS_IN_FLIGHT", "TransferStats", "read_transfers", "write_transfers"]
 
 REQUESTS_IN_FLIGHT = 16
-"""Requests of one rank at a time. The page cache and a local disk need few; a network file system, where one request waits
-for milliseconds, brings so many times the bytes of one. (assumed)"""
+"""Requests of one rank at a time. The page cache and a local disk need few; a network file system, where one request
+waits for milliseconds, brings so many times the bytes of one. (assumed)"""
 
 MAX_GAP_BYTES = 4096
-"""Unwanted bytes that are read through rather than skipped with another system call: a page, which is read whole anyway."""
+"""Unwanted bytes that are read through rather than skipped with another system call: a page, which is read whole
+anyway."""
 
 _REQUEST_BYTES = 8 * 2**20
-"""Largest request: large enough that what a request costs is little beside its bytes (80 ms at 100 MB/s), small enough that
-one tensor, as an embedding, occupies several requests at once. (assumed)"""
+"""Largest request: large enough that what a request costs is little beside its bytes (80 ms at 100 MB/s), small enough
+that one tensor, as an embedding, occupies several requests at once. (assumed)"""
 
 _READING = ("read", "the disk and permissions")
 _WRITING = ("written", "space and permissions")
@@ -230,7 +231,8 @@ def _all_bytes(
     request: Request,
     memory: Iterable[torch.Tensor],
 ) -> int:
-    """Repeat a vectored call until every byte of a request went; the number of calls. The system may do less than asked."""
+    """Repeat a vectored call until every byte of a request went; the number of calls. The system may do less than
+    asked."""
     buffers = [_bytes_of(tensor) for tensor in memory]
     position, calls = request.start, 0
     while buffers:
@@ -239,8 +241,8 @@ def _all_bytes(
         calls += 1
         if done <= 0:
             raise CheckpointError(
-                f"{request.file}: ends at byte {position}, expected {request.stop} or more; it shrank since its header was "
-                "read. Download or save it again."
+                f"{request.file}: ends at byte {position}, expected {request.stop} or more; it shrank since its "
+                "header was read. Download or save it again."
             )
         position += done
         while buffers and done >= len(buffers[0]):

@@ -29,8 +29,8 @@ class Ring:
         self._used: deque[tuple[torch.Tensor, CopyDone | None]] = deque()
 
     def next(self) -> torch.Tensor:
-        """A buffer to fill: a new one while there are fewer than `count`, then the one that was used longest ago, as soon
-        as the copy from it is done.
+        """A buffer to fill: a new one while there are fewer than `count`, then the one that was used longest ago, as
+        soon as the copy from it is done.
         """
         if len(self._used) < self._count:
             buffer, done = self._make(), None
@@ -76,8 +76,8 @@ class Staging:
     def hand_over(self, filled: torch.Tensor, scatter: Callable[[torch.Tensor], None]) -> None:
         """Give the bytes of the calling thread's last buffer to `scatter`.
 
-        For a GPU, `scatter` gets them there, as they are in the file: one copy from pinned memory, queued and not waited
-        for; what it does then (casts, strides) runs on the GPU, on the thread's own stream.
+        For a GPU, `scatter` gets them there, as they are in the file: one copy from pinned memory, queued and not
+        waited for; what it does then (casts, strides) runs on the GPU, on the thread's own stream.
         """
         if self._device is None:
             scatter(filled)
@@ -103,8 +103,8 @@ class Staging:
         stream.synchronize()
 
     def finish(self) -> None:
-        """Wait until everything has arrived, also after an error: memory that is copied to must not be freed before. For the
-        thread that made this."""
+        """Wait until everything has arrived, also after an error: memory that is copied to must not be freed before.
+        For the thread that made this."""
         for ring in self._rings:
             ring.drain()
 

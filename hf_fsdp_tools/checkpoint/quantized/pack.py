@@ -1,9 +1,10 @@
-"""Plain weights of a checkpoint into 4-bit shards: each rank reads and packs its own blocks, and gets the scales of all.
+"""Plain weights of a checkpoint into 4-bit shards: each rank reads and packs its own blocks, and gets the scales of
+all.
 
 A block is a run of values of the flattened weight (64 by default) that share one scale, so packing depends on nothing
-outside it. A rank whose shard begins or ends within a block reads the whole block and keeps its part: the shards together
-are what bitsandbytes makes of the whole weight, bit for bit. The scales are joined before they are quantised themselves,
-because that takes their mean.
+outside it. A rank whose shard begins or ends within a block reads the whole block and keeps its part: the shards
+together are what bitsandbytes makes of the whole weight, bit for bit. The scales are joined before they are quantised
+themselves, because that takes their mean.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,8 +55,8 @@ def quantize_weights(
 ) -> TransferStats:
     """Fill 4-bit weights and give all 4-bit layers their scales: what bitsandbytes makes of whole weights, bit for bit.
 
-    Values are cast to the dtype of the model and packed on the mesh's device, a bounded number at a time. Every rank must
-    call: scales (4 bytes for a block of 64 values) are joined, some weights at a time.
+    Values are cast to the dtype of the model and packed on the mesh's device, a bounded number at a time. Every rank
+    must call: scales (4 bytes for a block of 64 values) are joined, some weights at a time.
 
     Args:
         share: of an allocated model.
@@ -208,7 +209,8 @@ def join_scales(scales: torch.Tensor, sharded: torch.Tensor) -> None:
 
 
 def make_quant_state(scales: torch.Tensor, packing: Packing) -> Any:
-    """What bitsandbytes keeps beside a packed weight (`functional.quantize_4bit` of 0.50), from the scales of all blocks."""
+    """What bitsandbytes keeps beside a packed weight (`functional.quantize_4bit` of 0.50), from the scales of all
+    blocks."""
     from bitsandbytes.functional import QuantState, get_4bit_type, quantize_blockwise
 
     common = {
@@ -265,12 +267,12 @@ def _checked(
         expected = (packing.shape, -(-packing.numel // int(state.blocksize)))
     except (ArithmeticError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{index.name!r}: {', '.join(sorted(keys.values()))} are no scales of bitsandbytes ({type(error).__name__}: "
-            f"{error}). Download or save the checkpoint again."
+            f"{index.name!r}: {', '.join(sorted(keys.values()))} are no scales of bitsandbytes "
+            f"({type(error).__name__}: {error}). Download or save the checkpoint again."
         ) from error
     if found != expected:
         raise CheckpointError(
-            f"{index.name!r}: {min(keys.values())!r} belongs to a weight of shape {list(found[0])} with {found[1]} scales, "
-            f"expected {list(expected[0])} with {expected[1]}. Use the config that belongs to the checkpoint."
+            f"{index.name!r}: {min(keys.values())!r} belongs to a weight of shape {list(found[0])} with {found[1]} "
+            f"scales, expected {list(expected[0])} with {expected[1]}. Use the config that belongs to the checkpoint."
         )
     return state

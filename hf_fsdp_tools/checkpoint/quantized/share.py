@@ -72,7 +72,8 @@ class PackedShare:
     """To be packed while they are read; as many and in the same order on every rank."""
 
     scales: tuple[tuple[Any, Mapping[str, str]], ...]
-    """Layers whose packed weights the checkpoint holds, each with the stored keys of its scales by bitsandbytes' names."""
+    """Layers whose packed weights the checkpoint holds, each with the stored keys of its scales by bitsandbytes'
+    names."""
 
     num_bytes: int
     """Bytes of the share in stored dtypes: values of the shards, and all scales that are stored."""
@@ -90,8 +91,8 @@ class PackedShare:
 def part_packed(model: nn.Module, load_map: LoadMap, index: CheckpointIndex) -> tuple[LoadMap, dict[str, PieceTensor]]:
     """What fills 4-bit weights from plain ones, as (out_features, in_features) by key; and the map without it.
 
-    Packed weights that are stored stay in the map, to be read like any other tensor, and the keys of their scales are no
-    longer unexpected.
+    Packed weights that are stored stay in the map, to be read like any other tensor, and the keys of their scales are
+    no longer unexpected.
 
     Raises:
         CheckpointError: a weight is in no file, is stored otherwise than the config says, or its conversion computes.
@@ -193,7 +194,7 @@ def _not_plain(key: str, packing: Packing, tensor: PieceTensor, index: Checkpoin
             f"{_names(dtypes)} {list(tensor.shape)}"
         )
     elif tensor.pieces is None:
-        yield f"{key!r} is computed while it is loaded ({len(tensor.sources)} stored tensors), so it has no blocks in the file"
+        yield f"{key!r} is computed while it is loaded ({len(tensor.sources)} stored tensors), so no file has its blocks"
 
 
 def _stored_otherwise(
