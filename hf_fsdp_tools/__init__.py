@@ -46,7 +46,9 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.planning.plan import WrapUnit as WrapUnit
     from hf_fsdp_tools.planning.policy import HybridPolicy as HybridPolicy
     from hf_fsdp_tools.planning.rules import check_wrap_plan as check_wrap_plan
+    from hf_fsdp_tools.pretrained import Checkpoint as Checkpoint
     from hf_fsdp_tools.pretrained import from_pretrained as from_pretrained
+    from hf_fsdp_tools.pretrained import open_checkpoint as open_checkpoint
     from hf_fsdp_tools.sharding.adapters import add_adapter as add_adapter
     from hf_fsdp_tools.sharding.adapters import load_adapter as load_adapter
     from hf_fsdp_tools.sharding.adapters import shard_added as shard_added
@@ -85,7 +87,7 @@ _NAMES_OF = {
     "planning.plan": ("WrapPlan", "WrapUnit"),
     "planning.policy": ("HybridPolicy",),
     "planning.rules": ("check_wrap_plan",),
-    "pretrained": ("from_pretrained",),
+    "pretrained": ("Checkpoint", "from_pretrained", "open_checkpoint"),
     "sharding.adapters": ("add_adapter", "load_adapter", "shard_added"),
     "sharding.describe": ("describe_sharding",),
     "sharding.shard": ("Sharding", "shard_model", "sharding_of"),

@@ -12,10 +12,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
+import hf_fsdp_tools
 from hf_fsdp_tools import FSDPToolsError, HybridPolicy, from_pretrained, load_weights, save_pretrained, sharding_of
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_ranks
+from tests._hub import fake_hub
 
 KINDS = ("llama", "tied", "gpt2", "mixtral", "qwen2_moe", "deepseek_v3")
 
@@ -180,3 +182,28 @@ def test_bad_checkpoints_stop_all_ranks_with_the_same_clear_error(tmp_path):
     for message, pattern in zip(first, [*expected, "No such folder"], strict=False):
         assert re.search(pattern, message), message
         assert message.rstrip().endswith((".", ")")) and len(message) < 1500
+
+
+# ---- step by step ----
+
+
+def _written_out(folder):
+    """The lines of the README, for a folder and for a name on the hub."""
+    text = Path(__file__).parents[2].joinpath("README.md").read_text()
+    (code,) = re.findall(r"`from_pretrained` is six calls.*?```python\n(.*?)```", text, re.DOTALL)
+    plain = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name in (str(folder), "org/model"):
+        names = {key: getattr(hf_fsdp_tools, key) for key in hf_fsdp_tools.__all__}
+        names |= {"torch": torch, "MixedPrecisionPolicy": MixedPrecisionPolicy}
+        exec(code.replace("Qwen/Qwen3-8B", name), names)
+        assert names["report"].total["bytes_read"] <= 1.01 * names["checkpoint"].index.num_bytes, "one replica reads"
+        for key, tensor in names["model"].state_dict().items():
+            assert torch.equal(_whole(tensor), plain[key]), key
+
+
+def test_the_road_can_be_written_out_from_public_names(tmp_path, monkeypatch):
+    folder = make_checkpoint("llama", tmp_path / "model")
+    with fake_hub({"org/model": {"main": folder}}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        run_ranks(_written_out, 4, folder, fresh=True)

@@ -188,8 +188,8 @@ def _accuracy(prediction):
 def _trainer(model, folder: Path, kind=ShardedTrainer, **settings) -> Trainer:
     defaults = {
         "max_steps": 6, "learning_rate": 1e-2, "max_grad_norm": 0.5, "logging_steps": 1,
-        "per_device_train_batch_size": 2, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "report_to": "none", "disable_tqdm": True,
-        "use_cpu": ON_CPU, "dataloader_pin_memory": False,
+        "per_device_train_batch_size": 2, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+        "report_to": "none", "disable_tqdm": True, "use_cpu": ON_CPU, "dataloader_pin_memory": False,
     }  # fmt: skip
     callbacks = settings.pop("callbacks", None)
     args = TrainingArguments(output_dir=str(folder), **{**defaults, **settings})

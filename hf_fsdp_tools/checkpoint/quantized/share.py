@@ -194,7 +194,7 @@ def _not_plain(key: str, packing: Packing, tensor: PieceTensor, index: Checkpoin
             f"{_names(dtypes)} {list(tensor.shape)}"
         )
     elif tensor.pieces is None:
-        yield f"{key!r} is computed while it is loaded ({len(tensor.sources)} stored tensors), so no file has its blocks"
+        yield f"{key!r} is computed while it is loaded (from {len(tensor.sources)} tensors), so no file has its blocks"
 
 
 def _stored_otherwise(
