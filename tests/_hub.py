@@ -1,4 +1,4 @@
-"""A small hub on this machine: enough of the real one's protocol that huggingface_hub downloads from it, and its moods."""
+"""A small hub on this machine: as much of the protocol as huggingface_hub needs to download from it, and its moods."""
 
 import hashlib
 import json
@@ -16,11 +16,11 @@ from urllib.parse import unquote
 __all__ = ["FakeHub", "Mood", "fake_hub"]
 
 Mood = tuple[str, int]
-"""What happens to weight files of a repository (see ``fake_hub``), and how many requests of each file it happens to."""
+"""What happens to weight files of a repository (see `fake_hub`), and how many requests of each file it happens to."""
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves folders as repositories; ``requests`` counts (method, repository, file)."""
+    """A server of folders as repositories; `requests` counts (method, repository, file)."""
 
     daemon_threads = True
 
@@ -53,9 +53,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         parts = [unquote(part) for part in self.path.partition("?")[0].strip("/").split("/")]
-        if parts[0] == "control":  # /control/silent
-            self.server.silent.set()
-            return self._send(200, b"{}")
         is_list = parts[:2] == ["api", "models"]
         parts = parts[2:] if is_list else parts
         name, rest = "/".join(parts[:2]), parts[2:]
@@ -140,11 +137,11 @@ def commit_of(revision: str) -> str:
 
 @contextmanager
 def fake_hub(repositories: dict[str, dict[str, Path]], moods: dict[str, Mood] | None = None) -> Iterator[FakeHub]:
-    """A hub that runs meanwhile. ``org/silent`` never answers, ``org/gated`` and ``org/private`` (token "secret") refuse.
+    """A hub that runs meanwhile. `org/silent` never answers, `org/gated` and `org/private` (token "secret") refuse.
 
     Args:
-        repositories: Folders by name and revision.
-        moods: By name, for how many requests of each weight file: "accepts" a request and does not answer; stops in the
+        repositories: folders by name and revision.
+        moods: by name, for how many requests of each weight file: "accepts" a request and does not answer; stops in the
             middle of the file and keeps the connection ("stalls"), then answers nothing at all ("silences"), "closes" the
             connection, "resets" it; "drips" the file over 3 s; or answers "HTTP 503", with "HTTP 429 5" a time to wait,
             and with "HEAD" behind it also when only the file's size is asked for.
