@@ -1,6 +1,6 @@
 """Files of a hub repository as a local folder: `huggingface_hub` fetches them, in requests that all end.
 
-Its cache, locks, tokens, retries and settings apply (`HF_HOME`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`, `HF_HUB_ETAG_TIMEOUT`).
+Its cache, locks, tokens, retries and settings (`HF_HOME`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`, …) apply.
 Its `snapshot_download` only looks into the cache here: it lists a repository without a time limit (1.10 to 2.4), so a
 hub that falls silent would keep every rank waiting for ever. `model_info` and `hf_hub_download` have limits.
 """
@@ -52,11 +52,11 @@ def fetch(
 ) -> tuple[Path, dict[str, Any]]:
     """The local folder with every file of a hub repository that matches a pattern; and what pins its commit.
 
-    These are `revision` and `local_files_only`: a later call with them gets the same commit, and does not wait again for
-    a hub that did not answer this one. The hub is asked what there is for at most `HF_HUB_ETAG_TIMEOUT` (10 s); where it
-    does not answer, or refuses, the cache is used, with a warning. Files that are cached cost nothing. Where no byte of a
-    file arrives any more, huggingface_hub gives up after six times `HF_HUB_DOWNLOAD_TIMEOUT` (10 s), and after 7 minutes
-    where it was not even told the file's size.
+    These are `revision` and `local_files_only`: a later call with them gets the same commit, and does not wait again
+    for a hub that did not answer this one. The hub is asked what there is for at most `HF_HUB_ETAG_TIMEOUT` (10 s);
+    where it does not answer, or refuses, the cache is used, with a warning. Files that are cached cost nothing. Where
+    no byte of a file arrives any more, huggingface_hub gives up after six times `HF_HUB_DOWNLOAD_TIMEOUT` (10 s), and
+    after 7 minutes where it was not even told the file's size.
 
     Args:
         name: as "org/model".
@@ -115,8 +115,8 @@ def _ask(name: str, revision: str | None, token: str | bool | None, cache: str) 
 def _download(name: str, file: str, **where: Any) -> None:
     """Put one file into the cache.
 
-    After a connection that was reset in the middle of a file, or a 5xx in place of it, huggingface_hub (1.0 to 2.4) does
-    not try again. Both pass, and of a job's thousands of downloads (files times nodes) some meet them.
+    After a connection that was reset in the middle of a file, or a 5xx in place of it, huggingface_hub (1.0 to 2.4)
+    does not try again. Both pass, and of a job's thousands of downloads (files times nodes) some meet them.
     """
     from huggingface_hub import hf_hub_download
 
@@ -142,7 +142,8 @@ def _cached_snapshot(name: str, revision: str | None, cache: str) -> Path:
         where = f" at revision {revision!r}" if revision else ""
         raise CheckpointError(
             f"No checkpoint {name!r}{where} in the cache of the hub, and the network is not to be used "
-            f"({first_line(error)}). Check the name, the revision and cache_dir, or download it first and give the folder."
+            f"({first_line(error)}). Check the name, the revision and cache_dir, or download it first and give the "
+            "folder."
         ) from error
 
 

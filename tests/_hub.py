@@ -142,8 +142,8 @@ def fake_hub(repositories: dict[str, dict[str, Path]], moods: dict[str, Mood] | 
     Args:
         repositories: folders by name and revision.
         moods: by name, for how many requests of each weight file: "accepts" a request and does not answer; stops in the
-            middle of the file and keeps the connection ("stalls"), then answers nothing at all ("silences"), "closes" the
-            connection, "resets" it; "drips" the file over 3 s; or answers "HTTP 503", with "HTTP 429 5" a time to wait,
+            middle of the file and keeps the connection ("stalls"), then answers nothing at all ("silences"), "closes"
+            the connection, "resets" it; "drips" the file over 3 s; or answers "HTTP 503", with "HTTP 429 5" a time to wait,
             and with "HEAD" behind it also when only the file's size is asked for.
     """
     server = FakeHub(repositories)

@@ -146,8 +146,8 @@ def _fetch_config(name: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         where = f", folder {asked['subfolder']!r}" if asked.get("subfolder") else ""
         raise CheckpointError(
-            f"No config.json in {name!r}{where} (commit {pinned['revision']}). Give the name of a transformers model, or "
-            "its subfolder."
+            f"No config.json in {name!r}{where} (commit {pinned['revision']}). Give the name of a transformers model, "
+            "or its subfolder."
         )
     # Code may come from yet another repository, so only without it is everything there.
     return hub_kwargs | pinned | {"local_files_only": not own_code or pinned["local_files_only"]}
