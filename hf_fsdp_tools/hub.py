@@ -1,8 +1,8 @@
 """Files of a hub repository as a local folder: `huggingface_hub` fetches them, in requests that all end.
 
-Its cache, locks, tokens, retries and settings (`HF_HOME`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`, `HF_HUB_ETAG_TIMEOUT`, …)
-apply. Its `snapshot_download` only looks into the cache here: it lists a repository without a time limit (1.10 to 2.4),
-so a hub that falls silent would keep every rank waiting for ever. `model_info` and `hf_hub_download` have limits.
+Its cache, locks, tokens, retries and settings (`HF_HOME`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`, …) apply.
+Its `snapshot_download` only looks into the cache here: it lists a repository without a time limit (1.10 to 2.4), so a
+hub that falls silent would keep every rank waiting for ever. `model_info` and `hf_hub_download` have limits.
 """
 
 import os
@@ -50,13 +50,13 @@ def fetch(
     local_files_only: bool = False,
     subfolder: str | None = None,
 ) -> tuple[Path, dict[str, Any]]:
-    """The local folder with every file of a hub repository that matches a pattern, and `revision` and
-    `local_files_only` with which any later call gets the same commit, without the hub where it did not answer this one.
+    """The local folder with every file of a hub repository that matches a pattern; and what pins its commit.
 
-    The hub is asked once what there is, for at most `HF_HUB_ETAG_TIMEOUT` (10 s); files that are cached cost nothing
-    more. Where it does not answer, or refuses, what is cached is used, with a warning. Where nothing arrives of a file
-    any more, huggingface_hub gives up: after six times `HF_HUB_DOWNLOAD_TIMEOUT` (10 s), or after 7 minutes if it did
-    not begin.
+    These are `revision` and `local_files_only`: a later call with them gets the same commit, and does not wait again
+    for a hub that did not answer this one. The hub is asked what there is for at most `HF_HUB_ETAG_TIMEOUT` (10 s);
+    where it does not answer, or refuses, the cache is used, with a warning. Files that are cached cost nothing. Where
+    no byte of a file arrives any more, huggingface_hub gives up after six times `HF_HUB_DOWNLOAD_TIMEOUT` (10 s), and
+    after 7 minutes where it was not even told the file's size.
 
     Args:
         name: as "org/model".
@@ -115,8 +115,8 @@ def _ask(name: str, revision: str | None, token: str | bool | None, cache: str) 
 def _download(name: str, file: str, **where: Any) -> None:
     """Put one file into the cache.
 
-    A reset connection or an answer of 500 or more in the middle of a download passes, but huggingface_hub (1.0 to 2.4)
-    does not try again after these; of a job's thousands of downloads (files times nodes), some meet them.
+    After a connection that was reset in the middle of a file, or a 5xx in place of it, huggingface_hub (1.0 to 2.4)
+    does not try again. Both pass, and of a job's thousands of downloads (files times nodes) some meet them.
     """
     from huggingface_hub import hf_hub_download
 
@@ -207,6 +207,6 @@ def _cure(name: str, error: Exception) -> str:
         return f"Check space and permissions of the cache in {constants.HF_HUB_CACHE} (cache_dir=… takes another)."
     return (
         f"{constants.ENDPOINT}, or where it sends for files, cannot be reached or does not answer. Check the network "
-        f"and proxies; set HF_HUB_DOWNLOAD_TIMEOUT (now {constants.HF_HUB_DOWNLOAD_TIMEOUT} s) higher where it is "
-        f"only slow to begin; or {download}"
+        f"and proxies; set HF_HUB_DOWNLOAD_TIMEOUT (now {constants.HF_HUB_DOWNLOAD_TIMEOUT} s) higher where it is only "
+        f"slow to begin; or {download}"
     )

@@ -1,5 +1,4 @@
-"""A small hub on this machine: enough of the real one's protocol that huggingface_hub downloads from it, and its
-moods."""
+"""A small hub on this machine: as much of the protocol as huggingface_hub needs to download from it, and its moods."""
 
 import hashlib
 import json
@@ -21,7 +20,7 @@ Mood = tuple[str, int]
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves folders as repositories; `requests` counts (method, repository, file)."""
+    """A server of folders as repositories; `requests` counts (method, repository, file)."""
 
     daemon_threads = True
 
@@ -54,9 +53,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         parts = [unquote(part) for part in self.path.partition("?")[0].strip("/").split("/")]
-        if parts[0] == "control":  # /control/silent
-            self.server.silent.set()
-            return self._send(200, b"{}")
         is_list = parts[:2] == ["api", "models"]
         parts = parts[2:] if is_list else parts
         name, rest = "/".join(parts[:2]), parts[2:]

@@ -22,6 +22,7 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.initialize import draw_values
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.modeling.module_tree import original_classes
+from hf_fsdp_tools.text import first_line
 
 __all__ = ["AddedRows", "AddedTokens", "fill_added", "resize_vocabulary", "resized_twin", "vocabulary_dims"]
 
@@ -55,8 +56,8 @@ def resize_vocabulary(model: PreTrainedModel, num_tokens: int | None, pad_to_mul
             model.resize_token_embeddings(num_tokens, pad_to_multiple_of, mean_resizing=False)
     except (TypeError, ValueError, NotImplementedError, AttributeError, RuntimeError) as error:
         raise ConfigError(
-            f"The vocabulary of {type(model).__name__} cannot be resized: {str(error).splitlines()[0]} Load it with "
-            "the vocabulary that its checkpoint has."
+            f"The vocabulary of {type(model).__name__} cannot be resized: {first_line(error)}. Load it with the "
+            "vocabulary that its checkpoint has."
         ) from error
 
 

@@ -47,8 +47,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 @contextmanager
 def short_sleeps() -> Iterator[list[float]]:
-    """What huggingface_hub and we sleep before another try, cut to a tenth of a second; the times that were asked
-    for."""
+    """The pauses before another try, huggingface_hub's and ours, that were asked for; each is cut to 0.1 s."""
     asked: list[float] = []
     sleep = time.sleep
     with patch("time.sleep", lambda s: (asked.append(s), sleep(min(s, 0.1)))):

@@ -179,6 +179,18 @@ def test_bin_files_are_read_only_when_asked_and_only_without_safetensors(tmp_pat
     assert {t.file.suffix for t in CheckpointIndex.open(folder, allow_pickle=True).tensors.values()} == {".safetensors"}
 
 
+def test_an_error_of_torch_load_that_says_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed byte can make torch.load fail at a bare `assert`."""
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    monkeypatch.setattr("torch.load", load)
+    with pytest.raises(CheckpointError, match=r"cannot be opened by torch\.load: AssertionError"):
+        parse_pickled(tmp_path / "pytorch_model.bin")
+
+
 def test_the_hub_is_asked_for_bin_files_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     legacy = pickled_copy(make_checkpoint("llama", tmp_path / "st"), tmp_path / "bin", files=2)
     asked: list[list[str]] = []

@@ -20,7 +20,7 @@ from hf_fsdp_tools.checkpoint.formats.safetensors import refuse_pointer
 from hf_fsdp_tools.checkpoint.formats.stored import StoredTensor, TensorChunk
 from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.text import listed
+from hf_fsdp_tools.text import first_line, listed
 
 __all__ = ["locate_chunk", "parse_pickled"]
 
@@ -122,10 +122,8 @@ def _unpickle(file: Path, window: _Window) -> Any:
     try:
         return torch.load(window, map_location="meta", weights_only=True)  # type: ignore[arg-type]  # a binary file
     except UnpicklingError as error:
-        lines = [s for s in str(error).splitlines() if s.strip()] or ["no reason given"]
-        line = next(
-            (s for s in lines if any(word in s for word in ("WeightsUnpickler", "GLOBAL", "upported"))), lines[0]
-        )
+        named = (s for s in str(error).splitlines() if any(w in s for w in ("WeightsUnpickler", "GLOBAL", "upported")))
+        line = next(named, first_line(error))
         raise CheckpointError(
             f"{file}: holds more than tensors, and unpickling it could run code, so it was not opened "
             f"({line.strip()[:200]}). Convert it to safetensors where you trust its source."
@@ -140,8 +138,7 @@ def _unpickle(file: Path, window: _Window) -> Any:
         AssertionError,
         IndexError,
     ) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)  # an EOFError has no text
-        raise _damaged(file, f"cannot be opened by torch.load: {reason[:200]}") from error
+        raise _damaged(file, f"cannot be opened by torch.load: {first_line(error)[:200]}") from error
 
 
 def _records(file: Path, window: _Window) -> dict[int, int]:
