@@ -148,6 +148,17 @@ def test_editors_see_the_names_of_the_front_door():
     assert seen == {name: f"hf_fsdp_tools.{module}" for name, module in hf_fsdp_tools._MODULE_OF.items()}
 
 
+def test_editors_see_the_keywords_of_from_pretrained():
+    """Its overloads name them in a TypedDict: the parameters of the function, and a few that go to the model."""
+    from hf_fsdp_tools.pretrained import PretrainedOptions, from_pretrained
+
+    written = inspect.signature(from_pretrained).parameters.values()
+    keywords = {p.name: p.annotation for p in written if p.kind is p.KEYWORD_ONLY and p.name != "output_loading_info"}
+    seen = PretrainedOptions.__annotations__
+    assert {name: seen.get(name) for name in keywords} == keywords
+    assert set(seen) - set(keywords) == {"attn_implementation", "num_labels", "quantization_config"}
+
+
 def test_importing_changes_nothing():
     """A fresh process: no heavy import, no variable set, no logger configured."""
     code = (
@@ -170,8 +181,13 @@ PRIVATE = {
         _handle flat_param uses_sharded_strategy _params _param_infos _shapes _shard_param_infos
         _shared_param_infos _contiguities _fqns _sharded_size _inter_node_pg _HYBRID_SHARD_ZERO2""",
     "checkpoint.shards": "_get_root_mesh",
+    "checkpoint.conversion": """
+        core_model_loading conversion_mapping _weight_conversions _adjust_missing_and_unexpected_keys
+        remove_tied_weights_from_state_dict""",
+    "modeling": "_get_dtype_plan _init_weights guard_torch_init_functions meta_device_safe_creation_ops",
 }
-"""Where torch's private names of FSDP2, FSDP1 and DeviceMesh may stand: a module, or a room."""
+"""Where private names of torch (FSDP2, FSDP1, DeviceMesh) and of transformers (loading) may stand: a module, or a
+room."""
 
 NOT_ONLY_FSDPS = {"_modules"}
 """Names that `nn.Module` has too."""
@@ -193,7 +209,7 @@ def private_names(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("home", sorted(PRIVATE))
-def test_private_names_of_fsdp_stand_in_one_place(home):
+def test_private_names_of_torch_and_transformers_stand_in_one_place(home):
     private = set(PRIVATE[home].split())
     used = {name: private_names(path) & private for name, path in modules().items()}
     inside = {name for name in used if home in (name, room_of(name))}

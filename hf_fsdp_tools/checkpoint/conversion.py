@@ -38,6 +38,7 @@ __all__ = [
     "LoadMap",
     "adjust_keys",
     "convert_group",
+    "copy_conversions",
     "map_loading",
     "map_saving",
     "persistent_tensors",
@@ -261,6 +262,12 @@ def set_conversions(model: nn.Module, load_map: LoadMap) -> None:
     """
     if isinstance(model, PreTrainedModel) and load_map.used_conversions is not None:
         model._weight_conversions = list(load_map.used_conversions)
+
+
+def copy_conversions(source: nn.Module, target: nn.Module) -> None:
+    """Let saving `target` revert what loading `source`, a view of the same parameters, converted."""
+    if "_weight_conversions" in vars(source):
+        target._weight_conversions = source._weight_conversions
 
 
 def map_saving(model: nn.Module) -> dict[str, PieceTensor]:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
+from hf_fsdp_tools.checkpoint.conversion import copy_conversions
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.checkpoint.report import LoadReport, MemoryWatch
@@ -150,10 +151,7 @@ def load_weights_fsdp1(
     view = plain_view(model)
     watch = MemoryWatch()
     report = load_weights(view, path_or_repo, **options)
-    for module in model.modules():
-        if type(module) is type(view) and "_weight_conversions" in vars(view):  # saving reverts what loading converted
-            module._weight_conversions = view._weight_conversions
-            break
+    copy_conversions(view, next(module for module in model.modules() if type(module) is type(view)))
     return replace(report, peak_host_bytes=watch.above(0))  # the shards were there before
 
 
