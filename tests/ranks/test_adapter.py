@@ -481,7 +481,7 @@ def test_a_saved_adapter_is_read_into_shards_and_hsdp_gives_the_same(tmp_path):
         torch.testing.assert_close(reopened(input_ids=IDS).logits, logits, rtol=1e-6, atol=1e-6)
 
 
-def _refusals(folder, adapter):
+def _refusals(folder, adapter, named):
     with pytest.raises(ConfigError, match=r"pissa.*whole weights.*gaussian"):
         from_pretrained(folder, peft_config=lora(init_lora_weights="pissa"))
     with pytest.raises(ConfigError, match=r"LORA adapter.*nowhere"):
@@ -489,7 +489,7 @@ def _refusals(folder, adapter):
     with pytest.raises((CheckpointError, ConfigError), match="names no base model"):
         from_pretrained(adapter)
     with pytest.raises((CheckpointError, ConfigError), match="asks for another"):
-        from_pretrained(adapter, peft_config=lora())
+        from_pretrained(named, peft_config=lora())
     plain_model = plain_base(folder)
     plain_model.add_adapter(lora())
     with pytest.raises(ConfigError, match="get_peft_model"):
@@ -497,7 +497,9 @@ def _refusals(folder, adapter):
 
 
 def test_what_cannot_be_done_is_refused_in_one_line(tmp_path):
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": None}))
-    run_ranks(_refusals, 2, make_checkpoint("llama", tmp_path / "base"), adapter)
+    base = make_checkpoint("llama", tmp_path / "base")
+    adapters = tmp_path / "adapter", tmp_path / "named"
+    for adapter, name in zip(adapters, (None, str(base)), strict=True):
+        adapter.mkdir()
+        (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": name}))
+    run_ranks(_refusals, 2, base, *adapters)
