@@ -1,16 +1,17 @@
 """What runs in the passes of a sharded model beside FSDP2's own hooks.
 
 - Before the forward pass of each unit, in inference mode: memory for gathered parameters that autograd may keep.
+- Before the forward pass of blocks and other modules with weights, under mixed precision: their inputs are cast. FSDP2
+  itself casts whatever enters the root: labels, token counts and masks too.
 - After a forward pass without gradients: all is sharded again.
 - After each backward pass: the gradients of parameters that every rank holds whole are averaged.
-- Before torch 2.13, in units of several modules: inputs are cast, and units of which one module did not run are
-  completed. Those versions run their hooks at the first and the last module of such a unit; 2.13 runs them at each, and
-  completes the unit after the pass of the whole model (`_register_group_forward_hooks`,
-  `_force_complete_incomplete_states`). To be deleted with the support of 2.11 and 2.12.
+- Before torch 2.13: units of which one module did not run are completed. Those versions run their hooks at the first
+  and the last module of a unit; 2.13 runs them at each, and completes the unit after the pass of the whole model
+  (`_register_group_forward_hooks`, `_force_complete_incomplete_states`). To be deleted with 2.11 and 2.12.
 """
 
 import math
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -18,14 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     complete_unit,
     make_gathered_memory,
     reshard_units,
-    unit_modules,
-    unit_precision,
 )
 
 __all__ = ["add_hooks", "average_gradients", "is_averaged"]
@@ -34,18 +33,23 @@ _IS_OLDER = not hasattr(FSDPModule, "reset_iter_state")
 """Whether torch is older than 2.13."""
 
 
-def add_hooks(model: nn.Module) -> None:
+def add_hooks(model: nn.Module, *, param_dtype: torch.dtype | None) -> None:
     """Give a model, when all its units are made, the hooks named above, each once; call again when units are made anew.
 
     Nothing is communicated.
+
+    Args:
+        model: the root of the units.
+        param_dtype: what inputs are cast to; None leaves them as they are.
     """
     for module in model.modules():  # of one that is in no unit any more, hooks are removed
         _drop_hook(module._forward_pre_hooks, _make_outputs)
         _drop_hook(module._forward_pre_hooks, _cast_inputs)
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(_make_outputs, prepend=True)  # before FSDP2's own, which gathers
-            if _IS_OLDER and len(unit_modules(module)) > 1:
-                module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+    if param_dtype is not None:
+        for module in _first_with_shards(model):
+            module.register_forward_pre_hook(partial(_cast_inputs, dtype=param_dtype), with_kwargs=True)
     # These must come after FSDP2's own hooks, which may be new.
     for hook in (_complete_units, _reshard_after_evaluation) if _IS_OLDER else (_reshard_after_evaluation,):
         _drop_hook(model._forward_hooks, hook)
@@ -104,22 +108,38 @@ def _reshard_after_evaluation(model: nn.Module, args: object, output: object) ->
         reshard_units(model)
 
 
-def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Cast what enters each module of a unit, not only the first.
+def _first_with_shards(root: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules below the root that compute with shards: units, and owners of what the root unit holds."""
+    seen: set[nn.Module] = set()
 
-    Behind a norm that stays in fp32 (replicated, say), a head would meet fp32 with gathered weights in a lower
-    precision, and stop.
-    """
-    assert isinstance(module, FSDPModule)
-    policy = unit_precision(module)
-    if not policy.cast_forward_inputs or policy.param_dtype is None:
-        return None
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if child not in seen:
+                seen.add(child)
+                if isinstance(child, FSDPModule) or any(isinstance(p, DTensor) for p in child._parameters.values()):
+                    yield child
+                if not isinstance(child, FSDPModule):
+                    yield from walk(child)
 
-    def cast(value: Any) -> Any:
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(policy.param_dtype) if is_float else value
+    return walk(root)
 
-    return tree_map(cast, args), tree_map(cast, kwargs)
+
+def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype) -> Any:
+    """Cast floating-point inputs, also in tuples and lists, to the dtype in which a module's weights are gathered."""
+    return tuple(_cast(value, dtype) for value in args), {key: _cast(value, dtype) for key, value in kwargs.items()}
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        if not value.is_floating_point() or value.dtype == dtype:
+            return value
+        cast = value.to(dtype)
+        # The least number of fp32, which masks are made of, is no number of bf16 or fp16: it stays one, and not -inf.
+        limit = torch.finfo(dtype).max
+        return torch.where(cast.isinf() & value.isfinite(), cast.sign() * limit, cast)
+    if type(value) in (tuple, list):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value
 
 
 def _complete_units(model: nn.Module, args: object, output: Any) -> Any:
@@ -137,5 +157,5 @@ def _complete_units(model: nn.Module, args: object, output: Any) -> Any:
 
 def _drop_hook(hooks: MutableMapping[int, Any], hook: Any) -> None:
     """Remove a hook from those that a module keeps, if it is there."""
-    for key in [key for key, found in hooks.items() if found is hook]:
+    for key in [key for key, found in hooks.items() if hook in (found, getattr(found, "func", None))]:
         del hooks[key]

@@ -218,13 +218,15 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     replicated = {parameters[fqn] for fqn in sharding.plan.replicated}
+    # FSDP2 would cast what enters the root; `add_hooks` casts what enters the modules that compute with weights.
+    mp_policy = replace(sharding.mp_policy, cast_forward_inputs=False)
     for unit in sharding.plan.units:
         members = [modules[fqn] for fqn in unit.modules]
         fully_shard(
             members[0] if len(members) == 1 else members,
             mesh=sharding.mesh,
             reshard_after_forward=unit.reshard_after_forward,
-            mp_policy=sharding.mp_policy,
+            mp_policy=mp_policy,
             offload_policy=sharding.offload_policy,
             shard_placement_fn=partial(choose_placement, ranks=sharding.mesh.size(-1)),
             ignored_params=replicated or None,
@@ -236,7 +238,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
             parameter.data = parameter.data.to(sharding.mesh.device_type)
     average_gradients(replicated, sharding.mesh.get_all_groups())
     mark_for_transformers(model)
-    add_hooks(model)
+    add_hooks(model, param_dtype=sharding.mp_policy.param_dtype if sharding.mp_policy.cast_forward_inputs else None)
     made = count_units(model)
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"
     remember_sharding(model, sharding)
