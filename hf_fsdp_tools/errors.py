@@ -17,6 +17,7 @@ __all__ = [
     "ConfigError",
     "FSDPToolsError",
     "MeshError",
+    "RanksError",
     "WrapPlanError",
 ]
 
@@ -45,3 +46,7 @@ class CheckpointError(FSDPToolsError, ValueError):
 
 class ConfigError(FSDPToolsError, ValueError):
     """A setting is unknown, contradicts another, or cannot be honoured on this machine."""
+
+
+class RanksError(FSDPToolsError, RuntimeError):
+    """A rank is lost, does not come, makes no progress, or is in another call than the others; names the rank."""

@@ -1,6 +1,6 @@
-"""All ranks go on together or stop together with the same error, so that none is left waiting in a collective."""
+"""All ranks go on together or stop together with the same error, so that none is left waiting for another."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hf_fsdp_tools.distributed.mesh import rank_on_node
+from hf_fsdp_tools.distributed.rounds import StoppedElsewhere, rounds_of
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import local_path
@@ -25,43 +26,57 @@ def rank_and_size() -> tuple[int, int]:
     return 0, 1
 
 
-def all_ranks(value: T) -> list[T]:
-    """Every rank's value, in rank order. All ranks must call; the values are pickled and gathered, keep them small.
+def all_ranks(value: T, doing: str = "exchanging values", *, ranks: Sequence[int] | None = None) -> list[T]:
+    """Every rank's value, in rank order; only this rank's where there is nobody else to ask (see `rounds_of`).
 
-    Only this rank's value where there is nobody else to ask: without a process group, or under the "fake" backend.
+    Args:
+        value: is pickled; keep it small.
+        doing: for messages, the same on all ranks: ranks that do different things stop with one error.
+        ranks: those that call; None means all of the default process group.
+
+    Nothing but the process group's key-value store is used, whatever its backends.
+
+    Raises:
+        RanksError: a rank does not come, is lost, or is in another call.
     """
-    _, size = rank_and_size()
-    if size == 1 or dist.get_backend() == "fake":
-        return [value]
-    values: list[T] = [value] * size
-    dist.all_gather_object(values, value)
-    return values
+    rounds = rounds_of(ranks)
+    return [value] if rounds is None else rounds.exchange(value, doing)
 
 
 @contextmanager
 def agreed(doing: str) -> Iterator[None]:
     """Run a block on every rank; if it failed on any of them, raise the same `CheckpointError` on all of them.
 
-    All ranks must enter, and nothing in the block may communicate: a rank that fails leaves it early. At the end of
-    the block the ranks gather one short string each. A rank whose own failure was no `CheckpointError` (a mistake in
-    this package, memory exhausted) raises that itself; the others say where it happened.
+    All ranks must enter. Blocks may be nested, and what is in a block may exchange values (`all_ranks`): a rank that
+    fails is known at once to those that wait for it there. Collectives of a process group are not ended that way. A
+    rank whose own failure was no `CheckpointError` (a mistake in this package, memory exhausted) raises that itself;
+    the others say where it happened.
 
     Args:
-        doing: what the block does, for messages: "reading the checkpoint".
+        doing: what the block does, for messages, the same on all ranks: "reading the checkpoint".
     """
-    failure: Exception | None = None
-    try:
+    rounds = rounds_of()
+    if rounds is None:
         yield
-    except Exception as error:
-        failure = error
-    text = str(failure) if isinstance(failure, CheckpointError) else repr(failure) if failure else None
-    texts = all_ranks(text)
+        return
+    failure: Exception | None = None
+    with rounds.scope(doing) as scope:
+        try:
+            yield
+        except StoppedElsewhere as stop:
+            if stop.scope is not scope:
+                raise
+        except Exception as error:
+            failure = error
+            rounds.fail(scope)
+        text = str(failure) if isinstance(failure, CheckpointError) else repr(failure) if failure else None
+        texts = rounds.exchange(text, doing, ends=scope)
     if failure is not None and not isinstance(failure, CheckpointError):
         raise failure
-    failed = [r for r, t in enumerate(texts) if t is not None]
+    failed = [rank for rank, text in enumerate(texts) if text is not None]
     if not failed:
         return
-    messages = list(dict.fromkeys(t for t in texts if t is not None))
+    messages = list(dict.fromkeys(text for text in texts if text is not None))
     if len(failed) == len(texts) and len(messages) == 1:
         raise CheckpointError(messages[0]) from failure
     lines = [f"rank {', '.join(str(r) for r in failed if texts[r] == m)}: {m}" for m in messages]

@@ -115,9 +115,9 @@ def _pad(rows):
 
 def _trained(folder, out, sharded):
     args = TrainingArguments(
-        output_dir=str(out), bf16=True, use_cpu=True, max_steps=4, per_device_train_batch_size=11, per_device_eval_batch_size=11, learning_rate=1e-3,
-        logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, max_grad_norm=1.0,
-        dataloader_pin_memory=False,
+        output_dir=str(out), bf16=True, use_cpu=True, max_steps=4, per_device_train_batch_size=11,
+        per_device_eval_batch_size=11, learning_rate=1e-3, logging_steps=1, report_to="none", save_strategy="no",
+        disable_tqdm=True, max_grad_norm=1.0, dataloader_pin_memory=False,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder)
     trainer = (ShardedTrainer if sharded else Trainer)(
