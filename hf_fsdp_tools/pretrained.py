@@ -256,7 +256,7 @@ def from_pretrained(
     if checkpoint.adapter is not None:
         model = load_adapter(model, checkpoint.adapter, is_trainable=is_trainable, **checkpoint.hub_kwargs)
     elif peft_config is not None:
-        model = add_adapter(model, peft_config, seed=load_kwargs.get("seed", 0))
+        model = add_adapter(model, peft_config, seed=load_kwargs.get("seed"))
     return (model, report) if output_loading_info else model
 
 

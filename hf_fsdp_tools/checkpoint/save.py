@@ -36,6 +36,7 @@ from hf_fsdp_tools.checkpoint.shards import (
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.peft_view import is_adapted, is_wrapper
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.text import dtype_name
@@ -248,8 +249,9 @@ def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, tok
         if isinstance(model, PreTrainedModel):
             model.config.dtype = dtype_name(dtype or model.dtype)
             model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-            if model.is_remote_code():
-                custom_object_save(model, folder, config=model.config)
+            with original_classes(model):  # transformers copies the file of the class, which is torch's under FSDP2
+                if model.is_remote_code():
+                    custom_object_save(model, folder, config=model.config)
             with with_cache_as_found(model):
                 model.config.save_pretrained(folder)
             if model.can_generate():

@@ -1,11 +1,13 @@
 """All ranks go on together or stop together with the same error, so that none is left waiting for another."""
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from hf_fsdp_tools.distributed.mesh import rank_on_node
@@ -14,7 +16,7 @@ from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import local_path
 
-__all__ = ["agreed", "all_ranks", "opened", "rank_and_size", "refuse_other_commits"]
+__all__ = ["agreed", "all_ranks", "opened", "rank_and_size", "refuse_other_commits", "shared_rng_state", "shared_seed"]
 
 T = TypeVar("T")
 
@@ -41,6 +43,20 @@ def all_ranks(value: T, doing: str = "exchanging values", *, ranks: Sequence[int
     """
     rounds = rounds_of(ranks)
     return [value] if rounds is None else rounds.exchange(value, doing)
+
+
+def shared_rng_state() -> torch.Tensor:
+    """The state of rank 0's default generator on the CPU, on every rank. All ranks must call; nothing is drawn."""
+    state = torch.get_rng_state() if rank_and_size()[0] == 0 else None
+    shared = all_ranks(state, "sharing the random state")[0]
+    assert shared is not None
+    return shared
+
+
+def shared_seed(seed: int | None) -> int:
+    """`seed`, or one that follows from the state of rank 0's default generator, and so from `torch.manual_seed` and
+    `set_seed`; the same on every rank. All ranks must call; nothing is drawn."""
+    return zlib.crc32(shared_rng_state().numpy().tobytes()) if seed is None else seed
 
 
 @contextmanager

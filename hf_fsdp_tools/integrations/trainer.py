@@ -32,6 +32,7 @@ from hf_fsdp_tools.integrations.resume import (
 )
 from hf_fsdp_tools.integrations.settings import plugin_arguments
 from hf_fsdp_tools.integrations.state import start_state
+from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 from hf_fsdp_tools.sharding.shard import sharding_of
 
 __all__ = ["FSDPTrainerMixin"]
@@ -138,6 +139,11 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
             model.reset_iter_state()
             self.model.zero_grad()
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; units that an evaluation left gathered are sharded first, or it would train copies."""
+        reshard_units(self.model)
+        return super().create_optimizer(*args, **kwargs)
+
     # ---- saving ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -158,10 +164,10 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         """As the Trainer's; ranks go on, and older checkpoints are deleted, only when every rank has saved its part."""
         step = self.state.global_step
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")
-        # What communicates in here agrees by itself; this is for what rank 0 does alone.
-        with agreed(f"saving {str(folder)!r}"):
+        with agreed(f"beginning {str(folder)!r}"):  # before the Trainer's collectives, in which the others would wait
             if self.args.should_save:
                 (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # incomplete from here on
+        with agreed(f"saving {str(folder)!r}"):
             super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

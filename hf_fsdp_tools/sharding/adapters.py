@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from hf_fsdp_tools.distributed.agreement import opened
+from hf_fsdp_tools.distributed.agreement import opened, shared_rng_state
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.linear4bit import mark_weights, packed_linears, refuse_cast_weights
@@ -45,10 +45,10 @@ _NEEDS_BASE = ("corda", "eva", "loftq", "lora_ga", "mica", "olora", "pissa")
 0.21)."""
 
 
-def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "default", seed: int = 0) -> Any:
+def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "default", seed: int | None = None) -> Any:
     """Add a PEFT adapter to a sharded, loaded model; return the `PeftModel`, sharded in the units of its base.
 
-    The adapter's values are those that `torch.manual_seed(seed); get_peft_model(...)` gives on one process, whatever
+    The adapter's values are those that `get_peft_model` gives on one process from rank 0's random state, whatever
     the number of ranks. Adapters are fp32, as PEFT makes them; the frozen base keeps its dtype. Each rank holds the
     whole adapter for a moment (LoRA of rank 16 on all linear layers of an 8B model: 170 MB), never more of the base.
 
@@ -57,7 +57,7 @@ def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "defa
             shards.
         peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`.
         adapter_name: under which PEFT keeps it.
-        seed: of the adapter's initial values.
+        seed: of the adapter's initial values, as `torch.manual_seed`; None: the random state as it is on rank 0.
 
     Every rank must call. The ranks exchange the plan's digest and the adapter's values, from rank 0.
 
@@ -189,9 +189,10 @@ def _refuse_whole_base(config: Any, model: nn.Module) -> None:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seeded(seed: int | None) -> Iterator[None]:
+    state = shared_rng_state() if seed is None else torch.Generator().manual_seed(seed).get_state()
     with torch.random.fork_rng(devices=()):
-        torch.default_generator.manual_seed(seed)
+        torch.set_rng_state(state)
         yield
 
 
@@ -259,7 +260,7 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
     """Take FSDP2 off, and put it on again with what was added; what was sharded before keeps its shards, untouched."""
     _check_shapes(base)
     plan = laid_over(sharding.plan, base)
-    agree_on_plan(plan)
+    agree_on_plan(plan, sharding.mesh)
     release(base)
     kept = {base.get_parameter(name) for name in plan.replicated}
     places = [

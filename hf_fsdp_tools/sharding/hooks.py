@@ -11,7 +11,7 @@
 """
 
 import math
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     complete_unit,
     make_gathered_memory,
-    reshard_units,
 )
 
 __all__ = ["add_hooks", "average_gradients", "is_averaged"]
@@ -33,7 +32,7 @@ _IS_OLDER = not hasattr(FSDPModule, "reset_iter_state")
 """Whether torch is older than 2.13."""
 
 
-def add_hooks(model: nn.Module, *, param_dtype: torch.dtype | None) -> None:
+def add_hooks(model: nn.Module, *, param_dtype: torch.dtype | None, kept: Collection[nn.Module] = ()) -> None:
     """Give a model, when all its units are made, the hooks named above, each once; call again when units are made anew.
 
     Nothing is communicated.
@@ -41,6 +40,7 @@ def add_hooks(model: nn.Module, *, param_dtype: torch.dtype | None) -> None:
     Args:
         model: the root of the units.
         param_dtype: what inputs are cast to; None leaves them as they are.
+        kept: modules of units that stay gathered after an evaluation too, because the user wants units kept.
     """
     for module in model.modules():  # of one that is in no unit any more, hooks are removed
         _drop_hook(module._forward_pre_hooks, _make_outputs)
@@ -51,9 +51,11 @@ def add_hooks(model: nn.Module, *, param_dtype: torch.dtype | None) -> None:
         for module in _first_with_shards(model):
             module.register_forward_pre_hook(partial(_cast_inputs, dtype=param_dtype), with_kwargs=True)
     # These must come after FSDP2's own hooks, which may be new.
-    for hook in (_complete_units, _reshard_after_evaluation) if _IS_OLDER else (_reshard_after_evaluation,):
-        _drop_hook(model._forward_hooks, hook)
-        model.register_forward_hook(hook)
+    _drop_hook(model._forward_hooks, _complete_units)
+    _drop_hook(model._forward_hooks, _reshard_after_evaluation)
+    if _IS_OLDER:
+        model.register_forward_hook(_complete_units)
+    model.register_forward_hook(partial(_reshard_after_evaluation, kept=frozenset(kept)))
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], groups: Iterable[dist.ProcessGroup]) -> None:
@@ -98,14 +100,16 @@ def _make_outputs(module: nn.Module, args: object) -> None:
             make_gathered_memory(module)
 
 
-def _reshard_after_evaluation(model: nn.Module, args: object, output: object) -> None:
+def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *, kept: Collection[nn.Module]) -> None:
     """After a forward pass without gradients, shard what FSDP2 keeps gathered for a backward pass (the tail, the root).
 
     None comes, and until then `model.parameters()` would be the gathered tensors: an optimizer made after an evaluation
     would train copies that FSDP2 throws away.
     """
     if not torch.is_grad_enabled():
-        reshard_units(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule) and module not in kept:
+                module.reshard()
 
 
 def _first_with_shards(root: nn.Module) -> Iterator[nn.Module]:
