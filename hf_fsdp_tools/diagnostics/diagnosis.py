@@ -19,12 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.diagnostics.findings import Finding, check_model
-from hf_fsdp_tools.diagnostics.live import (
-    LiveModel,
-    describe_units,
-    local_part,
-    read_live_model,
-)
+from hf_fsdp_tools.diagnostics.live import LiveModel, describe_units, local_part, read_live_model
 from hf_fsdp_tools.distributed.agreement import all_ranks, rank_and_size
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.modeling.module_tree import plain_name

@@ -21,12 +21,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from hf_fsdp_tools.errors import WrapPlanError
-from hf_fsdp_tools.modeling.module_tree import (
-    ModuleNode,
-    ModuleTree,
-    Weight,
-    class_name,
-)
+from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy

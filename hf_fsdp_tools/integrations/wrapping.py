@@ -20,12 +20,7 @@ from torch.distributed.fsdp.wrap import (
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.planning.policy import (
-    HybridPolicy,
-    UnitPredicate,
-    matching_nodes,
-    nearest_names,
-)
+from hf_fsdp_tools.planning.policy import HybridPolicy, UnitPredicate, matching_nodes, nearest_names
 
 __all__ = ["narrowed", "policy_from_wrap", "without_modules"]
 

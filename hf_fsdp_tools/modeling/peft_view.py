@@ -12,12 +12,7 @@ from torch import nn
 from hf_fsdp_tools.modeling.clone import TreeCopy, copy_tree
 from hf_fsdp_tools.modeling.module_tree import ADAPTED
 
-__all__ = [
-    "bare_model",
-    "base_of",
-    "is_adapted",
-    "is_wrapper",
-]
+__all__ = ["bare_model", "base_of", "is_adapted", "is_wrapper"]
 
 
 def is_adapted(model: nn.Module) -> bool:
