@@ -51,7 +51,7 @@ class HybridAutoWrapPolicy:
     """Fqns of the modules to wrap, children before parents, without the root, which FSDP1 always wraps."""
 
     ignored: tuple[str, ...]
-    """Names of parameters that stay whole on every rank. FSDP1 takes them as `ignored_states=policy.ignored_states`, and
+    """Names of parameters that stay whole on every rank. Pass `ignored_states=policy.ignored_states` to FSDP1, which
     does not reduce their gradients; `wrap_fsdp1` does."""
 
     def __init__(self, model: nn.Module, plan: WrapPlan, *, floor_params: float) -> None:
