@@ -1,14 +1,14 @@
 """Every error that a user of hf_fsdp_tools can cause, as one tree.
 
-    FSDPToolsError                 anything this package raises on purpose
-    ├── BlockDetectionError        the structure of a model could not be read (also ValueError)
-    ├── WrapPlanError              a plan or policy breaks a rule, or names something that is not there (also
-    ValueError) ├── MeshError                  parallel degrees do not fit the processes at hand (also ValueError) ├──
-    CheckpointError            a checkpoint is absent, damaged, or does not fit the model (also ValueError) └──
-    ConfigError                a setting is unknown or cannot be honoured (also ValueError)
+    FSDPToolsError             any error that this package raises on purpose
+    ├── BlockDetectionError    the structure of a model could not be read
+    ├── WrapPlanError          a plan or policy breaks a rule, or names something that is not there
+    ├── MeshError              parallel degrees do not fit the processes at hand
+    ├── CheckpointError        a checkpoint is absent, damaged, or does not fit the model
+    └── ConfigError            a setting is unknown or cannot be honoured
 
-A message reads in this order: the fact, the offending value, the allowed values, the cure. Mistakes inside this package
-are `AssertionError`, never one of these.
+All but the first are `ValueError`s too. A message gives the fact, the offending value, the allowed values and the cure,
+in this order. A mistake inside this package is an `AssertionError`, and none of these errors.
 """
 
 __all__ = [
@@ -31,8 +31,7 @@ class BlockDetectionError(FSDPToolsError, ValueError):
 
 
 class WrapPlanError(FSDPToolsError, ValueError):
-    """A wrap plan or policy breaks a rule of a correct plan, or names a module or class that the model does not
-    have."""
+    """A wrap plan or policy breaks a rule of a correct plan, or names a module or class that the model lacks."""
 
 
 class MeshError(FSDPToolsError, ValueError):
@@ -40,8 +39,7 @@ class MeshError(FSDPToolsError, ValueError):
 
 
 class CheckpointError(FSDPToolsError, ValueError):
-    """A checkpoint is absent, damaged, or does not fit the model; names the file, key, and what was expected and
-    found."""
+    """A checkpoint is absent, damaged, or does not fit the model; the message names file, key, expected and found."""
 
 
 class ConfigError(FSDPToolsError, ValueError):

@@ -1,8 +1,8 @@
-"""Files of a hub repository as a local folder: `huggingface_hub` fetches them, in requests that all end.
+"""Fetch files of a hub repository into a local folder, by `huggingface_hub` and with a time limit on every request.
 
-Its cache, locks, tokens, retries and settings (`HF_HOME`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`, …) apply.
-Its `snapshot_download` only looks into the cache here: it lists a repository without a time limit (1.10 to 2.4), so a
-hub that falls silent would keep every rank waiting for ever. `model_info` and `hf_hub_download` have limits.
+Its cache, locks, tokens, retries and settings (`HF_HOME`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`, …) apply. `model_info` and
+`hf_hub_download` have time limits. `snapshot_download` lists a repository without one (1.10 to 2.4), so that a silent
+hub would keep every rank waiting for ever; it is used here to look into the cache only.
 """
 
 import os
@@ -21,14 +21,17 @@ from hf_fsdp_tools.text import first_line
 
 __all__ = ["fetch", "local_path"]
 
-_CONNECTIONS = 8  # downloads at a time, as `snapshot_download` has
-_PAUSES_S = (1.0, 2.0, 4.0)  # before another try, as huggingface_hub's own begin
+_CONNECTIONS = 8
+"""Downloads at a time (source: the default of `snapshot_download`)."""
+
+_PAUSES_S = (1.0, 2.0, 4.0)
+"""Seconds before each further try (source: the first pauses of huggingface_hub's own retries)."""
 
 
 def local_path(name_or_path: str | PathLike[str]) -> Path | None:
-    """The local path that a name means, with `~` expanded; None for a name on the hub ("gpt2", "org/model").
+    """The local path of a name, with `~` expanded; None for a name on the hub ("gpt2", "org/model").
 
-    What exists here is local. So is everything that no hub name can be ("./model", "a/b/c"), whether or not it exists.
+    A path that exists is local. So is a name that no repository can have ("./model", "a/b/c"), existing or not.
 
     Raises:
         CheckpointError: the name is empty.
@@ -50,13 +53,13 @@ def fetch(
     local_files_only: bool = False,
     subfolder: str | None = None,
 ) -> tuple[Path, dict[str, Any]]:
-    """The local folder with every file of a hub repository that matches a pattern; and what pins its commit.
+    """Fetch the files of a hub repository that match a pattern; return their folder, and arguments for later calls.
 
-    These are `revision` and `local_files_only`: a later call with them gets the same commit, and does not wait again
-    for a hub that did not answer this one. The hub is asked what there is for at most `HF_HUB_ETAG_TIMEOUT` (10 s);
-    where it does not answer, or refuses, the cache is used, with a warning. Files that are cached cost nothing. Where
-    no byte of a file arrives any more, huggingface_hub gives up after six times `HF_HUB_DOWNLOAD_TIMEOUT` (10 s), and
-    after 7 minutes where it was not even told the file's size.
+    The arguments are `revision` and `local_files_only`: a later call with them gets the same commit, and does not wait
+    again for a hub that did not answer. The hub has `HF_HUB_ETAG_TIMEOUT` (10 s) to list the repository; if it does
+    not answer or refuses, the cache is used, with a warning. Cached files are not fetched again. When no more bytes of
+    a file arrive, huggingface_hub gives up after six times `HF_HUB_DOWNLOAD_TIMEOUT` (10 s), or after 7 minutes if the
+    hub did not even tell the file's size.
 
     Args:
         name: as "org/model".
@@ -64,19 +67,19 @@ def fetch(
         revision: branch, tag or commit; None is the default branch.
         token: None uses the stored one.
         cache_dir: None is huggingface_hub's own.
-        local_files_only: do not ask the hub; so it is with `HF_HUB_OFFLINE`.
+        local_files_only: use the cache and do not ask the hub; `HF_HUB_OFFLINE` does the same.
         subfolder: folder within the repository, and within the result.
 
     No rank communicates; processes that share a cache wait for each other's downloads at its file locks.
 
     Raises:
         CheckpointError: the repository or the revision does not exist, may not be read or is not cached; or a file does
-            not arrive. Whether any file matches a pattern is for the caller to look.
+            not arrive. It is no error if no file matches a pattern.
     """
     from huggingface_hub import constants
 
     cache = os.path.expanduser(cache_dir or constants.HF_HUB_CACHE)
-    listing = None if local_files_only else _ask(name, revision, token, cache)
+    listing = None if local_files_only else _list_files(name, revision, token, cache)
     if listing is None:
         snapshot = _cached_snapshot(name, revision, cache)
     else:
@@ -89,8 +92,8 @@ def fetch(
     return snapshot / (subfolder or ""), {"revision": snapshot.name, "local_files_only": listing is None}
 
 
-def _ask(name: str, revision: str | None, token: str | bool | None, cache: str) -> tuple[str, list[str]] | None:
-    """Commit and file names of a repository; None where what is cached is to be used."""
+def _list_files(name: str, revision: str | None, token: str | bool | None, cache: str) -> tuple[str, list[str]] | None:
+    """(commit, file names) of a repository; None if the cache is to be used."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import OfflineModeIsEnabled, RevisionNotFoundError
 
@@ -115,8 +118,8 @@ def _ask(name: str, revision: str | None, token: str | bool | None, cache: str) 
 def _download(name: str, file: str, **where: Any) -> None:
     """Put one file into the cache.
 
-    After a connection that was reset in the middle of a file, or a 5xx in place of it, huggingface_hub (1.0 to 2.4)
-    does not try again. Both pass, and of a job's thousands of downloads (files times nodes) some meet them.
+    Tries again after a connection that was reset in the middle of a file, and after a status of 5xx, as huggingface_hub
+    (1.0 to 2.4) does not. Such errors pass, and a job with thousands of downloads (files times nodes) meets some.
     """
     from huggingface_hub import hf_hub_download
 
@@ -131,7 +134,7 @@ def _download(name: str, file: str, **where: Any) -> None:
 
 
 def _cached_snapshot(name: str, revision: str | None, cache: str) -> Path:
-    """The folder of a revision in the cache, whatever files are in it."""
+    """The folder of a revision in the cache, whatever files it holds."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -142,20 +145,22 @@ def _cached_snapshot(name: str, revision: str | None, cache: str) -> Path:
         where = f" at revision {revision!r}" if revision else ""
         raise CheckpointError(
             f"No checkpoint {name!r}{where} in the cache of the hub, and the network is not to be used "
-            f"({first_line(error)}). Check the name, the revision and cache_dir, or download it first and give the "
-            "folder."
+            f"({first_line(error)}). Check the name, the revision and cache_dir, or download it first and "
+            "give the folder."
         ) from error
 
 
 def _new_snapshot(name: str, revision: str | None, cache: str, commit: str) -> Path:
-    """The folder of a commit in the cache, and a note there which commit the branch or tag is, as huggingface_hub makes
-    them: without the network, both are looked for."""
+    """Make the folder of a commit in the cache, and note there to which commit the branch or tag points.
+
+    huggingface_hub makes the same folder and note, and looks for both without the network.
+    """
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
     folder = Path(cache, repo_folder_name(repo_id=name, repo_type="model"))
     snapshot, ref = folder / "snapshots" / commit, folder / "refs" / (revision or constants.DEFAULT_REVISION)
-    with suppress(OSError):  # a cache that is read only serves as well
+    with suppress(OSError):  # a read-only cache may hold everything already
         snapshot.mkdir(parents=True, exist_ok=True)
         if revision != commit and not (ref.is_file() and ref.read_text() == commit):
             ref.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +176,7 @@ def _status(error: Exception) -> int:
 
 
 def _refusal(name: str, revision: str | None, error: Exception, file: str | None = None) -> CheckpointError:
-    """What the hub said, with what to do about it."""
+    """An error of the hub as a `CheckpointError` with a cure."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):

@@ -1,4 +1,4 @@
-"""The way in: from a model name to a sharded, loaded, ready model. Every step is a public function of its own."""
+"""Load a model by name into shards (`from_pretrained`), or only open its checkpoint; each step is a public function."""
 
 import json
 from collections.abc import Mapping
@@ -34,25 +34,25 @@ __all__ = ["Checkpoint", "PretrainedOptions", "from_pretrained", "open_checkpoin
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What is known of a checkpoint before a tensor is read; config and weights are of one commit of the hub."""
+    """A checkpoint that was opened and not read: config and headers, from one commit of the hub."""
 
     name: str
-    """Hub name or folder: of an adapter's checkpoint, its base."""
+    """Hub name or folder; of an adapter, those of its base."""
 
     config: PreTrainedConfig
     """The model's configuration."""
 
     index: CheckpointIndex
-    """Which file holds which key, dtype and bytes."""
+    """File, dtype and byte range of every key."""
 
     generation_config: GenerationConfig | None
-    """The checkpoint's own generation settings, if it has any."""
+    """The checkpoint's own generation settings; None without any."""
 
     adapter: str | None
-    """Hub name or folder of the PEFT adapter that was asked for; None for a model."""
+    """Hub name or folder of the PEFT adapter, if an adapter was opened; None for a model."""
 
     hub_kwargs: Mapping[str, Any]
-    """How to fetch what was asked for again, from the same commit."""
+    """Arguments that fetch more files of the same commit."""
 
 
 def open_checkpoint(
@@ -62,23 +62,23 @@ def open_checkpoint(
     allow_pickle: bool = False,
     **hub_kwargs: Any,
 ) -> Checkpoint:
-    """Open a hub name, a folder, or the base that a PEFT adapter names: its config and the headers of its files.
+    """Open a checkpoint, or the base of a PEFT adapter: read its config and the headers of its files, no weights.
 
     Args:
         name_or_path: as for `from_pretrained`.
-        trust_remote_code: take a config class that comes with the checkpoint (of an adapter: with its base).
+        trust_remote_code: use a config class that comes with the checkpoint (of an adapter, with its base).
         allow_pickle: read legacy `.bin` files where there are no safetensors.
         hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
 
-    Every rank of the default process group must call; without a group, this process opens for itself. Of each node one
-    rank asks the hub, and the others find what that one fetched. The ranks exchange errors and the commit.
+    Every rank of the default process group must call; without a group, this process opens for itself. One rank of each
+    node asks the hub, and the others read its cache. The ranks exchange errors and the commit.
 
     Raises:
         CheckpointError: the checkpoint is absent or damaged, or nodes got different commits of it; the same on every
             rank.
     """
     name = fspath(name_or_path)
-    here, base = opened("looking for the checkpoint", name, partial(_look, name), hub_kwargs)
+    here, base = opened("looking for the checkpoint", name, partial(_find_base, name), hub_kwargs)
     home, asked = base or (name, here)
     read = partial(_open, home, trust_remote_code, allow_pickle)
     config, index, generation_config = opened("opening the checkpoint", home, read, asked)
@@ -158,10 +158,10 @@ def from_pretrained(
     load_kwargs: dict[str, Any] | None = None,
     **model_kwargs: Any,
 ) -> PreTrainedModel | tuple[PreTrainedModel, LoadReport]:
-    """Load a Hugging Face checkpoint straight into FSDP2 shards: no rank ever holds more than its own share.
+    """Load a Hugging Face checkpoint straight into FSDP2 shards; each rank reads and holds its own shards only.
 
     The model is built on meta, planned, sharded, and filled with this rank's byte ranges of the files. It equals the
-    model of `AutoModel….from_pretrained` bit for bit, and is in evaluation mode as that one is.
+    model of `AutoModel….from_pretrained` bit for bit, and is in evaluation mode too.
 
         accelerator = make_accelerator(mixed_precision="bf16")
         model = from_pretrained("Qwen/Qwen3-8B", accelerator=accelerator)
@@ -173,54 +173,52 @@ def from_pretrained(
             folders above; or a PEFT adapter (hub name or folder), whose base is loaded first.
         peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`: adds a new adapter to the
             loaded shards (`add_adapter`) and returns the `PeftModel`, of which only the adapter is trainable.
-        is_trainable: where `name_or_path` is an adapter, whether to train it on; it is frozen otherwise, as in PEFT.
+        is_trainable: where `name_or_path` is an adapter, whether it is trainable; it is frozen otherwise, as in PEFT.
         auto_class: the `AutoModelFor…` class, or a model class.
         policy: what becomes a unit; None means the accelerator's, or `HybridPolicy()`.
         mesh: one axis for FSDP, two for HSDP; None means the accelerator's, or FSDP over all processes.
-        accelerator: takes mesh, precision, offload and activation checkpointing from its FSDP plugin, where they are
-            not given here.
-        dtype: of the weights that each rank keeps (the master weights). None means float32 where computation is in a
-            lower precision (`mp_policy.param_dtype`, or the accelerator's mixed precision), else the checkpoint's
-            dtype. A base with an adapter is frozen and needs no masters: None means the checkpoint's dtype. Adapters
-            are float32.
+        accelerator: its FSDP plugin gives mesh, precision, offload and activation checkpointing, unless they are given
+            here.
+        dtype: of the shards (the master weights). None means float32 where computation is in a lower precision
+            (`mp_policy.param_dtype`, or the accelerator's mixed precision), else the checkpoint's dtype. For a base
+            with an adapter, which is frozen, None means the checkpoint's dtype; adapters are float32.
         mp_policy: dtypes of computation and reduction.
         offload_policy: `CPUOffloadPolicy()` keeps the shards on the CPU between uses.
         activation_checkpointing: recompute each block's activations in the backward pass; None means the plugin's
             choice.
         compile: compile each block in place, as in `shard_model`. An accelerator made to compile does so in `prepare`.
-        num_tokens: resize the vocabulary while loading, usually to `len(tokenizer)`. As `resize_token_embeddings` does
-            it, but old rows are read slice by slice, and new rows are the same for any number of ranks. Fewer tokens
-            drop rows.
-        pad_to_multiple_of: round the number of rows up; alone, of the vocabulary as it is.
+        num_tokens: resize the vocabulary while loading, usually to `len(tokenizer)`, without gathering it. New rows are
+            the same for any number of ranks; fewer tokens drop rows.
+        pad_to_multiple_of: round the number of rows up, of `num_tokens` or of the vocabulary as it is.
         mean_resizing: new rows are the mean of the old ones; False: the model's own initialisation.
         allow_pickle: read legacy `pytorch_model*.bin` where there are no safetensors; no code of the file is run.
         output_loading_info: return `(model, LoadReport)`.
         trust_remote_code: run model code that comes with the checkpoint.
         hub_kwargs: where and how to fetch (`revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`).
         load_kwargs: passed to `load_weights` (`ignore_mismatched_sizes`, `seed`, `staging_bytes`, …).
-        model_kwargs: for the config or the model, as in `from_pretrained` (`num_labels`, `attn_implementation`, …).
+        model_kwargs: for the config or the model, as in `build_meta_model` (`num_labels`, `attn_implementation`, …).
 
-    Every rank must call, under `torchrun`, `accelerate launch`, or alone. Only the plan's digest and the outcome of
-    loading travel between ranks; each node fetches a hub checkpoint once.
+    Every rank must call, under `torchrun`, `accelerate launch`, or alone. The ranks exchange errors, the commit, the
+    plan's digest and the figures of the report, and under HSDP shards. Each node fetches a hub checkpoint once.
 
     Raises:
         CheckpointError: the checkpoint is absent, damaged, or does not fit the model; on all ranks alike.
         ConfigError, WrapPlanError, MeshError: as the steps say.
     """
     hub_kwargs, load_kwargs = hub_kwargs or {}, load_kwargs or {}
-    # 1 what the accelerator decides, where the caller did not
+    # 1 settings of the accelerator, where the caller gave none
     mesh, mp_policy, offload_policy, activation_checkpointing = _from_accelerator(
         accelerator, mesh, mp_policy, offload_policy, activation_checkpointing
     )
     mesh = mesh if mesh is not None else ParallelDims().build_mesh()
-    # 2 what the checkpoint holds
+    # 2 config and headers of the checkpoint
     checkpoint = open_checkpoint(
         name_or_path, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle, **hub_kwargs
     )
     if checkpoint.adapter is not None and peft_config is not None:
         raise ConfigError(
-            f"{checkpoint.adapter!r} is an adapter, and peft_config asks for another. Give the base, or leave "
-            "peft_config out."
+            f"{checkpoint.adapter!r} is an adapter, and peft_config asks for another. "
+            "Give the base, or leave peft_config out."
         )
     # 3 the model without storage
     is_frozen = checkpoint.adapter is not None or peft_config is not None
@@ -237,7 +235,7 @@ def from_pretrained(
         if num_tokens is not None or pad_to_multiple_of is not None:
             resize_vocabulary(model, num_tokens, pad_to_multiple_of)
             load_kwargs = {"added_tokens": "mean" if mean_resizing else "random"} | load_kwargs
-    # 4 what is gathered together
+    # 4 the plan of its units
     with agreed("planning the units"):
         plan = make_wrap_plan(model, policy=policy or _policy_from(accelerator, model))
     # 5 shards without storage
@@ -250,7 +248,7 @@ def from_pretrained(
         activation_checkpointing=bool(activation_checkpointing),
         compile=compile,
     )
-    # 6 this rank's bytes
+    # 6 this rank's bytes of the files
     report = load_weights(model, checkpoint.index, **load_kwargs)
     # 7 the adapter, which PEFT reads or makes
     if checkpoint.adapter is not None:
@@ -260,8 +258,8 @@ def from_pretrained(
     return (model, report) if output_loading_info else model
 
 
-def _look(name: str, hub_kwargs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, dict[str, Any]] | None]:
-    """How to fetch the same commit again; and, of an adapter, the base that it names and how to fetch that."""
+def _find_base(name: str, hub_kwargs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, dict[str, Any]] | None]:
+    """Arguments that fetch the same commit again; and, of an adapter, its base with the arguments to fetch it."""
     with watched(Path(name)):
         path = local_path(name)
     if path is None:
@@ -290,24 +288,24 @@ def _look(name: str, hub_kwargs: dict[str, Any]) -> tuple[dict[str, Any], tuple[
 def _open(
     name: str, trust_remote_code: bool, allow_pickle: bool, hub_kwargs: dict[str, Any]
 ) -> tuple[PreTrainedConfig, CheckpointIndex, GenerationConfig | None]:
-    """Config, index and generation config; of a hub name, all of one commit, whatever is pushed meanwhile."""
+    """Config, index and generation config of a checkpoint; of a hub name, all from one commit."""
     with watched(Path(name)):
         home = _config_home(name)
     config = load_config(home, trust_remote_code=trust_remote_code, **hub_kwargs)
     commit = {"revision": config._commit_hash} if config._commit_hash else {}
     index = CheckpointIndex.open(name, allow_pickle=allow_pickle, **hub_kwargs | commit)
     try:
-        # Of a hub name it was fetched with the config, or is not there.
+        # Of a hub name, it was fetched with the config if it exists.
         fetched = hub_kwargs | commit | ({"local_files_only": True} if commit else {})
         return config, index, GenerationConfig.from_pretrained(local_path(home) or home, **fetched)
     except OSError:
-        return config, index, None  # no generation_config.json: a model makes one from its config
+        return config, index, None  # without generation_config.json, a model makes one from its config
 
 
 def _default_dtype(
     checkpoint: Checkpoint, mp_policy: MixedPrecisionPolicy | None, is_frozen: bool, model_kwargs: dict[str, Any]
 ) -> torch.dtype | None:
-    """float32 for masters of what is computed in a lower precision; the checkpoint's dtype where none are needed."""
+    """float32 for trainable weights that compute in a lower precision; the checkpoint's dtype otherwise."""
     quantization = model_kwargs.get("quantization_config") or getattr(checkpoint.config, "quantization_config", None)
     is_lower = mp_policy is not None and mp_policy.param_dtype is not None
     if is_lower and not is_frozen and quantization is None:
@@ -322,7 +320,7 @@ def _from_accelerator(
     offload_policy: OffloadPolicy | None,
     activation_checkpointing: bool | None,
 ) -> tuple[DeviceMesh | None, MixedPrecisionPolicy | None, OffloadPolicy | None, bool | None]:
-    """Fill what is None from the accelerator's FSDP plugin. Attributes only: this room does not import accelerate."""
+    """The arguments, with those that are None taken from the accelerator's FSDP plugin; accelerate is not imported."""
     if accelerator is None:
         return mesh, mp_policy, offload_policy, activation_checkpointing
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -355,12 +353,13 @@ def _from_accelerator(
 
 
 def shard_arguments(accelerator: Any, mesh: DeviceMesh | None = None) -> dict[str, Any]:
-    """Keywords of `shard_model` as an Accelerator and its FSDP plugin say them: mesh, precision, offload,
-    checkpointing.
+    """Keywords of `shard_model` from an Accelerator and its FSDP plugin: mesh, precision, offload, checkpointing.
 
     Args:
-        accelerator: of Accelerate, running FSDP2, with whatever plugin.
+        accelerator: of Accelerate, running FSDP2, with any plugin.
         mesh: instead of the Accelerator's own, which is FSDP over all processes where it has no parallelism config.
+
+    Every rank must call: a mesh may be made.
     """
     plugin, config = accelerator.state.fsdp_plugin, accelerator.parallelism_config
     if mesh is None and config:
@@ -374,15 +373,14 @@ def shard_arguments(accelerator: Any, mesh: DeviceMesh | None = None) -> dict[st
 
 
 def _policy_from(accelerator: Any, model: PreTrainedModel) -> HybridPolicy:
-    """The policy of the accelerator's plugin for this model; the default one without."""
+    """The policy of the accelerator's plugin for this model; `HybridPolicy()` without one."""
     plugin: Any = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
     policy: HybridPolicy = plugin.policy_for(model) if hasattr(plugin, "policy_for") else HybridPolicy()
     return policy
 
 
 def _config_home(name: str) -> str:
-    """Where the config is: of a DCP folder that has none, the nearest of the two folders above; else the name
-    itself."""
+    """Where the config is: for a DCP folder without one, the nearest of two folders above; else the name itself."""
     folder = local_path(name)
     if folder is None or not folder.is_dir() or (folder / "config.json").is_file() or find_dcp_folder(folder) is None:
         return name

@@ -1,4 +1,4 @@
-"""Values as people read them in messages: sizes, names, dtypes, errors, and a few of many of anything."""
+"""Texts for messages: sizes, names, dtypes, errors, and the first few of many items."""
 
 import re
 from collections.abc import Iterable

@@ -50,20 +50,20 @@ __all__ = [
 
 Stored = StoredTensor | ChunkedTensor
 
-NAMELESS = (Concatenate, MergeModulelist)
-"""Operations that see tensors and patterns, but not which layer or model they are from
-(`tests/unit/test_conversion.py`)."""
+NAME_BLIND = (Concatenate, MergeModulelist)
+"""Operations whose result depends on tensors and patterns only, not on names, layer or model
+(checked by `tests/unit/test_conversion.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionGroup:
-    """Stored tensors that one conversion takes together, in the order that it takes them."""
+    """The stored tensors that one conversion takes together, and the conversion."""
 
     target: str
     """The model key that transformers files the group under."""
 
     members: tuple[tuple[str, str], ...]
-    """(stored key, pattern it matched) in collection order."""
+    """(stored key, pattern it matched), in the order in which the conversion takes them."""
 
     transform: Any
     """transformers' transform; None where the tensor is only renamed."""
@@ -74,17 +74,16 @@ class LoadMap:
     """Where each tensor of the model comes from."""
 
     tensors: Mapping[str, PieceTensor]
-    """Model key to the stored elements it is made of; inputs are named by stored key."""
+    """Model key to the stored elements that the tensor is made of; inputs are named by stored key."""
 
     groups: Mapping[str, ConversionGroup]
-    """Model key to the group that makes it, to convert for real where a `PieceTensor` is opaque."""
+    """Model key to the group that makes the tensor, to convert real values where a `PieceTensor` is opaque."""
 
     unexpected_keys: frozenset[str]
     """Keys of the checkpoint, after renaming, that the model has no place for."""
 
     used_conversions: tuple[Any, ...] | None
-    """transformers' transforms that matched a key; saving reverts these. None: the model was not stored as on the
-    hub."""
+    """transformers' transforms that matched a key; saving reverts them. None for a checkpoint in the model's layout."""
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -93,10 +92,10 @@ def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What is saved of a model: its persistent tensors, and the scales of 4-bit weights as bitsandbytes saves them.
+    """The tensors to save, by key: persistent ones, and the scales of 4-bit weights under bitsandbytes' names.
 
     Raises:
-        CheckpointError: A 4-bit weight has no scales, because loading failed.
+        CheckpointError: a 4-bit weight has no scales, because loading failed.
     """
     return persistent_tensors(model) | _scales(model)
 
@@ -113,11 +112,16 @@ def _scales(model: nn.Module) -> dict[str, torch.Tensor]:
 def map_loading(model: nn.Module, stored: Mapping[str, Stored], *, is_model_state: bool = False) -> LoadMap:
     """Trace every stored tensor through transformers' renamings and conversions to the model's keys.
 
-    With `is_model_state` the tensors are as the model has them, so that nothing is converted; only the prefix of a base
-    model is still added or removed. Nothing is read. No rank communicates: every rank gets the same map.
+    Nothing is read and no rank communicates; every rank gets the same map.
+
+    Args:
+        model: plain or sharded, with or without storage.
+        stored: the checkpoint's tensors by key.
+        is_model_state: the tensors are in the model's own layout: nothing is converted, and only the prefix of a base
+            model is added or removed.
 
     Raises:
-        CheckpointError: A conversion fails on what the checkpoint holds.
+        CheckpointError: a conversion fails on the checkpoint's tensors.
     """
     state = persistent_tensors(model)
     with original_classes(model):
@@ -152,10 +156,10 @@ def _group(
     members: dict[str, list[tuple[str, str]]] = {}
     transform_of: dict[str, Any] = {}
     unexpected: set[str] = set()
-    order = cache(lambda name: tuple(dot_natural_key(name)))  # of a name between dots; keys are made of few of them
+    order = cache(lambda name: tuple(dot_natural_key(name)))  # cached: keys are made of few names
     for key in sorted(stored, key=lambda key: tuple([order(name) for name in key.split(".")])):
         renamed, pattern = rename_source_key(key, renamings, converters, prefix, state)
-        if renamed not in state and key in state:  # should not have been renamed, save for the prefix
+        if renamed not in state and key in state:  # a renaming that this model does not need; the prefix may still be
             renamed, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=state)
         if renamed in state:
             transform_of.setdefault(renamed, None if pattern is None else converter_of[pattern])
@@ -178,22 +182,21 @@ _Traced = dict[Hashable, tuple[ConversionGroup, PieceTensor]]
 def _trace_once(
     model: nn.Module, group: ConversionGroup, stored: Mapping[str, Stored], dtype: torch.dtype, traced: _Traced
 ) -> dict[str, PieceTensor]:
-    """`_trace`, or what it gave for a group that is the same but for names, as the experts of most layers are."""
-    looks = _looks(group, stored, dtype)
-    if looks in traced:
-        first, tensor = traced[looks]
+    """`_trace`, done once for groups that differ in names alone: the experts of one layer and of the next."""
+    signature = _signature(group, stored, dtype)
+    if signature in traced:
+        first, tensor = traced[signature]
         names = {old: new for (old, _), (new, _) in zip(first.members, group.members, strict=True)}
         return {group.target: tensor.renamed(names)}
     results = _trace(model, group, stored, dtype)
-    if looks is not None and results.keys() == {group.target}:
-        traced[looks] = group, results[group.target]
+    if signature is not None and results.keys() == {group.target}:
+        traced[signature] = group, results[group.target]
     return results
 
 
-def _looks(group: ConversionGroup, stored: Mapping[str, Stored], dtype: torch.dtype) -> Hashable:
-    """All that the group's conversion can see, equal for groups that differ in names alone. None where it sees
-    names."""
-    if group.transform is None or not all(type(op) in NAMELESS for op in group.transform.operations):
+def _signature(group: ConversionGroup, stored: Mapping[str, Stored], dtype: torch.dtype) -> Hashable:
+    """Equal for groups whose conversions give the same result under other names; None where names may matter."""
+    if group.transform is None or not all(type(op) in NAME_BLIND for op in group.transform.operations):
         return None
     inputs: list[Hashable] = []
     for key, pattern in group.members:
@@ -211,7 +214,7 @@ def _trace(
     inputs = {key: PieceTensor.stored(stored[key], dtype) for key, _ in group.members}
     try:
         return _convert(model, group, inputs)
-    except Exception as symbolic:  # whatever a conversion does to a tensor that has no values
+    except Exception as symbolic:  # a conversion may do anything to a tensor that has no values
         try:
             zeros = {key: torch.zeros(stored[key].shape, dtype=dtype) for key, _ in group.members}
             results = _convert(model, group, zeros)
@@ -226,8 +229,9 @@ def _trace(
 
 
 def _convert(model: nn.Module, group: ConversionGroup, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Run a group's transform. Of several stored tensors that are only renamed to one key the first wins, as in
-    transformers.
+    """The results of a group's transform by model key.
+
+    Where several stored tensors are only renamed to one key, the first one wins, as in transformers.
     """
     if group.transform is None:
         return {group.target: tensors[group.members[0][0]]}
@@ -242,13 +246,13 @@ def _convert(model: nn.Module, group: ConversionGroup, tensors: Mapping[str, tor
 def convert_group(
     model: nn.Module, group: ConversionGroup, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Convert real, whole tensors (stored key to tensor) of one group; model key to result."""
+    """The results of one group's conversion by model key, from real, whole tensors by stored key."""
     with original_classes(model):
         return _convert(model, group, tensors)
 
 
 def adjust_keys(model: nn.Module, missing: set[str], unexpected: set[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Missing and unexpected keys without those that the model's class says to keep quiet about."""
+    """(missing, unexpected) without the keys that the model's class says not to report."""
     if not isinstance(model, PreTrainedModel):
         return frozenset(missing), frozenset(unexpected)
     info: Any = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
@@ -257,9 +261,7 @@ def adjust_keys(model: nn.Module, missing: set[str], unexpected: set[str]) -> tu
 
 
 def set_conversions(model: nn.Module, load_map: LoadMap) -> None:
-    """Note on the model which conversions loading used, as `from_pretrained` does, so that saving reverts the same
-    ones.
-    """
+    """Note on the model which conversions loading used, as `from_pretrained` does: saving reverts them."""
     if isinstance(model, PreTrainedModel) and load_map.used_conversions is not None:
         model._weight_conversions = list(load_map.used_conversions)
 
@@ -271,10 +273,10 @@ def copy_conversions(source: nn.Module, target: nn.Module) -> None:
 
 
 def map_saving(model: nn.Module) -> dict[str, PieceTensor]:
-    """Hub key to the model elements that are saved under it; inputs are named by the model's own keys.
+    """Hub key to the model elements that are saved under the key; inputs are named by the model's own keys.
 
-    Keys that the class does not save and all but one name of tied tensors are left out, as transformers does. No rank
-    communicates: every rank gets the same map in the same order.
+    As in transformers, keys that the class does not save are left out, and tied tensors are saved under one name. No
+    rank communicates; every rank gets the same map in the same order.
     """
     state = persistent_tensors(model)
     for key in getattr(model, "_keys_to_ignore_on_save", None) or ():
@@ -288,12 +290,12 @@ def map_saving(model: nn.Module) -> dict[str, PieceTensor]:
 
 
 def revert_group(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Hub key to tensor, from real, whole tensors of some model keys that are converted together."""
+    """Hub key to tensor, from real, whole tensors by model key of one conversion."""
     return _revert(model, dict(tensors))
 
 
 def _revert(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """transformers' way back to the hub's layout, tensors with or without data."""
+    """`state` in the hub's layout, by transformers' own reverse conversions; tensors may be symbolic."""
     if not isinstance(model, PreTrainedModel):
         return state
     with original_classes(model), torch.no_grad():

@@ -1,5 +1,4 @@
-"""This rank's share of a model, filled: read, converted, packed, and under HSDP received from the replica that read
-it."""
+"""Fill this rank's shards of an allocated model: read, convert, pack, and under HSDP receive from the first replica."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,48 +26,48 @@ __all__ = ["Filled", "fill_shards"]
 
 @dataclass(frozen=True, kw_only=True)
 class Filled:
-    """What filling this rank's share took."""
+    """The cost of filling this rank's shards."""
 
     stats: TransferStats
-    """What was read, but for the tensors in `converted`."""
+    """Reads straight into shards, and of values to pack."""
 
     converted: TransferStats
-    """Stored tensors that were read whole, because their conversion computes."""
+    """Reads of whole stored tensors, for conversions that compute."""
 
     share_bytes: int
-    """Bytes of this rank's share in stored dtypes."""
+    """Bytes of this rank's shards in stored dtypes."""
 
     replicated_bytes: int
     """The part of `share_bytes` that every rank holds."""
 
     host_bytes: int
-    """Memory of the share on the host."""
+    """Bytes of host memory that the shards take."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Share:
-    """This rank's part of the model, and how to fill it."""
+    """This rank's shards of the model, and how to fill them."""
 
     transfers: tuple[Transfer, ...]
-    """What can be read as it is."""
+    """Reads straight into shards."""
 
     opaque: tuple[ConversionGroup, ...]
-    """Conversions that compute, and so take whole tensors."""
+    """Conversions that compute, and so need whole tensors."""
 
     received: tuple[str, ...]
-    """Keys of tensors that another replica may have read, equal on all ranks of a replica group."""
+    """Keys of tensors that the first replica broadcasts; equal on all ranks of a replica group."""
 
     read_bytes: int
     """Bytes to read for `transfers` and `opaque`, gaps left out."""
 
     num_bytes: int
-    """Bytes of the whole share in stored dtypes."""
+    """Bytes of the shards in stored dtypes."""
 
     replicated_bytes: int
     """The part of `num_bytes` that every rank holds."""
 
     host_bytes: int
-    """Memory of the share on the host."""
+    """Bytes of host memory that the shards take."""
 
 
 def fill_shards(
@@ -80,11 +79,12 @@ def fill_shards(
     in_flight: int,
     progress: bool | None,
 ) -> Filled:
-    """Fill the memory of an allocated model, as `load_weights` says. Every rank must call.
+    """Fill the shards of an allocated model, as `load_weights` says.
 
-    Under HSDP (a parameter that is sharded along one axis of its mesh and replicated along another) the first replica
-    reads, and each shard is broadcast along the replicate axis, over the mesh's own process group: each byte is read
-    once.
+    Under HSDP (a parameter is sharded along one axis of its mesh and replicated along another) the first replica reads,
+    and each shard is broadcast along the replicate axis, over the mesh's own process group: each byte is read once.
+
+    Every rank must call. The ranks exchange errors, and under HSDP shards.
 
     Raises:
         CheckpointError: reading fails on some rank; the same on every rank.
@@ -100,7 +100,7 @@ def fill_shards(
                 share.transfers,
                 staging_bytes=staging_bytes,
                 in_flight=in_flight,
-                # Where all ranks share this machine, what one does not want another does.
+                # Where all ranks share this machine, another rank wants the bytes that this one skips.
                 read_ahead=rank_on_node()[1] == world_size,
                 on_bytes=on_bytes,
             )
@@ -119,7 +119,7 @@ def fill_shards(
 
 
 def _share_of(model: nn.Module, match: Match) -> _Share:
-    """Every loaded tensor's local boxes, and what to read into their memory."""
+    """Plan what this rank reads: for each loaded tensor, the transfers into the memory of its local boxes."""
     state, index = persistent_tensors(model), match.index  # allocation made new tensors
     transfers: list[Transfer] = []
     opaque: dict[str, ConversionGroup] = {}
@@ -161,8 +161,7 @@ def _convert_whole(
     staging_bytes: int,
     on_bytes: Callable[[int], object],
 ) -> TransferStats:
-    """Conversions that compute: one group at a time, its stored tensors read whole, converted, and this rank's part
-    kept."""
+    """Run conversions that compute, one at a time: read whole tensors, convert them, keep this rank's shards."""
     state, index = persistent_tensors(model), match.index
     stats = TransferStats()
     for group in opaque:
@@ -188,8 +187,7 @@ def _convert_whole(
 
 
 def _receive(state: Mapping[str, torch.Tensor], keys: Iterable[str]) -> None:
-    """Broadcast shards along every axis of their mesh along which they are replicated, from the first rank of the
-    axis."""
+    """Broadcast shards along each axis of their mesh that replicates them, from the first rank of the axis."""
     for key in keys:
         tensor = state[key]
         assert isinstance(tensor, DTensor)

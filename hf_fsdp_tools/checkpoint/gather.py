@@ -1,4 +1,4 @@
-"""A sharded tensor brought together on rank 0 alone, in pieces: where a conversion needs whole values."""
+"""Gather a sharded tensor on rank 0 alone, for conversions that need whole values."""
 
 from collections.abc import Iterator
 
@@ -7,12 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.checkpoint.regions import Box
-from hf_fsdp_tools.checkpoint.shards import (
-    is_first_replica,
-    local_boxes_of,
-    local_tensor,
-    memory_view,
-)
+from hf_fsdp_tools.checkpoint.shards import is_first_replica, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 
 __all__ = ["gather_to_first"]
@@ -21,8 +16,8 @@ __all__ = ["gather_to_first"]
 def gather_to_first(tensor: torch.Tensor, *, staging_bytes: int) -> torch.Tensor | None:
     """The whole of a sharded (or plain) tensor on the host of rank 0; None on every other rank.
 
-    Every rank of the default process group must call. Each rank that holds a part sends it, at most `staging_bytes` at
-    a time, so that no rank but the first holds more than its shard and such a piece.
+    Every rank of the default process group must call. Each first replica sends its shard to rank 0, at most
+    `staging_bytes` at a time, so that no other rank holds more than its shard and one such part.
 
     Raises:
         CheckpointError: rank 0 has no memory for it; the same on every rank, before anything is sent.
@@ -32,7 +27,7 @@ def gather_to_first(tensor: torch.Tensor, *, staging_bytes: int) -> torch.Tensor
     with agreed("gathering a tensor"):
         if rank == 0:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    parts = list(_parts(tensor, staging_bytes)) if is_first_replica(tensor) else []
+    parts = list(_bounded_parts(tensor, staging_bytes)) if is_first_replica(tensor) else []
     device = torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
     for sender, boxes in enumerate(all_ranks([box for box, _ in parts])):
         for i, box in enumerate(boxes):
@@ -49,8 +44,8 @@ def gather_to_first(tensor: torch.Tensor, *, staging_bytes: int) -> torch.Tensor
     return whole
 
 
-def _parts(tensor: torch.Tensor, num_bytes: int) -> Iterator[tuple[Box, torch.Tensor]]:
-    """This rank's boxes with their memory, cut along dimension 0 to at most `num_bytes`, or single rows."""
+def _bounded_parts(tensor: torch.Tensor, num_bytes: int) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield this rank's boxes and their memory in parts along dimension 0 of at most `num_bytes`, or single rows."""
     local = local_tensor(tensor)
     for box, start in local_boxes_of(tensor):
         memory = memory_view(local, start, box.length)

@@ -12,25 +12,10 @@ from typing import Any
 
 import torch
 
-from hf_fsdp_tools.checkpoint.formats.dcp import (
-    METADATA,
-    find_dcp_folder,
-    model_part,
-    parse_dcp,
-)
+from hf_fsdp_tools.checkpoint.formats.dcp import METADATA, find_dcp_folder, model_part, parse_dcp
 from hf_fsdp_tools.checkpoint.formats.pickled import locate_chunk, parse_pickled
-from hf_fsdp_tools.checkpoint.formats.safetensors import (
-    MAX_HEADER_BYTES,
-    parse_header,
-    parse_json,
-    shortened,
-)
-from hf_fsdp_tools.checkpoint.formats.stored import (
-    ChunkedTensor,
-    StoredTensor,
-    TensorChunk,
-    leaves_folder,
-)
+from hf_fsdp_tools.checkpoint.formats.safetensors import MAX_HEADER_BYTES, parse_header, parse_json, shortened
+from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, StoredTensor, TensorChunk, leaves_folder
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import fetch, local_path
@@ -42,15 +27,16 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
-ACCELERATE_PICKLED = (
-    "pytorch_model_fsdp.bin"  # what its save_state writes with FULL_STATE_DICT, in the model's own layout
-)
+ACCELERATE_PICKLED = "pytorch_model_fsdp.bin"
+"""Written by Accelerate's `save_state` under FULL_STATE_DICT, in the model's own layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointIndex:
-    """The tensors of a checkpoint, by key. Make one with `CheckpointIndex.open`, or, for a format of your own, from its
-    tensors (`docs/extending.md`)."""
+    """The tensors of a checkpoint by key: dtype, shape, file and byte range of each.
+
+    Make one with `CheckpointIndex.open`, or, for a format of your own, from its tensors (`docs/extending.md`).
+    """
 
     name: str
     """The folder, file or hub name that was opened, for messages."""
@@ -62,18 +48,17 @@ class CheckpointIndex:
     """Bytes read to make this index: headers and index file."""
 
     is_model_state: bool = False
-    """Whether keys and tensors are as in the model itself (a DCP folder), not as on the hub: nothing to convert
-    then."""
+    """Whether keys and tensors have the model's own layout (a DCP folder), so that nothing is converted."""
 
     commit: str | None = None
-    """Of a hub name, the commit that was fetched or found in the cache."""
+    """The commit that was fetched or found in the cache; None for a local path."""
 
     _saved: Mapping[tuple[str, ...], ChunkedTensor] = field(default_factory=dict, repr=False)
-    """Of a DCP folder, everything that was saved, by its path in the saved state dict."""
+    """All tensors of a DCP folder, by their path in the saved state dict; `of_model` picks the model's."""
 
     @cached_property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the first floating-point tensor: what `dtype="auto"` falls back to. None without any."""
+        """The dtype of the first floating-point tensor, to which `dtype="auto"` falls back; None if there is none."""
         return next(
             (t.dtype for t in self.tensors.values() if t.dtype.is_floating_point and t.dtype.itemsize > 1), None
         )
@@ -93,17 +78,17 @@ class CheckpointIndex:
         return {}
 
     def source_dtype(self, source: str) -> torch.dtype:
-        """The stored dtype of a tensor, or of a chunk of one, by the name that its pieces have."""
+        """The stored dtype of a source: a tensor or a chunk of a tensor, by the name that pieces have for it."""
         return self._chunks[source][1] if source in self._chunks else self.tensors[source].dtype
 
     def source_file(self, source: str) -> Path:
-        """The file of a tensor, or of a chunk of one, by the name that its pieces have; nothing is read."""
+        """The file of a source; nothing is read."""
         return self._chunks[source][0].file if source in self._chunks else self.tensors[source].file
 
     def source(self, source: str) -> StoredTensor:
-        """Where the bytes of a tensor, or of a chunk of one, lie, by the name that its pieces have.
+        """Where the bytes of a source lie.
 
-        The place of a chunk is looked up in its file when it is first asked for: a rank needs few of them.
+        The place of a chunk is looked up in its file when it is first asked for: a rank needs few chunks.
 
         Raises:
             CheckpointError: the chunk is not what the metadata says.
@@ -117,7 +102,7 @@ class CheckpointIndex:
         return self._located[source]
 
     def of_model(self, model_keys: Collection[str]) -> "CheckpointIndex":
-        """The part that is this model's, under the model's names. Only a DCP folder can hold more than a model."""
+        """An index of the tensors of one model, under the model's names; a DCP folder can hold more than a model."""
         if not self._saved:
             return self
         part = model_part(self._saved, model_keys)
@@ -137,8 +122,8 @@ class CheckpointIndex:
     ) -> "CheckpointIndex":
         """Index a local folder, a single weight file, or a hub name.
 
-        A hub checkpoint is downloaded first (only its weight files; ranks of one node share the cache, whose file
-        locks make one of them download and the others wait). Otherwise only headers are read. No rank talks to another.
+        Of a hub checkpoint, the weight files are downloaded; ranks of one node share the cache, whose file locks make
+        one rank download and the others wait. Of local files, only headers are read. No rank communicates.
 
         Args:
             path_or_repo: one of
@@ -150,7 +135,7 @@ class CheckpointIndex:
                   if `allow_pickle`;
                 - one such file; or a hub name.
 
-                Where there are several, the first of this list is read.
+                Where a folder holds several of these, the first of this list is read.
             allow_pickle: read legacy `.bin` files too. They are pickles, read by torch's restricted unpickler, which
                 builds tensors and runs no code of the file (`weights_only=True`).
             revision: branch, tag or commit on the hub.
@@ -160,8 +145,8 @@ class CheckpointIndex:
             subfolder: folder within the checkpoint.
 
         Raises:
-            CheckpointError: nothing there, no weights in it, or any file or header damaged; the message has file, key,
-                what was expected, what was found, and a cure.
+            CheckpointError: the path is absent, holds no weights, or a file or header is damaged; the message names
+                file and key, what was expected, what was found, and a cure.
         """
         name = fspath(path_or_repo)
         try:
@@ -188,7 +173,7 @@ class CheckpointIndex:
 
     @classmethod
     def _from_folder(cls, name: str, folder: Path, allow_pickle: bool) -> "CheckpointIndex":
-        """Whatever kind of checkpoint a folder holds."""
+        """Index the checkpoint of a folder, of whatever kind."""
         with watched(folder):
             saved = None if _has_safetensors(folder) else find_dcp_folder(folder)
         if saved is not None:
@@ -200,7 +185,7 @@ class CheckpointIndex:
 
     @classmethod
     def _from_dcp(cls, name: str, folder: Path) -> "CheckpointIndex":
-        """Everything that a DCP folder holds, until `of_model` takes the model's part of it."""
+        """Index all tensors of a DCP folder; `of_model` picks the model's later."""
         with watched(folder / METADATA):
             found, num_bytes = parse_dcp(folder)
         tensors = MappingProxyType({tensor.key: tensor for _, tensor in found})
@@ -224,8 +209,8 @@ class CheckpointIndex:
                 if (other := tensors.get(tensor.key)) is not None:
                     cure = "keep one of them."
                     if file.name.startswith("shard-"):  # torch's HuggingFaceStorageWriter(save_distributed=True)
-                        cure = "these are parts of it. Join them once: torch's HuggingFaceStorageWriter has "
-                        cure += (
+                        cure = (
+                            "these are parts of it. Join them once: torch's HuggingFaceStorageWriter has "
                             "enable_consolidation=True, and consolidate_safetensors_files for what is saved already."
                         )
                     problems.append(f"{file}: holds {tensor.key!r}, which {other.file.name} holds too; {cure}")
@@ -238,19 +223,19 @@ class CheckpointIndex:
                 if key not in tensors or tensors[key].file != listed.files[file]
             ]
         if problems:
-            raise CheckpointError(_joined(problems))
+            raise CheckpointError(_as_one_message(problems))
         return cls(name=name, tensors=MappingProxyType(tensors), header_bytes=header_bytes)
 
 
-def _joined(problems: list[str]) -> str:
-    """One problem as it is; several as a list."""
+def _as_one_message(problems: list[str]) -> str:
+    """The text of all problems: a single one as it is, several as a list."""
     several = f"{len(problems)} problems with the checkpoint:\n{listed_lines(problems)}"
     return several if len(problems) > 1 else problems[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Listing:
-    """What an index file says."""
+    """The content of an index file."""
 
     file: Path
     """The index file."""
@@ -282,12 +267,12 @@ def _refuse_pickled(files: Iterable[Path]) -> None:
 
 
 def _has_safetensors(folder: Path) -> bool:
-    """Whether there are weight files as on the hub; adapters beside a DCP folder are none."""
+    """Whether the folder holds safetensors of a model; files of an adapter do not count."""
     return any(not file.name.startswith("adapter_") for file in folder.glob("*.safetensors*"))
 
 
 def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[Path], _Listing | None]:
-    """The weight files of a folder, and its index if the files come from one; same precedence as transformers."""
+    """The weight files of a folder, and its index file if there is one; with the precedence of transformers."""
     if not folder.is_dir():
         raise CheckpointError(f"No such folder: {str(folder)!r}. Give a folder with {WEIGHTS}, or a hub name.")
     if (folder / WEIGHTS).is_file():
@@ -342,24 +327,23 @@ def _read_listing(file: Path, suffix: str) -> _Listing:
             )
         elif not place.is_file():
             problems.append(
-                f"{file}: names {shortened(name)} for {counts[name]} tensors, which {_instead(place)}. Download or "
-                "save it again."
+                f"{file}: names {shortened(name)} for {counts[name]} tensors, which {_instead(place)}. "
+                "Download or save it again."
             )
     if problems:
-        raise CheckpointError(_joined(problems))
+        raise CheckpointError(_as_one_message(problems))
     return _Listing(file=file, weight_map=weight_map, files=files, num_bytes=len(text))
 
 
 def _instead(file: Path) -> str:
-    """What a file is that should hold weights."""
+    """Why a file that should hold weights cannot, as the end of a sentence."""
     if file.is_symlink():
         return f"is a link that leads nowhere ({shortened(os.readlink(file))})"
     return "is no file" if file.exists() else "is not there"
 
 
 def _fetch_weights(name: str, allow_pickle: bool, hub_kwargs: dict[str, Any]) -> tuple[Path, str]:
-    """The local folder of a hub checkpoint, and its commit: its index first, then exactly the files that the index
-    names."""
+    """(local folder, commit) of a hub checkpoint: fetches its index, then exactly the files that the index names."""
     folder, pinned = fetch(name, WEIGHTS, WEIGHTS_INDEX, **hub_kwargs)
     more = partial(fetch, name, **(hub_kwargs | pinned))
     if not (folder / WEIGHTS).is_file():
@@ -372,7 +356,7 @@ def _fetch_weights(name: str, allow_pickle: bool, hub_kwargs: dict[str, Any]) ->
 
 
 def _names_listed(file: Path) -> list[str]:
-    """An index file and the files that it names, to be fetched; checked later. Empty without an index."""
+    """The names of an index file and of its weight files, unchecked; empty without an index file."""
     if not file.is_file():
         return []
     names = parse_json(file, file.read_bytes()).get("weight_map")

@@ -1,5 +1,4 @@
-"""Which byte of which file every element of a model is saved to: worked out alike on every rank, before anything is
-written."""
+"""The layout of a checkpoint before it is written: file, offset and dtype of every tensor, equal on every rank."""
 
 import json
 from collections.abc import Mapping
@@ -23,13 +22,13 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where one saved tensor lies."""
+    """The place of one saved tensor."""
 
     tensor: PieceTensor
-    """The model elements that it is made of."""
+    """The model elements that the tensor is made of."""
 
     dtype: torch.dtype
-    """As stored."""
+    """Stored dtype."""
 
     file: str
     """Name of its file."""
@@ -39,20 +38,19 @@ class Place:
 
     @property
     def num_bytes(self) -> int:
-        """Length of its data."""
+        """Bytes of its data."""
         return self.tensor.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The whole checkpoint, the same on every rank."""
+    """The files of a checkpoint and the place of every tensor, the same on every rank."""
 
     folder: Path
-    """Where it goes."""
+    """Folder to save to."""
 
     mark: str
-    """Part of the temporary file names, chosen by rank 0: a file that another save left behind is not taken for
-    ours."""
+    """Part of the temporary file names, drawn by rank 0, so that files of an interrupted save are not mistaken."""
 
     places: Mapping[str, Place]
     """Hub key to place."""
@@ -65,18 +63,28 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """Tensor data of all files."""
+        """Bytes of tensor data in all files."""
         return sum(self.files.values()) - sum(len(header) for header in self.headers.values())
 
     def temporary(self, file: str) -> Path:
-        """What the file is called until it is complete."""
+        """Path of the file until it is complete."""
         return self.folder / f".{file}.{self.mark}.incomplete"
 
 
 def plan_layout(
     model: nn.Module, dtype: torch.dtype | None, max_shard_size: int | str, folder: Path, mark: str
 ) -> Layout:
-    """Keys, dtypes and shapes as transformers would save them, split into files as the hub library splits."""
+    """The layout with keys, dtypes and shapes as transformers saves them, split into files as huggingface_hub splits.
+
+    Args:
+        model: to save.
+        dtype: of floating-point tensors in the files; None keeps the model's.
+        max_shard_size: largest file, in bytes or as "5GB".
+        folder: to save to.
+        mark: as in `Layout`.
+
+    No rank communicates.
+    """
     tensors = map_saving(model)
     dtypes = {k: dtype if dtype and t.is_floating_point() else t.dtype for k, t in tensors.items()}
     blanks = {k: torch.empty(t.shape, dtype=dtypes[k], device="meta") for k, t in tensors.items()}

@@ -35,7 +35,7 @@ from hf_fsdp_tools.sharding.allocate import allocate, renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
 from hf_fsdp_tools.text import dtype_name
 
-__all__ = ["aftermath", "load_weights", "rolled_back"]
+__all__ = ["load_weights", "rolled_back", "state_after_failure"]
 
 
 def load_weights(
@@ -54,24 +54,22 @@ def load_weights(
     progress: bool | None = None,
     **hub_kwargs: Any,
 ) -> LoadReport:
-    """Fill a sharded (or plain) meta model from a Hugging Face checkpoint, in place; each rank reads only its own
-    share.
+    """Fill a sharded (or plain) meta model from a Hugging Face checkpoint, in place; each rank reads its own shards.
 
-    The result equals `from_pretrained` bit for bit: transformers' own conversions, ties and initialisation of what is
-    in no file. Conversions that only move data are composed with the shard, so that just the needed ranges are read;
-    any other is run on whole tensors, one conversion at a time, and counted in the report. Under HSDP the first replica
-    reads, and each shard is broadcast to the others.
+    The result equals `from_pretrained` bit for bit: transformers' own conversions and ties are used, and its own
+    initialisation for tensors that are in no file. Of a conversion that only moves data, a rank reads the byte ranges
+    of its shard. Any other conversion runs on whole tensors, one conversion at a time, and is counted in the report.
+    Under HSDP the first replica reads, and each shard is broadcast to the others.
 
     Tied weights are read once, from whichever name the file has. Where a config ties two names and the file holds
-    different values for them, transformers leaves them untied; a sharded model cannot be untied any more, so that is
-    an error here.
+    different values for them, transformers leaves them untied. A sharded model cannot be untied, so this is an error.
 
     Args:
-        model: parameters on meta get storage first; those that have some are overwritten. Ties must be in place.
+        model: tied, on any device. Parameters on meta get storage first; parameters with storage are overwritten.
         path_or_repo: folder, weight file or hub name, or an index that is open already; see `CheckpointIndex.open` for
-            the formats. Of a DCP folder the model's part is read, wherever it is in what was saved.
-        dtype: what floating-point parameters become (float32 for master weights). None keeps the model's own dtypes.
-        device: where storage goes. None: the mesh's device, the CPU for a CPU-offloaded or plain model.
+            the formats. Of a DCP folder the model's part is read, wherever it lies in the saved state dict.
+        dtype: of floating-point parameters (float32 for master weights). None keeps the model's own dtypes.
+        device: where storage goes. None: the mesh's device, or the CPU for a CPU-offloaded or plain model.
         ignore_mismatched_sizes: initialise tensors of other shape than the checkpoint's instead of refusing them.
         strict: refuse missing and unexpected keys instead of reporting them.
         added_tokens: where the model's vocabulary was resized (`num_tokens` of `from_pretrained`, or on meta, before it
@@ -79,8 +77,8 @@ def load_weights(
             by slice, and new ones are the mean of the old ("mean") or drawn by the model's own initialisation
             ("random"); the same values for any number of ranks. None refuses a checkpoint of another vocabulary.
         check_finite: refuse NaN and infinity in what was read; each rank looks at its own shards.
-        seed: of what the model initialises itself; the values do not depend on the number of ranks. None: it follows
-            from rank 0's generator, that is from `torch.manual_seed` or `set_seed`.
+        seed: of the model's own initialisation; the values do not depend on the number of ranks. None: it follows from
+            rank 0's generator, that is from `torch.manual_seed` or `set_seed`.
         staging_bytes: bound of host memory above the shards; at least 1 MiB.
         requests_in_flight: reads of this rank at a time. The default suits the page cache, local disks and network file
             systems; more may help where one request takes very long, fewer where a file server throttles.
@@ -92,17 +90,17 @@ def load_weights(
     Every rank of the default process group must call; without a group, one process loads all. The ranks exchange errors
     and the figures of the report, and under HSDP shards along the replicate axis.
 
-    Storage that does not answer is named after 30 s, with file and position; the timeout of the process group ends the
-    job.
+    Where storage does not answer, a warning names file and position after 30 s; the timeout of the process group ends
+    the job.
 
-    A load that fails leaves no half of a model: what was on meta is on meta again and its memory is free, so that it
-    can be tried again; floating-point tensors that had storage before become NaN if reading had begun.
+    A load that fails can be tried again. Tensors that were on meta are on meta again and their memory is free;
+    floating-point tensors that had storage before become NaN if reading had begun.
 
     Raises:
         CheckpointError: the checkpoint is absent or damaged, or does not fit; the same on every rank, and before
             anything is changed unless reading itself fails.
-        ConfigError: `staging_bytes` or `requests_in_flight` is too small, or `dtype` is not what parameters that have
-            storage already have.
+        ConfigError: `staging_bytes` or `requests_in_flight` is too small, or `dtype` differs from that of parameters
+            with storage.
     """
     if staging_bytes < 2**20:
         raise ConfigError(f"staging_bytes is {staging_bytes}; it must be at least {2**20} (1 MiB).")
@@ -132,7 +130,7 @@ def load_weights(
                 resize_vocabulary=added_tokens is not None,
             )
             check_ties(match, staging_bytes=staging_bytes)
-    after = aftermath(model)
+    after = state_after_failure(model)
     seed = shared_seed(seed)
     with rolled_back(model):
         with _timed(seconds, "read"):
@@ -195,7 +193,7 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
 
 
 def _refuse_other_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """A dtype can be chosen only for parameters that get their storage now, and not for packed ones."""
+    """Refuse a dtype for parameters that have storage already, and for 4-bit weights."""
     if dtype and (packed := packed_linears(model)):
         raise ConfigError(
             f"dtype={dtype} cannot be honoured: {min(packed)!r} holds 4-bit values, which have the dtype of their "
@@ -226,8 +224,8 @@ def _dtypes(model: nn.Module) -> tuple[str, ...]:
     return tuple(dtype_name(dtype) for dtype, _ in count.most_common())
 
 
-def aftermath(model: nn.Module) -> str:
-    """What `rolled_back` would leave, for messages that are written before it happens."""
+def state_after_failure(model: nn.Module) -> str:
+    """In which state `rolled_back` leaves the model, for messages; call before anything is changed."""
     if all(parameter.is_meta for parameter in model.parameters()):
         return "the model is on meta again, as it was"
     return "weights that had storage are partly overwritten, so they were filled with NaN"
@@ -235,7 +233,7 @@ def aftermath(model: nn.Module) -> str:
 
 @contextmanager
 def rolled_back(model: nn.Module) -> Iterator[None]:
-    """Undo a block that fails: tensors that were on meta are on meta again and their storage is free.
+    """Undo a block that fails: put tensors that were on meta back on meta, and free their storage.
 
     A forward pass then stops at once (FSDP2 says that parameters are on meta), saving is refused, and loading can be
     tried again. Floating-point tensors that had storage before have lost their values, so they become NaN rather than a
@@ -262,7 +260,7 @@ def rolled_back(model: nn.Module) -> Iterator[None]:
 
 
 def _free(tensor: torch.Tensor | None) -> None:
-    """Give the memory back now: FSDP2 keeps a reference to each shard until it gets the next one."""
+    """Free a tensor's memory now: FSDP2 keeps a reference to each shard until it gets the next one."""
     if tensor is not None and not tensor.is_meta:
         storage = local_tensor(tensor).untyped_storage()
         if storage.resizable():

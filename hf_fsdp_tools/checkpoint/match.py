@@ -1,4 +1,4 @@
-"""A model and a checkpoint held against each other: which key fills which tensor, what is left over on either side."""
+"""A checkpoint matched with a model: which key fills which tensor, and what is left over on either side."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,28 +29,28 @@ Mismatch = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """What each tensor of a model is filled from."""
+    """Which tensors of a checkpoint fill which tensors of a model."""
 
     index: CheckpointIndex
-    """The checkpoint; of a DCP folder the model's part."""
+    """The checkpoint; of a DCP folder, the part that is the model's."""
 
     state: Mapping[str, torch.Tensor]
     """The model's persistent tensors by key, before they have storage."""
 
     load_map: LoadMap
-    """transformers' conversions, without the weights in `to_pack`."""
+    """Where each tensor of the model comes from, by transformers' conversions; without the weights in `to_pack`."""
 
     to_pack: Mapping[str, PieceTensor]
-    """4-bit weights that are packed while they are read, by key, each as the plain weight that it is made of."""
+    """4-bit weights to pack while loading: key to the plain weight that the checkpoint holds."""
 
     loaded: Mapping[str, PieceTensor]
-    """What fills the other tensors: one key per distinct tensor of the model that the checkpoint fills."""
+    """Every other tensor that the checkpoint fills: key to stored elements; tied tensors under one key."""
 
-    doubles: tuple[tuple[str, str], ...]
-    """Pairs of tied keys of which the checkpoint holds both; the first is the one in `loaded`."""
+    tied_pairs: tuple[tuple[str, str], ...]
+    """Pairs of tied keys where the checkpoint holds both keys; the first key of each pair is in `loaded`."""
 
     to_initialize: frozenset[str]
-    """Keys that nothing fills; one per distinct tensor."""
+    """Keys of tensors that the model must initialise; tied tensors under one key."""
 
     missing_keys: frozenset[str]
     """Keys of the model that the checkpoint lacks, as they are reported."""
@@ -59,13 +59,13 @@ class Match:
     """Keys of the checkpoint that the model has no place for, as they are reported."""
 
     mismatched: tuple[Mismatch, ...]
-    """Tensors that have another shape in the checkpoint and are initialised anew."""
+    """Tensors of another shape in the checkpoint, which the model initialises anew."""
 
     resized: tuple[Mismatch, ...]
-    """Tensors that are loaded although the model has another number of tokens."""
+    """Tensors that are loaded token by token, because the model has another vocabulary."""
 
     added: Mapping[str, AddedRows]
-    """The loaded keys with rows for tokens that the checkpoint lacks."""
+    """Loaded tensors with rows for tokens that the checkpoint lacks, by key."""
 
 
 def match_checkpoint(
@@ -80,7 +80,7 @@ def match_checkpoint(
 
     Args:
         model: plain or sharded, with or without storage.
-        index: of the checkpoint.
+        index: the checkpoint.
         ignore_mismatched_sizes: initialise tensors of another shape instead of refusing them.
         strict: refuse missing and unexpected keys.
         resize_vocabulary: load tensors that differ in their number of tokens alone, token by token.
@@ -101,14 +101,14 @@ def match_checkpoint(
     _refuse_untied(model, state)
     wrong = {key for key, _, _ in mismatched}
     loaded: dict[str, PieceTensor] = {}
-    doubles: list[tuple[str, str]] = []
+    tied_pairs: list[tuple[str, str]] = []
     to_initialize: set[str] = set()
     missing: set[str] = set()
     for tied in _tied_names({key: tensor for key, tensor in state.items() if key not in to_pack}):
         there = [key for key in tied if key in found and key not in wrong]
         if there:
             loaded[there[0]] = found[there[0]]
-            doubles += [(there[0], other) for other in there[1:]]
+            tied_pairs += [(there[0], other) for other in there[1:]]
         else:
             to_initialize.add(tied[0])
             missing.update(key for key in tied if key not in wrong)
@@ -125,7 +125,7 @@ def match_checkpoint(
         load_map=load_map,
         to_pack=to_pack,
         loaded=loaded,
-        doubles=tuple(doubles),
+        tied_pairs=tuple(tied_pairs),
         to_initialize=frozenset(to_initialize),
         missing_keys=missing_keys,
         unexpected_keys=unexpected_keys,
@@ -155,7 +155,7 @@ def _tied_names(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
 def _resized(
     model: nn.Module, state: Mapping[str, torch.Tensor], load_map: LoadMap
 ) -> tuple[dict[str, PieceTensor], dict[str, AddedRows]]:
-    """What the checkpoint holds, with the vocabulary's tensors cut or extended to the model's number of tokens."""
+    """The stored tensors by model key, cut or extended to the model's vocabulary; and where rows were added."""
     found, added = dict(load_map.tensors), {}
     dims = vocabulary_dims(model)
     for key, tensor in load_map.tensors.items():
@@ -181,7 +181,7 @@ def _refuse_mismatched(mismatched: Collection[Mismatch], index: CheckpointIndex,
 
 
 def _refuse_untied(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Names that the config ties must be one parameter by now: a shard cannot be tied afterwards."""
+    """Refuse a model whose tied names are still separate parameters: shards cannot be tied afterwards."""
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     apart = [f"{a} = {b}" for a, b in ties.items() if a in state and b in state and state[a] is not state[b]]
     if apart:
@@ -195,18 +195,18 @@ def _refuse_untied(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_ties(match: Match, *, staging_bytes: int) -> None:
-    """Compare what the checkpoint holds under both names of a tied weight; each rank compares its own share.
+    """Compare the two stored values of each tied pair; each rank compares its own shards.
 
     Raises:
         CheckpointError: the values differ.
     """
     index = match.index
-    for name, other in match.doubles:
+    for name, other in match.tied_pairs:
         first, second = match.loaded[name], match.load_map.tensors[other]
         if first.pieces is None or second.pieces is None or _are_same_bytes(first, second, index):
             continue  # what a conversion computes has no bytes in the file to compare
         for box, _ in local_boxes_of(match.state[name]):
-            for slab in _slabs(box, first.dtype, staging_bytes // 4):
+            for slab in _bounded_boxes(box, first.dtype, staging_bytes // 4):
                 values = [torch.zeros(slab.length, dtype=first.dtype) for _ in range(2)]  # rows of added tokens stay 0
                 for tensor, value in zip((first, second), values, strict=True):
                     read_transfers(transfers_into(value, tensor, slab, index.source), staging_bytes=staging_bytes // 2)
@@ -218,7 +218,7 @@ def check_ties(match: Match, *, staging_bytes: int) -> None:
 
 
 def _are_same_bytes(first: PieceTensor, second: PieceTensor, index: CheckpointIndex) -> bool:
-    """Whether two tensors are one stored one: pickled files keep what the model ties under both names, and once."""
+    """Whether two keys name the same bytes: pickled files list a tied tensor under both names and store it once."""
     places = []
     for tensor in (first, second):
         stored = [(index.source(piece.source), piece) for piece in tensor.pieces or ()]
@@ -226,8 +226,8 @@ def _are_same_bytes(first: PieceTensor, second: PieceTensor, index: CheckpointIn
     return places[0] == places[1]
 
 
-def _slabs(box: Box, dtype: torch.dtype, num_bytes: int) -> Iterator[Box]:
-    """The box in parts along dimension 0 of at most `num_bytes`, or single rows."""
+def _bounded_boxes(box: Box, dtype: torch.dtype, num_bytes: int) -> Iterator[Box]:
+    """Yield the box in parts along dimension 0, each of at most `num_bytes` or a single row."""
     rows = box.length[0] if box.length else 1
     step = max(1, num_bytes * rows // max(1, box.numel * dtype.itemsize))
     for i in range(0, rows, step):
@@ -236,7 +236,7 @@ def _slabs(box: Box, dtype: torch.dtype, num_bytes: int) -> Iterator[Box]:
 
 
 _SLAB_ELEMENTS = 2**22
-"""Values that are looked at in one go, so that the check needs a few MiB whatever the model. (assumed)"""
+"""Values that are checked at a time, which bounds the check's memory to a few MiB. (assumed)"""
 
 _CURE = (
     "Dequantise it once: load it with from_pretrained, call model.dequantize(), save it, remove quantization_config."
@@ -244,11 +244,11 @@ _CURE = (
 
 
 def _refuse_quantized(model: nn.Module, load_map: LoadMap, index: CheckpointIndex) -> None:
-    """Refuse packed values, from which no shard of a parameter can be cut, and a config that does not fit the files.
+    """Refuse quantised values that cannot be read into shards, and a config that does not fit the files.
 
-    The files decide: a tensor is packed if it fills a floating-point parameter with integers, or if it stands beside
-    the parameter of the same module as a key that the model does not know (`qweight`, `weight_packed`, and the scales
-    of an 8-bit `weight`), whatever the method is called.
+    The files decide, whatever the method is called. A stored tensor is packed if it fills a floating-point parameter
+    with integers, or if the model does not know it and it belongs to the module of a parameter that is missing or one
+    byte wide (`qweight`, `weight_packed`, the scales of an 8-bit `weight`).
 
     Raises:
         CheckpointError: the same on every rank; nothing has been read.
@@ -276,11 +276,10 @@ def _refuse_quantized(model: nn.Module, load_map: LoadMap, index: CheckpointInde
 
 
 def refuse_not_finite(model: nn.Module, keys: Iterable[str]) -> None:
-    """Refuse NaN and infinity in what was loaded; each rank looks at its own shards, and of 4-bit weights at the
-    scales.
+    """Refuse NaN and infinity in this rank's shards of the loaded tensors; of 4-bit weights, in their scales.
 
     Raises:
-        CheckpointError: names every such key, with a count; of this rank's part only.
+        CheckpointError: lists every such key, with the number of values on this rank.
     """
     state = persistent_tensors(model)
     layers = packed_linears(model)
@@ -303,8 +302,7 @@ def _packed_tensors(
     stored: Mapping[str, StoredTensor | ChunkedTensor],
     layers: Collection[str],
 ) -> list[tuple[StoredTensor | ChunkedTensor, str]]:
-    """(stored tensor, key of the parameter it stands for) wherever packed values take the place of floating-point
-    ones."""
+    """Every stored tensor that holds packed values, with the key of the floating-point parameter it stands for."""
     parameters = model.named_parameters(remove_duplicate=False)
     floats = {key for key, parameter in parameters if parameter.is_floating_point() and key not in layers}
     of_source = {source: tensor for tensor in stored.values() for source in tensor.sources}
@@ -329,7 +327,7 @@ def _packed_tensors(
 
 
 def _is_same_module(name: str, stored: str) -> bool:
-    """Whether two module names are one, but for the prefix of a base model."""
+    """Whether two module names are equal, or differ in the prefix of a base model only."""
     return bool(stored) and (name == stored or name.endswith(f".{stored}") or stored.endswith(f".{name}"))
 
 
@@ -342,23 +340,23 @@ def _quantization_method(model: nn.Module) -> str | None:
 
 
 def _num_not_finite(tensor: torch.Tensor) -> int:
-    """How many values of this rank's part are NaN or infinite."""
+    """How many values of this rank's shard are NaN or infinite."""
     if not tensor.is_floating_point():
         return 0
     local = local_tensor(tensor)
     parts = (memory_view(local, start, box.length) for box, start in local_boxes_of(tensor))
-    return sum(slab.numel() - int(torch.isfinite(slab).sum()) for part in parts for slab in _split(part))
+    return sum(slab.numel() - int(torch.isfinite(slab).sum()) for part in parts for slab in _bounded_parts(part))
 
 
 def _num_bad_scales(layer: Any) -> int:
-    """How many scales of a 4-bit weight are not finite; of quantised ones, those that they are made with."""
+    """How many scales of a 4-bit weight are not finite; where these are quantised, how many of their own scales."""
     state = layer.quant_state
     scales = [state.absmax] if state.state2 is None else [state.offset, state.state2.absmax]
     return sum(tensor.numel() - int(torch.isfinite(tensor).sum()) for tensor in scales)
 
 
-def _split(part: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor in parts of bounded size: runs of memory where it is contiguous, rows otherwise."""
+def _bounded_parts(part: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor in parts of bounded size: runs of memory where it is contiguous, rows otherwise."""
     if part.is_contiguous():
         yield from torch.split(part.view(-1), _SLAB_ELEMENTS)
     else:

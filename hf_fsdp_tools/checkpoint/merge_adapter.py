@@ -1,4 +1,4 @@
-"""A PEFT model's base with its adapters merged, as a second model that can be saved; the first stays as it is."""
+"""Merge the adapters of a PEFT model into a second model, to be saved; the PEFT model stays as it is."""
 
 import copy
 from collections.abc import Iterator
@@ -18,16 +18,16 @@ __all__ = ["merged_model"]
 
 
 def merged_model(model: nn.Module) -> nn.Module:
-    """The base with the active adapters merged into it, sharded as it is: what PEFT's `merge_and_unload` returns.
+    """The base of a PEFT model with the active adapters merged into it, sharded like the base.
 
-    PEFT's own `merge` computes, on one adapted module at a time, whole: each rank gathers its weights, merges, and
-    keeps its shard, so the result is PEFT's bit for bit. Merged weights are new tensors, as large as this rank's shards
-    of the adapted modules; all others are the model's own. The result is for saving; it has no FSDP2 hooks to run with.
+    Equals PEFT's `merge_and_unload` bit for bit: each rank gathers one adapted module at a time, lets PEFT merge it
+    whole, and keeps its shard. Merged weights are new tensors, as large as this rank's shards of the adapted modules;
+    all other tensors are the model's own. The result is for saving: it has no FSDP2 hooks to run with.
 
     Every rank must call; the adapted modules are gathered one after another.
 
     Raises:
-        ConfigError: this adapter cannot be merged (prompt methods, 4-bit bases), or one is merged already.
+        ConfigError: the adapter cannot be merged (prompt methods, 4-bit bases), or an adapter is merged already.
     """
     base = base_of(model)
     if packed_linears(base):
@@ -49,7 +49,7 @@ def merged_model(model: nn.Module) -> nn.Module:
     except ValueError as error:
         raise ConfigError(f"PEFT cannot merge these adapters: {error}") from error
     result = bare_model(base, merged=merged, trained=True).model
-    _untie_if_apart(result)
+    _declare_untied(result)
     return result
 
 
@@ -62,7 +62,7 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _merged_parameters(wrapper: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Each parameter of the module inside the wrapper that merging changes, with its merged shard."""
+    """Yield each parameter of the module inside a wrapper, with its merged shard."""
     if "modules_to_save" in wrapper._modules:
         return  # trained whole: nothing to compute
     twin = _whole_copy(wrapper)
@@ -74,17 +74,18 @@ def _merged_parameters(wrapper: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Pa
     before = bare_model(wrapper).model
     for (name, old), (other, whole) in zip(before.named_parameters(), inside.named_parameters(), strict=True):
         assert name == other, f"PEFT renamed {name} to {other}"
-        yield old, nn.Parameter(_cut(whole.detach(), old), requires_grad=False)
+        yield old, nn.Parameter(_shard_like(whole.detach(), old), requires_grad=False)
 
 
-def _cut(whole: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
+def _shard_like(whole: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
+    """This rank's shard of a whole tensor, sharded like a parameter."""
     if not isinstance(like.data, DTensor):
         return whole
     return distribute_tensor(whole, like.data.device_mesh, like.data.placements, src_data_rank=None).to(like.device)
 
 
 def _whole_copy(wrapper: nn.Module) -> Any:
-    """A copy of a wrapper and all below it with whole parameters of its own, which can be changed and run."""
+    """A copy of a wrapper and all modules below it, with whole parameters of its own; PEFT can merge it in place."""
     wholes: dict[nn.Parameter, nn.Parameter] = {}
 
     def whole(parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -99,8 +100,8 @@ def _whole_copy(wrapper: nn.Module) -> Any:
     return copy_tree(wrapper, parameters=parameters, hooks=False).model
 
 
-def _untie_if_apart(model: Any) -> None:
-    """As PEFT does after merging: a config must not tie embeddings that differ now."""
+def _declare_untied(model: Any) -> None:
+    """Let the config no longer tie embeddings that differ after merging, as PEFT does."""
     config = getattr(model, "config", None)
     if not getattr(config, "tie_word_embeddings", False) or not hasattr(model, "get_output_embeddings"):
         return

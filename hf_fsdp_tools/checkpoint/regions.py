@@ -1,6 +1,7 @@
-"""Which part of a tensor a rank holds, and where those elements lie: pure arithmetic, no live mesh, no tensors.
+"""Which part of a tensor a rank holds, and where the elements of that part lie: arithmetic without mesh or tensors.
 
-Words used in this folder
+Words used in this folder:
+
     box     a rectangular region of a tensor: start and length per dimension, in elements
     view    a strided region of a flat tensor: offset, and (length, stride) per dimension, in elements
     piece   a box of one tensor that equals a view of another one, index by index
@@ -87,9 +88,9 @@ def local_boxes(
 ) -> tuple[tuple[Box, tuple[int, ...]], ...]:
     """The boxes of a global tensor that one rank holds, each with its start in the rank's local tensor.
 
-    One box for `Shard` and `Replicate`; several where FSDP over tensor parallelism (`_StridedShard`) leaves a
-    rank with disjoint ranges; none for an empty shard. Shards follow `torch.chunk`: ceil(n / ranks) each, the last
-    ones short or empty.
+    `Shard` and `Replicate` give one box, an empty shard none. FSDP over tensor parallelism (`_StridedShard`) can leave
+    a rank with disjoint ranges, and so with several boxes. Shards follow `torch.chunk`: ceil(n / ranks) indices each,
+    and the last shards short or empty.
 
     Args:
         shape: global shape.
@@ -105,9 +106,9 @@ def local_boxes(
             raise AssertionError(f"{placement} is not a way to hold weights; expected Shard or Replicate")
         dim = placement.dim % len(shape)
         factor = getattr(placement, "split_factor", 1)
-        parts = [_chunk(ranges[dim], factor, i) for i in range(factor)]
-        ranges[dim] = [r for part in parts for r in _chunk(part, ranks, index)]
-    located = [list(_locate(dim)) for dim in ranges]
+        parts = [_torch_chunk(ranges[dim], factor, i) for i in range(factor)]
+        ranges[dim] = [r for part in parts for r in _torch_chunk(part, ranks, index)]
+    located = [list(_with_local_starts(dim)) for dim in ranges]
     boxes = []
     for combination in product(*located):
         box = Box(start=tuple(r[0] for r in combination), length=tuple(r[1] for r in combination))
@@ -116,8 +117,8 @@ def local_boxes(
     return tuple(boxes)
 
 
-def _chunk(ranges: list[tuple[int, int]], count: int, index: int) -> list[tuple[int, int]]:
-    """The part that `torch.chunk(count)[index]` takes of the indices in `ranges` laid end to end."""
+def _torch_chunk(ranges: list[tuple[int, int]], count: int, index: int) -> list[tuple[int, int]]:
+    """What chunk `index` of `torch.chunk(count)` holds of the indices in `ranges`, laid end to end."""
     total = sum(length for _, length in ranges)
     size = -(-total // count)
     first, last = min(total, index * size), min(total, (index + 1) * size)
@@ -127,11 +128,11 @@ def _chunk(ranges: list[tuple[int, int]], count: int, index: int) -> list[tuple[
         if low < high:
             kept.append((start + low - position, high - low))
         position += length
-    return _joined(kept)
+    return _with_neighbours_joined(kept)
 
 
-def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same indices with neighbouring ranges made one."""
+def _with_neighbours_joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges with neighbours joined to one range."""
     joined: list[tuple[int, int]] = []
     for start, length in ranges:
         if joined and sum(joined[-1]) == start:
@@ -141,16 +142,16 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _locate(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """(global start, length, local start) of each range; one empty range where there is none."""
+def _with_local_starts(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield (global start, length, local start) of each range; one empty range where there is none."""
     local = 0
-    for start, length in _joined(ranges) or [(0, 0)]:
+    for start, length in _with_neighbours_joined(ranges) or [(0, 0)]:
         yield start, length, local
         local += length
 
 
 def slice_piece(piece: Piece, box: Box) -> Piece | None:
-    """What of `piece` falls into `box` of the same tensor; None where they do not meet."""
+    """The part of `piece` inside `box`, a box of the same tensor; None where the two do not meet."""
     own, view = piece.box, piece.view
     start, length, offset = [], [], view.offset
     for a, n, b, m, stride in zip(own.start, own.length, box.start, box.length, view.strides, strict=True):
@@ -165,20 +166,20 @@ def slice_piece(piece: Piece, box: Box) -> Piece | None:
 
 
 def slice_view(view: View, shape: Sequence[int], box: Box) -> Iterator[tuple[Box, View]]:
-    """What of a view of a row-major tensor falls into a box of that tensor.
+    """Find the elements of a view of a row-major tensor that lie in a box of the tensor.
 
-    Yields (box, view) pairs: which indices of `view` they are, and where those lie in the box stored row-major on
-    its own.
+    Yields (box, view) pairs: a box of indices of `view`, and where its elements lie once the box of the tensor is
+    stored row-major on its own.
 
     Args:
         view: any non-overlapping strided region, also one that runs across dimensions of `shape`.
         shape: the tensor's shape.
-        box: the part of it at hand, a rank's shard for example.
+        box: the part of the tensor at hand, a rank's shard for example.
     """
     if not box.numel or not math.prod(view.length):
         return
-    # Seen as (outer, cut, inner) with the only cut dimension in the middle, the box is a run of `width` elements, once
-    # per `row`: dimension 0 alone needs no rows, so that whatever a view does there stays one range.
+    # Seen as (outer, cut, inner) with the only cut dimension in the middle, the box is one run of `width` elements in
+    # each row of `row` elements. A cut of dimension 0 needs no rows: the tensor is one row then.
     cut = [d for d in range(len(shape)) if box.length[d] != shape[d]]
     if len(cut) > 1:
         yield from _slice_twice(view, shape, box, cut[-1])
@@ -198,22 +199,38 @@ def slice_view(view: View, shape: Sequence[int], box: Box) -> Iterator[tuple[Box
 
 
 def _restrict(view: View, part: Box, order: list[int], row: int, low: int, high: int) -> Iterator[Box]:
-    """Boxes of view indices, within `part`, whose elements have low <= flat index % row < high and stay in step.
+    """Yield boxes of view indices within `part` whose elements have low <= flat index % row < high.
 
-    `order` lists the dimensions not yet cut, largest stride first.
+    The flat tensor of 3 rows of 8 elements, with low 3 and high 6, of which `x` are wanted:
+
+        index    0 1 2 3 4 5 6 7   8 9 . . .         16 . . .
+                 . . . x x x . . | . . . x x x . . | . . . x x x . .
+        view     o   o   o   o     o   o   o   o     o   o   o   o       strides (8, 2), length (3, 4)
+        yielded          *                 *                 *           box start (0, 2), length (3, 1)
+
+    Indices of the first dimension of this view step by whole rows, so they change nothing about the position in a row:
+    that dimension is never cut. Of the second one, only index 2 falls between low and high.
+
+    Args:
+        view: of the flat tensor.
+        part: box of indices of the view to look at.
+        order: dimensions of the view, largest stride first.
+        row: elements of a row; the size of the tensor where it is one row.
+        low: first wanted position in a row.
+        high: position after the last wanted one.
     """
     first = view.crop(part.start, part.length).offset
     small = [d for d in range(len(view.length)) if view.strides[d] % row or row == 1]
     begin = first % row
     end = begin + sum((part.length[d] - 1) * view.strides[d] for d in small)
-    if end < row:  # no step wraps into the next row: every index of the small dimensions counts from `begin`
+    if end < row:  # no index of the small dimensions leaves the row of the first element
         if low <= begin and end < high:
             yield part
             return
         if end < low or begin >= high:
             return
     dim = next(d for d in order if d in small and part.length[d] > 1)
-    for start, length in _groups(view, part, dim, small, row, low, high):
+    for start, length in _index_ranges(view, part, dim, small, row, low, high):
         box = Box(
             start=tuple(start if d == dim else s for d, s in enumerate(part.start)),
             length=tuple(length if d == dim else n for d, n in enumerate(part.length)),
@@ -221,10 +238,21 @@ def _restrict(view: View, part: Box, order: list[int], row: int, low: int, high:
         yield from _restrict(view, box, order, row, low, high)
 
 
-def _groups(
+def _index_ranges(
     view: View, part: Box, dim: int, small: list[int], row: int, low: int, high: int
 ) -> Iterator[tuple[int, int]]:
-    """Ranges (start, length) of `dim` that lie wholly inside, or single indices that must be looked into."""
+    """Yield ranges (start, length) of `dim`: one that lies wholly inside, and single indices to look into.
+
+    With the other small dimensions, each index of `dim` spans `extent` + 1 positions of a row, `step` apart:
+
+                    low                      high
+                     |                        |
+        [- 0 -]  [- 1 -]  [- 2 -]  [- 3 -]  [- 4 -]  [- 5 -]
+
+    Indices 2 and 3 lie wholly inside: one range. Indices 1 and 4 lie partly inside and are yielded one by one, for
+    their other dimensions to be cut. Indices 0 and 5 are left out. Where indices wrap into the next row, all are
+    yielded one by one.
+    """
     begin = view.crop(part.start, part.length).offset % row
     step, count, origin = view.strides[dim], part.length[dim], part.start[dim]
     extent = sum((part.length[d] - 1) * view.strides[d] for d in small if d != dim)
@@ -244,7 +272,7 @@ def _groups(
 
 
 def _slice_twice(view: View, shape: Sequence[int], box: Box, last: int) -> Iterator[tuple[Box, View]]:
-    """Cut the last of several cut dimensions first; what remains is the same question about a smaller tensor."""
+    """`slice_view` for a box that cuts several dimensions: by the last one first, then by the others."""
     first_cut = Box(
         start=tuple(s if d == last else 0 for d, s in enumerate(box.start)),
         length=tuple(n if d == last else m for d, (n, m) in enumerate(zip(box.length, shape, strict=True))),

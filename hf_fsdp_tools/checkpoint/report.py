@@ -1,4 +1,4 @@
-"""What loading and saving did, as values that can be printed and stored."""
+"""Reports of loading and saving, as values that can be printed and stored; and the progress bar of loading."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +22,10 @@ __all__ = ["LoadReport", "MemoryWatch", "SaveReport", "loading_bar", "log_keys"]
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What one rank read, and what the whole model lacked. `str()` is a short table."""
+    """What one rank read, and which keys did not match. `str()` gives a short table."""
 
     checkpoint: str
-    """What was opened."""
+    """The folder, file or hub name that was opened."""
 
     rank: int
     """The rank that this report is about."""
@@ -34,7 +34,7 @@ class LoadReport:
     """Dtypes of the model's floating-point parameters, most elements first."""
 
     missing_keys: tuple[str, ...]
-    """Keys of the model that the checkpoint lacks, save those that the model's class says to keep quiet about."""
+    """Keys of the model that the checkpoint lacks, without the keys that the model's class says not to report."""
 
     unexpected_keys: tuple[str, ...]
     """Keys of the checkpoint that the model has no place for, with the same exception."""
@@ -43,7 +43,7 @@ class LoadReport:
     """(key, shape in the checkpoint, shape in the model) where they differ; only with `ignore_mismatched_sizes`."""
 
     resized_keys: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    """The same of tensors that were loaded token by token, because the model has another vocabulary."""
+    """(key, shape in the checkpoint, shape in the model) of tensors loaded token by token for another vocabulary."""
 
     initialized_keys: tuple[str, ...]
     """Keys that the model initialised itself: missing and mismatched ones."""
@@ -52,25 +52,25 @@ class LoadReport:
     """Bytes of tensor data that this rank read."""
 
     share_bytes: int
-    """Bytes that this rank's part of the loaded tensors has in the stored dtypes: the least that must be read."""
+    """Bytes of this rank's shards of the loaded tensors, in the stored dtypes: the least that must be read."""
 
     replicated_bytes: int
     """The part of `share_bytes` that every rank reads because every rank holds it."""
 
     converted_bytes: int
-    """The part of `bytes_read` that was read whole, because its conversion is more than a movement of data."""
+    """The part of `bytes_read` that was read as whole tensors, because their conversion does more than move data."""
 
     header_bytes: int
-    """Bytes of headers and index files, read besides `bytes_read`."""
+    """Bytes of headers and index files; `bytes_read` does not count them."""
 
     read_calls: int
     """System calls that read data."""
 
     staging_bytes: int
-    """Staging buffers that were made."""
+    """Bytes of staging buffers."""
 
     peak_host_bytes: int
-    """How far the process's resident memory rose above the shards during loading (measured; see `MemoryWatch`)."""
+    """Bytes by which the process's resident memory rose above the shards during loading (see `MemoryWatch`)."""
 
     seconds: dict[str, float]
     """Time per stage on this rank: plan, read, initialize."""
@@ -80,7 +80,7 @@ class LoadReport:
 
     @property
     def read_ratio(self) -> float:
-        """Bytes read over the least possible; 1.0 is perfect."""
+        """`bytes_read` over `share_bytes`; 1.0 is the least possible."""
         return self.bytes_read / self.share_bytes if self.share_bytes else 1.0
 
     @property
@@ -109,7 +109,7 @@ class LoadReport:
         return replace(self, per_rank={name: tuple(rank[name] for rank in figures) for name in self.figures()})
 
     def loading_info(self) -> dict[str, Any]:
-        """What `from_pretrained(…, output_loading_info=True)` of transformers returns beside the model."""
+        """This report as the dictionary that transformers returns for `output_loading_info=True`."""
         return {
             "missing_keys": set(self.missing_keys),
             "unexpected_keys": set(self.unexpected_keys),
@@ -149,7 +149,7 @@ class LoadReport:
         return _table(rows)
 
     def _show_ranks(self) -> str:
-        """Each rank's bytes, or the range of many; of several ranks also all together."""
+        """Bytes of each rank, or their range for more than 8 ranks; and their sum."""
         sizes = self.bytes_read_per_rank
         each = ", ".join(show_bytes(n) for n in sizes)
         if len(sizes) > 8:
@@ -162,29 +162,28 @@ class LoadReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """What was written where. `str()` is a short table."""
+    """What one rank wrote, and the files of the checkpoint. `str()` gives a short table."""
 
     folder: str
-    """Where the checkpoint is."""
+    """The folder of the checkpoint."""
 
     files: tuple[str, ...]
-    """Weight files, in order."""
+    """Names of the weight files, in order."""
 
     total_bytes: int
-    """Tensor data of all files."""
+    """Bytes of tensor data in all files."""
 
     bytes_written: int
-    """Tensor data that this rank wrote."""
+    """Bytes of tensor data that this rank wrote."""
 
     gathered_bytes: int
-    """The part of `total_bytes` that one rank gathered whole before writing, because it cannot be written in place.
-    """
+    """The part of `total_bytes` that rank 0 gathered before writing, because it cannot be written shard by shard."""
 
     write_calls: int
     """System calls of this rank that wrote data."""
 
     seconds: float
-    """Time from call to return on this rank."""
+    """Seconds from call to return on this rank."""
 
     def to_json(self) -> str:
         """All fields as one JSON object."""
@@ -201,11 +200,11 @@ class SaveReport:
 
 
 class MemoryWatch:
-    """How far this process's resident memory rises from the moment this is made.
+    """Measures how far this process's resident memory rises after the watch was made.
 
     Linux keeps only one high-water mark per process. Where that mark rises meanwhile, the peak is exact; where an
-    earlier peak was higher, the resident size at the end stands in for it. Resident memory includes what the allocator
-    has not given back yet. Zero where there is no /proc.
+    earlier peak was higher, the resident size at the end stands in for it. Resident memory includes memory that the
+    allocator has not given back yet. Zero where there is no /proc.
     """
 
     def __init__(self) -> None:
@@ -219,7 +218,7 @@ class MemoryWatch:
 
 
 def _resident() -> tuple[int, int]:
-    """Resident bytes of this process now, and at most so far."""
+    """(resident bytes of this process now, their highest value so far)."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -229,7 +228,7 @@ def _resident() -> tuple[int, int]:
 
 
 def _speed(num_bytes: int, seconds: float) -> str:
-    """ ", 1.23 GB/s"; nothing for so few bytes that it would say nothing."""
+    """The speed as text, ", 1.23 GB/s"; "" for less than 1 MB, of which the speed says nothing."""
     return f", {num_bytes / seconds / 1e9:.2f} GB/s" if seconds > 0 and num_bytes > 1e6 else ""
 
 
@@ -248,24 +247,25 @@ def log_keys(model: nn.Module, report: LoadReport) -> None:
     log_state_dict_report(model, report.checkpoint, ignore_mismatched_sizes=True, loading_info=info, logger=logger)
 
 
-_DELAY_S = 1.0  # what is over sooner needs no bar (assumed)
+_DELAY_S = 1.0
+"""Seconds of loading after which the bar appears. (assumed)"""
 
 
 @contextmanager
 def loading_bar(
     num_bytes: int, *, rank: int, world_size: int, progress: bool | None
 ) -> Iterator[Callable[[int], object]]:
-    """A bar on rank 0 over that rank's own bytes; the ranks read at the same time, so it is as far as all of them.
+    """Show a progress bar on rank 0, over the bytes of rank 0; all ranks read at the same time and are about as far.
 
     Args:
-        num_bytes: what this rank will read.
+        num_bytes: bytes that this rank will read.
         rank: this rank.
         world_size: number of ranks, for the text.
         progress: None shows the bar on a terminal where transformers' and the hub's bars are on, True anywhere, False
             nowhere. Either way it appears after a second.
 
     Yields:
-        A function that takes the number of bytes read since its last call. Not for several threads at once.
+        A function that takes the number of bytes read since its last call; call it from one thread at a time.
     """
     unwanted = progress is False or rank != 0
     switched_off = not is_progress_bar_enabled() or are_progress_bars_disabled()

@@ -1,4 +1,4 @@
-"""The vocabulary of a model that is sharded already: embeddings and head with rows for added tokens."""
+"""Resize the vocabulary of a sharded model: embeddings and head get rows for added tokens."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,26 +34,26 @@ def resize_token_embeddings(
 ) -> nn.Module:
     """Give a model that FSDP2 has sharded another number of tokens, in place; return its input embedding.
 
-    As `model.resize_token_embeddings`, which cannot work on shards: every tensor with one row per token is replaced
-    (input embedding, head, biases), old rows stay as they are, ties stay ties, and the config follows. New rows do not
-    depend on the number of ranks. The unit that gathers a tensor goes on gathering it; nothing else is touched.
+    Does what `model.resize_token_embeddings` cannot do with shards. Every tensor with one row per token (input
+    embedding, head, biases) is replaced inside its unit; old rows and ties stay as they are, and the config follows.
+    New rows do not depend on the number of ranks.
 
-    Where the checkpoint is still to be loaded, `from_pretrained(…, num_tokens=…)` does the same without gathering.
+    Where the checkpoint is not loaded yet, `from_pretrained(…, num_tokens=…)` does the same without gathering.
 
     Args:
-        model: sharded by `shard_model`, `from_pretrained` or `fully_shard`; with its weights, and before the optimizer
-            is made: an optimizer holds on to the parameters that are replaced here.
+        model: sharded by `shard_model`, `from_pretrained` or `fully_shard`, with its weights. Make the optimizer
+            afterwards: it would keep the parameters that are replaced here.
         num_tokens: usually `len(tokenizer)`; fewer drop rows from the end. None keeps the number (for padding alone).
         pad_to_multiple_of: round the number of rows up.
         mean_resizing: new rows are the mean of the old ones (transformers adds noise of 3e-5 of their spread); False:
             the model's own initialisation.
         seed: of that initialisation; None: it follows from rank 0's generator.
 
-    Every rank must call. One tensor at a time is gathered, whole, on every rank, as its unit does in each step.
+    Every rank must call. Each replaced tensor is gathered whole on every rank, one at a time.
 
     Raises:
-        ConfigError: the model is not one of transformers', cannot be resized, is on meta, is under FSDP1 or tensor
-            parallel, or has gradients: it is being trained already.
+        ConfigError: the model is no transformers model, cannot be resized, is on meta, is under FSDP1 or tensor
+            parallelism, or has gradients, so that it is being trained already.
     """
     _refuse(model)
     reshard_units(model)
@@ -78,7 +78,7 @@ def resize_token_embeddings(
 
 
 def _refuse(model: nn.Module) -> None:
-    """Stop on all ranks alike where a tensor cannot be replaced, or should not be any more."""
+    """Refuse, on all ranks alike, a model whose tensors cannot or must not be replaced."""
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"{type(model).__name__} is no model of transformers, which knows what its vocabulary is. Give the model "
@@ -103,7 +103,7 @@ def _refuse(model: nn.Module) -> None:
 
 
 def _replace(model: nn.Module, key: str, old: torch.Tensor, shape: torch.Size) -> None:
-    """Put a tensor of another shape in the place of `old`, under all its names, with what both have in common."""
+    """Put a tensor of another shape in the place of `old`, under all its names; rows that both have are copied."""
     whole = old.detach()
     if isinstance(old, DTensor):  # gathered on the mesh's device, also where the shards are kept on the CPU
         on_device: Any = whole.to(old.device_mesh.device_type)
@@ -133,7 +133,7 @@ def _set_everywhere(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> N
 
 
 def _follow(model: PreTrainedModel, twin: PreTrainedModel) -> None:
-    """Numbers that say how many tokens there are, in modules, config and plan: as transformers set them in the twin."""
+    """Set the number of tokens in modules and config as transformers set it in the twin, and in the plan."""
     changed = dict(twin.named_modules(remove_duplicate=False))  # the twin may share a module where the model ties two
     for name, module in model.named_modules():
         other = changed[name]

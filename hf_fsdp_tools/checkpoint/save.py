@@ -27,12 +27,7 @@ from hf_fsdp_tools.checkpoint.merge_adapter import merged_model
 from hf_fsdp_tools.checkpoint.regions import row_major_strides, slice_view
 from hf_fsdp_tools.checkpoint.report import SaveReport
 from hf_fsdp_tools.checkpoint.save_adapter import save_adapter
-from hf_fsdp_tools.checkpoint.shards import (
-    is_first_replica,
-    local_boxes_of,
-    local_tensor,
-    memory_view,
-)
+from hf_fsdp_tools.checkpoint.shards import is_first_replica, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
@@ -43,7 +38,10 @@ from hf_fsdp_tools.text import dtype_name
 
 __all__ = ["save_pretrained"]
 
-_MIN_RUN_BYTES = 2048  # shorter runs in the file are not worth a system call each (assumed): such a tensor is gathered
+_MIN_RUN_BYTES = 2048
+"""Mean bytes of a run in the file below which a tensor is gathered instead: one system call per run costs more than
+sending the tensor to rank 0. (assumed)"""
+
 _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -57,14 +55,16 @@ def save_pretrained(
     staging_bytes: int = 64 * 2**20,
     merge_adapters: bool = False,
 ) -> SaveReport:
-    """Write a model, sharded or not, as the checkpoint that plain `save_pretrained` would write: same keys, dtypes,
-    shapes. Of a PEFT model, the adapter only, as PEFT writes it; or, merged, a checkpoint that needs no PEFT.
+    """Write a model, sharded or not, as the checkpoint that plain `save_pretrained` would write.
 
-    The layout is the hub's again (experts one by one, tied weights once), by transformers' own reverse conversions. No
-    rank gathers the model: all compute the same layout, rank 0 makes the files at full length, every rank writes its
-    own ranges, and rank 0 gives the files their names once all are complete; the index comes last. A tensor whose way
-    back is more than a movement of data, or would be written in runs of a few bytes, is gathered first, one at a time,
-    and counted.
+    Keys, dtypes and shapes are the hub's (experts one by one, tied weights once), by transformers' own reverse
+    conversions. Of a PEFT model, the adapter alone is written, as PEFT writes it; or, with `merge_adapters`, a
+    checkpoint that needs no PEFT.
+
+    No rank gathers the model. All ranks compute the same layout, rank 0 makes the files at full length, every rank
+    writes its own ranges, and rank 0 gives the files their names once all are complete; the index comes last. Gathered
+    one at a time, and counted, are tensors whose reverse conversion does more than move data, and tensors that would be
+    written in runs of a few bytes.
 
     Args:
         model: its config, and generation config if it generates, are written too; `config.dtype` and
@@ -72,15 +72,15 @@ def save_pretrained(
         folder: made if it is not there; must be on a file system that all ranks see. Weight files of an earlier save
             are removed.
         tokenizer: saved beside the model.
-        dtype: what floating-point tensors become in the files; None keeps the model's. 4-bit weights are saved as
-            bitsandbytes does, with their scales, and cannot be cast.
+        dtype: of floating-point tensors in the files; None keeps the model's. 4-bit weights are saved as bitsandbytes
+            does, with their scales, and cannot be cast.
         max_shard_size: largest weight file, in bytes or as "5GB".
         staging_bytes: bound of host memory used for casting and scattering.
         merge_adapters: write the base of a PEFT model with the active adapters merged into it, equal to PEFT's
             `merge_and_unload` bit for bit; the model stays as it is. Adapted modules are gathered one at a time, and
-            this rank's merged shards of them are held until they are written.
+            this rank holds their merged shards until they are written.
 
-    Every rank of the default process group must call. The ranks exchange errors and, for what is gathered, tensors.
+    Every rank of the default process group must call. The ranks exchange errors, and send gathered tensors to rank 0.
 
     Raises:
         ConfigError: adapters that cannot be merged, or have no `PeftModel` around them.
@@ -144,7 +144,7 @@ def save_pretrained(
 
 
 def _refuse_meta(model: nn.Module) -> None:
-    """A model that was never loaded, or whose loading failed, has nothing to save."""
+    """Refuse a model with tensors on meta: it was never loaded, or its loading failed."""
     empty = [key for key, tensor in persistent_tensors(model).items() if tensor.is_meta]
     if empty:
         raise CheckpointError(
@@ -154,11 +154,11 @@ def _refuse_meta(model: nn.Module) -> None:
 
 
 def _refuse_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """4-bit weights are bytes under the name of a floating-point dtype."""
+    """Refuse a cast of 4-bit weights: they are bytes, also where their storage has a floating-point dtype."""
     if dtype is not None and (packed := packed_linears(model)):
         raise CheckpointError(
-            f"dtype={dtype} cannot be honoured: {min(packed)!r} holds 4-bit values, which a cast destroys. Leave "
-            "dtype out."
+            f"dtype={dtype} cannot be honoured: {min(packed)!r} holds 4-bit values, which a cast destroys. "
+            "Leave dtype out."
         )
 
 
@@ -175,9 +175,8 @@ def _create_files(layout: Layout) -> None:
                 _reserve(stream.fileno(), size)
     except OSError as error:
         raise CheckpointError(
-            f"Cannot save to {str(layout.folder)!r}: {error}. {layout.num_bytes} bytes are to be written there; "
-            "check space "
-            "and permissions, or give another folder."
+            f"Cannot save to {str(layout.folder)!r}: {error}. {layout.num_bytes} bytes are to be written there; check "
+            "space and permissions, or give another folder."
         ) from error
 
 
@@ -194,22 +193,20 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 def _check_visible(layout: Layout) -> None:
-    """Every rank must see the files that rank 0 made."""
+    """Refuse a folder in which this rank does not see the files that rank 0 made."""
     for file, size in layout.files.items():
         path = layout.temporary(file)
         found = path.stat().st_size if path.exists() else None
         if found != size:
             raise CheckpointError(
                 f"{str(layout.folder)!r} is not the same folder on this rank as on rank 0: {path.name} is "
-                f"{'absent' if found is None else f'{found} bytes long'}, expected {size} bytes. Save to a file "
-                "system that all "
-                "ranks share."
+                f"{'absent' if found is None else f'{found} bytes long'}, expected {size} bytes. Save to a file system "
+                "that all ranks share."
             )
 
 
 def _publish(model: nn.Module, layout: Layout) -> None:
-    """Give complete files their names, then the index; what an earlier save left and this one does not have goes
-    last."""
+    """Give complete files their names, write the index, and remove weight files that only an earlier save had."""
     kept = set(layout.files)
     try:
         for file in layout.files:
@@ -237,14 +234,14 @@ def _num_parameters(model: nn.Module) -> int:
 
 
 def _discard(layout: Layout) -> None:
-    """Remove what is left under temporary names; nothing after a complete save."""
+    """Remove files that still have temporary names; there are none after a complete save."""
     for file in (*layout.files, WEIGHTS_INDEX):
         with suppress(OSError):  # the error that led here is the one to show
             layout.temporary(file).unlink(missing_ok=True)
 
 
 def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, tokenizer: Any) -> None:
-    """Everything beside the weights, as transformers writes it."""
+    """Write everything beside the weights as transformers does: config, generation config, model code, tokenizer."""
     try:
         if isinstance(model, PreTrainedModel):
             model.config.dtype = dtype_name(dtype or model.dtype)
@@ -268,7 +265,7 @@ def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, tok
 
 
 def _plan_transfers(model: nn.Module, layout: Layout) -> dict[str, list[Transfer]]:
-    """What this rank writes in place, by hub key; a key whose way back is more than a movement of data is left out."""
+    """This rank's transfers by hub key; without the keys whose reverse conversion does more than move data."""
     state = saved_tensors(model)
     return {
         key: list(_transfers(key, place, state, layout))
@@ -278,7 +275,7 @@ def _plan_transfers(model: nn.Module, layout: Layout) -> dict[str, list[Transfer
 
 
 def _transfers(key: str, place: Place, state: Mapping[str, torch.Tensor], layout: Layout) -> Iterator[Transfer]:
-    """What this rank writes of one saved tensor: its boxes of every model tensor that the saved one is made of."""
+    """Yield what this rank writes of one saved tensor: its boxes of each model tensor that the saved one is made of."""
     strides = row_major_strides(place.tensor.shape)
     for piece in place.tensor.pieces or ():
         source = state[piece.source]
@@ -301,7 +298,7 @@ def _transfers(key: str, place: Place, state: Mapping[str, torch.Tensor], layout
 
 
 def _is_scattered(transfers: list[Transfer]) -> bool:
-    """Whether writing these in place would take a system call for every few bytes."""
+    """Whether writing a tensor in place takes one system call for every few bytes; up to 64 calls do not matter."""
     num_bytes = sum(t.memory.numel() for t in transfers) * transfers[0].dtype.itemsize if transfers else 0
     runs = 0
     for t in transfers:
@@ -314,8 +311,7 @@ def _is_scattered(transfers: list[Transfer]) -> bool:
 
 
 def _write_gathered(model: nn.Module, key: str, layout: Layout, staging_bytes: int) -> TransferStats:
-    """Gather on rank 0 the model tensors that one saved tensor comes from, revert the conversion for real, and write
-    it."""
+    """Gather the model tensors of one saved tensor on rank 0, which reverts their conversion and writes the result."""
     place = layout.places[key]
     state = saved_tensors(model)
     whole = {n: gather_to_first(state[n], staging_bytes=staging_bytes) for n in sorted(place.tensor.sources)}

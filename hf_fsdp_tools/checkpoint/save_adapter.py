@@ -1,4 +1,4 @@
-"""The adapters of a sharded PEFT model as the folder that PEFT itself writes: adapters only, all rows of every rank."""
+"""Save the adapters of a sharded PEFT model as the folder that PEFT itself writes."""
 
 import time
 from pathlib import Path
@@ -17,7 +17,8 @@ from hf_fsdp_tools.modeling.peft_view import bare_model, base_of
 
 __all__ = ["save_adapter"]
 
-_STAGING_BYTES = 64 * 2**20  # what `save_pretrained` allows itself, too
+_STAGING_BYTES = 64 * 2**20
+"""Bytes that a rank sends at a time: the default of `save_pretrained`."""
 
 
 def save_adapter(
@@ -25,14 +26,14 @@ def save_adapter(
 ) -> SaveReport:
     """Write `adapter_model.safetensors` and `adapter_config.json`; `PeftModel.from_pretrained` opens them.
 
-    PEFT chooses what belongs to an adapter (`modules_to_save` too) and writes it, on rank 0; adapters are small, so
-    they are gathered there, one tensor at a time.
+    PEFT on rank 0 chooses which tensors belong to an adapter (`modules_to_save` too) and writes them. Adapters are
+    small, so they are gathered whole, one tensor at a time.
 
     Args:
         model: a `PeftModel`, sharded or not.
         folder: made if it is not there; only rank 0 needs to see it.
         tokenizer: saved beside the adapter.
-        dtype: what floating-point tensors become in the file; None keeps the model's.
+        dtype: of floating-point tensors in the file; None keeps the model's.
 
     Every rank of the default process group must call; the adapters' tensors are gathered.
 
@@ -66,10 +67,15 @@ def save_adapter(
 
 
 def _gather_adapter(model: nn.Module, dtype: torch.dtype | None, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Every tensor that PEFT may write, whole on the CPU; empty stand-ins unless kept.
+    """Every tensor that PEFT may write, by name, gathered whole.
 
-    These are the tensors of PEFT's wrappers without what they wrap, of its prompt encoders, whatever is trained, and
-    what PEFT chooses beside that (embeddings that were resized, or have an adapter).
+    PEFT may write tensors that are trained, tensors that the base without adapters does not have (of wrappers and
+    prompt encoders), and tensors of the base that PEFT chooses (embeddings that were resized or have an adapter).
+
+    Args:
+        model: a `PeftModel`.
+        dtype: of floating-point tensors; None keeps the model's.
+        keep: True gives the tensors on the CPU, False stand-ins on meta.
     """
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     base = {id(tensor) for tensor in bare_model(base_of(model)).model.state_dict(keep_vars=True).values()}
@@ -88,7 +94,7 @@ def _gather_adapter(model: nn.Module, dtype: torch.dtype | None, *, keep: bool) 
 
 
 def _chosen_by_peft(model: Any, state: dict[str, torch.Tensor]) -> frozenset[str]:
-    """Names of the tensors that PEFT would write as they are; prompt methods write what their encoders give instead."""
+    """Names of the tensors that PEFT writes unchanged; of prompt methods, which write other tensors, none."""
     from peft import get_peft_model_state_dict
 
     ids = {

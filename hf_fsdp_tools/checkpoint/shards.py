@@ -1,6 +1,4 @@
-"""What this rank holds of a tensor: its boxes, its memory, and views of that memory. The only place that asks a live
-mesh.
-"""
+"""This rank's shard of a tensor: its boxes, its memory, and views of the memory. No other file asks a live mesh."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -23,19 +21,17 @@ __all__ = [
 
 @runtime_checkable
 class LocalBoxes(Protocol):
-    """A sharded tensor, other than a DTensor, that says itself what this rank holds of it (FSDP1's flat shards)."""
+    """A sharded tensor that knows its own local boxes and is no DTensor: FSDP1's flat shards."""
 
     is_first_replica: bool
-    """Whether this rank is the one, of those that hold the same part, that writes it."""
+    """Whether this rank writes its shard; other ranks that hold the same elements do not."""
 
     def local_boxes(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
         """As `local_boxes_of`; `as_strided` of the tensor must then give real memory for these boxes."""
 
 
 def local_boxes_of(tensor: torch.Tensor) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-    """The boxes of the global tensor that this rank holds, each with its start in the local tensor; none for an empty
-    shard.
-    """
+    """The boxes of a tensor that this rank holds, each with its start in the local tensor; none for an empty shard."""
     if isinstance(tensor, LocalBoxes):
         return tensor.local_boxes()
     if not isinstance(tensor, DTensor):
@@ -47,17 +43,16 @@ def local_boxes_of(tensor: torch.Tensor) -> tuple[tuple[Box, tuple[int, ...]], .
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether ranks hold different parts of it."""
+    """Whether ranks hold different parts of the tensor."""
     if isinstance(tensor, LocalBoxes):
         return True
     return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
 
 
 def replicated_axes(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """The axes of a sharded DTensor's mesh along which every rank holds the same part, each with this rank's
-    coordinate.
+    """(axis, this rank's coordinate) of each mesh axis that replicates a sharded DTensor.
 
-    Empty for what is not sharded along another axis: a tensor that every rank holds whole.
+    Empty for a tensor that every rank holds whole.
     """
     if not isinstance(tensor, DTensor) or not is_sharded(tensor):
         return ()
@@ -67,10 +62,11 @@ def replicated_axes(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
 
 
 def is_first_replica(tensor: torch.Tensor) -> bool:
-    """Whether this rank writes its part: coordinate 0 on every mesh axis that replicates; rank 0 if plain.
+    """Whether this rank writes its part of a tensor: of replicas, the first one does; of a plain tensor, rank 0.
 
-    A mesh cut out of a larger one (FSDP's, beside tensor parallelism) has copies of itself along the axes it lacks; the
-    first is the one with the larger mesh's first rank.
+    The first replica has coordinate 0 on every mesh axis that replicates. A mesh cut out of a larger mesh (FSDP's,
+    beside tensor parallelism) is repeated along the axes that it lacks; the repetition with the larger mesh's first
+    rank is the first one.
     """
     if isinstance(tensor, LocalBoxes):
         return tensor.is_first_replica

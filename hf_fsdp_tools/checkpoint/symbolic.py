@@ -4,6 +4,18 @@ Running somebody else's stack, cat, chunk, transpose or reshape on `PieceTensor`
 operation, as boxes of the result that are strided views of the named inputs. Slicing the map then tells which bytes of
 a file a shard needs. An operation that does not only move data gives a result of the right shape that is *opaque*: it
 knows which inputs it came from, not how.
+
+An example: a checkpoint has two experts, matrices "a" and "b" of shape (2, 3), and the model has them stacked.
+
+    stacked = torch.stack([PieceTensor.named(name, (2, 3), torch.float32) for name in "ab"])     # shape (2, 2, 3)
+
+    piece   box in `stacked`                     source   view of the source, flat
+    0       start (0, 0, 0), length (1, 2, 3)    "a"      offset 0, strides (0, 3, 1)
+    1       start (1, 0, 0), length (1, 2, 3)    "b"      offset 0, strides (0, 3, 1)
+
+The shard `stacked[1:, :, 2:]` cuts the last column out of piece 1 and does not meet piece 0. One piece remains: length
+(1, 2, 1), from "b" at offset 2 with strides (0, 3, 1). So the rank that holds this shard reads the elements 2 and 5 of
+"b", and nothing of "a".
 """
 
 import math
@@ -14,16 +26,12 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, StoredTensor
-from hf_fsdp_tools.checkpoint.regions import (
-    Box,
-    Piece,
-    View,
-    row_major_strides,
-)
+from hf_fsdp_tools.checkpoint.regions import Box, Piece, View, row_major_strides
 
 __all__ = ["PieceTensor"]
 
-_MAX_PIECES = 65536  # beyond this an index map costs more than it saves (assumed); the result becomes opaque
+_MAX_PIECES = 65536
+"""Pieces of one tensor beyond which its index map costs more than it saves; the tensor is opaque then. (assumed)"""
 
 
 class PieceTensor(torch.Tensor):
@@ -47,7 +55,7 @@ class PieceTensor(torch.Tensor):
 
     @classmethod
     def named(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> "PieceTensor":
-        """The input called `name`: one piece, itself."""
+        """The input called `name`: one piece, which is the whole input."""
         box = Box.whole(shape)
         view = View(offset=0, length=tuple(shape), strides=row_major_strides(shape))
         return cls(shape, dtype, [Piece(box=box, source=name, view=view)], frozenset([name]))
@@ -58,13 +66,13 @@ class PieceTensor(torch.Tensor):
         return cls(tensor.shape, dtype, tensor.pieces(), frozenset(tensor.sources))
 
     def extended(self, dim: int, size: int) -> "PieceTensor":
-        """The same with another number of indices along `dim`: fewer, or more that come from nowhere."""
+        """This tensor cut or extended to `size` indices along `dim`; no piece fills added indices."""
         kept = _slice(self, dim, 0, size)
         assert kept is not None
-        return _remade(self, [size if d == dim else n for d, n in enumerate(self.shape)], kept.pieces or ())
+        return _moved(self, [size if d == dim else n for d, n in enumerate(self.shape)], kept.pieces or ())
 
     def renamed(self, names: Mapping[str, str]) -> "PieceTensor":
-        """The same made of other inputs: new name by old name."""
+        """This tensor made of other inputs: `names` has the new name of each input by its old name."""
         pieces = self.pieces and [Piece(box=p.box, source=names[p.source], view=p.view) for p in self.pieces]
         return PieceTensor(self.shape, self.dtype, pieces, frozenset(names[source] for source in self.sources))
 
@@ -99,8 +107,8 @@ def _opaque(func: Any, inputs: list[PieceTensor], args: tuple[Any, ...], kwargs:
     return tree_map_only(torch.Tensor, lambda t: PieceTensor(t.shape, t.dtype, None, sources), result)
 
 
-def _remade(t: PieceTensor, shape: Sequence[int], pieces: Sequence[Piece]) -> PieceTensor:
-    """A movement of `t`: new shape and pieces, same dtype and inputs."""
+def _moved(t: PieceTensor, shape: Sequence[int], pieces: Sequence[Piece]) -> PieceTensor:
+    """A tensor with the dtype and inputs of `t`, and another shape and other pieces."""
     return PieceTensor(shape, t.dtype, pieces, t.sources)
 
 
@@ -119,7 +127,7 @@ def _permute(t: PieceTensor, order: Sequence[int]) -> PieceTensor:
         )
         for p in t.pieces or ()
     ]
-    return _remade(t, _pick(t.shape, order), pieces)
+    return _moved(t, _pick(t.shape, order), pieces)
 
 
 def _transpose(t: PieceTensor, dim0: int, dim1: int) -> PieceTensor:
@@ -148,7 +156,7 @@ def _slice(
             first = [c - b for c, b in zip(common.start, p.box.start, strict=True)]
             moved = Box(start=tuple(c - k for c, k in zip(common.start, keep.start, strict=True)), length=common.length)
             pieces.append(Piece(box=moved, source=p.source, view=p.view.crop(first, common.length)))
-    return _remade(t, shape, pieces)
+    return _moved(t, shape, pieces)
 
 
 def _narrow(t: PieceTensor, dim: int, start: int, length: int) -> PieceTensor | None:
@@ -187,7 +195,7 @@ def _drop_dims(t: PieceTensor, dims: Sequence[int]) -> PieceTensor:
 
 
 def _permute_kept(t: PieceTensor, kept: Sequence[int], shape: Sequence[int]) -> PieceTensor:
-    """Keep some dimensions in order; the others have length one."""
+    """Keep the dimensions `kept`, in order; all others have length one and are dropped."""
     pieces = [
         Piece(
             box=Box(start=_pick(p.box.start, kept), length=_pick(p.box.length, kept)),
@@ -196,7 +204,7 @@ def _permute_kept(t: PieceTensor, kept: Sequence[int], shape: Sequence[int]) -> 
         )
         for p in t.pieces or ()
     ]
-    return _remade(t, shape, pieces)
+    return _moved(t, shape, pieces)
 
 
 def _squeeze(t: PieceTensor, dims: int | Sequence[int] | None = None) -> PieceTensor:
@@ -250,17 +258,17 @@ def _stack(tensors: Sequence[PieceTensor], dim: int = 0) -> PieceTensor | None:
 
 
 def _reshape(t: PieceTensor, shape: Sequence[int]) -> PieceTensor | None:
-    """The same elements in row-major order under another shape."""
+    """The elements of `t` in row-major order under another shape; None where it holds another number of them."""
     known = math.prod(n for n in shape if n != -1)
     shape = [t.numel() // known if n == -1 and known else n for n in shape]
     if math.prod(shape) != t.numel():
         return None
     pieces = [new for p in t.pieces or () for new in _reshape_piece(p, t.shape, shape)]
-    return _remade(t, shape, pieces)
+    return _moved(t, shape, pieces)
 
 
 def _reshape_piece(piece: Piece, old: Sequence[int], new: Sequence[int]) -> Iterator[Piece]:
-    """The piece under the new shape: split up where a box of the old shape is not a box of the new one.
+    """Yield the piece under the new shape, split up where a box of the old shape is not a box of the new shape.
 
     Works on groups of dimensions with equal products, so that untouched dimensions stay whole.
     """
@@ -299,16 +307,19 @@ def _dim_groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[i
 
 
 def _regroup(box: Box, view: View, old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[Box, View]]:
-    """Boxes of the new dimensions that make up one box of the old ones; views count from the piece's own offset."""
+    """Yield the boxes of the new dimensions that make up one old box; offsets count from the offset of the piece."""
     if tuple(old) == tuple(new):
         yield box, view
         return
-    for flat, strides_offset, run, step in _flat_runs(box, view, old):
-        yield from _cut(flat, strides_offset, run, step, new)
+    for flat, strides_offset, run, step in _even_runs(box, view, old):
+        yield from _boxes_of_run(flat, strides_offset, run, step, new)
 
 
-def _flat_runs(box: Box, view: View, old: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """(flat index in the old dimensions, offset in the view, count, step in the view) of the longest even runs."""
+def _even_runs(box: Box, view: View, old: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the box as its longest runs of elements that are neighbours in the tensor and evenly spaced in the view.
+
+    A run is (flat index of its first element in the old dimensions, its offset in the view, count, step in the view).
+    """
     place = row_major_strides(old)
     dims = [d for d in range(len(old)) if box.length[d] > 1]
     base = sum(s * p for s, p in zip(box.start, place, strict=True))
@@ -328,8 +339,8 @@ def _flat_runs(box: Box, view: View, old: Sequence[int]) -> Iterator[tuple[int, 
         yield flat, offset, run, step
 
 
-def _cut(flat: int, offset: int, run: int, step: int, new: Sequence[int]) -> Iterator[tuple[Box, View]]:
-    """Boxes of shape `new` that make up the flat range of `run` elements from `flat`."""
+def _boxes_of_run(flat: int, offset: int, run: int, step: int, new: Sequence[int]) -> Iterator[tuple[Box, View]]:
+    """Yield the boxes of a tensor of shape `new` that make up its `run` elements from flat index `flat` on."""
     if not new:
         yield Box(start=(), length=()), View(offset=offset, length=(), strides=())
         return
@@ -344,7 +355,7 @@ def _cut(flat: int, offset: int, run: int, step: int, new: Sequence[int]) -> Ite
             taken = count * inner
         else:
             taken = min(run, inner - rest)
-            for box, view in _cut(rest, offset, taken, step, new[1:]):
+            for box, view in _boxes_of_run(rest, offset, taken, step, new[1:]):
                 start, length = (index, *box.start), (1, *box.length)
                 strides = (inner * step, *view.strides)
                 yield Box(start=start, length=length), View(offset=view.offset, length=length, strides=strides)
@@ -353,11 +364,11 @@ def _cut(flat: int, offset: int, run: int, step: int, new: Sequence[int]) -> Ite
 
 def _same(t: PieceTensor, *_: Any, **__: Any) -> PieceTensor:
     """A copy holds the same elements."""
-    return _remade(t, t.shape, t.pieces or ())
+    return _moved(t, t.shape, t.pieces or ())
 
 
 def _to_copy(t: PieceTensor, *, dtype: torch.dtype | None = None, **_: Any) -> PieceTensor | None:
-    """A copy elsewhere holds the same elements; a copy in another dtype does not."""
+    """A copy on another device holds the same elements; a copy in another dtype does not."""
     return None if dtype not in (None, t.dtype) else _same(t)
 
 

@@ -1,4 +1,4 @@
-"""Rows for added tokens: which tensors have one per token, and what stands in those that no file holds."""
+"""Rows for added tokens: which tensors have one row per token, and which values fill the rows that no file holds."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -11,12 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_fsdp_tools.checkpoint.conversion import persistent_tensors
 from hf_fsdp_tools.checkpoint.regions import Box
-from hf_fsdp_tools.checkpoint.shards import (
-    is_first_replica,
-    local_boxes_of,
-    local_tensor,
-    memory_view,
-)
+from hf_fsdp_tools.checkpoint.shards import is_first_replica, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.initialize import draw_values
@@ -26,7 +21,8 @@ from hf_fsdp_tools.text import first_line
 
 __all__ = ["AddedRows", "AddedTokens", "fill_added", "resize_vocabulary", "resized_twin", "vocabulary_dims"]
 
-_SLAB_ELEMENTS = 2**20  # summed in one go, so that 16 MiB of host memory are enough whatever the vocabulary (assumed)
+_SLAB_ELEMENTS = 2**20
+"""Values that are summed at a time, which bounds the memory of a sum to 16 MiB for any vocabulary. (assumed)"""
 
 AddedTokens = Literal["mean", "random"]
 """How rows of added tokens are filled: with the mean of the old rows, or by the model's own initialisation."""
@@ -34,13 +30,13 @@ AddedTokens = Literal["mean", "random"]
 
 @dataclass(frozen=True, kw_only=True)
 class AddedRows:
-    """Of a tensor with one row (or column) per token, those that are new."""
+    """The new rows (or columns) of a tensor that has one per token."""
 
     dim: int
     """The dimension that counts tokens."""
 
     start: int
-    """The first new index; all before it are old."""
+    """Index of the first new row; all rows before it are old."""
 
 
 def resize_vocabulary(model: PreTrainedModel, num_tokens: int | None, pad_to_multiple_of: int | None) -> None:
@@ -64,8 +60,7 @@ def resize_vocabulary(model: PreTrainedModel, num_tokens: int | None, pad_to_mul
 def resized_twin(
     model: PreTrainedModel, num_tokens: int | None, pad_to_multiple_of: int | None = None
 ) -> PreTrainedModel:
-    """A model on meta of the same config, resized: what transformers changed in it is what has to change in the
-    model."""
+    """A resized model on meta of the same config; its differences from `model` are what resizing has to change."""
     with original_classes(model):
         twin = build_meta_model(model.config, auto_class=type(model), dtype=model.dtype)
     resize_vocabulary(twin, num_tokens, pad_to_multiple_of)
@@ -73,9 +68,10 @@ def resized_twin(
 
 
 def vocabulary_dims(model: nn.Module) -> dict[str, int]:
-    """Which tensors have one index per token, and along which dimension, by state-dict key.
+    """The dimension that counts tokens, by state-dict key of each tensor that has such a dimension.
 
-    transformers' own resizing of a twin on meta shows it: embeddings, heads and their biases, whatever they are called.
+    These are embeddings, heads and their biases. They are found by resizing a twin on meta with transformers' own code,
+    so their names do not matter.
     """
     if not isinstance(model, PreTrainedModel):
         return {}
@@ -92,9 +88,9 @@ def vocabulary_dims(model: nn.Module) -> dict[str, int]:
 def fill_added(model: nn.Module, added: Mapping[str, AddedRows], how: AddedTokens, seed: int) -> None:
     """Fill the new rows of loaded tensors, in place, with values that do not depend on the number of ranks.
 
-    "mean": each new row is the mean of the old ones, exactly (transformers adds noise of 3e-5 of their spread to it).
-    The ranks add up their rows as integers, whose sum has no rounding. "random", and buffers in any case: the model's
-    own initialisation, from a generator seeded by `seed` and the module's name, of the new rows alone.
+    "mean": each new row is the exact mean of the old rows (transformers adds noise of 3e-5 of their spread). The ranks
+    add up their rows as integers, whose sum has no rounding. "random", and buffers in any case: the model's own
+    initialisation of the new rows, from a generator seeded by `seed` and the module's name.
 
     Every rank must call; each gathers two numbers and one row per tensor from the others.
 
@@ -116,7 +112,7 @@ def fill_added(model: nn.Module, added: Mapping[str, AddedRows], how: AddedToken
 
 
 def _write_new(tensor: torch.Tensor, rows: AddedRows, value: torch.Tensor) -> None:
-    """This rank's part of the new rows; `value` holds all of them, or one for all."""
+    """Write this rank's part of the new rows; `value` holds all new rows, or one row for all of them."""
     local = local_tensor(tensor)
     for box, start in local_boxes_of(tensor):
         first = max(box.start[rows.dim], rows.start)
@@ -138,7 +134,7 @@ def _write_new(tensor: torch.Tensor, rows: AddedRows, value: torch.Tensor) -> No
 
 
 def _old_parts(tensor: torch.Tensor, rows: AddedRows) -> Iterator[tuple[Box, torch.Tensor]]:
-    """This rank's part of the old rows; of replicas, only the first has any."""
+    """Yield this rank's part of the old rows as (box, memory); nothing on ranks other than the first replica."""
     if not is_first_replica(tensor):
         return
     local = local_tensor(tensor)
@@ -150,14 +146,14 @@ def _old_parts(tensor: torch.Tensor, rows: AddedRows) -> Iterator[tuple[Box, tor
 
 
 def _exact_mean(key: str, tensor: torch.Tensor, rows: AddedRows) -> torch.Tensor:
-    """The mean of the old rows, the same bits however they are spread over ranks: a sum of integers has no order."""
+    """The mean of the old rows, bit for bit the same for any sharding, because a sum of integers has no order."""
     parts = list(_old_parts(tensor, rows))
     finite = all(bool(torch.isfinite(part).all()) for _, part in parts)
     peaks = all_ranks(max((float(part.abs().max()) for _, part in parts), default=0.0) if finite else None)
     if None in peaks:
         raise CheckpointError(
-            f"{key!r} holds values that are not finite, so its rows have no mean. Use added_tokens='random', or "
-            "another checkpoint."
+            f"{key!r} holds values that are not finite, so its rows have no mean. "
+            "Use added_tokens='random', or another checkpoint."
         )
     peak = max(peak for peak in peaks if peak is not None)
     # Each value becomes a whole number of so small a unit that the sum of all rows still fits into 62 bits.

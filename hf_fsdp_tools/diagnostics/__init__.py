@@ -1,1 +1,1 @@
-"""What is wrong with a live model or a machine, as data: code, fact, cure."""
+"""Problems of a live model or a machine, as findings with code, fact and cure."""

@@ -1,11 +1,13 @@
-"""What is wrong with a sharded model, as data: each finding has a code, the fact with its figure, and the cure.
+"""Diagnose a sharded model: findings as data, each with a code, a fact with its figure, and a cure.
 
-diagnosis = diagnose(model)          # every rank; after sharding, before the first step
-print(diagnosis)                     # the tree of units, then the findings
+    diagnosis = diagnose(model)          # every rank; after sharding, before the first step
+    print(diagnosis)                     # the tree of units, then the findings
 
-error    the result is wrong, the run hangs, or sharding saves nothing
-warning  it runs, with more memory or time than it needs
-info     good to know
+Severities:
+
+    error    the result is wrong, the run hangs, or sharding saves nothing
+    warning  the run takes more memory or time than it needs
+    info     good to know
 """
 
 import json
@@ -19,12 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.diagnostics.findings import Finding, check_model
-from hf_fsdp_tools.diagnostics.live import (
-    LiveModel,
-    describe_units,
-    local_part,
-    read_live_model,
-)
+from hf_fsdp_tools.diagnostics.live import LiveModel, describe_units, local_part, read_live_model
 from hf_fsdp_tools.distributed.agreement import all_ranks, rank_and_size
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.modeling.module_tree import plain_name
@@ -44,9 +41,9 @@ class Diagnosis:
     """What `diagnose` found; the same on every rank."""
 
     findings: tuple[Finding, ...]
-    """Errors first, then warnings, then infos; empty where there is nothing to say."""
+    """Errors first, then warnings, then infos; empty for a model without problems."""
     units: str
-    """What the model's units are, nested and with sizes, as text; equal siblings in one line."""
+    """The model's units as text, nested and with sizes; equal siblings share a line."""
 
     @property
     def has_errors(self) -> bool:
@@ -66,17 +63,17 @@ class Diagnosis:
 def diagnose(
     model: nn.Module, *, plan: WrapPlan | None = None, policy: HybridPolicy | None = None, values: bool = False
 ) -> Diagnosis:
-    """Check a model against a plan, before the first step or at any time: what is sharded wrong, and what cures it.
+    """Check a model against a plan, before the first step or at any time; give the problems and their cures.
 
     The model may be sharded by `shard_model`, by Accelerate, by hand with `fully_shard`, by FSDP1, or not at all; on
     any device, meta included. It is not changed.
 
     Args:
         model: as it is trained. Names in findings are those of the model without wrappers around its modules.
-        plan: to check against; None means the plan that `shard_model` remembers, else one that is made from the
-            structure.
+        plan: to check against; None means the plan with which `shard_model` sharded the model, or else a plan made from
+            the model's structure.
         policy: for the plan that is made from the structure.
-        values: also look for NaN and infinity in every parameter and buffer: reads all of this rank's shards once.
+        values: also look for NaN and infinity in every parameter and buffer; reads all of this rank's shards once.
 
     Every rank of the default process group must call. The ranks gather a few short findings and two checksums each;
     where checksums differ, rank 0 also sends its table of units, shapes and buffers (about 100 bytes per parameter).
@@ -89,11 +86,11 @@ def diagnose(
         FSDPToolsError: another rank could not look at its model.
     """
     world_size = len(all_ranks(None))
-    # 1 what this rank sees
+    # 1 the findings of this rank
     report, failure = None, None
     try:
-        report = _look(model, plan, policy, values=values, world_size=world_size)
-    except Exception as error:  # raised again below, when the other ranks know
+        report = _inspect(model, plan, policy, values=values, world_size=world_size)
+    except Exception as error:  # raised again below, once the other ranks know of it
         failure = error
     # 2 no rank waits for one that failed
     failures = all_ranks(repr(failure) if failure is not None else None)
@@ -103,7 +100,7 @@ def diagnose(
         if text is not None:
             raise FSDPToolsError(f"Rank {rank} could not look at its model: {text}. Cure that rank first.")
     assert report is not None
-    # 3 what all ranks see together
+    # 3 the findings of all ranks together
     findings = _merged_findings(all_ranks(report.findings))
     findings += _differences_between_ranks(report)
     findings += _counted_findings(all_ranks(report.counts), report.num_parameters)
@@ -111,26 +108,28 @@ def diagnose(
     return Diagnosis(findings=tuple(findings), units=all_ranks(report.units)[0])
 
 
-# ---- what one rank sees ----------------------------------------------------------------------------------------------
+# ---- the findings of one rank ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Report:
+    """What one rank found."""
+
     findings: tuple[Finding, ...]
-    """Expected to be equal on all ranks."""
+    """Findings, as a rule equal on all ranks."""
     counts: dict[tuple[str, str], int]
-    """Figures that may differ between ranks: (what, name) -> count."""
+    """Counts that may differ between ranks, by (kind, name)."""
     structure: dict[str, str]
-    """Units and parameters, by name: what must be equal on all ranks before the first step."""
+    """Descriptions of units and parameters by name, which must be equal on all ranks."""
     buffers: dict[str, str]
-    """Non-persistent buffers, by name, with their checksums."""
+    """Checksums of non-persistent buffers by name, which must be equal on all ranks."""
     num_parameters: int
-    """Parameter tensors, for "n of m"."""
+    """Number of parameter tensors."""
     units: str
     """The tree of units as text."""
 
 
-def _look(
+def _inspect(
     model: nn.Module, plan: WrapPlan | None, policy: HybridPolicy | None, *, values: bool, world_size: int
 ) -> _Report:
     if plan is not None and policy is not None:
@@ -153,7 +152,7 @@ def _look(
 
 
 def _renamed(plan: WrapPlan, model: nn.Module) -> WrapPlan:
-    """The remembered plan with the names that its modules have in `model`, which may wrap the model it was made for."""
+    """`plan` with the names that its modules have in `model`, which may wrap the model that was sharded."""
     base = sharded_module(model)
     place = next(name for name, module in model.named_modules() if module is base)
 
@@ -167,7 +166,7 @@ def _renamed(plan: WrapPlan, model: nn.Module) -> WrapPlan:
 def _counts(live: LiveModel, model: nn.Module, *, values: bool) -> dict[tuple[str, str], int]:
     distinct = {id(parameter.tensor): parameter for parameter in live.parameters.values()}.values()
     empty = [place for place in distinct if place.unit and place.unit.version == 2 and place.local_numel == 0]
-    counts = {("empty", ""): len(empty)}  # FSDP1 cuts a unit as one piece, so that its parameters' shares say nothing
+    counts = {("empty", ""): len(empty)}  # of FSDP2 alone: FSDP1 shards a unit as one flat parameter
     for weight in live.tree.weights:
         tensors = list({id(t): t for name in weight.names if (t := live.parameters[name].tensor) is not None}.values())
         if len(tensors) > 1:
@@ -184,14 +183,14 @@ def _counts(live: LiveModel, model: nn.Module, *, values: bool) -> dict[tuple[st
 
 
 def _equal(tensors: list[torch.Tensor]) -> bool:
-    """Whether this rank's parts are equal; unknown ones (on meta, sharded otherwise) count as equal."""
+    """Whether this rank's parts of some tensors are equal; parts on meta or of different shapes count as equal."""
     parts = [local_part(tensor) for tensor in tensors]
     comparable = not any(part.is_meta for part in parts) and len({part.shape for part in parts}) == 1
     return not comparable or all(torch.equal(parts[0], part.to(parts[0])) for part in parts[1:])
 
 
 def _structure(live: LiveModel, plan: WrapPlan) -> dict[str, str]:
-    """What FSDP will do, by name; the plan's units where nothing is sharded yet."""
+    """Descriptions of units and parameters by name; the plan's units where the model is not sharded."""
     units = [(unit.name, f"{unit.num_params} parameters") for unit in live.units if unit.weights]
     if not live.units:
         units = [(" + ".join(unit.modules) or "(root)", f"{unit.num_params} parameters") for unit in plan.units]
@@ -219,11 +218,11 @@ def _buffer_checksums(live: LiveModel) -> dict[str, str]:
     return checksums
 
 
-# ---- what all ranks see together -------------------------------------------------------------------------------------
+# ---- the findings of all ranks together ----
 
 
 def _merged_findings(by_rank: list[tuple[Finding, ...]]) -> list[Finding]:
-    """Each finding once; those of some ranks only say which."""
+    """Each finding once; a finding of some ranks names these ranks."""
     ranks: dict[Finding, list[int]] = {}
     for rank, findings in enumerate(by_rank):
         for finding in findings:
@@ -254,7 +253,7 @@ def _differences_between_ranks(report: _Report) -> Iterator[Finding]:
 
 
 def _differing(table: dict[str, str]) -> list[str]:
-    """One line per rank whose table is not rank 0's; the same lines on every rank."""
+    """One line for the ranks whose tables differ from rank 0's alike; the same lines on every rank."""
     digests = all_ranks(zlib.crc32(json.dumps(sorted(table.items())).encode()))
     if len(set(digests)) == 1:
         return []
@@ -267,7 +266,7 @@ def _differing(table: dict[str, str]) -> list[str]:
 
 
 def _difference(first: Mapping[str, str], here: Mapping[str, str]) -> str:
-    """How `here` differs from rank 0's table, the first names only."""
+    """The first differences of `here` from rank 0's table, as text; "" if they are equal."""
     lines = [f"{name} is not here" for name in first if name not in here]
     lines += [f"{name} ({value}) is not on rank 0" for name, value in here.items() if name not in first]
     lines += [f"{n} is {here[n]}, on rank 0 {first[n]}" for n in first if n in here and here[n] != first[n]]

@@ -1,4 +1,4 @@
-"""What can be said before a run: is this machine fit for FSDP, and how would a model be sharded on N processes."""
+"""Checks before a run: whether this machine is fit for FSDP, and how a model would be sharded on N processes."""
 
 import json
 import os
@@ -21,31 +21,30 @@ from hf_fsdp_tools.sharding.shard import shard_model
 
 __all__ = ["Environment", "check_environment", "rehearse", "untried_versions"]
 
-_NEEDED = {
+_REQUIRED = {
     "torch": ("2.11", "2.13"),
     "transformers": ("5.17", "5.23"),
     "accelerate": ("1.15", "1.15"),
     "safetensors": ("0.6", None),
     "huggingface_hub": ("1.0", None),
 }
-"""Required packages: the least version, as in pyproject.toml, and the last that the tests ran with (None: any
-later)."""
+"""(oldest, newest tested) version of each required package, as in pyproject.toml; None accepts any later version."""
 
 _OPTIONAL = ("peft", "trl", "datasets")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What this process runs on."""
+    """The packages, devices and backends of this process, and findings about them."""
 
     versions: dict[str, str | None]
-    """Package -> version; None where it is not installed."""
+    """Version by package; None where the package is not installed."""
     devices: tuple[str, ...]
     """Accelerators that this process sees, with their memory; the CPU where there is none."""
     backends: tuple[str, ...]
     """Process-group backends that this torch was built with."""
     findings: tuple[Finding, ...]
-    """What is wrong, and what the installed versions are known to do."""
+    """Problems of this environment, errors first."""
 
     @property
     def has_errors(self) -> bool:
@@ -60,7 +59,7 @@ class Environment:
         width = max(map(len, self.versions))
         lines = [
             f"{name:<{width}}  {found or 'not installed'}"
-            + (f"  (needs {_NEEDED[name][0]})" if name in _NEEDED else "")
+            + (f"  (needs {_REQUIRED[name][0]})" if name in _REQUIRED else "")
             for name, found in self.versions.items()
         ]
         lines += [f"{'device' if not index else '':<{width}}  {device}" for index, device in enumerate(self.devices)]
@@ -69,11 +68,11 @@ class Environment:
 
 
 def check_environment() -> Environment:
-    """Versions, devices and process-group backends of this process, and what is known to go wrong with them.
+    """The versions, devices and process-group backends of this process, and known problems with them.
 
     Nothing is communicated, no process group is started, and no package but torch is imported.
     """
-    versions = {name: _version(name) for name in (*_NEEDED, *_OPTIONAL)}
+    versions = {name: _version(name) for name in (*_REQUIRED, *_OPTIONAL)}
     distributed = dist.is_available()
     checks = {"gloo": "is_gloo_available", "nccl": "is_nccl_available", "mpi": "is_mpi_available"}
     backends = tuple(name for name, check in checks.items() if distributed and getattr(dist, check)())
@@ -88,12 +87,12 @@ def check_environment() -> Environment:
 
 
 def rehearse(model: nn.Module, *, num_processes: int = 8, policy: HybridPolicy | None = None) -> Diagnosis:
-    """Shard a meta model as rank 0 of `num_processes` would, in this process alone, and diagnose it. Changes the model.
+    """Shard a meta model in this process alone, as rank 0 of `num_processes` would, and diagnose it.
 
-    Nothing is communicated: the process group is torch's "fake" one, which is taken down again.
+    Nothing is communicated: the process group is torch's "fake" one, and is destroyed at the end.
 
     Args:
-        model: on meta, as `build_meta_model` makes it.
+        model: on meta, as `build_meta_model` makes it; sharded in place.
         num_processes: world size to pretend.
         policy: what becomes a unit; None means `HybridPolicy()`.
 
@@ -116,7 +115,7 @@ def rehearse(model: nn.Module, *, num_processes: int = 8, policy: HybridPolicy |
         diagnosis = diagnose(model)
     finally:
         dist.destroy_process_group()
-    # Nothing is loaded here, on purpose; some models make a few small parameters with values even on meta.
+    # No weights are loaded here, so this finding says nothing. (Some models have a few small parameters with values.)
     return replace(diagnosis, findings=tuple(f for f in diagnosis.findings if f.code != "meta-parameters"))
 
 
@@ -138,9 +137,9 @@ def _devices() -> tuple[str, ...]:
 
 
 def untried_versions(*names: str) -> Iterator[Finding]:
-    """A warning for each of these required packages whose installed version is later than any that was tried."""
+    """Yield a warning for each of the required packages `names` whose version is later than all tested ones."""
     for name in names:
-        (least, last), found = _NEEDED[name], _version(name)
+        (least, last), found = _REQUIRED[name], _version(name)
         if found and last and Version(found).release[:2] > Version(last).release:
             tried = last if least == last else f"{least} to {last}"
             yield Finding(
@@ -152,7 +151,7 @@ def untried_versions(*names: str) -> Iterator[Finding]:
 
 
 def _check_packages(versions: dict[str, str | None]) -> Iterator[Finding]:
-    for name, (least, _) in _NEEDED.items():
+    for name, (least, _) in _REQUIRED.items():
         found = versions[name]
         if found is None or Version(found).release < Version(least).release:
             yield Finding(
@@ -161,7 +160,7 @@ def _check_packages(versions: dict[str, str | None]) -> Iterator[Finding]:
                 fact=f"{name} is {'not installed' if found is None else found}; {least} or later is needed.",
                 cure=f'pip install "{name}>={least}"',
             )
-    yield from untried_versions(*_NEEDED)
+    yield from untried_versions(*_REQUIRED)
 
 
 def _check_devices(backends: tuple[str, ...]) -> Iterator[Finding]:

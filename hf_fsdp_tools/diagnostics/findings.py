@@ -1,4 +1,4 @@
-"""What can be wrong with a live model, one check per function: what a single rank sees, without communication."""
+"""The checks of a live model that one rank can make alone, one per function; nothing is communicated."""
 
 import json
 import math
@@ -23,24 +23,24 @@ from hf_fsdp_tools.text import dtype_name, listed, merge_alike, show_bytes, show
 
 __all__ = ["Finding", "check_model"]
 
-_MOST_PADDING = 0.1
-"""Padding in FSDP2's shards, over the model's bytes, from which it is worth a warning (assumed)."""
+_MAX_PADDING_SHARE = 0.1
+"""Share of the model's bytes from which padding in FSDP2's shards is worth a warning. (assumed)"""
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was found."""
+    """One problem of a model or a machine, as `diagnose` and `FSDPConfig.check_file` report it."""
 
     code: str
-    """Short, in kebab-case, and the same in every version."""
+    """Its kind, as a short word in kebab-case that stays the same between versions."""
     severity: Literal["error", "warning", "info"]
     """error: wrong results, a hang, or no benefit; warning: costs memory or time; info: good to know."""
     fact: str
-    """What is the case, with its figure."""
+    """The problem as a sentence, with its figure."""
     cure: str
-    """What to do about it."""
+    """What to do about it, as a sentence."""
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.code}\n    {self.fact}\n    {self.cure}"
@@ -53,7 +53,7 @@ class Finding:
 def check_model(
     model: nn.Module, live: LiveModel, plan: WrapPlan, *, compare_units: bool, world_size: int
 ) -> Iterator[Finding]:
-    """Yield what is wrong with a model as this rank sees it.
+    """Yield the findings that this rank can make alone.
 
     Args:
         model: the live model.
@@ -125,7 +125,7 @@ def _check_units(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
 
 
 def _root_only(live: LiveModel, plan: WrapPlan, *, blocks_have_units: bool) -> Finding | None:
-    """The classic failure: one unit gathers all blocks, or all there is in a model without blocks."""
+    """The finding that one unit gathers all blocks, or the whole of a model without blocks; None if it does not."""
     planned = [unit for unit in plan.units if unit.num_params]
     full = [unit for unit in live.units if unit.weights]
     worst = max(live.units, key=lambda unit: unit.num_params)
@@ -162,7 +162,7 @@ def _check_plan(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
     planned = {frozenset(plain_name(name) for name in unit.modules): unit for unit in plan.units if unit.num_params}
     made = {frozenset(node.fqn for node in unit.nodes): unit for unit in live.units if unit.weights}
     extra = [unit.name for names, unit in made.items() if names not in planned]
-    if live.units[0].version == 1:  # a unit of FSDP1 is one module: those of several are cut up or left to the root
+    if live.units[0].version == 1:  # units of FSDP1 have one module: FSDP1 cannot make the plan's grouped units
         planned = {names: unit for names, unit in planned.items() if len(names) == 1 and names != {""}}
         extra = []
     absent = [" + ".join(unit.modules) or "(root)" for names, unit in planned.items() if names not in made]
@@ -247,8 +247,7 @@ def _check_managed(live: LiveModel) -> Iterator[Finding]:
 
 
 def _check_padding(live: LiveModel) -> Iterator[Finding]:
-    """Padding that FSDP2 stores and sends where a dimension has too few indices for the ranks: fused experts above
-    all."""
+    """Yield a finding where FSDP2 pads shards much: dimensions with fewer indices than ranks, as of fused experts."""
     total = padding = 0.0
     padded: list[str] = []
     for weight in live.tree.weights:
@@ -262,7 +261,7 @@ def _check_padding(live: LiveModel) -> Iterator[Finding]:
             if is_much_padding(weight.nbytes, ratio):
                 padding += weight.nbytes * (ratio - 1)
                 padded.append(weight.names[0])
-    if padding > _MOST_PADDING * total:
+    if padding > _MAX_PADDING_SHARE * total:
         yield Finding(
             code="padded-shards",
             severity="warning",

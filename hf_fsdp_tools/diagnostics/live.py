@@ -1,7 +1,7 @@
-"""What FSDP manages in a live model, whoever sharded it: FSDP2, FSDP1, or nobody.
+"""Read the units and parameters of a live model, sharded by FSDP2, by FSDP1, or not at all.
 
 Names are those of the model without the wrappers around its modules (checkpoint wrappers, `torch.compile`, FSDP1), as
-in a plan that was made before it was wrapped. Nothing is changed and nothing is communicated.
+in a plan that was made before the modules were wrapped. Nothing is changed and nothing is communicated.
 """
 
 import re
@@ -16,13 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.fsdp1.flat_shards import flat_parts, unflattened
 from hf_fsdp_tools.modeling.clone import copy_tree
-from hf_fsdp_tools.modeling.module_tree import (
-    ModuleNode,
-    ModuleTree,
-    Weight,
-    class_name,
-    way_inside,
-)
+from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name, way_inside
 from hf_fsdp_tools.sharding.fsdp2_internals import parameters_of_unit, unit_modules
 from hf_fsdp_tools.text import listed, merge_names, show_bytes, show_count
 
@@ -34,11 +28,11 @@ class LiveUnit:
     """Modules whose parameters FSDP gathers together now."""
 
     version: Literal[1, 2]
-    """Of FSDP."""
+    """Version of FSDP."""
     nodes: list[ModuleNode] = field(default_factory=list)
     """Its modules in the tree; more than one for `fully_shard([a, b])`."""
     weights: list[Weight] = field(default_factory=list)
-    """What it gathers, tied weights once."""
+    """The weights that it gathers, tied weights once."""
     parent: "LiveUnit | None" = None
     """The unit around it; None for a root."""
 
@@ -49,43 +43,43 @@ class LiveUnit:
 
     @property
     def num_params(self) -> int:
-        """Parameters gathered together."""
+        """Number of parameters that it gathers."""
         return sum(weight.numel for weight in self.weights)
 
     @property
     def num_bytes(self) -> int:
-        """Their bytes at the dtype they are kept in."""
+        """Bytes of the parameters in the dtype in which they are kept."""
         return sum(weight.nbytes for weight in self.weights)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class LiveParameter:
-    """One name of a parameter. Tied names share `tensor`."""
+    """A parameter under one of its names; tied names have the same `tensor`."""
 
     tensor: torch.Tensor
-    """Has the global shape: a DTensor, a plain parameter, or, under FSDP1, a stand-in on meta."""
+    """A tensor of the global shape: a DTensor, a plain parameter, or, under FSDP1, a stand-in on meta."""
     unit: LiveUnit | None
     """The unit that gathers it under this name; None where no unit does."""
     local_numel: int
     """Elements on this rank."""
     is_meta: bool
-    """Whether it has no storage."""
+    """Whether the parameter has no storage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveModel:
-    """A live model as a tree, its units, and which unit gathers what."""
+    """A live model as a tree, its units, and the unit that gathers each parameter."""
 
     tree: ModuleTree
     """The modules without wrappers, every parameter at its global shape."""
     units: tuple[LiveUnit, ...]
     """Units in tree order, parents first; empty for a model that is not sharded."""
     parameters: dict[str, LiveParameter]
-    """Every parameter name of the tree."""
+    """Every parameter of the tree, by name."""
 
 
 def read_live_model(model: nn.Module) -> LiveModel:
-    """Read which units `model` has now and what each gathers; shapes and registrations only, no data.
+    """Read which units `model` has now and which parameters each unit gathers; shapes only, no data.
 
     Args:
         model: sharded or not, on any device, also between a forward and its backward pass.
@@ -111,7 +105,7 @@ def read_live_model(model: nn.Module) -> LiveModel:
 
 
 def describe_units(live: LiveModel) -> str:
-    """The units as a tree with the sizes that are gathered; siblings that differ in numbers only are one line."""
+    """The units as a tree with their sizes; siblings whose names differ in numbers only share a line."""
     head = f"{class_name(live.tree.root.module)}: {show_count(live.tree.num_params)} parameters"
     if not live.units:
         return f"{head}, not sharded"
@@ -146,14 +140,14 @@ def _branches(units: list[LiveUnit], below: dict[int, list[LiveUnit]], margin: s
 
 
 def _shape(unit: LiveUnit, below: dict[int, list[LiveUnit]]) -> object:
-    """Equal for units that differ in the numbers of their names only, down to the units inside them."""
+    """A key that is equal for units whose names, and those of the units inside them, differ in numbers only."""
     names = tuple((re.sub(r"\d+", "#", node.fqn), class_name(node.module)) for node in unit.nodes)
     inner = tuple(_shape(child, below) for child in below.get(id(unit), ()))
     return names, unit.num_params, unit.num_bytes, inner
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, detached."""
+    """This rank's part of a tensor, detached."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -164,7 +158,7 @@ def _core(module: nn.Module) -> nn.Module:
 
 
 class _Found:
-    """Units by their FSDP state, and for each registered parameter the unit and the tensor that stands for it."""
+    """The units found so far, and the unit of each registered parameter."""
 
     def __init__(self) -> None:
         self.units: dict[object, LiveUnit] = {}
@@ -199,7 +193,7 @@ class _Found:
                 self.flattened.setdefault(module, []).append(name)
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter | None]:
-        """What stands for the parameters of a module in the tree; FSDP1 may unregister what it flattens."""
+        """The parameters of a module as the tree shows them; FSDP1 may have unregistered those that it flattened."""
         registered: dict[str, Any] = unflattened(module)
         shown: dict[str, Any] = {}
         for name in dict.fromkeys([*registered, *self.flattened.get(module, ())]):
@@ -226,7 +220,7 @@ def _placed(
         above = nearest[id(node.parent)] if node.parent else None
         unit = found.unit_of_module.get(originals[node.module])
         nearest[id(node)] = unit or above
-        if unit is not None and id(node.module) not in seen:  # a module registered twice is one module of its unit
+        if unit is not None and id(node.module) not in seen:  # a module registered twice counts once
             seen.add(id(node.module))
             if not unit.nodes:
                 unit.parent = above

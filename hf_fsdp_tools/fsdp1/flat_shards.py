@@ -1,7 +1,6 @@
-"""An FSDP1 model seen as the plain model that it was.
+"""Show an FSDP1 model as the plain model that it was.
 
-Each parameter has its own name and shape again, and holds the run of its elements that this rank has in a flat
-parameter.
+Each parameter has its own name and shape, and holds the run of its elements that lies in this rank's flat shard.
 """
 
 import math
@@ -34,8 +33,8 @@ __all__ = [
 class FlatShare(torch.Tensor):
     """A parameter of which this rank holds the elements `start .. start + memory.numel()` of its row-major order.
 
-    It has the whole parameter's shape and dtype, and can do what filling and saving a shard need: be copied into (the
-    rest of the source is dropped), and give views of boxes that lie in this rank's run.
+    It has the shape and dtype of the whole parameter. It supports what filling and saving a shard need: `copy_` from a
+    whole tensor (elements outside the run are dropped), and `as_strided` views of boxes inside the run.
     """
 
     memory: torch.Tensor
@@ -45,13 +44,13 @@ class FlatShare(torch.Tensor):
     """Index of its first element in the whole parameter."""
 
     is_first_replica: bool
-    """Whether this rank is the first of those that hold the same run, and so the one that saves it."""
+    """Whether this rank saves the run; other ranks that hold the same run do not."""
 
     @staticmethod
     def __new__(
         cls, shape: torch.Size, memory: torch.Tensor, start: int, *, requires_grad: bool, is_first_replica: bool
     ) -> "FlatShare":
-        """Make one over memory that stays where it is."""
+        """Make a share over memory that stays where it is."""
         self = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=memory.dtype, device=memory.device, requires_grad=requires_grad
         )
@@ -66,16 +65,15 @@ class FlatShare(torch.Tensor):
 
     @property
     def _is_hf_initialized(self) -> bool:
-        """transformers' mark, always set: its initialisers fill whole tensors only, and reach into neighbouring
-        modules."""
+        """Always True, so that transformers' initialisers, which fill whole tensors, leave the parameter alone."""
         return True
 
     @_is_hf_initialized.setter
     def _is_hf_initialized(self, mark: bool) -> None:
-        """Nothing to note."""
+        """Ignore the mark."""
 
     def local_boxes(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-        """The boxes that this rank holds, each with where `as_strided` finds it; none for an empty run."""
+        """The boxes that this rank holds, each with its start for `as_strided`; none for an empty run."""
         boxes = flat_boxes(self.shape, self.start, self.start + self.memory.numel())
         return tuple((box, box.start) for box in boxes)
 
@@ -83,7 +81,7 @@ class FlatShare(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates an instance method
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Only the operations named above; anything else would compute with values that are not here."""
+        """Run the supported operations; refuse all others, which would need elements of other ranks."""
         aten = torch.ops.aten
         if func is aten.detach.default:
             (share,) = args
@@ -104,9 +102,9 @@ class FlatShare(torch.Tensor):
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The elements `start .. stop` of a row-major tensor as boxes, in that order, each contiguous in the tensor.
+    """Yield the elements `start .. stop` of a row-major tensor as boxes, in order, each contiguous in the tensor.
 
-    Fewer than two per dimension, whatever the range.
+    There are fewer than two boxes per dimension.
     """
     if start >= stop:
         return
@@ -138,19 +136,19 @@ class FlatPart:
     """Every module that registered it, with its name there; several where it is tied."""
 
     shape: torch.Size
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
 
     dtype: torch.dtype
-    """In which the flat parameter is kept."""
+    """Dtype of the flat parameter."""
 
     requires_grad: bool
     """Whether it is trained; without original parameters, whether its unit is."""
 
     registered: nn.Parameter | None
-    """What stands in its place in the live modules; None without original parameters."""
+    """The parameter that the live module registers in its place; None without original parameters."""
 
     memory: torch.Tensor
-    """This rank's run of its elements, 1-D, in the flat parameter's own storage; on meta where that is."""
+    """This rank's run of its elements, 1-D, in the flat parameter's own storage (or on meta)."""
 
     start: int
     """Index of the run's first element in the whole parameter."""
@@ -160,7 +158,7 @@ class FlatPart:
 
 
 def flat_parts(wrapper: FullyShardedDataParallel) -> list[FlatPart]:
-    """The parameters that one FSDP1 unit gathers, each once; nothing is changed, also while they are gathered."""
+    """The parameters that one FSDP1 unit gathers, each once; may be called while they are gathered."""
     handle: Any = wrapper._handle
     if handle is None:
         return []
@@ -191,11 +189,12 @@ def flat_parts(wrapper: FullyShardedDataParallel) -> list[FlatPart]:
 def plain_view(model: nn.Module) -> nn.Module:
     """The model below the FSDP1 wrappers, under its own names, every parameter a `FlatShare` of this rank's memory.
 
-    A new tree of modules that shares buffers, memory and everything else with the live one; it follows no later change
-    of the tree and cannot run. Parameters that FSDP1 ignores are the live ones. No rank communicates.
+    The view is a new tree of modules that shares memory, buffers and everything else with the live modules. It does not
+    follow later changes of the live tree, and cannot run. Parameters that FSDP1 ignores are the live ones. No rank
+    communicates.
 
     Raises:
-        ConfigError: the model has no FSDP1 module, or some of it is gathered at the moment.
+        ConfigError: the model has no FSDP1 module, or a unit is gathered at the moment.
     """
     wrappers = FullyShardedDataParallel.fsdp_modules(model)
     if not wrappers:
@@ -220,17 +219,17 @@ def plain_view(model: nn.Module) -> nn.Module:
 
 
 def unflattened(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """What a module registers beside flat parameters."""
+    """The parameters that a module registers, without flat parameters."""
     return {name: p for name, p in module._parameters.items() if not isinstance(p, FlatParameter)}
 
 
 def replicas_of(wrapper: FullyShardedDataParallel) -> dist.ProcessGroup | None:
-    """The group of ranks that hold the same shards as this one under a hybrid strategy; None under the others."""
+    """Under a hybrid strategy, the group of the ranks that hold the same shards as this rank; otherwise None."""
     return getattr(wrapper, "_inter_node_pg", None)
 
 
 def _is_first_replica(wrapper: FullyShardedDataParallel) -> bool:
-    """Under NO_SHARD every rank holds everything, under hybrid strategies one rank of every shard group the same."""
+    """Whether this rank saves its shards: under NO_SHARD rank 0 does, under hybrid strategies the first replica."""
     replicas = replicas_of(wrapper)
     if wrapper._handle is not None and not wrapper._handle.uses_sharded_strategy:
         replicas = wrapper.process_group

@@ -1,6 +1,6 @@
 """A wrap plan as PyTorch's FSDP1 wrap policies: a callable, and a `CustomPolicy`.
 
-What FSDP1 lacks beside FSDP2, and what becomes of a plan for it:
+FSDP1 lacks some of what FSDP2 has, which changes a plan:
 
     grouped units      FSDP1 wraps single modules. Of a group ([final norm, head]) each member is its own unit; one
                        below the floor stays with the unit above it.
@@ -21,12 +21,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from hf_fsdp_tools.errors import WrapPlanError
-from hf_fsdp_tools.modeling.module_tree import (
-    ModuleNode,
-    ModuleTree,
-    Weight,
-    class_name,
-)
+from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy
@@ -35,33 +30,33 @@ from hf_fsdp_tools.text import dtype_name, listed
 
 __all__ = ["HybridAutoWrapPolicy", "hybrid_auto_wrap_policy"]
 
-# What a unit that is not resharded after forward becomes under a strategy that reshards.
 _KEPT = {
     ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy.HYBRID_SHARD: ShardingStrategy._HYBRID_SHARD_ZERO2,
 }
+"""The strategy of a unit that is not resharded after forward, by the model's strategy."""
 
 
 class HybridAutoWrapPolicy:
     """The units of a wrap plan as an FSDP1 auto-wrap policy for one model; `hybrid_auto_wrap_policy` makes it.
 
     Call it as `(module, recurse, nonwrapped_numel) -> bool`, alone or in `functools.partial(_or_policy, policies=[…])`.
-    It knows the modules of its model by identity: make it last, when adapters are in place.
+    It knows the modules of its model by identity: make it after adapters are added.
     """
 
     plan: WrapPlan
-    """What this policy was made from."""
+    """The plan of the units."""
 
     units: tuple[str, ...]
     """Fqns of the modules to wrap, children before parents, without the root, which FSDP1 always wraps."""
 
     ignored: tuple[str, ...]
-    """Parameters that stay whole on every rank. FSDP1 learns of them by `ignored_states=policy.ignored_states`, and
-    does not reduce their gradients (`wrap_fsdp1` does)."""
+    """Names of parameters that stay whole on every rank. Pass `ignored_states=policy.ignored_states` to FSDP1, which
+    does not reduce their gradients; `wrap_fsdp1` does."""
 
     def __init__(self, model: nn.Module, plan: WrapPlan, *, floor_params: float) -> None:
         tree = ModuleTree(model)
-        draft = _Draft(tree, plan)
+        draft = _FSDP1Draft(tree, plan)
         draft.join_ties()
         draft.part_groups(floor_params)
         draft.keep_frozen_apart()
@@ -76,8 +71,7 @@ class HybridAutoWrapPolicy:
         self._warn_of_ties()
 
     def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        """PyTorch's question about one module; sizes were weighed by the plan, so `nonwrapped_numel` is not looked
-        at."""
+        """Answer FSDP1 whether a module is a unit; `nonwrapped_numel` is not used, because the plan knows all sizes."""
         self._refuse_strangers(module)
         return True if recurse else module in self._reshard
 
@@ -90,10 +84,10 @@ class HybridAutoWrapPolicy:
         return [self._model.get_parameter(name) for name in self.ignored]
 
     def as_custom_policy(self, sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> CustomPolicy:
-        """The same units with `reshard_after_forward` kept: a unit that stays gathered gets its own sharding strategy.
+        """The units as a `CustomPolicy` that also keeps each unit's `reshard_after_forward`, by its sharding strategy.
 
         Args:
-            sharding_strategy: what the root is wrapped with.
+            sharding_strategy: of the root.
         """
 
         def options(module: nn.Module) -> bool | dict[str, Any]:
@@ -109,7 +103,7 @@ class HybridAutoWrapPolicy:
         return module in self._reshard or module is self._model
 
     def mixed_requires_grad(self) -> Mapping[str, tuple[list[str], list[str]]]:
-        """Units (by fqn) that hold trainable and frozen parameters: the names of each."""
+        """(names of trainable parameters, names of frozen ones) of each unit that holds both, by the unit's fqn."""
         parted = {
             unit: (
                 [weight.names[0] for weight in held if weight.requires_grad],
@@ -142,7 +136,7 @@ class HybridAutoWrapPolicy:
 
     def _warn_of_ties(self) -> None:
         size, unit = max((sum(weight.numel for weight in held), unit) for unit, held in self._held.items())
-        if size > 2 * self.plan.largest_unit.num_params:  # what a correct plan never does (rule 2)
+        if size > 2 * self.plan.largest_unit.num_params:  # a correct plan never has so large a unit (rule 2)
             warnings.warn(
                 f"Tied parameters bring {size:,} parameters of {self.plan.model_class} into one FSDP1 unit, "
                 f"{unit or 'the root'}, which every rank gathers at once; the plan's largest unit has "
@@ -157,15 +151,16 @@ def hybrid_auto_wrap_policy(
 ) -> HybridAutoWrapPolicy:
     """The wrap plan of `model` as an FSDP1 auto-wrap policy: a callable `(module, recurse, nonwrapped_numel) -> bool`.
 
-    The units are the plan's, as far as FSDP1 can have them (see the top of this file). Nothing is communicated.
+    The units are those of the plan, as far as FSDP1 can make them (see the top of this file). Any process may call;
+    nothing is communicated.
 
     Args:
         model: not wrapped yet; any device, meta included.
-        plan: what to wrap; None makes the plan from `policy`.
-        policy: as in `make_wrap_plan`; None means `HybridPolicy()`. Only its `floor_params` counts beside a plan.
+        plan: the units; None makes the plan from `policy`.
+        policy: as in `make_wrap_plan`; None means `HybridPolicy()`. With a plan, only its `floor_params` counts.
 
     Raises:
-        WrapPlanError: the plan breaks a rule for this model, or asks for what FSDP1 cannot do. All units are listed.
+        WrapPlanError: the plan breaks a rule for this model, or needs what FSDP1 lacks; all such units are listed.
 
     Example:
         >>> FSDP(model, auto_wrap_policy=hybrid_auto_wrap_policy(model))
@@ -175,7 +170,7 @@ def hybrid_auto_wrap_policy(
         plan = make_wrap_plan(model, policy=policy)
     elif problems := check_wrap_plan(model, plan):
         raise WrapPlanError(f"The plan does not fit {class_name(model)}: " + "; ".join(problems))
-    smaller = [f"{u.modules[0] or '(root)'} ({u.reshard_after_forward})" for u in plan.units if _is_degree(u)]
+    smaller = [f"{u.modules[0] or '(root)'} ({u.reshard_after_forward})" for u in plan.units if _has_degree(u)]
     if smaller:
         raise WrapPlanError(
             f"FSDP1 cannot reshard to a smaller world, as {listed(smaller)} ask for. Set reshard_after_forward to True "
@@ -190,8 +185,11 @@ def hybrid_auto_wrap_policy(
 # ---- the units that FSDP1 can have ----
 
 
-class _Draft:
-    """A plan's units for FSDP1 under construction: a node belongs to the nearest chosen node above it, or itself."""
+class _FSDP1Draft:
+    """A plan's units for FSDP1 under construction.
+
+    `reshard` has the names of the nodes that are units. A parameter belongs to the nearest unit at or above its node.
+    """
 
     def __init__(self, tree: ModuleTree, plan: WrapPlan) -> None:
         self.tree, self.plan = tree, plan
@@ -200,8 +198,7 @@ class _Draft:
         self.ignored = {id(weight): weight for weight in kept}
 
     def part_groups(self, floor: float) -> None:
-        """Make each member of a group its own unit; leave a small one to the unit above it, unless their dtypes
-        differ."""
+        """Make each module of a grouped unit its own unit; a small one of the same dtype joins the unit above it."""
         held = self.held()
         for name in [name for unit in self.plan.units if len(unit.modules) > 1 for name in unit.modules]:
             node = self.tree.by_fqn[name]
@@ -214,8 +211,7 @@ class _Draft:
                 above += own
 
     def keep_frozen_apart(self) -> None:
-        """Keep frozen parameters of a unit's rarer dtypes whole on every rank: they need no gradient and no optimizer
-        state."""
+        """Keep frozen parameters of a unit's rarer dtypes whole on every rank; they have no gradients to reduce."""
         for held in self.held().values():
             sizes: dict[object, int] = {}
             for weight in held:
@@ -224,9 +220,9 @@ class _Draft:
             self.ignored.update((id(w), w) for w in held if w.dtype != main and not w.requires_grad)
 
     def join_ties(self) -> None:
-        """Bring every tied parameter into one unit, or out of all of them."""
+        """Bring every tied parameter into one unit, or keep it whole on every rank."""
         tied = [weight for weight in self.tree.weights if len(weight.owners) > 1 and id(weight) not in self.ignored]
-        for _ in tied:  # dissolving a unit can part another set, so repeat until nothing moves
+        for _ in tied:  # dissolving a unit can part another tied set, so repeat until nothing moves
             parted = [weight for weight in tied if id(weight) not in self.ignored and len(self._units(weight)) > 1]
             if not parted:
                 return
@@ -234,11 +230,11 @@ class _Draft:
                 self._join(weight)
 
     def unit_of(self, node: ModuleNode) -> ModuleNode:
-        """The chosen node that holds what is registered on this one."""
+        """The node of the unit to which the parameters registered on `node` belong."""
         return next(above for above in (node, *node.ancestors()) if above.fqn in self.reshard)
 
     def held(self) -> dict[ModuleNode, list[Weight]]:
-        """What each chosen node holds. FSDP1 flattens a parameter where it first meets one of its owners."""
+        """The weights of each unit, by its node. A tied weight counts at its first owner, where FSDP1 flattens it."""
         held: dict[ModuleNode, list[Weight]] = {}
         for weight in self.tree.weights:
             if id(weight) not in self.ignored:
@@ -267,5 +263,5 @@ def _is_mostly_tied(node: ModuleNode) -> bool:
     return 2 * tied >= sum(w.numel for w in below)
 
 
-def _is_degree(unit: WrapUnit) -> bool:
+def _has_degree(unit: WrapUnit) -> bool:
     return unit.reshard_after_forward is not None and not isinstance(unit.reshard_after_forward, bool)

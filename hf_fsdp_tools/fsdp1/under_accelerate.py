@@ -10,15 +10,17 @@ __all__ = ["check_settings", "let_generate"]
 
 
 def check_settings(plugin: Any, *, on_cpu: bool, alone_on_node: bool) -> None:
-    """Refuse what FSDP1 does wrongly without a word, or dies of. Sources: pytorch issue 154888; the rest measured.
+    """Refuse settings that FSDP1 silently honours wrongly, or crashes with.
+
+    Sources: pytorch issue 154888 for hybrid strategies; the others by running them with torch 2.13 on CPUs.
 
     Args:
-        plugin: Accelerate's, with its fields as it understood them.
+        plugin: Accelerate's, after its own `__post_init__`.
         on_cpu: there is no accelerator.
         alone_on_node: every node has one process.
 
     Raises:
-        ConfigError: all such settings, each with its cure.
+        ConfigError: lists all such settings, each with its cure.
     """
     strategy = plugin.sharding_strategy or plugin.reshard_after_forward
     problems = []
@@ -40,8 +42,11 @@ def check_settings(plugin: Any, *, on_cpu: bool, alone_on_node: bool) -> None:
 
 
 def let_generate(model: FullyShardedDataParallel) -> None:
-    """Let an FSDP1 model generate. Its wrapper hands `generate` to the module below, whose own unit (embeddings, head)
-    nobody gathers then: "'weight' must be 2-D". That unit is gathered for the call; blocks gather themselves."""
+    """Let an FSDP1 model generate: gather its root unit for the call; blocks gather themselves.
+
+    FSDP1's wrapper hands `generate` to the module below it. The unit of that module (embeddings, head) is then not
+    gathered, and the call fails with "'weight' must be 2-D".
+    """
     generate = getattr(model.module, "generate", None)
     if generate is None:
         return

@@ -1,4 +1,4 @@
-"""FSDP1, the flat-parameter path: wrap a model by plan, on meta or with weights, and fill it from a checkpoint."""
+"""Wrap a model by plan with FSDP1, on meta or with weights, and fill it from a checkpoint."""
 
 import functools
 import warnings
@@ -40,6 +40,7 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 """The group to shard over; for hybrid strategies (shard group, replicate group)."""
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+"""Strategies that shard within a group and replicate between groups."""
 
 
 def wrap_fsdp1(
@@ -62,22 +63,21 @@ def wrap_fsdp1(
 ) -> FullyShardedDataParallel:
     """Wrap `model` by `plan` with FSDP1, on meta or with real weights, and return the wrapper.
 
-    Make the optimizer afterwards.
-
     A meta model gets storage unit by unit, so that a rank never holds more than its shards and one unit (twice, while
     FSDP1 flattens it), and then the model's own initialisation: values depend on `seed` only, not on the number of
-    ranks, and tied parameters stay tied.
+    ranks, and tied parameters stay tied. Make the optimizer afterwards.
 
     Args:
+        model: not wrapped yet, in evaluation or training mode.
         plan: from `make_wrap_plan` of this model.
         process_group: over which to shard; None means all processes. Hybrid strategies: (shard group, replicate group).
         sharding_strategy, mixed_precision, cpu_offload, backward_prefetch, forward_prefetch, limit_all_gathers: as in
             FSDP1.
         device_id: this rank's device; None means its accelerator, or the CPU where there is none (gloo).
         use_orig_params: keep the original parameters, which LoRA and parameter groups need.
-        sync_module_states: take the weights of rank 0, where alone they must be real; accelerators only.
-        param_init_fn: gives a module's own meta tensors storage and values; None means the way described above.
-        initialize: False leaves the storage of a meta model uninitialised, for a caller that fills it.
+        sync_module_states: broadcast the weights of rank 0, which alone must be real; accelerators only.
+        param_init_fn: gives a module's own meta tensors storage and values; None means as described above.
+        initialize: False leaves the storage of a meta model uninitialised, to be filled by `load_weights_fsdp1`.
         seed: of the initialisation.
 
     Every rank must call. The ranks exchange the plan's digest; with `sync_module_states`, rank 0 broadcasts the
@@ -85,9 +85,9 @@ def wrap_fsdp1(
 
     Raises:
         WrapPlanError: the plan does not fit the model or FSDP1, or differs between ranks.
-        ConfigError: a setting that torch cannot honour here, or would honour wrongly without a word.
-        CheckpointError: the model's own code leaves a parameter uninitialised: load a checkpoint, with
-            `initialize=False`.
+        ConfigError: torch cannot honour a setting here, or would silently honour it wrongly.
+        CheckpointError: the model's own code leaves a parameter uninitialised; pass `initialize=False` and load a
+            checkpoint.
     """
     _warn_deprecated()
     device = device_id or local_device()
@@ -127,21 +127,21 @@ def wrap_fsdp1(
 def load_weights_fsdp1(
     model: nn.Module, path_or_repo: str | PathLike[str] | CheckpointIndex, **options: Any
 ) -> LoadReport:
-    """Fill a model wrapped with FSDP1 from a Hugging Face checkpoint, in place; each rank reads only its own share.
+    """Fill a model wrapped with FSDP1 from a Hugging Face checkpoint, in place; each rank reads its own flat shards.
 
-    Each rank's bytes go straight into its flat shards: nothing is gathered and nothing travels between ranks. The
-    result equals `from_pretrained` bit for bit.
+    The result equals `from_pretrained` bit for bit. Nothing is gathered.
 
     Args:
         model: wrapped by `wrap_fsdp1(…, initialize=False)`, or by FSDP1 in any other way; dtypes stay as they are.
         path_or_repo: as in `load_weights`.
-        options: as in `load_weights`, save `dtype` and `device`: the storage is there already.
+        options: as in `load_weights`, without `dtype` and `device`: the flat shards have storage already.
 
-    Every rank must call.
+    Every rank must call. The ranks exchange errors and the figures of the report.
 
     Raises:
         CheckpointError: as in `load_weights`.
-        ConfigError: the model is not wrapped with FSDP1, is gathered at the moment, or `options` has no meaning here.
+        ConfigError: the model is not wrapped with FSDP1, a unit is gathered at the moment, or `options` holds `dtype`
+            or `device`.
     """
     if needless := sorted({"dtype", "device"} & options.keys()):
         raise ConfigError(
@@ -152,10 +152,10 @@ def load_weights_fsdp1(
     watch = MemoryWatch()
     report = load_weights(view, path_or_repo, **options)
     copy_conversions(view, next(module for module in model.modules() if type(module) is type(view)))
-    return replace(report, peak_host_bytes=watch.above(0))  # the shards were there before
+    return replace(report, peak_host_bytes=watch.above(0))  # the shards had storage before
 
 
-# ---- what wrap_fsdp1 refuses ----
+# ---- checks ----
 
 
 @functools.cache  # once per process
@@ -204,7 +204,7 @@ def _refuse_settings(
 
 
 def _check_requires_grad(policy: HybridAutoWrapPolicy, model: nn.Module, use_orig_params: bool) -> None:
-    """Refuse trainable beside frozen parameters without original parameters; with them, say once what it costs."""
+    """Check units that hold trainable and frozen parameters: warn, or refuse without `use_orig_params`."""
     mixed = policy.mixed_requires_grad()
     if not mixed:
         return
@@ -229,7 +229,7 @@ def _check_requires_grad(policy: HybridAutoWrapPolicy, model: nn.Module, use_ori
 
 
 def _agree(plan: WrapPlan, *, has_meta: bool, sync_module_states: bool) -> None:
-    """Stop all ranks with one message where they would hang, or train different weights."""
+    """Refuse ranks with different plans, or with some models on meta and others not; the same on every rank."""
     agree_on_plan(plan)
     told = all_ranks(has_meta)
     on_meta = [rank for rank, is_on_meta in enumerate(told) if is_on_meta]
@@ -249,7 +249,7 @@ def _agree(plan: WrapPlan, *, has_meta: bool, sync_module_states: bool) -> None:
 
 
 def _meta_keys(model: nn.Module) -> set[str]:
-    """One state-dict key of every distinct tensor that has no storage yet."""
+    """One state-dict key of every distinct tensor on meta."""
     first: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and tensor.is_meta:
@@ -258,12 +258,12 @@ def _meta_keys(model: nn.Module) -> set[str]:
 
 
 def _storage_giver(policy: HybridAutoWrapPolicy, device: torch.device) -> Callable[[nn.Module], None]:
-    """A `param_init_fn`: uninitialised storage for a module's own meta tensors, one tensor for tied ones."""
+    """A `param_init_fn` that gives a module's own meta tensors uninitialised storage; tied tensors stay one tensor."""
     made: dict[torch.Tensor, torch.Tensor] = {}
 
     def give_storage(module: nn.Module) -> None:
         if policy.begins_unit(module):  # FSDP1 asks for a unit's own module first, and ties never leave a unit
-            made.clear()  # or the whole tensors would live on here after they are sharded
+            made.clear()  # otherwise whole tensors would stay alive here after they are sharded
         stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for store in stores:
             for name, tensor in store.items():
@@ -277,7 +277,7 @@ def _storage_giver(policy: HybridAutoWrapPolicy, device: torch.device) -> Callab
 
 
 def _place_ignored(model: nn.Module, policy: HybridAutoWrapPolicy, device: torch.device) -> list[nn.Parameter]:
-    """Put what FSDP1 ignores on the device before it is told of them: it knows parameters by identity."""
+    """Move the parameters that FSDP1 ignores to the device, and give them; before FSDP1 notes their identities."""
     for parameter in policy.ignored_states:
         placed = with_storage(parameter, device=device) if parameter.is_meta else None
         for module in model.modules():

@@ -1,1 +1,1 @@
-"""Accelerate and the HF Trainer: the only room that imports accelerate, and the only one that reads its variables."""
+"""Accelerate and the HF Trainer on sharded models: the only room that imports accelerate and reads its variables."""

@@ -1,4 +1,4 @@
-"""An Accelerator that leaves sharded models as they are, saves and resumes them; and its loss scaling for fp16."""
+"""An Accelerator that prepares, saves and resumes sharded models; and its loss scaling for fp16."""
 
 import shutil
 from contextlib import ExitStack
@@ -41,14 +41,21 @@ __all__ = ["ShardedAccelerator", "ShardedScaler", "adopt"]
 
 
 class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not typed
-    """An Accelerator without state of its own whose `prepare` leaves sharded models and their optimizers alone.
+    """An Accelerator whose `prepare` leaves sharded models and their optimizers alone; it has no state of its own.
 
     Accelerate's `prepare` re-links optimizers by the address of each local shard. Empty shards (fewer rows than ranks)
-    all have address 0, so their parameters collapse into one. A model that is sharded before needs no re-linking.
+    all have address 0, so their parameters collapse into one. A model that is sharded before its optimizer is made
+    needs no re-linking.
     """
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
-        """As `Accelerator.prepare`; under FSDP2 models may come without an optimizer, and several at once."""
+        """Prepare as `Accelerator.prepare` does; FSDP2 also takes models without an optimizer, and several models.
+
+        Every rank must call. Plain models are sharded; see `shard_in_place`.
+
+        Raises:
+            ConfigError: a model or an optimizer cannot be trained as it is; the message says why.
+        """
         if not self.is_fsdp2:
             prepared = super().prepare(*objects, device_placement=device_placement)
             for obj in prepared if isinstance(prepared, tuple) else (prepared,):
@@ -61,7 +68,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             )
         optimizers = [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]
         for model in (obj for obj in objects if isinstance(obj, nn.Module)):
-            _take_model(self, model, optimizers)
+            _take_up_model(self, model, optimizers)
         schedulers = torch.optim.lr_scheduler.LRScheduler
         check_optimizers(optimizers, self._models)
         first = [obj if isinstance(obj, schedulers) else _prepare_object(self, obj) for obj in objects]
@@ -69,19 +76,21 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """As `Accelerator.prepare_model`; under FSDP2 the model is sharded, for evaluation too (reward models)."""
+        """Prepare as `Accelerator.prepare_model` does; FSDP2 also shards models for evaluation (reward models)."""
         if not self.is_fsdp2:
             return super().prepare_model(model, device_placement, evaluation_mode)
-        _take_model(self, model, [])
+        _take_up_model(self, model, [])
         return model
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """As `Accelerator.clip_grad_norm_`; the norm of the whole model's gradients comes back as a plain tensor. Every
-        rank must call, whether its own shards have gradients or not."""
+        """Clip as `Accelerator.clip_grad_norm_` does; return the norm of the whole model's gradients as a plain tensor.
+
+        Every rank must call, whether its own shards have gradients or not.
+        """
         if not self.is_fsdp2:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         self.unscale_gradients()
-        # as Accelerate's own, less its comparison of lists of tensors, which fails where several models are prepared
+        # Accelerate's own method also compares lists of tensors, which fails where several models are prepared.
         norm = self._clip_grad_norm_dtensor_aware(list(parameters), max_norm, norm_type=norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -90,8 +99,10 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     def save_state(
         self, output_dir: str | PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
     ) -> Any:
-        """As `Accelerator.save_state`; the folder takes its name when every rank has finished, so that an interrupted
-        save leaves an older one as it was. Under automatic naming the oldest are deleted after the new one."""
+        """Save as `Accelerator.save_state` does; an interrupted save leaves an older state in the folder as it was.
+
+        Under automatic naming, the oldest states are deleted after the new one is complete. Every rank must call.
+        """
         if self.distributed_type != DistributedType.FSDP:
             return super().save_state(output_dir, safe_serialization, **options)
         naming = self.project_configuration
@@ -122,7 +133,13 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     def load_state(
         self, input_dir: str | PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        """As `Accelerator.load_state`, from the state dict type that was saved, and by any number of ranks."""
+        """Load as `Accelerator.load_state` does, from the stored state dict type and on any number of ranks.
+
+        Every rank must call.
+
+        Raises:
+            CheckpointError: there is no such folder, or it holds the state of other parameters.
+        """
         if self.distributed_type != DistributedType.FSDP:
             super().load_state(input_dir, load_kwargs, **options)
             return
@@ -144,8 +161,10 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         self.step = all_ranks(self.step)[0]  # ranks without a file of their own would accumulate out of step
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As `Accelerator.skip_first_batches`; starting the loader then draws no random number, so that the random
-        state which `load_state` brought back (dropout) goes on as in the run that was interrupted."""
+        """Skip as `Accelerator.skip_first_batches` does, with a loader whose start draws no random number.
+
+        So random draws (dropout) go on from the state that `load_state` restored, as in the interrupted run.
+        """
         loader = super().skip_first_batches(dataloader, num_batches)
         base = getattr(loader, "base_dataloader", loader)
         if base.generator is None:
@@ -155,7 +174,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     def save_model(
         self, model: nn.Module, save_directory: str | PathLike[str], max_shard_size: int | str = "10GB", **options: Any
     ) -> None:
-        """Write a sharded model as a normal Hugging Face folder, by `save_pretrained`. Every rank must call."""
+        """Write a sharded model as a Hugging Face folder, by `save_pretrained`. Every rank must call."""
         if self.distributed_type != DistributedType.FSDP:
             super().save_model(model, save_directory, max_shard_size, **options)
             return
@@ -174,7 +193,7 @@ def _prepare_object(accelerator: Accelerator, obj: Any) -> Any:
     return obj
 
 
-def _take_model(accelerator: Accelerator, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     if any(model is known for known in accelerator._models):
         return
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
@@ -197,17 +216,17 @@ def _take_model(accelerator: Accelerator, model: nn.Module, optimizers: list[tor
 
 
 def _numbered(folder: Path) -> list[Path]:
-    """Accelerate's automatically named states, oldest first."""
+    """The states that Accelerate named automatically, oldest first."""
     found = [path for path in folder.glob("checkpoint_*") if path.name.removeprefix("checkpoint_").isdigit()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint_")))
 
 
 class ShardedScaler(torch.amp.GradScaler):
-    """torch's `GradScaler` for an optimizer that holds both sharded parameters and whole ones (0-d ones, for instance).
+    """torch's `GradScaler` for optimizers of both sharded and whole (0-d, for instance) parameters.
 
-    torch (2.13) divides all gradients of a device in one call, which takes no mix of the two. Here each kind has its
-    call; if a gradient of either is infinite on one rank, every rank skips the step: those of shards are compared
-    between ranks by torch, those of whole parameters are averages, and so the same on all.
+    torch (2.13) divides all gradients of a device in one call, which cannot mix the two kinds. Here each kind has a
+    call of its own. Where any gradient is infinite on one rank, every rank skips the step: torch compares gradients of
+    shards between ranks, and gradients of whole parameters are averages, equal on all ranks.
     """
 
     def _unscale_grads_(
@@ -226,14 +245,14 @@ class ShardedScaler(torch.amp.GradScaler):
 
 
 def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:
-    """Give an Accelerator that someone else made our `prepare`, in place; `ShardedAccelerator` adds no state to it.
+    """Turn an Accelerator into a `ShardedAccelerator`, in place.
 
     Args:
-        accelerator: with FSDP in its state; one that has our `prepare` stays as it is.
-        sync_each_batch: reduce and shard the gradients of each micro-batch; False leaves it as it is set.
+        accelerator: with FSDP in its state; a `ShardedAccelerator` stays as it is.
+        sync_each_batch: reduce and shard the gradients of each micro-batch; False leaves the setting as it is.
 
     Raises:
-        ConfigError: this Accelerate or torch no longer has a method that is overridden here.
+        ConfigError: this version of Accelerate or torch lacks a method that is overridden here.
     """
     check_hooks(ShardedAccelerator, Accelerator)
     check_hooks(ShardedScaler, torch.amp.GradScaler)

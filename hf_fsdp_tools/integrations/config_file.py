@@ -1,4 +1,4 @@
-"""A user's own Accelerate config, checked: what the launcher drops, what this package does otherwise."""
+"""Check a user's own Accelerate config: keys that the launcher drops, settings that this package does not honour."""
 
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -21,7 +21,7 @@ from hf_fsdp_tools.integrations.settings import YAML_KEYS, nearest, read_value, 
 __all__ = ["check_config_file"]
 
 _MIN_NUM_PARAMS = 100_000_000
-"""What the launcher sets where a file names no fsdp_min_num_params; source: accelerate 1.15, commands/launch.py."""
+"""The launcher's value where a file has no fsdp_min_num_params; source: accelerate 1.15, commands/launch.py."""
 
 _error = partial(Finding, severity="error")
 _warning = partial(Finding, severity="warning")
@@ -29,11 +29,11 @@ _info = partial(Finding, severity="info")
 
 
 def check_config_file(path: str | os.PathLike[str], defaults: Mapping[str, Any]) -> tuple[Finding, ...]:
-    """What `FSDPConfig.check_file` finds in a file, errors first.
+    """The findings of `FSDPConfig.check_file`, errors first.
 
     Args:
-        path: of the YAML.
-        defaults: of the fields of FSDPConfig, for keys that are absent.
+        path: of the YAML file.
+        defaults: of the fields of FSDPConfig, for absent keys.
 
     Raises:
         ConfigError: the file cannot be read, or holds no YAML mapping.
@@ -52,13 +52,13 @@ def check_config_file(path: str | os.PathLike[str], defaults: Mapping[str, Any])
 
 
 def _read(data: Mapping[str, Any], said: dict[str, Any]) -> Iterator[Finding]:
-    """Fill `said` with the values by the full names of their keys; find keys and values that cannot be read."""
+    """Fill `said` with values by the full names of their keys; yield keys and values that cannot be read."""
     axes = [name for name in vars(launch_command_parser().parse_args(["_"])) if name.startswith("parallelism_config_")]
     general = {field.name: field.type for field in fields(ClusterConfig)}
     plain: dict[Any, type] = {int: int, int | None: int, str: str, str | None: str, bool: bool, bool | None: bool}
     kinds: dict[str, Any] = {name: plain[kind] for name, kind in general.items() if kind in plain}
     kinds |= {key: row.kind for key, row in YAML_KEYS.items()} | {name: int for name in axes if name.endswith("_size")}
-    # the first two are old names that Accelerate still reads
+    # Accelerate still reads the first two, which are old names.
     top = ["fp16", "dynamo_backend", *general]
     sections: dict[str, Collection[str]] = {"": top, "fsdp_config": YAML_KEYS, "parallelism_config": axes}
     for section, known in sections.items():
@@ -67,7 +67,7 @@ def _read(data: Mapping[str, Any], said: dict[str, Any]) -> Iterator[Finding]:
             yield _error(code="wrong-value", fact=f"{section} is {values!r}.", cure="Write `key: value` lines.")
             continue
         for key, value in values.items():
-            # as the launcher does it, in this section alone
+            # The launcher adds the prefix, in this section alone.
             name = f"fsdp_{key}" if section == "fsdp_config" and not str(key).startswith("fsdp") else str(key)
             if name not in known:
                 fact = f"{name}: the launcher {'drops it without a word' if section else 'stops at it'}."
@@ -110,7 +110,7 @@ def _check(data: Mapping[str, Any], said: dict[str, Any], defaults: Mapping[str,
 
 
 def _check_fsdp2(said: dict[str, Any]) -> Iterator[Finding]:
-    """What FSDP2 has no use for or says otherwise; what is settled here is taken out of `said`."""
+    """Yield settings that FSDP2 lacks or names differently, and take them out of `said`."""
     foreign = {key: said.pop(key) for key, row in YAML_KEYS.items() if key in said and 2 not in row.versions}
     if foreign:
         done = all(value == YAML_KEYS[key].fsdp2 for key, value in foreign.items())
@@ -148,7 +148,7 @@ def _check_axes(said: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _as_config(said: dict[str, Any], defaults: Mapping[str, Any]) -> Any:
-    """What was said, by the names and in the words of FSDPConfig."""
+    """The file's settings as attributes with the names and values of FSDPConfig."""
     config = dict(defaults)
     for key, value in said.items():
         name = YAML_KEYS[key].field if key in YAML_KEYS else key.removeprefix("parallelism_config_")
@@ -160,7 +160,7 @@ def _as_config(said: dict[str, Any], defaults: Mapping[str, Any]) -> Any:
     config["transformer_layer_cls_to_wrap"] = tuple(name.strip() for name in classes.split(",") if name.strip())
     if config["auto_wrap_policy"] == "SIZE_BASED_WRAP":
         config["min_num_params"] = config["min_num_params"] or _MIN_NUM_PARAMS
-    elif config["min_num_params"] == 0:  # as some files say "not used"
+    elif config["min_num_params"] == 0:  # some files write 0 for "not used"
         config["min_num_params"] = None
     return SimpleNamespace(**config)
 

@@ -1,4 +1,4 @@
-"""What contradicts itself in the settings of a run, whoever wrote them: facts and cures, all at once."""
+"""Find contradictions in the settings of a run: all at once, each with its cure."""
 
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -13,8 +13,7 @@ Problem = tuple[str, str]
 
 def contradictions(config: Any) -> list[Problem]:
     """The fact and the cure of every contradiction in a config, or in anything with the attributes of `FSDPConfig`."""
-    problems = [*_type_problems(config)]
-    # the others compare numbers
+    problems = [*_type_problems(config)]  # the other checks compare numbers, and need right types
     return problems or [*_process_problems(config), *_sharding_problems(config), *_version_problems(config)]
 
 

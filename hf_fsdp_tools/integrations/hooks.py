@@ -1,4 +1,4 @@
-"""Whether the methods that this room overrides are still there, in later versions of the libraries that have them."""
+"""Check that later versions of Accelerate, transformers and torch still have the methods that are overridden here."""
 
 import inspect
 import warnings
@@ -12,21 +12,21 @@ __all__ = ["check_hooks", "overridden"]
 
 
 def overridden(own: type) -> list[str]:
-    """The names of the methods that a class of this room defines: it has no others than those of its base."""
+    """The names of the methods that a class of this room defines, all of which override methods of its base."""
     return [name for name, value in vars(own).items() if inspect.isfunction(value) and not name.startswith("__")]
 
 
 def check_hooks(own: type, base: Any) -> None:
-    """Stop where a method that `own` overrides is gone from its base: nobody would call it, and nothing would say so.
+    """Refuse a base class that lacks a method that `own` overrides, because the method would silently not be called.
 
-    Warns once in a process of versions of Accelerate and transformers that are later than any tested one.
+    Warns once per process of versions of Accelerate and transformers that are later than the tested ones.
 
     Args:
         own: a class of this room.
-        base: the class that it extends, or `super()` of both.
+        base: the class that `own` extends, or `super()` of both.
 
     Raises:
-        ConfigError: names are gone; the message lists them.
+        ConfigError: lists the absent methods.
     """
     _warn_of_untried_versions()
     if gone := [name for name in overridden(own) if not hasattr(base, name)]:

@@ -1,4 +1,4 @@
-"""A plain model sharded where Accelerate would wrap it, and what must hold for a model before it is trained."""
+"""Shard a plain model where Accelerate would wrap it, and check a model before it is trained."""
 
 import hashlib
 import warnings
@@ -53,21 +53,27 @@ _HASHING_THREADS = 8
 _HASHED_ELEMENTS = 2**24
 """Elements of a tensor on a GPU that are copied to the host at a time."""
 
-_NO_SHARDS = ("bitsandbytes", "transformers.optimization", "torch.optim.Adafactor")
-"""Optimizers that fail on DTensors, both Adafactors too. Measured: bitsandbytes 0.50, transformers 5.23, torch 2.13."""
+_NOT_FOR_SHARDS = ("bitsandbytes", "transformers.optimization", "torch.optim.Adafactor")
+"""Modules and classes of optimizers that fail on DTensors (measured: a step with bitsandbytes 0.50, and with the
+Adafactors of transformers 5.23 and torch 2.13)."""
 
 
-# ---- a plain model, and what was added to a sharded one ----
+# ---- a plain model, and additions to a sharded model ----
 
 
 def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Shard a plain model (of a PEFT model: its base, with the adapters), and hand its new parameters to the optimizers
-    that hold the old ones."""
+    """Shard a plain model (of a PEFT model, its base with the adapters), and give its new parameters to its optimizers.
+
+    Every rank must call. The ranks compare a few values of each tensor, and get rank 0's where they differ.
+
+    Raises:
+        ConfigError: the model is compiled as a whole, or was never loaded.
+    """
     if hasattr(model, "_orig_mod"):
         raise ConfigError(
-            "The model is compiled as a whole, which FSDP2's gathering of one unit after another would break up. "
-            "Pass the plain model, and make_accelerator(dynamo_backend=…) or TrainingArguments(torch_compile=True): "
-            "blocks are compiled then."
+            "The model is compiled as a whole, which FSDP2's gathering of one unit after another would break up. Pass "
+            "the plain model, and make_accelerator(dynamo_backend=…) or TrainingArguments(torch_compile=True): blocks "
+            "are compiled then."
         )
     others = weights_to_send(model)
     if accelerator.mixed_precision in LOW_PRECISION:
@@ -82,50 +88,57 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
         **shard_arguments(accelerator),
     )
     send_weights(model, others)
-    shard_added(model)  # what PEFT keeps outside the base
+    shard_added(model)  # prompt encoders, which PEFT keeps outside the base
     sharded = dict(model.named_parameters())
     for optimizer in optimizers:
         _hand_over(optimizer, {old: sharded[name] for old, name in names.items()})
 
 
 def shard_additions(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Shard what was added to a model after it was sharded (`get_peft_model` in a script or a trainer of TRL)."""
+    """Shard adapters and heads that were added to a sharded model, and give the new parameters to its optimizers.
+
+    A script or a trainer of TRL adds them (`get_peft_model`). Every rank must call; see `shard_added`.
+    """
     replaced = shard_added(model)
     for optimizer in optimizers:
         _hand_over(optimizer, replaced)
 
 
 def _hand_over(optimizer: torch.optim.Optimizer, sharded: Mapping[torch.Tensor, nn.Parameter]) -> None:
-    """Give an optimizer the sharded parameters for the whole ones, with what state it has for these (Adagrad makes its
-    own at construction) cut alike: every rank has it whole, so nothing travels."""
+    """Put sharded parameters in the place of whole ones in an optimizer, and shard the state that it has for them.
+
+    Adagrad makes its state at construction. Every rank has the state whole, so nothing is communicated.
+    """
     for group in optimizer.param_groups:
         group["params"] = [sharded.get(parameter, parameter) for parameter in group["params"]]
     for old in [parameter for parameter in optimizer.state if parameter in sharded]:
         new = sharded[old]
-        optimizer.state[new] = {key: _cut_like(new, value) for key, value in optimizer.state.pop(old).items()}
+        optimizer.state[new] = {key: _shard_like(new, value) for key, value in optimizer.state.pop(old).items()}
 
 
-def _cut_like(parameter: nn.Parameter, value: Any) -> Any:
-    """One entry of a parameter's optimizer state, sharded as the parameter is; steps and the like as they are."""
+def _shard_like(parameter: nn.Parameter, value: Any) -> Any:
+    """One entry of a parameter's optimizer state, sharded like the parameter; step counts and the like unchanged."""
     if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
         return value
     cut = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return cut.to(device=parameter.device, dtype=parameter.dtype if value.is_floating_point() else None)
 
 
-# ---- weights that only rank 0 has, or that differ between ranks ----
+# ---- weights that only rank 0 holds, or that differ between ranks ----
 
 
 def weights_to_send(model: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's parameters and buffers that are not what rank 0 has, by name; the same names on every rank.
+    """This rank's parameters and buffers that differ from rank 0's on some rank, by name; the same names on every rank.
 
     Sharding takes each rank's slice of its own copy, so weights must be equal. With `fsdp_cpu_ram_efficient_loading`
     transformers leaves them on meta (5.23) or at zero (5.17) on all ranks but the first; heads and adapters that each
-    rank drew by its own seed differ too, as do rows that were added to an embedding. All bytes are compared: every rank
-    must call, reads its own weights once, and gathers one digest; only where digests differ, one of each tensor.
+    rank drew by its own seed differ too, as do rows that were added to an embedding.
+
+    Every rank must call and reads all of its own weights once. One digest is gathered; where digests differ, one for
+    each tensor.
 
     Raises:
-        ConfigError: parameters are on meta on rank 0 too: nobody loaded the model.
+        ConfigError: parameters are on meta on rank 0 too, so the model was never loaded.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
@@ -147,13 +160,13 @@ def weights_to_send(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def send_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
-    """Fill the shards of those tensors from rank 0's whole ones, in place, one tensor at a time.
+    """Fill shards from rank 0's whole tensors, in place.
 
     Args:
-        model: sharded since `weights_to_send` looked at it; what is on meta gets storage here.
-        whole: what `weights_to_send` gave; values count on rank 0 only.
+        model: sharded after `weights_to_send` was called; tensors on meta get storage here.
+        whole: as `weights_to_send` gave it; the values of rank 0 are used.
 
-    Every rank must call; each tensor is broadcast whole, and no rank but the first ever holds more than one.
+    Every rank must call; rank 0 broadcasts one whole tensor after another.
     """
     sharding = sharding_of(model)
     if not whole or sharding is None:
@@ -189,7 +202,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def check_native(model: nn.Module) -> None:
-    """What transformers sharded while loading (`DistributedConfig`) is taken if that was FSDP2 and nothing else."""
+    """Refuse a model that transformers sharded while loading (`DistributedConfig`), unless by FSDP2 alone."""
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     if not sharded or sharding_of(model) is not None:
         return
@@ -205,18 +218,21 @@ def check_native(model: nn.Module) -> None:
     if alone:
         raise ConfigError(
             f"{len(alone)} trainable parameter(s) were added after transformers sharded the model ({listed(alone)}): "
-            "each rank would train its own. Load it with from_pretrained(..., accelerator=accelerator); prepare() "
-            "shards additions to that."
+            "each rank would train its own. Load it with from_pretrained(..., accelerator=accelerator); prepare() then "
+            "shards additions."
         )
 
 
 def check_managed(model: nn.Module) -> None:
-    """A trainable parameter outside FSDP's care would be trained by each rank for itself, without a word; weights on
-    meta would fail in the first forward pass, and other units than the plan's gather more, or hang."""
+    """Refuse a model with weights on meta, with units beside its plan, or with trainable parameters outside all units.
+
+    Weights on meta fail in the first forward pass, other units than the plan's gather more or hang, and each rank would
+    silently train its own copy of a parameter outside all units.
+    """
     _check_loaded(model, [name for name, parameter in model.named_parameters() if parameter.is_meta])
     sharding = sharding_of(model)
     if sharding is None:
-        return  # sharded by someone else, who answers for it
+        return  # sharded by other code, which answers for it
     if (made := count_units(model)) != (planned := len(sharding.plan.units)):
         raise ConfigError(
             f"{type(model).__name__} has {made} FSDP units and a plan of {planned}: parts of it were sharded beside "
@@ -230,8 +246,7 @@ def check_managed(model: nn.Module) -> None:
     if alone:
         raise ConfigError(
             f"{len(alone)} trainable parameter(s) are not sharded and their gradients would not be averaged: "
-            f"{listed(alone)}. They were added after prepare(). Add adapters "
-            "or heads before it."
+            f"{listed(alone)}. They were added after prepare(). Add adapters or heads before it."
         )
 
 
@@ -245,8 +260,10 @@ def _check_loaded(model: nn.Module, on_meta: list[str]) -> None:
 
 
 def check_precision(model: nn.Module, accelerator: Accelerator) -> None:
-    """A model sharded without a precision policy would compute in fp32 however the Accelerator is set, and fp16 without
-    loss scaling would lose small gradients."""
+    """Refuse a model that computes in another precision than the Accelerator, and fp16 without loss scaling.
+
+    A model that was sharded without a precision policy computes in fp32; fp16 without scaling loses small gradients.
+    """
     mixed_precision = accelerator.mixed_precision
     if mixed_precision == "fp16" and accelerator.scaler is None and any(p.requires_grad for p in model.parameters()):
         raise ConfigError(
@@ -268,12 +285,14 @@ def check_precision(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module]) -> None:
-    """An optimizer of other tensors than the models' parameters would step without any effect; some libraries' cannot
-    step sharded parameters, which they say in the first step and not why."""
+    """Refuse an optimizer of tensors that are not the models' parameters, and one that cannot step sharded parameters.
+
+    The first would step without effect; the second fails in its first step, with a message that does not say why.
+    """
     known = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
         kind = type(getattr(optimizer, "optimizer", optimizer))
-        if f"{kind.__module__}.{kind.__name__}".startswith(_NO_SHARDS):
+        if f"{kind.__module__}.{kind.__name__}".startswith(_NOT_FOR_SHARDS):
             raise ConfigError(
                 f"{kind.__name__} of {kind.__module__} cannot step sharded parameters (DTensor). Use "
                 "torch.optim.AdamW, or torchao.optim.AdamW8bit, whose state is small too (in TrainingArguments: "
@@ -290,8 +309,7 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterab
 
 
 def prepare_for_training(model: nn.Module, accelerator: Accelerator) -> None:
-    """Compile the plan's blocks if the Accelerator is to compile; let a model that is trained keep no cache of keys and
-    values (`generate` asks for its own)."""
+    """Compile the plan's blocks if the Accelerator asks for it, and turn off the cache of a model that is trained."""
     dynamo = accelerator.state.dynamo_plugin
     if dynamo.backend != DynamoBackend.NO:
         compile_sharded(model, dynamo.to_kwargs())

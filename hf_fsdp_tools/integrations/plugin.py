@@ -1,4 +1,4 @@
-"""Accelerate's FSDP plugin with our wrap policy and our precision."""
+"""Accelerate's FSDP plugin with a `HybridPolicy`, and with gradients reduced in fp32."""
 
 import os
 import warnings
@@ -35,20 +35,25 @@ __all__ = ["HybridFSDPPlugin"]
 class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accelerate is not typed
     """Accelerate's FSDP plugin with a `HybridPolicy`, for FSDP2 and FSDP1.
 
-    What differs from the plugin that it extends: version 2 is the default; the units are those of `policy`, on every
-    model and for both versions (`TRANSFORMER_BASED_WRAP` with class names, `SIZE_BASED_WRAP` with a size, torch's
-    policies and functions are translated into it); mixed precision reduces gradients in fp32 and leaves outputs and
-    buffers as they are (Accelerate's own reduces in low precision and rounds them); CPU offload works where there is no
-    device to pin for. `docs/settings.md` says what becomes of every setting.
+    It differs from the plugin that it extends:
 
-    FSDP1 (`fsdp_version=1`, deprecated in PyTorch) shards plain models in `prepare`; `from_pretrained` is for FSDP2.
+    - Version 2 is the default.
+    - The units are those of `policy`, on every model and for both versions. `TRANSFORMER_BASED_WRAP` with class names,
+      `SIZE_BASED_WRAP` with a size, and torch's policies and functions are translated into it.
+    - Mixed precision reduces gradients in fp32 and does not cast outputs and buffers (Accelerate's own reduces in low
+      precision and casts both).
+    - CPU offload works without a device to pin memory for.
+
+    `docs/settings.md` says what becomes of every setting. Takes the arguments of `FullyShardedDataParallelPlugin`, and
+    `policy`. Nothing is communicated. FSDP1 (`fsdp_version=1`, deprecated in PyTorch) shards plain models in `prepare`;
+    `from_pretrained` is for FSDP2.
 
     Raises:
-        ConfigError: a setting that torch cannot honour here, or would honour wrongly without a word.
+        ConfigError: torch cannot honour a setting here, or would silently honour it wrongly.
     """
 
     policy: HybridPolicy | None = field(default=None, metadata={"help": "What becomes a unit."})
-    """What becomes a unit; None: what the other fields and variables ask for, else `HybridPolicy()`."""
+    """What becomes a unit; None translates the other fields and variables, and means `HybridPolicy()` without any."""
 
     def __post_init__(self) -> None:
         warn_of_unknown_variables()
@@ -62,11 +67,11 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             self._prefer_what_fsdp1_can(on_cpu=on_cpu)
         self.mixed_precision_policy = _as_given(self.mixed_precision_policy, self.fsdp_version)
         super().__post_init__()
-        self.cpu_ram_efficient_loading = False  # Accelerate's way of it; `model.send_weights` is ours
+        self.cpu_ram_efficient_loading = False  # `model.send_weights` takes the place of Accelerate's code for it
         self.ignored_modules = self.ignored_modules or None
         self.translated = self.policy is None
         self.policy = self.policy or self._translate_wrap()
-        self.auto_wrap_policy = None  # ours decides, when it sees the model
+        self.auto_wrap_policy = None  # `policy` decides, once there is a model
         if self.activation_checkpointing_offload:
             raise ConfigError(
                 "activation_checkpointing_offload is not part of this package. Leave it out; CPU offload of parameters "
@@ -83,17 +88,21 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         adopt(accelerator, sync_each_batch=False)
 
     def policy_for(self, model: nn.Module) -> HybridPolicy:
-        """`policy` for one model of this process: without layer classes that it lacks, with its ignored modules.
+        """`policy` for one model: without layer classes that the model lacks, with its `ignored_modules` kept whole.
 
         Raises:
-            ConfigError: `ignored_modules` means none of its modules.
+            ConfigError: `ignored_modules` matches no module of the model.
         """
         assert self.policy is not None
         policy = narrowed(self.policy, model) if self.translated else self.policy
         return policy if self.fsdp_version == 1 else without_modules(policy, self.ignored_modules, model)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Called by Accelerate before it wraps a model itself: FSDP1, or an Accelerator without our `prepare`."""
+        """Set the wrap policy for FSDP1; Accelerate calls it before it wraps a model itself.
+
+        Raises:
+            ConfigError: the Accelerator has no `prepare` of this package, or FSDP1 cannot shard the model.
+        """
         if self.fsdp_version == 2:
             raise ConfigError(
                 "This Accelerator would wrap by Accelerate's rules. Make it with make_accelerator(fsdp_plugin=…), or "
@@ -122,8 +131,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         )
 
     def _prefer_what_fsdp1_can(self, *, on_cpu: bool) -> None:
-        """Change defaults that FSDP1 dies of on CPUs, and RAM-efficient loading, which only Accelerate's prepare
-        ends."""
+        """Turn off RAM-efficient loading, and change defaults with which FSDP1 crashes on CPUs."""
         if self.cpu_ram_efficient_loading or is_set("FSDP_CPU_RAM_EFFICIENT_LOADING"):
             warnings.warn(
                 "cpu_ram_efficient_loading is off under FSDP1: every rank reads the model. FSDP2 honours it.",
@@ -133,7 +141,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         if on_cpu and self.sync_module_states is None:
             self.sync_module_states = False  # torch can broadcast weights between accelerators only
         if on_cpu and "FSDP_STATE_DICT_TYPE" not in os.environ:
-            self.state_dict_type = self.state_dict_type or "SHARDED_STATE_DICT"  # the other one crashes on CPUs
+            self.state_dict_type = self.state_dict_type or "SHARDED_STATE_DICT"  # FULL_STATE_DICT crashes on CPUs
 
 
 def _as_given(policy: Any, version: int) -> Any:

@@ -1,4 +1,4 @@
-"""Saving so that an interruption destroys nothing; reading what another format or number of ranks wrote."""
+"""Save states so that an interruption destroys nothing, and read states of another format or number of ranks."""
 
 import json
 import re
@@ -39,16 +39,16 @@ _SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
 """Folders that Accelerate writes under SHARDED_STATE_DICT; source: accelerate 1.15, utils/fsdp_utils.py."""
 
 _FULL = ("pytorch_model_fsdp.bin", "optimizer.bin")
-"""Files that Accelerate writes under FULL_STATE_DICT; same source."""
+"""Files that Accelerate writes under FULL_STATE_DICT; source: accelerate 1.15, utils/fsdp_utils.py."""
 
-_ACCELERATES = re.compile(
+_ACCELERATE_FILES = re.compile(
     r"(random_states|pytorch_model_fsdp|optimizer|scheduler|sampler|dl_state_dict|scaler|custom_checkpoint)[_.].*"
 )
-"""Names that `save_state` gives, which must not outlive their state; same source, checkpointing.py."""
+"""Files that `save_state` writes, which are deleted with their state; source: accelerate 1.15, checkpointing.py."""
 
 
 def saveable(model: nn.Module) -> nn.Module:
-    """The model as `save_pretrained` takes it: below `torch.compile`, and an FSDP1 model as its plain view."""
+    """The model that `save_pretrained` takes: inside `torch.compile`'s wrapper, and FSDP1 as its plain view."""
     model = getattr(model, "_orig_mod", model)
     return plain_view(model) if FullyShardedDataParallel.fsdp_modules(model) else model
 
@@ -58,16 +58,16 @@ def saveable(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` to write to, which takes its name when every rank has finished.
+    """Give a staging folder to write to; it replaces `folder` once every rank has finished.
 
-    Until then an older `folder` stays as it is, whatever happens. What it has beside Accelerate's files (a user's own)
-    is kept.
+    Until then an older `folder` stays as it is, whatever happens. Its files of other origin than Accelerate (a user's
+    own) are kept.
 
     Every rank must enter, and see the same file system; at the end the ranks exchange whether they succeeded.
 
     Raises:
-        CheckpointError: writing failed on some rank, or the folder cannot be replaced; the same on every rank, unless
-            its own error says more.
+        CheckpointError: writing failed on some rank, or the folder cannot be replaced; the same on every rank. A rank
+            whose own error is no `CheckpointError` raises that error.
     """
     rank, _ = rank_and_size()
     folder = folder.resolve()
@@ -79,7 +79,7 @@ def replacing(folder: Path) -> Iterator[Path]:
             )
         if rank == 0:
             if staging.exists():
-                shutil.rmtree(staging)  # of a save that was interrupted
+                shutil.rmtree(staging)  # left by an interrupted save
             staging.mkdir(parents=True)
     with agreed(f"opening {str(staging)!r}"):
         if not staging.is_dir():
@@ -94,12 +94,12 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def former_of(folder: Path) -> Path:
-    """Where an older state lies for the moment between the two renames that replace it."""
+    """The path of an older state between the two renames that replace it."""
     return folder.with_name(f".{folder.name}.former")
 
 
 def _take_place(staging: Path, folder: Path, former: Path) -> None:
-    """Two renames, so that at any moment a complete folder exists, under its own or its former name."""
+    """Rename the old folder away and the new one into its place, so that a complete folder exists at any moment."""
     try:
         if folder.exists():
             if former.exists():
@@ -108,7 +108,7 @@ def _take_place(staging: Path, folder: Path, former: Path) -> None:
         staging.rename(folder)
         if former.exists():
             for path in former.iterdir():
-                if not (folder / path.name).exists() and not _ACCELERATES.match(path.name):
+                if not (folder / path.name).exists() and not _ACCELERATE_FILES.match(path.name):
                     path.rename(folder / path.name)
             shutil.rmtree(former)
     except OSError as error:
@@ -122,7 +122,7 @@ def _take_place(staging: Path, folder: Path, former: Path) -> None:
 
 
 def stored_format(folder: Path) -> str | None:
-    """The state dict type in which Accelerate wrote `folder`; None if it holds nothing of Accelerate's."""
+    """The state dict type in which Accelerate wrote `folder`; None if Accelerate wrote nothing there."""
     if any((folder / name).is_dir() for name in _SHARDED):
         return "SHARDED_STATE_DICT"
     return "FULL_STATE_DICT" if any((folder / name).is_file() for name in _FULL) else None
@@ -130,19 +130,20 @@ def stored_format(folder: Path) -> str | None:
 
 @contextmanager
 def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
-    """Let Accelerate write or read in this format for a while, whatever the plugin is set to; None leaves it.
+    """Set the plugin's state dict type for a block; None leaves it as it is.
 
     Raises:
-        CheckpointError: in place of torch's `CheckpointException`, which is no `Exception`, so that nobody catches it.
+        CheckpointError: in place of torch's `CheckpointException`, which does not extend `Exception` and so passes
+            through ordinary handlers.
     """
     names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
     asked = {name: getattr(plugin, name) for name in names}
     if state_dict_type is not None and state_dict_type not in str(plugin.state_dict_type):
-        plugin.state_dict_config = plugin.optim_state_dict_config = None  # or they stay those of the other type
+        plugin.state_dict_config = plugin.optim_state_dict_config = None  # otherwise those of the other type stay
         plugin.set_state_dict_type(state_dict_type)
     try:
         yield
-    except CheckpointException as error:  # torch has exchanged it: it is the same on every rank
+    except CheckpointException as error:  # the same on every rank: torch has exchanged the failures
         lines = [f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items())]
         raise CheckpointError(
             f"torch's distributed checkpoint failed on {len(lines)} rank(s).\n" + "\n".join(lines)
@@ -154,28 +155,33 @@ def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
 
 @contextmanager
 def awaiting_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, index: int = 0) -> Iterator[None]:
-    """Make an optimizer ready for Accelerate to read its state from `folder`; enter it before weights are read, too.
+    """Give an optimizer empty state for a block in which Accelerate reads its state from `folder`.
 
-    Accelerate and torch read into the state that is there. With FSDP1 that is none in a new process, and with FSDP2
-    none while gradients are pending: Adam's moments were lost without a word (22 entries saved, 0 loaded; measured with
-    Accelerate 1.15). A parameter that had no gradient yet (a tower that the data does not use) has no state to read,
-    and torch would demand one.
+    Accelerate and torch read into existing state. There is none with FSDP1 in a new process, and none with FSDP2 while
+    gradients are pending, so Adam's moments were silently lost (measured with accelerate 1.15: 22 entries saved, 0
+    loaded). A parameter that never had a gradient (of a tower that the data does not use) has no saved state, and torch
+    would demand it.
+
+    Args:
+        model: of the optimizer.
+        optimizer: torch's, or Accelerate's wrapper.
+        folder: of the saved state. Enter the block before weights are read, too.
+        index: which optimizer of the saved state.
 
     Raises:
-        CheckpointError: the state is that of other parameters.
+        CheckpointError: the saved state is that of other parameters.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-    get_optimizer_state_dict(
-        model, optimizer
-    )  # steps once with zero gradients and no learning rate, if there is no state
+    # Without state, this steps once with zero gradients and no learning rate.
+    get_optimizer_state_dict(model, optimizer)
     without = [] if FullyShardedDataParallel.fsdp_modules(model) else _without_state(model, optimizer, folder, index)
     for parameter in without:
         optimizer.state.pop(parameter, None)
-        parameter.requires_grad_(False)  # torch demands no state of what is not trained
+        parameter.requires_grad_(False)  # torch demands no state of frozen parameters
     try:
         yield
     finally:
@@ -188,7 +194,7 @@ def awaiting_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: P
 def _without_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, index: int
 ) -> list[torch.nn.Parameter]:
-    """The trained parameters of which a sharded checkpoint holds no optimizer state."""
+    """The trainable parameters for which a sharded checkpoint holds no optimizer state."""
     source = folder / f"{OPTIMIZER_NAME}_{index}"
     if not source.is_dir():
         return []
@@ -206,11 +212,11 @@ def _without_state(
 
 
 def warn_of_other_world(folder: Path, pattern: str) -> int:
-    """Say once what a checkpoint of another number of ranks means; return the number of ranks that saved it.
+    """Warn on rank 0 of a checkpoint of another number of ranks; return the number of ranks that saved it.
 
     Args:
         folder: of the checkpoint.
-        pattern: of the files with one rank's random state each.
+        pattern: of the files that hold the random state of one rank each.
     """
     rank, now = rank_and_size()
     then = len(list(folder.glob(pattern)))
@@ -225,11 +231,10 @@ def warn_of_other_world(folder: Path, pattern: str) -> int:
 
 
 def complete_checkpoint(wanted: str | bool, output_dir: str) -> str | bool:
-    """The Trainer's checkpoint to resume from, the same on every rank: `wanted`, or the last complete one.
+    """The Trainer's checkpoint to resume from, the same on every rank: `wanted`, or for True the last complete one.
 
-    The Trainer writes `trainer_state.json` last, so a folder without it is of a save that was interrupted.
-
-    Returns True where there is no checkpoint at all, for the Trainer to answer.
+    A checkpoint is complete with `trainer_state.json`, which the Trainer writes last. Returns True where there is no
+    checkpoint at all; the Trainer then says so. Every rank must call; rank 0 decides.
 
     Raises:
         CheckpointError: `wanted` is incomplete, or all checkpoints are.

@@ -1,9 +1,9 @@
-"""Every FSDP setting of Accelerate and of `TrainingArguments`, in one table, and what FSDP2 makes of it.
+"""Every FSDP setting of Accelerate and of `TrainingArguments` in one table, and what FSDP2 makes of it.
 
-    SETTINGS  ->  the YAML that FSDPConfig writes and checks, the variables that are known, the keys of fsdp_config
-
-`docs/settings.md` says what becomes of each. Names: accelerate 1.15 (`utils.launch`, `utils.dataclasses`), transformers
-5.23 (`TrainingArguments._process_fsdp_args`). `tests/unit/test_settings.py` reads both and fails when they name others.
+From `SETTINGS` come the keys of the YAML that FSDPConfig writes and checks, the known variables, and the known keys of
+`TrainingArguments.fsdp_config`. `docs/settings.md` says what becomes of each setting. The names are those of accelerate
+1.15 (`utils.launch`, `utils.dataclasses`) and transformers 5.23 (`TrainingArguments._process_fsdp_args`);
+`tests/unit/test_settings.py` reads both libraries and fails when their names differ.
 """
 
 import difflib
@@ -41,7 +41,7 @@ BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 MixedPrecision = Literal["no", "bf16", "fp16"]
 StateDictType = Literal["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 _Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
-"""Words in Accelerate's order: files and variables may also number them, from 1."""
+"""Values of settings, in Accelerate's order: files and variables may also give their number, from 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,25 +49,25 @@ class Setting:
     """One setting, under each name that Accelerate and transformers have for it; None where they have none."""
 
     argument: str | None = None
-    """Of Accelerate's `FullyShardedDataParallelPlugin`; None for what runs on TPUs only."""
+    """Argument of Accelerate's `FullyShardedDataParallelPlugin`; None for settings of TPUs."""
     key: str | None = None
-    """In the section `fsdp_config` of Accelerate's YAML; all but ignored_modules are options of the launcher too."""
+    """Key in section `fsdp_config` of Accelerate's YAML; all but ignored_modules are options of the launcher too."""
     variable: str | None = None
-    """Set by `accelerate launch` for its processes, or by hand under `torchrun`."""
+    """Environment variable, set by `accelerate launch` for its processes, or by hand under `torchrun`."""
     training: tuple[str, ...] = ()
-    """In `TrainingArguments.fsdp_config`: what transformers passes on, and what it drops although Accelerate has it."""
+    """Keys in `TrainingArguments.fsdp_config`, also those that transformers drops although Accelerate knows them."""
     field: str = ""
-    """Of FSDPConfig, where it has one."""
+    """Field of FSDPConfig; "" where it has none."""
     kind: type | tuple[str, ...] = str
-    """What a file may say: a value of this type, or one of these words."""
+    """Allowed values in a file: a type, or one of some words."""
     versions: tuple[int, ...] = (1, 2)
-    """The versions of FSDP that know it."""
+    """The versions of FSDP that have the setting."""
     fsdp2: object = None
-    """For a setting that only FSDP1 knows: what FSDP2 does anyway."""
+    """The value that FSDP2 always has for a setting of FSDP1 alone."""
 
 
 def _launched(name: str, kind: type | tuple[str, ...] = str, **other: Any) -> Setting:
-    """A setting that launcher, plugin and `TrainingArguments` know, by the name that they share but for `other`."""
+    """A setting that launcher, plugin and `TrainingArguments` know under one name; `other` has the exceptions."""
     same = {
         "key": f"fsdp_{name}",
         "variable": f"FSDP_{name.upper()}",
@@ -113,21 +113,21 @@ TRAINING_KEYS = {name: row for row in SETTINGS for name in row.training}
 
 
 def is_set(variable: str) -> bool:
-    """Whether a variable of Accelerate's is switched on."""
+    """Whether an environment variable of Accelerate is switched on."""
     return os.environ.get(variable, "false").lower() in ("true", "1", "yes")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What to do about an unknown name: the nearest of the known ones, or all of them."""
+    """The end of a message about an unknown name: the nearest known names, or all of them."""
     near = difflib.get_close_matches(name, list(known), n=2)
     return f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}."
 
 
 def read_value(kind: type | tuple[str, ...], value: Any) -> Any:
-    """A value of a YAML file as `kind`; the launcher takes numbers and booleans as text, and words in any case.
+    """A value of a YAML file as `kind`; like the launcher, takes numbers and booleans as text, and words in any case.
 
     Raises:
-        ValueError: it is none; the message says what is expected.
+        ValueError: the value is of another kind; the message says what is expected.
     """
     text = str(value).strip()
     if kind is bool and text.lower() in _TRUE + _FALSE:
@@ -143,7 +143,7 @@ def read_value(kind: type | tuple[str, ...], value: Any) -> Any:
 
 
 _TRUE, _FALSE = ("true", "yes", "y", "t", "on", "1"), ("false", "no", "n", "f", "off", "0")
-"""As Accelerate's `str_to_bool` reads them."""
+"""Words for true and false (source: `str_to_bool` of accelerate 1.15)."""
 
 
 def _word(text: str, words: tuple[str, ...]) -> str:
@@ -151,11 +151,11 @@ def _word(text: str, words: tuple[str, ...]) -> str:
     return words[int(text) - 1] if numbered else text.upper()
 
 
-# ---- what is said by variables and by TrainingArguments ----
+# ---- settings from variables and TrainingArguments ----
 
 
 def warn_of_unknown_variables() -> None:
-    """One line for every FSDP_* variable that nobody reads, with the nearest names that somebody does."""
+    """Warn of every FSDP_* variable that has no effect, with the nearest names that have one."""
     for name in sorted(os.environ):
         if name.startswith("FSDP_") and name not in VARIABLES:
             warnings.warn(f"The variable {name} has no effect: {nearest(name, VARIABLES)}", stacklevel=4)
@@ -164,11 +164,11 @@ def warn_of_unknown_variables() -> None:
 def plugin_arguments(args: Any) -> dict[str, Any]:
     """Arguments for the plugin from `TrainingArguments(fsdp=True, fsdp_config=…)`; none without `fsdp`.
 
-    More than transformers passes on: every key that Accelerate has. The state dict type is left to the plugin (sharded,
-    or what the launcher says) where `fsdp_config` does not name one.
+    Passes every key on that Accelerate has; transformers drops some. Without a state dict type in `fsdp_config`, the
+    plugin decides (sharded, or the launcher's setting).
 
     Raises:
-        ConfigError: unknown keys, with the nearest names; XLA's, which run on TPUs.
+        ConfigError: `fsdp_config` has unknown keys (listed with the nearest names), or keys of XLA, for TPUs.
     """
     config: Mapping[str, Any] = args.fsdp_config or {}
     if not args.fsdp:
@@ -191,14 +191,16 @@ def plugin_arguments(args: Any) -> dict[str, Any]:
     return arguments
 
 
-# ---- what FSDP2 says otherwise, or has no use for ----
+# ---- settings that FSDP2 names differently or does not have ----
 
 
 def reshard_after_forward(plugin: Any) -> bool:
-    """FSDP2's switch, from itself or from FSDP1's names for it (SHARD_GRAD_OP keeps units gathered until backward).
+    """`reshard_after_forward` of a plugin, from its own setting or from FSDP1's sharding strategy.
+
+    SHARD_GRAD_OP keeps units gathered until the backward pass.
 
     Raises:
-        ConfigError: a strategy that FSDP2 says otherwise.
+        ConfigError: FSDP2 has no such strategy; the message says what to use.
     """
     said = [plugin.reshard_after_forward, plugin.sharding_strategy]
     said[0] = os.environ.get("FSDP_RESHARD_AFTER_FORWARD") if said[0] is None else said[0]
@@ -207,7 +209,7 @@ def reshard_after_forward(plugin: Any) -> bool:
 
 
 def reshards(value: Any) -> bool:
-    """Whether FSDP2 frees a unit after its forward pass, from its own word for it or FSDP1's.
+    """Whether a value of `reshard_after_forward` or of FSDP1's sharding strategy frees units after the forward pass.
 
     Raises:
         ConfigError: FSDP2 has no such strategy; the message says what to use.
@@ -225,7 +227,7 @@ def reshards(value: Any) -> bool:
 
 
 def drop_fsdp1_settings(plugin: Any) -> None:
-    """Unset what only FSDP1 knows, in place, with one line that names what was asked for and is not done."""
+    """Unset the plugin's settings of FSDP1 alone, in place; warn of values that differ from what FSDP2 does."""
     asked = []
     for row in SETTINGS:
         if not row.argument or 2 in row.versions:
@@ -251,7 +253,7 @@ def _from_variable(name: str | None) -> Any:
 
 
 def warn_of_idle_wrap_settings(plugin: Any) -> None:
-    """One line for layer classes or a size that the chosen wrap policy does not look at."""
+    """Warn of layer classes or a size that the plugin's wrap policy does not use."""
     wrap = getattr(getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy), "__name__", "")
     said = []
     if plugin.transformer_cls_names_to_wrap and wrap != "transformer_auto_wrap_policy":

@@ -1,4 +1,4 @@
-"""Accelerate brought up with FSDP in it: its shared state, and an Accelerator that finds it there."""
+"""Start Accelerate's shared state with FSDP in it, and make an Accelerator from it."""
 
 import os
 from typing import Any
@@ -20,26 +20,26 @@ __all__ = ["make_accelerator", "start_state"]
 
 
 def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerate_kwargs: Any) -> Accelerator:
-    """Make an `Accelerator` that runs FSDP2: on GPUs, on one GPU, and on CPUs (gloo), launched or alone.
+    """Make an `Accelerator` that runs FSDP2 on GPUs, on one GPU, or on CPUs (gloo), launched or alone.
 
         accelerator = make_accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
         model = from_pretrained("Qwen/Qwen3-8B", accelerator=accelerator)
         model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
 
-    Its `prepare` keeps the units and the optimizer of a model that `from_pretrained` made, and shards any other model
-    by the plugin's policy. It takes models with or without their optimizer, several of them too. `dynamo_backend` or
-    `dynamo_plugin` compile the plan's blocks, in place.
+    `prepare` keeps the units and the optimizer of a model that `from_pretrained` made, and shards any other model by
+    the plugin's policy. It takes one or several models, with or without their optimizers.
 
-    Under gradient accumulation the gradients of each micro-batch are reduced and sharded at once, so that no rank keeps
-    whole ones (in fp32: 4 bytes per trainable parameter of the model). Your own `gradient_accumulation_plugin` decides
-    itself: `GradientAccumulationPlugin(num_steps=8)` spares the communication and keeps them.
+    Under gradient accumulation, the gradients of each micro-batch are reduced and sharded at once, so that no rank
+    keeps whole gradients (4 bytes per trainable parameter of the model in fp32). A `gradient_accumulation_plugin` of
+    your own overrides this: `GradientAccumulationPlugin(num_steps=8)` keeps whole gradients, and communicates less.
 
     Args:
         fsdp_plugin: None makes one from the variables that `accelerate launch` sets.
-        accelerate_kwargs: passed to `Accelerator`. `cpu=True` runs on the CPU of a machine with GPUs. Without
-            `dataloader_config`, loaders that shuffle do so by seed and epoch (`use_seedable_sampler`).
+        accelerate_kwargs: passed to `Accelerator`. `cpu=True` runs on the CPU of a machine with GPUs. `dynamo_backend`
+            or `dynamo_plugin` compile the plan's blocks in place. Without `dataloader_config`, loaders that shuffle
+            do so by seed and epoch (`use_seedable_sampler`).
 
-    Every rank must call; starts the process group.
+    Every rank must call; starts the process group if none is running.
 
     Raises:
         ConfigError: an Accelerator without FSDP exists already in this process, or a setting cannot be honoured.
@@ -58,7 +58,7 @@ def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerat
         dynamo_plugin=accelerate_kwargs.get("dynamo_plugin")
         or TorchDynamoPlugin(backend=accelerate_kwargs.get("dynamo_backend")),
     )
-    # as the Trainer does: the order of shuffled rows follows from seed and epoch, so a resumed run can find it again
+    # As the Trainer does: the order of shuffled rows follows from seed and epoch, so a resumed run gets the same one.
     accelerate_kwargs.setdefault("dataloader_config", DataLoaderConfiguration(use_seedable_sampler=True))
     accelerator = ShardedAccelerator(fsdp_plugin=plugin, **accelerate_kwargs)
     return adopt(accelerator, sync_each_batch="gradient_accumulation_plugin" not in accelerate_kwargs)
@@ -72,11 +72,25 @@ def start_state(
     parallelism_config: Any,
     dynamo_plugin: TorchDynamoPlugin | None = None,
 ) -> None:
-    """Bring Accelerate's shared state up with FSDP in it, before an Accelerator is made.
+    """Start Accelerate's shared state with FSDP in it, before an Accelerator is made.
 
-    Accelerate 1.15 promotes only GPU-like process groups to FSDP: on CPUs, or in a world of 1, it drops the plugin
-    without a word, and with `use_cpu` under `accelerate launch` each process trains alone. Its state is one dictionary
-    shared by all its instances, and an Accelerator takes it as it finds it, so it is enough to fill it first.
+    Accelerate 1.15 runs FSDP on process groups of GPUs and the like only. On CPUs, or in a world of 1, it silently
+    drops the plugin, and with `use_cpu` under `accelerate launch` each process trains alone. Its state is one
+    dictionary that all its instances share, and an Accelerator uses the state that it finds, so it is filled here
+    first.
+
+    Args:
+        plugin: with the policy.
+        mixed_precision: as for `Accelerator`.
+        cpu: run on the CPU of a machine with GPUs.
+        parallelism_config: as for `Accelerator`; None reads the launcher's variables.
+        dynamo_plugin: how to compile; None compiles nothing.
+
+    Every rank must call; starts the process group if none is running.
+
+    Raises:
+        ConfigError: an Accelerator without FSDP exists already, Accelerate did not take the state up, or the
+            parallelism config has axes other than data parallelism.
     """
     cpu = cpu or local_device().type == "cpu"
     if AcceleratorState._shared_state:
@@ -118,19 +132,19 @@ def start_state(
 
 
 def _check_state(plugin: HybridFSDPPlugin) -> None:
-    """Stop where an Accelerate that keeps its state otherwise would train without FSDP."""
+    """Refuse a version of Accelerate that does not use the filled state, and would train without FSDP."""
     state = AcceleratorState()
     found = (state.distributed_type, getattr(state, "fsdp_plugin", None), state.num_processes)
     if found != (DistributedType.FSDP, plugin, dist.get_world_size()):
         raise ConfigError(
             f"Accelerate {accelerate.__version__} did not take up FSDP: distributed type {found[0]}, {found[2]} "
-            f"process(es) of {dist.get_world_size()}. hf_fsdp_tools knows Accelerate 1.15; install it, or report this "
-            "version."
+            f"process(es) of {dist.get_world_size()}. hf_fsdp_tools knows Accelerate 1.15; install it, or report "
+            "this version."
         )
 
 
 def _check_axes(config: Any) -> None:
-    """Tensor, context and sequence parallelism change the model or its batches before it is sharded: not done yet."""
+    """Refuse tensor, context and sequence parallelism, which this package does not support."""
     asked = [name for name in ("tp_size", "cp_size", "sp_size") if config is not None and getattr(config, name, 1) > 1]
     if asked:
         raise ConfigError(

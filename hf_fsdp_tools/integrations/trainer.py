@@ -1,4 +1,4 @@
-"""The Trainer and its subclasses on our shards: precision, saving, resuming, and TRL's reference and teacher models."""
+"""A mixin that runs the Trainer and its subclasses on shards: precision, saving, resuming, TRL's frozen models."""
 
 import warnings
 from pathlib import Path
@@ -38,20 +38,20 @@ from hf_fsdp_tools.sharding.shard import sharding_of
 __all__ = ["FSDPTrainerMixin"]
 
 _FROZEN = ("ref_model", "teacher_model")
-"""Where TRL's trainers keep a reference model (DPO, KTO, GRPO, …) and a teacher (distillation)."""
+"""Attributes of TRL's trainers with a reference model (DPO, KTO, GRPO, …) and with a teacher (distillation)."""
 
-_COME_BEFORE_FROZEN = ("model", "_precompute_model_hash")
-"""Attributes that a trainer sets, and then a frozen model that was set before can be sharded. Every rank sets them."""
+_NEEDED_BY_FROZEN = ("model", "_precompute_model_hash")
+"""Attributes that must be set before a frozen model is sharded; every rank sets them."""
 
 if TYPE_CHECKING:
     from transformers.trainer import Trainer as _Trainer
 else:
-    # the mixin stands before the Trainer in a class statement, and uses what that one has
+    # The mixin stands before the Trainer in a class statement, and finds the Trainer's methods there.
     _Trainer = object
 
 
 class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
-    """Puts our sharding, precision, saving and resuming under a `Trainer` or a subclass of it.
+    """Gives a `Trainer` or a subclass of it this package's sharding, precision, saving and resuming.
 
         class MyTrainer(FSDPTrainerMixin, Trainer): ...
 
@@ -60,41 +60,41 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         trainer.train()
         trainer.save_model()
 
-    The model may also be plain, equal on every rank: it is sharded by the same policy when training starts. Settings
-    come from `TrainingArguments(fsdp=True, fsdp_config=…)` where given, else from `accelerate launch`. `save_model`
-    writes a normal Hugging Face checkpoint from all ranks at once, whatever the state dict type; no rank gathers the
-    model.
+    The model may also be plain and equal on every rank; it is then sharded by the same policy when training starts.
+    Settings come from `TrainingArguments(fsdp=True, fsdp_config=…)` where given, else from `accelerate launch`. Every
+    rank must call each method; what a method communicates is what the Trainer's own communicates, and errors.
 
-    A `checkpoint-N` folder is such a checkpoint too, in the precision of the master weights, with the optimizer's
-    shards (`optimizer_0`, torch's distributed checkpoint) and the Trainer's own files beside it. It can be resumed by
-    another number of ranks. `trainer_state.json` is written last and by agreement of all ranks; a folder without it is
-    passed over by `train(resume_from_checkpoint=True)`.
+    `save_model` writes a normal Hugging Face checkpoint from all ranks at once, whatever the state dict type; no rank
+    gathers the model. A `checkpoint-N` folder is such a checkpoint too, in the precision of the master weights, with
+    the optimizer's shards (`optimizer_0`, a DCP folder) and the Trainer's own files beside it. Another number of ranks
+    can resume from it. `trainer_state.json` is written last, once all ranks have succeeded;
+    `train(resume_from_checkpoint=True)` passes over a folder without it.
 
     TRL's reference and teacher models (`ref_model`, `teacher_model`) are frozen and sharded by the same policy when
-    they are set: every rank must set them. Any rank may read them. They keep their dtype, as they need no fp32 masters.
+    they are set, which every rank must do. They keep their dtype: frozen models need no fp32 master weights.
 
     Raises:
-        ConfigError: when a trainer's class is made, that this transformers no longer calls what is overridden here;
-            when a frozen model is set, that it is sharded as one unit, or sharded where TRL is to hash its plain
-            weights.
+        ConfigError: when a trainer class is defined: this version of transformers lacks a method that is overridden
+            here. When a frozen model is set: it is sharded as one unit, or it is sharded although TRL is to hash its
+            plain weights.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Check once for each trainer that what is overridden here is still there to be overridden."""
+        """Check for each trainer class that transformers still has the methods that are overridden here."""
         super().__init_subclass__(**kwargs)
         if issubclass(cls, Trainer):
             check_hooks(FSDPTrainerMixin, super())
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Shard TRL's reference and teacher models when they are set, by all ranks; one rank alone may read them."""
+        """Set an attribute; TRL's reference and teacher models are sharded then, so all ranks must set them."""
         if name in _FROZEN and isinstance(value, nn.Module):
             _check_frozen(self, name, value)
         super().__setattr__(name, value)
-        if name in (*_FROZEN, *_COME_BEFORE_FROZEN):
+        if name in (*_FROZEN, *_NEEDED_BY_FROZEN):
             _shard_frozen(self)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Called by `Trainer.__init__`: starts FSDP before the Trainer makes its Accelerator, which then finds it."""
+        """Start Accelerate's state with FSDP, then let the Trainer make its Accelerator; called by its `__init__`."""
         args = self.args
         plugin = HybridFSDPPlugin(**plugin_arguments(args))
         start_state(
@@ -104,7 +104,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
             parallelism_config=args.parallelism_config,
             dynamo_plugin=TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode),
         )
-        # the Trainer refuses save_only_model: its own sharded checkpoints hold no weights that anyone could open
+        # The Trainer refuses save_only_model, because its own sharded checkpoints hold no weights that one could open.
         asked, args.save_only_model = args.save_only_model, False
         try:
             super().create_accelerator_and_postprocess()
@@ -115,18 +115,21 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
-        """False, whatever the Trainer notes here: a model that transformers sharded by its `DistributedConfig` is
-        prepared, saved and resumed as any other FSDP2 model; the Trainer itself can do neither of the last two."""
+        """Always False, so that a model that transformers sharded while loading is prepared and saved like any other.
+
+        The Trainer alone cannot save or resume a model that was sharded by `DistributedConfig`.
+        """
         return False
 
     @is_distributed_loading_by_transformers.setter
     def is_distributed_loading_by_transformers(self, loaded: bool) -> None:
-        """Nothing to note; `prepare` looks at the model itself."""
+        """Ignore what the Trainer sets; `prepare` looks at the model itself."""
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
-        """With auto_find_batch_size, before each attempt: the model stays sharded, and what the step that ran out of
-        memory left gathered is sharded again. All ranks must run out of memory in the same step; one alone leaves the
-        others waiting."""
+        """Reshard units that a step left gathered when it ran out of memory (`auto_find_batch_size`).
+
+        All ranks must run out of memory in the same step; a rank that does so alone leaves the others waiting.
+        """
         first = batch_size == self._train_batch_size
         super()._update_auto_batch_size(batch_size)
         model: Any = self.model
@@ -161,7 +164,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
             self.push_to_hub(commit_message="Model save", revision=args.hub_revision)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As the Trainer's; ranks go on, and older checkpoints are deleted, only when every rank has saved its part."""
+        """Save as the Trainer does; ranks go on and delete old checkpoints once every rank has saved its part."""
         step = self.state.global_step
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")
         with agreed(f"beginning {str(folder)!r}"):  # before the Trainer's collectives, in which the others would wait
@@ -171,7 +174,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
             super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """The optimizer's shards and the scheduler; the weights are there already, and need not be written twice."""
+        """Write the optimizer's shards and the scheduler; the weights are in the folder already."""
         plugin = self.accelerator.state.fsdp_plugin
         with using_format(plugin, "SHARDED_STATE_DICT"):
             save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
@@ -180,24 +183,27 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """The last that every rank writes: none may fail for itself while rank 0 declares the checkpoint complete."""
+        """Write this rank's random state, the last file of all ranks; a rank that fails stops all of them.
+
+        Otherwise rank 0 would declare an incomplete checkpoint complete.
+        """
         with agreed(f"saving the random states to {output_dir!r}"):
             super()._save_rng_state(output_dir)
 
     # ---- resuming ----
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; `True` resumes from the last checkpoint whose saving was not interrupted.
+        """Train as the Trainer does; `True` resumes from the last complete checkpoint. Every rank must call.
 
         Raises:
-            CheckpointError: the checkpoint asked for is incomplete, or none is complete.
+            CheckpointError: the checkpoint asked for is incomplete, or no checkpoint is complete.
         """
         if resume_from_checkpoint:
             resume_from_checkpoint = complete_checkpoint(resume_from_checkpoint, self.args.output_dir)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Weights into the shards, each rank its own: from our checkpoints, or from one that the plain Trainer made."""
+        """Load weights into the shards, from a checkpoint of this mixin or of the plain Trainer."""
         model = model if model is not None else self.model
         folder = Path(resume_from_checkpoint)
         warn_of_other_world(folder, "rng_state*.pth")
@@ -208,7 +214,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As the Trainer's, in the format that is there; says so where there is none."""
+        """Load as the Trainer does, in the stored format; warn where the checkpoint holds no optimizer."""
         if checkpoint is None:
             return
         found = stored_format(Path(checkpoint))
@@ -222,23 +228,23 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
-        """The weights of the best checkpoint into the shards; the Trainer's own way needs Accelerate's format."""
+        """Load the weights of the best checkpoint into the shards; the Trainer's method needs Accelerate's format."""
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
 
 def _load_weights(model: nn.Module, folder: Path) -> None:
-    """A checkpoint of ours back into the model that it was saved from, whole or not at all."""
+    """Load a checkpoint of this mixin into the model; missing and unexpected keys are refused."""
     if FullyShardedDataParallel.fsdp_modules(model):
         load_weights_fsdp1(model, folder, strict=True)
     else:
         load_weights(getattr(model, "_orig_mod", model), folder, strict=True)
 
 
-# ---- models beside the policy that are evaluated and never trained ----
+# ---- TRL's reference and teacher models, which are evaluated and never trained ----
 
 
 def _check_frozen(trainer: Any, name: str, model: nn.Module) -> None:
-    """Refuse a frozen model that is sharded so that every forward pass gathers all of it, or before TRL can hash it."""
+    """Refuse a frozen model that is sharded as one unit, or that is sharded before TRL can hash its weights."""
     if not _is_sharded(model):
         return
     if sharding_of(model) is None and sum(isinstance(module, FSDPModule) for module in model.modules()) == 1:
@@ -254,10 +260,10 @@ def _check_frozen(trainer: Any, name: str, model: nn.Module) -> None:
 
 
 def _shard_frozen(trainer: Any) -> None:
-    """Freeze and shard what is set, once Accelerator and trained model are there and TRL has hashed plain weights.
+    """Freeze and shard the frozen models that are set, once the trainer has its Accelerator and its trained model.
 
-    TRL (1.16, `models.utils.prepare_fsdp`) would shard such a model with the root as its only unit; it leaves models
-    alone that are sharded already.
+    Waits until TRL has hashed plain weights, if it is to do so. TRL (1.16, `models.utils.prepare_fsdp`) would shard a
+    frozen model with the root as its only unit; it leaves models alone that are sharded already.
     """
     there = vars(trainer)
     accelerator, policy = there.get("accelerator"), there.get("model")

@@ -1,4 +1,4 @@
-"""What Accelerate, torch and PEFT say about wrapping, said as a HybridPolicy: names, sizes, classes and callables."""
+"""Translate the wrap policies of Accelerate, torch and PEFT into a `HybridPolicy`."""
 
 import functools
 import inspect
@@ -20,18 +20,13 @@ from torch.distributed.fsdp.wrap import (
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.planning.policy import (
-    HybridPolicy,
-    UnitPredicate,
-    matching_nodes,
-    nearest_names,
-)
+from hf_fsdp_tools.planning.policy import HybridPolicy, UnitPredicate, matching_nodes, nearest_names
 
 __all__ = ["narrowed", "policy_from_wrap", "without_modules"]
 
 
 def policy_from_wrap(wrap: Any, *, class_names: Iterable[str], min_num_params: int, reshard: bool) -> HybridPolicy:
-    """The policy that an `auto_wrap_policy` of Accelerate's or torch's asks for; every kind of it is understood.
+    """The `HybridPolicy` for an `auto_wrap_policy` of Accelerate or torch, of any kind.
 
     | `wrap` | becomes |
     |---|---|
@@ -45,11 +40,11 @@ def policy_from_wrap(wrap: Any, *, class_names: Iterable[str], min_num_params: i
     Args:
         wrap: the policy, also in a `functools.partial` with its keywords.
         class_names: of blocks, for `transformer_auto_wrap_policy`.
-        min_num_params: for `size_based_auto_wrap_policy`; 0 is as if not said.
+        min_num_params: for `size_based_auto_wrap_policy`; 0 means not given.
         reshard: False keeps every unit gathered between forward and backward.
 
     Raises:
-        ConfigError: no policy at all.
+        ConfigError: `wrap` is no policy.
     """
     settings = _settings(wrap, tuple(name.strip() for name in class_names if name.strip()), min_num_params)
     if not reshard:
@@ -83,7 +78,7 @@ def _settings(wrap: Any, class_names: tuple[str, ...], min_num_params: int) -> d
 
 
 def _block_types(classes: Iterable[Any]) -> dict[str, Any]:
-    """Sets (torch keeps classes in them) are sorted, because all ranks must make the same plan."""
+    """The classes as `block_types`; a set, as torch keeps them, is sorted, so that all ranks make the same plan."""
     if isinstance(classes, set | frozenset):
         classes = sorted(classes, key=lambda item: item if isinstance(item, str) else item.__qualname__)
     return {"block_types": types} if (types := tuple(classes)) else {}
@@ -118,15 +113,15 @@ def _of_module(function: Callable[[nn.Module], Any]) -> UnitPredicate:
 
 
 def narrowed(policy: HybridPolicy, model: nn.Module) -> HybridPolicy:
-    """`policy` without the block types that `model` does not have; one line says which, and what is used instead.
+    """`policy` without the block types that `model` lacks; a warning names them and what is used instead.
 
-    Accelerate's names of classes are one setting for all models of a process: a reference or reward model of another
-    architecture has none of them.
+    Accelerate has one list of class names for all models of a process, and a reference or reward model of another
+    architecture has none of these classes.
     """
     if policy.block_types is None:
         return policy
     tree = ModuleTree(model)
-    absent = {wanted: lines for wanted in policy.block_types if (lines := _lines(tree, wanted))}
+    absent = {wanted: lines for wanted in policy.block_types if (lines := _problems_with(tree, wanted))}
     if not absent:
         return policy
     found = tuple(wanted for wanted in policy.block_types if wanted not in absent)
@@ -139,20 +134,22 @@ def narrowed(policy: HybridPolicy, model: nn.Module) -> HybridPolicy:
     return replace(policy, block_types=found or None)
 
 
-def _lines(tree: ModuleTree, wanted: type[nn.Module] | str) -> list[str]:
+def _problems_with(tree: ModuleTree, wanted: type[nn.Module] | str) -> list[str]:
     problems: list[str] = []
     matching_nodes(tree, wanted, problems=problems)
     return problems
 
 
 def without_modules(policy: HybridPolicy, ignored: Iterable[nn.Module] | str | None, model: nn.Module) -> HybridPolicy:
-    """`policy` that keeps Accelerate's `ignored_modules` of `model` whole on every rank.
+    """`policy` extended so that Accelerate's `ignored_modules` of `model` stay whole on every rank.
 
     Args:
-        ignored: a regular expression that whole module names match, or the modules themselves.
+        policy: to extend.
+        ignored: a regular expression for whole module names, or the modules themselves.
+        model: whose modules are meant.
 
     Raises:
-        ConfigError: none of the model's modules is meant.
+        ConfigError: `ignored` matches no module of the model.
     """
     if ignored is None:
         return policy

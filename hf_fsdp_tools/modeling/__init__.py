@@ -1,1 +1,1 @@
-"""A model before FSDP: built on meta, read as a tree, seen without its adapters, with values that live in no file."""
+"""A model before FSDP: build it on meta, read it as a tree, show it without adapters, and initialise its tensors."""

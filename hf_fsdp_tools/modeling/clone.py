@@ -1,4 +1,4 @@
-"""A copy of a module tree without its tensors: modules arranged anew, around the same or other parameters."""
+"""Copy a module tree without its tensors: new modules around the same or other parameters."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -13,20 +13,19 @@ __all__ = ["TreeCopy", "copy_tree"]
 
 @dataclass(frozen=True, kw_only=True)
 class TreeCopy:
-    """A copy of a module tree, and where each of its modules is in the tree that was copied."""
+    """A copy of a module tree, and the place of each of its modules in the original tree."""
 
     model: nn.Module
     """Copies of the modules (not of their tensors) under their own classes, without the wrappers between them."""
 
     places: Mapping[str, str] = field(default_factory=dict)
-    """Name in the copy to the name of what stands in its place in the tree: the outermost wrapper, or the module
-    itself."""
+    """Name in the copy to name in the original tree: of the outermost wrapper, or of a module without one."""
 
     names: Mapping[str, str] = field(default_factory=dict)
-    """Name in the copy to the name of the module itself in the tree, inside its wrappers."""
+    """Name in the copy to name in the original tree: of the module inside its wrappers."""
 
     originals: Mapping[nn.Module, nn.Module] = field(default_factory=dict)
-    """Module of the copy to the module that it is a copy of."""
+    """Module of the copy to module of the original tree."""
 
 
 def copy_tree(
@@ -36,18 +35,20 @@ def copy_tree(
     way_inside: Callable[[nn.Module], str] = lambda module: "",
     hooks: bool = True,
 ) -> TreeCopy:
-    """Copy the modules of a tree, each once, and none of its tensors; the tree itself stays as it is.
+    """Copy each module of a tree once, and none of its tensors; the tree itself stays as it is.
 
-    A copy has the class that its module had before FSDP2, dictionaries of its own for parameters, buffers and children,
-    and everything else in common with its module. FSDP does not manage it.
+    A copied module has the class that the original had before FSDP2, and dictionaries of its own for parameters,
+    buffers and children. It shares everything else with the original. FSDP does not manage it.
 
     Args:
         model: the top of the tree, sharded or not.
-        parameters: what a copy registers in place of its module's own parameters.
-        way_inside: the name of the module inside a wrapper, seen from the wrapper, which is then left out; "" for a
-            module that is no wrapper.
-        hooks: keep the hooks of the modules, which a state dict of the copy may need. False: no hooks, and lists, sets
-            and dictionaries of its own, for a copy that is run or changed.
+        parameters: gives the parameters that the copy of a module registers.
+        way_inside: gives the name of the module inside a wrapper, relative to the wrapper, which is then left out; ""
+            for a module that is no wrapper.
+        hooks: True keeps the hooks of the modules, which a state dict of the copy may need. False drops them and also
+            copies lists, sets and dictionaries, for a copy that is run or changed.
+
+    No rank communicates.
     """
     places: dict[str, str] = {}
     names: dict[str, str] = {}
@@ -67,10 +68,10 @@ def copy_tree(
         if hooks:
             twin.__dict__.update(module.__dict__)
         else:
-            twin.__dict__.update({key: _own(value) for key, value in module.__dict__.items()})
-            twin.__dict__.update({key: _own(value) for key, value in fresh.items()})
+            twin.__dict__.update({key: _own_container(value) for key, value in module.__dict__.items()})
+            twin.__dict__.update({key: _own_container(value) for key, value in fresh.items()})
         own = dict(parameters(module))
-        for key in ("__deepcopy__", *own):  # of a unit, and views that FSDP1 leaves in the place of parameters
+        for key in ("__deepcopy__", *own):  # set on units, and views that FSDP1 leaves in the place of parameters
             twin.__dict__.pop(key, None)
         twin.__dict__["_parameters"] = own
         twin.__dict__["_buffers"] = dict(module._buffers)
@@ -85,7 +86,7 @@ def copy_tree(
     return TreeCopy(model=twin, places=places, names=names, originals=originals)
 
 
-def _own(value: object) -> object:
+def _own_container(value: object) -> object:
     return copy.copy(value) if isinstance(value, dict | list | set) else value
 
 

@@ -1,4 +1,4 @@
-"""Values that live in no file: the model's own initialisation draws them, the same for any number of ranks."""
+"""Initialise tensors that are in no file by the model's own code, with the same values for any number of ranks."""
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,22 +22,21 @@ ModulePath = tuple[tuple[str, nn.Module], ...]
 
 
 def initialize_missing(model: nn.Module, *, missing_keys: Collection[str], seed: int = 0) -> None:
-    """Fill what no checkpoint holds: missing parameters and persistent buffers, and every non-persistent buffer.
+    """Fill missing parameters and persistent buffers, and every non-persistent buffer.
 
-    The model's own `_init_weights` (or `reset_parameters` of a plain module) makes the values. Each module's are drawn
-    from a generator seeded by `seed` and the module's name, whole and on the CPU, and then cut to the shard, so they do
-    not depend on the number of ranks, on their order, or on what else is missing. One module's missing tensors are
-    whole on the host at a time.
+    The model's own `_init_weights` (or `reset_parameters` of a plain module) makes the values. The tensors of one
+    module at a time are drawn whole on the CPU, by a generator seeded by `seed` and the module's name, and then cut to
+    the shard. So the values do not depend on the number of ranks, on their order, or on what else is missing.
 
     Args:
         model: allocated; sharded or not.
-        missing_keys: names as in `state_dict()`; all other parameters and buffers are left as they are.
+        missing_keys: names as in `state_dict()`; other parameters and persistent buffers are left as they are.
         seed: of the whole model.
 
     No rank communicates.
 
     Raises:
-        CheckpointError: a missing tensor or non-persistent buffer that the model's own code does not initialise.
+        CheckpointError: the model's own code does not initialise a missing tensor or a non-persistent buffer.
     """
     missing = set(missing_keys)
     _mark_initialized(model, except_for=missing)
@@ -57,9 +56,9 @@ def initialize_missing(model: nn.Module, *, missing_keys: Collection[str], seed:
 
 
 def draw_values(model: nn.Module, shapes: Mapping[str, Sequence[int]], *, seed: int = 0) -> dict[str, torch.Tensor]:
-    """What the model's own initialisation makes of some of its tensors if they had other shapes: rows for added tokens.
+    """Values of some tensors of a model in other shapes, by its own initialisation: rows for added tokens, by key.
 
-    Drawn per module on the CPU, as `initialize_missing` does, in the dtypes of the model. The model is not changed.
+    They are drawn per module on the CPU, as in `initialize_missing`, in the dtypes of the model, which is not changed.
 
     Args:
         model: sharded or not.
@@ -88,8 +87,7 @@ def draw_values(model: nn.Module, shapes: Mapping[str, Sequence[int]], *, seed: 
 
 
 def _refuse_adapters(path: ModulePath, wanted: Collection[str]) -> None:
-    """PEFT draws adapter weights when it adds an adapter; the model's own initialiser would make other values of
-    them."""
+    """Refuse adapter weights on meta: PEFT draws them when it adds an adapter, and the model's code would differ."""
     if any(hasattr(module, "adapter_layer_names") for _, module in path[:-1]):
         names = ", ".join(f"{path[-1][0]}.{key}" for key in wanted)
         raise CheckpointError(
@@ -127,13 +125,13 @@ def _is_wanted(module: nn.Module, name: str, key: str, missing: set[str]) -> boo
 
 
 def _mark_initialized(model: nn.Module, *, except_for: set[str]) -> None:
-    """transformers' initialisers leave a tensor with this mark alone."""
+    """Mark all tensors but `except_for` as initialised, so that transformers' initialisers leave them alone."""
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
         tensor._is_hf_initialized = key not in except_for  # type: ignore[attr-defined]  # transformers' own mark
 
 
 def _initialize_module(path: ModulePath, wanted: dict[str, torch.Tensor], seed: int) -> list[str]:
-    """Initialise the `wanted` tensors of the last module of `path`; return the names of those that nobody wrote."""
+    """Initialise the `wanted` tensors of the last module of `path`; return the names of tensors that no code wrote."""
     name = path[-1][0]
     made = _draw(path, {key: tensor.shape for key, tensor in wanted.items()}, seed)
     for key, tensor in wanted.items():
@@ -144,8 +142,10 @@ def _initialize_module(path: ModulePath, wanted: dict[str, torch.Tensor], seed: 
 
 
 def _draw(path: ModulePath, shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, torch.Tensor]:
-    """What the model's own initialisers make of tensors of these shapes in the last module of `path`, on the CPU; those
-    that nobody wrote are left out. The module keeps its own tensors."""
+    """Tensors of these shapes, drawn on the CPU by the initialisers of the last module of `path`, by name.
+
+    Tensors that no initialiser wrote are left out. The module keeps its own tensors.
+    """
     name, module = path[-1]
     stores: dict[str, dict[str, Any]] = {
         key: module._parameters if key in module._parameters else module._buffers for key in shapes
@@ -157,7 +157,7 @@ def _draw(path: ModulePath, shapes: Mapping[str, Sequence[int]], seed: int) -> d
         stores[key][key] = tensor
     try:
         with torch.random.fork_rng(devices=()), torch.no_grad(), init.guard_torch_init_functions():
-            torch.default_generator.manual_seed(seed ^ zlib.crc32(name.encode()))  # that of GPUs is left alone
+            torch.default_generator.manual_seed(seed ^ zlib.crc32(name.encode()))  # GPUs' generators are left alone
             for initialize in _initializers(path):
                 initialize()
         made = {key: stores[key][key] for key in shapes}  # a module may have set a new tensor in its place
@@ -168,8 +168,7 @@ def _draw(path: ModulePath, shapes: Mapping[str, Sequence[int]], seed: int) -> d
 
 
 def _initializers(path: ModulePath) -> Iterator[Callable[[], object]]:
-    """What initialises the last module of a path: its own initialiser, then those of its ancestors that reach into
-    it."""
+    """Yield the initialisers of the last module of a path: its own, then those of ancestors that write its tensors."""
     for depth in range(len(path), 0, -1):
         module = path[depth - 1][1]
         owners = [ancestor for _, ancestor in path[:depth] if isinstance(ancestor, PreTrainedModel)]
@@ -183,7 +182,7 @@ def _initializers(path: ModulePath) -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def _without_padding(module: nn.Module) -> Iterator[None]:
-    """An embedding without its padding row, which is an index of its own shape and of no other."""
+    """Unset an embedding's `padding_idx` for a block, because it may lie outside another shape."""
     padding = getattr(module, "padding_idx", None)
     if padding is None:
         yield

@@ -1,8 +1,9 @@
 """Linear layers with 4-bit weights of bitsandbytes, in a form that FSDP2 shards like any other frozen parameter.
 
-transformers decides which layers are quantised and puts bitsandbytes' own in their place. Here each gets a weight on
-meta of the packed shape, and remembers how it is packed: shards do not know. bitsandbytes looks for the scales in the
-layer where the weight has none (`fix_4bit_weight_quant_state_from_module`), and finds them there in every forward pass.
+transformers decides which layers are quantised and puts bitsandbytes' layers in their place. Here each layer gets a
+weight on meta of the packed shape, and keeps a note of how the weight is packed, since a shard cannot keep it. In every
+forward pass bitsandbytes looks for the scales on the weight, and takes the layer's where the weight has none
+(`fix_4bit_weight_quant_state_from_module`).
 """
 
 from collections.abc import Mapping
@@ -36,13 +37,13 @@ class Packing:
     """How the weight of one linear layer is packed: two values a byte, in blocks of the flattened weight."""
 
     shape: tuple[int, int]
-    """Of the weight that is quantised: (out_features, in_features)."""
+    """Shape of the weight before it is packed: (out_features, in_features)."""
 
     dtype: torch.dtype
-    """In which it is quantised, and which a forward pass gets back."""
+    """Dtype of the values before they are packed, and after a forward pass unpacks them."""
 
     storage: torch.dtype
-    """As which the bytes are kept and gathered."""
+    """Dtype as which the packed bytes are kept and gathered."""
 
     quant_type: str
     """"nf4" or "fp4"."""
@@ -54,27 +55,27 @@ class Packing:
     """Whether the scales are quantised too ("double quantisation")."""
 
     is_transposed: bool
-    """Whether a plain checkpoint holds it as (in_features, out_features): GPT-2's `Conv1D`."""
+    """Whether a plain checkpoint holds the weight as (in_features, out_features), as for GPT-2's `Conv1D`."""
 
     is_stored: bool
-    """Whether the checkpoint holds it packed."""
+    """Whether the checkpoint holds the weight packed."""
 
     @property
     def numel(self) -> int:
-        """Values of the weight."""
+        """Number of values of the weight."""
         return self.shape[0] * self.shape[1]
 
     @property
     def num_blocks(self) -> int:
-        """Scales of the weight."""
+        """Number of blocks, and so of scales."""
         return -(-self.numel // self.blocksize)
 
 
 def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> Any:
-    """transformers' quantizer for a model that is or will be quantised to 4 bits by bitsandbytes; None for a plain one.
+    """transformers' quantizer for a model with 4-bit weights of bitsandbytes; None for a plain model.
 
-    Takes `quantization_config` out of `model_kwargs`, and sets it in the config, as `from_pretrained` does. The config
-    of a checkpoint that is quantised by another method is left alone: what is in the files decides when they are read.
+    Takes `quantization_config` out of `model_kwargs` and sets it in the config, as `from_pretrained` does. The config
+    of a checkpoint that another method quantised is left alone; its files are checked when they are read.
 
     Raises:
         ConfigError: another quantisation is asked for, or bitsandbytes is not installed.
@@ -82,8 +83,8 @@ def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> An
     for name in ("load_in_4bit", "load_in_8bit"):
         if model_kwargs.get(name):
             raise ConfigError(
-                f"{name}=True is no argument of from_pretrained. Give quantization_config=BitsAndBytesConfig("
-                "load_in_4bit=True, …)."
+                f"{name}=True is no argument of from_pretrained. "
+                "Give quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)."
             )
     asked = model_kwargs.pop("quantization_config", None)
     stored = getattr(config, "quantization_config", None)
@@ -95,10 +96,8 @@ def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> An
         )
     if asked is None and not _is_4bit(stored):
         return None
-    if stored is not None and not isinstance(
-        stored, Mapping
-    ):  # of a model that was made: transformers reads the file's form
-        config.quantization_config = stored.to_dict()
+    if stored is not None and not isinstance(stored, Mapping):
+        config.quantization_config = stored.to_dict()  # transformers reads a config's quantization only in this form
     try:
         quantizer, _, _ = get_hf_quantizer(config, asked, device_map={"": "cpu"}, weights_only=True, user_agent={})
     except ImportError as error:
@@ -111,8 +110,7 @@ def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> An
 
 
 def replace_linears(model: PreTrainedModel, quantizer: Any, dtype: torch.dtype) -> None:
-    """Put bitsandbytes' layers where transformers would, on meta, with weights and biases of `dtype` until they are
-    packed.
+    """Put bitsandbytes' layers where transformers would, on meta, with weights and biases of `dtype` for now.
 
     Raises:
         ConfigError: there is no layer to quantise.
@@ -120,7 +118,7 @@ def replace_linears(model: PreTrainedModel, quantizer: Any, dtype: torch.dtype) 
     quantizer.preprocess_model(
         model=model, dtype=dtype, device_map={"": "cpu"}, checkpoint_files=None, use_kernels=False
     )
-    found = _linears(model)
+    found = _linear4bits(model)
     if not found:
         skipped = ", ".join(sorted(quantizer.modules_to_not_convert)) or "none"
         raise ConfigError(
@@ -140,7 +138,7 @@ def pack_weights(model: nn.Module, quantizer: Any) -> None:
     Raises:
         ConfigError: a weight does not fill whole elements of the storage dtype.
     """
-    for key, module in _linears(model).items():
+    for key, module in _linear4bits(model).items():
         weight: Any = module.weight
         storage = module.quant_storage
         packing = Packing(
@@ -157,13 +155,13 @@ def pack_weights(model: nn.Module, quantizer: Any) -> None:
         if num_bytes % storage.itemsize:
             raise ConfigError(
                 f"{key!r} {list(packing.shape)} has {num_bytes} bytes at 4 bits, which are no whole number of "
-                f"{storage} values. Choose bnb_4bit_quant_storage=torch.uint8, or leave the layer out with "
-                "llm_int8_skip_modules."
+                f"{storage} values. Choose bnb_4bit_quant_storage=torch.uint8, or leave the layer out "
+                "with llm_int8_skip_modules."
             )
         packed = torch.empty((num_bytes // storage.itemsize, 1), dtype=storage, device="meta")
         module.weight = nn.Parameter(packed, requires_grad=False)
         module._packing = packing
-        # On a CPU with AVX512-BF16 an evaluation would put a whole, rearranged weight in place of the gathered one.
+        # On a CPU with AVX512-BF16, bitsandbytes would replace the gathered weight by a rearranged copy in evaluation.
         module.support_avx512bf16_for_cpu = False
         module.register_forward_pre_hook(_before_forward)
         mark_weights(module)
@@ -176,7 +174,7 @@ def packed_linears(model: nn.Module) -> dict[str, Any]:
 
 
 def packing_of(module: nn.Module) -> Packing:
-    """How the weight of a layer is packed, of one that `packed_linears` names."""
+    """How the weight of a layer from `packed_linears` is packed."""
     packing = module.__dict__["_packing"]
     assert isinstance(packing, Packing)
     return packing
@@ -189,7 +187,7 @@ def set_quant_state(module: nn.Module, state: Any) -> None:
 
 
 def mark_weights(model: nn.Module) -> None:
-    """Tell PEFT how weights are packed: it asks the weight, and shards forget attributes whenever `_apply` runs."""
+    """Set the attributes of 4-bit weights that PEFT reads; call again after `_apply`, which drops them from shards."""
     for module in packed_linears(model).values():
         packing = packing_of(module)
         module.weight.quant_type = packing.quant_type
@@ -197,10 +195,10 @@ def mark_weights(model: nn.Module) -> None:
 
 
 def refuse_cast(model: nn.Module, param_dtype: torch.dtype | None) -> None:
-    """Refuse what FSDP2 would do to packed bytes: cast them as if they were numbers, or fail.
+    """Refuse a computation dtype to which FSDP2 would cast packed bytes, and storage that FSDP2 cannot shard.
 
     Raises:
-        ConfigError: with the storage dtype that works.
+        ConfigError: names the storage dtype that works.
     """
     for key, module in packed_linears(model).items():
         storage = packing_of(module).storage
@@ -218,19 +216,18 @@ def refuse_cast(model: nn.Module, param_dtype: torch.dtype | None) -> None:
 
 
 def refuse_cast_weights(model: nn.Module) -> None:
-    """Refuse weights that were cast since they were packed, as PEFT's `prepare_model_for_kbit_training` does with
-    shards.
+    """Refuse weights that were cast after they were packed, as by PEFT's `prepare_model_for_kbit_training`.
 
     Raises:
-        ConfigError: with what to leave out.
+        ConfigError: names the call to leave out.
     """
     for module in packed_linears(model).values():
         storage = packing_of(module).storage
         if module.weight.dtype != storage:
             raise ConfigError(
                 f"A 4-bit weight was packed as {storage} and is {module.weight.dtype} now; a cast destroys it. Do not "
-                "cast the model, and leave out prepare_model_for_kbit_training: load_weights and add_adapter do what "
-                "it is for."
+                "cast the model, and leave out prepare_model_for_kbit_training: load_weights and add_adapter do its "
+                "work."
             )
 
 
@@ -252,8 +249,8 @@ def _is_8bit(config: Any) -> bool:
     return bool(config.get("load_in_8bit") if isinstance(config, Mapping) else getattr(config, "load_in_8bit", False))
 
 
-def _linears(model: nn.Module) -> dict[str, Any]:
-    """bitsandbytes' 4-bit layers, by the name of their weight."""
+def _linear4bits(model: nn.Module) -> dict[str, Any]:
+    """bitsandbytes' 4-bit layers, packed or not, by the name of their weight."""
     from bitsandbytes.nn import Linear4bit
 
     return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Linear4bit)}

@@ -21,15 +21,15 @@ __all__ = ["build_meta_model", "config_dtype", "load_config"]
 
 
 def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kwargs: Any) -> PreTrainedConfig:
-    """The configuration of a hub name, a local folder, or a `config.json`; a copy of one that is given.
+    """The configuration of a hub name, a local folder, or a `config.json`; a copy of a given configuration.
 
     Args:
-        name_or_config: what to open.
+        name_or_config: hub name, folder, file or configuration.
         hub_kwargs: passed to `AutoConfig.from_pretrained` (`revision`, `token`, `trust_remote_code`,
             `local_files_only`, …).
 
     Raises:
-        CheckpointError: there is no such folder, no `config.json` in it, or the hub does not give it.
+        CheckpointError: there is no such folder, it has no `config.json`, or the hub does not give it.
         ConfigError: the configuration is not JSON, or its `model_type` is unknown to the installed transformers.
     """
     if isinstance(name_or_config, PreTrainedConfig):
@@ -54,7 +54,7 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
 
 
 def config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
-    """The floating-point dtype that a configuration names for its weights, the text model's if only that has one."""
+    """The floating-point dtype that a configuration, or its text model, names for the weights; None without one."""
     for part in (config, config.get_text_config()):
         dtype = getattr(part, "dtype", None)
         dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -73,25 +73,24 @@ def build_meta_model(
 ) -> PreTrainedModel:
     """Build a model whose parameters and buffers have shapes and dtypes but no storage, whatever its size.
 
-    It is built as `from_pretrained` builds it before it reads a file: same class, same dtypes (also the modules that
-    transformers keeps in fp32), weights tied where the config ties them, in evaluation mode.
+    The model is that of transformers' `from_pretrained` before it reads weights: the same class and dtypes (also of
+    modules that transformers keeps in fp32), weights tied as in the config, in evaluation mode.
 
     Args:
         name_or_config: a hub name, a local folder, the path of a `config.json`, or a `PreTrainedConfig` (copied).
         auto_class: the `AutoModelFor…` class, or a model class itself.
-        dtype: of the floating-point parameters; None means the dtype that the config names, or float32 if it names
-            none.
+        dtype: of the floating-point parameters; None means the config's dtype, or float32 if it has none.
         trust_remote_code: run model code that comes with the checkpoint.
-        model_kwargs: as in `from_pretrained`: what the config has is set there (`num_labels`, …), the rest goes to the
-            model (`attn_implementation`, …). `quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)` makes
-            linear layers 4-bit layers of bitsandbytes, with weights of the packed shape.
+        model_kwargs: attributes of the config are set there (`num_labels`, …), other keywords go to the model
+            (`attn_implementation`, …). `quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)` makes linear
+            layers 4-bit layers of bitsandbytes, with weights of the packed shape.
 
-    No rank communicates; every rank may call.
+    Any rank may call; no rank communicates.
 
     Raises:
         CheckpointError: the configuration cannot be found.
-        ConfigError: the architecture is unknown, `auto_class` has no model for it, a keyword fits nothing, or a
-            quantisation that cannot be sharded.
+        ConfigError: the architecture is unknown, `auto_class` has no model for it, a keyword fits neither config nor
+            model, or the quantisation cannot be sharded.
     """
     config = load_config(name_or_config, trust_remote_code=trust_remote_code)
     quantizer = make_quantizer(config, model_kwargs)
@@ -141,8 +140,10 @@ def _check_config_is_there(path: Path) -> None:
 
 
 def _fetch_config(name: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with which transformers finds the configuration of a hub name in the cache, where it is put first:
-    left to itself, transformers asks a hub that does not answer for more than a minute."""
+    """Fetch the configuration of a hub name into the cache; return arguments with which transformers finds it there.
+
+    Without this, transformers asks a hub that does not answer for more than a minute.
+    """
     keys = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
     asked = {key: hub_kwargs[key] for key in keys if key in hub_kwargs}
     own_code = bool(hub_kwargs.get("trust_remote_code"))
@@ -150,19 +151,19 @@ def _fetch_config(name: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         where = f", folder {asked['subfolder']!r}" if asked.get("subfolder") else ""
         raise CheckpointError(
-            f"No config.json in {name!r}{where} (commit {pinned['revision']}). Give the name of a transformers model, "
-            "or its subfolder."
+            f"No config.json in {name!r}{where} (commit {pinned['revision']}). "
+            "Give the name of a transformers model, or its subfolder."
         )
-    # Code may come from yet another repository, so only without it is everything there.
+    # Remote code may come from another repository, so only without it is everything in the cache.
     return hub_kwargs | pinned | {"local_files_only": not own_code or pinned["local_files_only"]}
 
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """transformers loads some modules in fp32 whatever dtype is asked for; the meta model says so already."""
+    """Make modules fp32 that transformers loads in fp32 whatever dtype is asked for."""
     patterns = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
     if not patterns:
         return
-    kept = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))  # searched anywhere, as transformers does
+    kept = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))  # searched anywhere in a name
     for name, module in model.named_modules():
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None or not tensor.is_floating_point() or not kept.search(f"{name}.{key}" if name else key):

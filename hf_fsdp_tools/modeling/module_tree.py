@@ -1,12 +1,12 @@
-"""A model as a tree of modules with every parameter counted once: what blocks and plans are read from.
+"""Read a model as a tree of modules with every parameter counted once; blocks and plans are made from it.
 
-Nouns used here and in `planning`:
+Words used here and in `planning`:
 
     node     one place of a module in the tree; a module registered twice has two nodes
-    weight   one parameter after tying: all names that are, or will be, the same tensor
+    weight   one parameter after tying, under all names that are, or will be, the same tensor
     owner    a node whose module registers a weight directly
-    size     parameters below a node, each weight counted at its first owner only (sums to the whole model)
-    extent   parameters below a node, tied or not (what a single block would gather)
+    size     parameters below a node, each weight counted at its first owner only (sizes sum to the whole model)
+    extent   parameters below a node, each weight counted at every owner (a block would gather so many)
 """
 
 from collections.abc import Iterator
@@ -34,11 +34,11 @@ __all__ = [
 ]
 
 WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
-"""Attributes under which torch's wrappers keep the module that they wrap: checkpoint wrappers, `torch.compile`, FSDP1.
-The wrapper has the same role in the model as the module inside it, and is named after it."""
+"""Attributes in which torch's wrappers (checkpoint wrappers, `torch.compile`, FSDP1) keep the wrapped module. A wrapper
+counts as the module inside it."""
 
 ADAPTED = ("base_layer", "original_module", "token_adapter")
-"""Attributes under which PEFT's wrappers (0.21) keep the module that they wrap; a wrapper may hold another wrapper."""
+"""Attributes in which PEFT's wrappers (0.21) keep the wrapped module; a wrapper may hold another wrapper."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,11 +50,11 @@ class Weight:
     owners: "list[ModuleNode]"
     """The nodes that register it, in the order of `names`."""
     numel: int
-    """Elements."""
+    """Number of elements."""
     nbytes: int
     """Bytes at the present dtype."""
     ndim: int
-    """Dimensions; FSDP2 refuses 0."""
+    """Number of dimensions; FSDP2 refuses 0."""
     shape: tuple[int, ...]
     """Global shape."""
     dtype: torch.dtype
@@ -62,7 +62,7 @@ class Weight:
     requires_grad: bool
     """Whether any of the tied parameters is trainable."""
     is_declared_tie: bool = False
-    """True where the model declares a tie but the parameters are still separate tensors."""
+    """Whether the model declares a tie of parameters that are still separate tensors."""
 
 
 @dataclass(eq=False, slots=True)
@@ -135,7 +135,11 @@ class ModuleTree:
         return iter(self.nodes)
 
     def weight(self, parameter_fqn: str) -> Weight:
-        """The weight behind a parameter name; raises KeyError when the model has no such parameter."""
+        """The weight with a parameter name.
+
+        Raises:
+            KeyError: the model has no such parameter.
+        """
         return self._weight_of[parameter_fqn]
 
     def has_weight(self, parameter_fqn: str) -> bool:
@@ -150,7 +154,7 @@ class ModuleTree:
                 self._read_parameter(node, prefix + name, parameter, by_id)
         on_path.add(id(node.module))
         for name, module in node.module._modules.items():
-            if module is not None and id(module) not in on_path:  # a module that registers its own parent would not end
+            if module is not None and id(module) not in on_path:  # a module may register its own parent
                 child = ModuleNode(fqn=prefix + name, module=module, parent=node)
                 node.children.append(child)
                 self._read_modules(child, on_path, by_id)
@@ -213,12 +217,12 @@ class ModuleTree:
 
 
 def class_name(module: nn.Module) -> str:
-    """The class name a user knows: that of the module inside wrappers, before FSDP2 gave it a class (`FSDPXxx`)."""
+    """The name of a module's own class, inside wrappers and without the `FSDP` prefix of FSDP2's class."""
     return own_class(module.get_submodule(way_inside(module))).__name__
 
 
 def way_inside(module: nn.Module) -> str:
-    """The name of the module inside torch's wrappers, seen from the outermost; "" for a module that is no wrapper."""
+    """The name of the module inside torch's wrappers, relative to the outermost; "" for a module that is no wrapper."""
     for attribute in WRAPPED:
         wrapped = module._modules.get(attribute)
         if wrapped is not None:
@@ -231,29 +235,29 @@ def plain_name(fqn: str, *, adapters: bool = False) -> str:
 
     Args:
         fqn: as in `named_modules`, `named_parameters` or a state dict.
-        adapters: leave out the parts that PEFT's wrappers insert, too.
+        adapters: also leave out the parts that PEFT's wrappers insert.
     """
     inserted = (*WRAPPED, *ADAPTED) if adapters else WRAPPED
     return ".".join(part for part in fqn.split(".") if part not in inserted)
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the module can run: containers such as `ModuleList` and plain holders of modules cannot."""
+    """Whether the module can run; containers such as `ModuleList` and plain holders of modules cannot."""
     forward = getattr(type(module), "forward", None)
     return forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before FSDP2 gave it one of its own, which extends (FSDPModule, the module's own class)."""
+    """The class of a module before `fully_shard`, which gives it a class that extends (FSDPModule, own class)."""
     cls = type(module)
     return cls.__mro__[cls.__mro__.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else cls
 
 
 @contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
-    """The modules of a model under their own classes for a while.
+    """Give the modules of a model their own classes for a block.
 
-    FSDP2 gives each of its modules a class of its own, and transformers takes a class from another module for a user's
+    FSDP2 gives each module of a unit a new class, and transformers treats classes outside its own package as a user's
     code.
     """
     units: dict[nn.Module, type] = {m: type(m) for m in model.modules() if isinstance(m, FSDPModule)}

@@ -1,7 +1,7 @@
-"""The base model inside a PEFT model, seen without its adapters, as plans and checkpoints know it.
+"""Show the base model inside a PEFT model without its adapters, as plans and checkpoints know it.
 
-PEFT puts a wrapper where a module was and keeps the module inside it (`module_tree.ADAPTED`).
-A bare model is a second tree over the same parameters in which each wrapper is left out. PEFT itself is not imported.
+PEFT puts a wrapper where a module was and keeps the module inside it (`module_tree.ADAPTED`). A bare model is a second
+tree over the same parameters without the wrappers. PEFT itself is not imported.
 """
 
 from collections.abc import Mapping
@@ -12,30 +12,25 @@ from torch import nn
 from hf_fsdp_tools.modeling.clone import TreeCopy, copy_tree
 from hf_fsdp_tools.modeling.module_tree import ADAPTED
 
-__all__ = [
-    "bare_model",
-    "base_of",
-    "is_adapted",
-    "is_wrapper",
-]
+__all__ = ["bare_model", "base_of", "is_adapted", "is_wrapper"]
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether this is a `PeftModel`, whose base is not to be saved again with every adapter."""
+    """Whether a model is a `PeftModel`."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The model that PEFT adapted, with the adapters in it; any other model itself.
+    """The base of a `PeftModel`, with the adapters in it; any other model unchanged.
 
-    FSDP's root is this module, so that `generate`, which PEFT hands to it, runs through the root too.
+    FSDP's root is the base, so that `generate`, which PEFT hands to the base, runs through the root.
     """
     base: nn.Module = model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]  # PEFT's own
     return base
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether PEFT put this module where another was."""
+    """Whether a module is PEFT's wrapper around another module."""
     return hasattr(type(module), "adapter_layer_names") and any(
         module._modules.get(part) is not None for part in ADAPTED
     )
@@ -44,11 +39,11 @@ def is_wrapper(module: nn.Module) -> bool:
 def bare_model(
     base: nn.Module, *, merged: Mapping[nn.Parameter, nn.Parameter] | None = None, trained: bool = False
 ) -> TreeCopy:
-    """See a base model without its adapters; nothing is changed and nothing communicated.
+    """A base model without its adapters, as a second tree; nothing is changed or communicated.
 
     Args:
-        base: as `base_of` gives it; sharded or not, also one without adapters.
-        merged: what to show in place of a parameter.
+        base: as `base_of` gives it; sharded or not, with or without adapters.
+        merged: parameter to show in place of another.
         trained: show the active copy of a module that PEFT trains whole (`modules_to_save`) in place of the original.
     """
     shown = merged or {}
@@ -60,7 +55,7 @@ def bare_model(
 
 
 def _way_inside(module: nn.Module, *, trained: bool) -> str:
-    """The name of the module inside PEFT's wrappers, seen from the outermost; "" for a module that is no wrapper."""
+    """The name of the module inside PEFT's wrappers, relative to the outermost; "" for a module that is no wrapper."""
     parts: list[str] = []
     while is_wrapper(module):
         copies = module._modules.get("modules_to_save")

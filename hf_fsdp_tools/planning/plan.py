@@ -10,10 +10,7 @@ from typing import Any
 from hf_fsdp_tools.errors import WrapPlanError
 from hf_fsdp_tools.text import listed, merge_alike, merge_names, show_bytes, show_count
 
-__all__ = [
-    "WrapPlan",
-    "WrapUnit",
-]
+__all__ = ["WrapPlan", "WrapUnit"]
 
 _RESHARD = {"True": "yes", "False": "no", "None": "auto"}
 _FORMAT = 1  # raised when a field changes its meaning, so that an old file is refused instead of misread

@@ -29,13 +29,7 @@ from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters, release
 from hf_fsdp_tools.sharding.hf_interface import refuse_plain_save
 from hf_fsdp_tools.sharding.hooks import average_gradients, is_averaged
-from hf_fsdp_tools.sharding.shard import (
-    Sharding,
-    agree_on_plan,
-    apply_sharding,
-    sharded_module,
-    sharding_of,
-)
+from hf_fsdp_tools.sharding.shard import Sharding, agree_on_plan, apply_sharding, sharded_module, sharding_of
 from hf_fsdp_tools.text import first_line
 
 __all__ = ["add_adapter", "load_adapter", "shard_added"]

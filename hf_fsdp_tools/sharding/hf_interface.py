@@ -12,12 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import own_class
 
-__all__ = [
-    "mark_for_transformers",
-    "refuse_plain_save",
-    "turn_cache_off",
-    "with_cache_as_found",
-]
+__all__ = ["mark_for_transformers", "refuse_plain_save", "turn_cache_off", "with_cache_as_found"]
 
 
 def mark_for_transformers(model: nn.Module) -> None:

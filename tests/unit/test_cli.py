@@ -307,7 +307,7 @@ def test_doctor_of_this_machine(capsys, monkeypatch):
     code, out, err = run(capsys, "doctor", "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["versions"]["transformers"] == transformers.__version__
-    monkeypatch.setattr("hf_fsdp_tools.diagnostics.environment._NEEDED", {"torch": ("99.0", None)})
+    monkeypatch.setattr("hf_fsdp_tools.diagnostics.environment._REQUIRED", {"torch": ("99.0", None)})
     code, out, err = run(capsys, "doctor")
     assert (code, err) == (1, "")
     assert "error: version-too-old" in out and 'pip install "torch>=99.0"' in out

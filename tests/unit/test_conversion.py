@@ -332,7 +332,7 @@ def test_a_checkpoint_that_a_conversion_cannot_take_is_one_error(tmp_path: Path)
         map_loading(make_model("mixtral"), tensors)
 
 
-@pytest.mark.parametrize("operation", conversion.NAMELESS)
+@pytest.mark.parametrize("operation", conversion.NAME_BLIND)
 def test_an_operation_that_is_traced_once_sees_neither_layer_nor_model(operation: type[ops.ConversionOps]) -> None:
     """Both come as keyword arguments, of which it takes none by name and never looks at the rest."""
     convert = inspect.unwrap(operation.convert)
@@ -359,7 +359,7 @@ def test_layers_that_differ_in_names_alone_are_traced_once_and_to_the_same(
         conversion, "_trace", lambda model, group, *rest: traced.append(group.target) or trace(model, group, *rest)
     )
     found, once = map_loading(model, stored), len(traced)
-    monkeypatch.setattr(conversion, "NAMELESS", ())
+    monkeypatch.setattr(conversion, "NAME_BLIND", ())
     expected, each = map_loading(model, stored), len(traced) - once
     assert each - once == 2  # of two layers, one has gate_up_proj and down_proj from the other
     assert list(found.tensors) == list(expected.tensors) and found.unexpected_keys == expected.unexpected_keys

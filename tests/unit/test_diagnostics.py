@@ -170,15 +170,15 @@ def test_units_inside_units_print_as_a_tree(fake_group):
 def test_the_doctor_needs_what_the_package_needs():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     declared = dict(requirement.split(">=") for requirement in project["dependencies"])
-    least = {name: versions[0] for name, versions in environment._NEEDED.items()}
+    least = {name: versions[0] for name, versions in environment._REQUIRED.items()}
     assert least.items() <= declared.items()
 
 
 def test_a_version_later_than_any_that_was_tried_is_a_warning(monkeypatch):
-    assert not list(environment.untried_versions(*environment._NEEDED)), "the tests run with tried versions"
+    assert not list(environment.untried_versions(*environment._REQUIRED)), "the tests run with tried versions"
     monkeypatch.setattr(environment, "_version", {"accelerate": "1.16.0", "transformers": "5.24.1"}.get)
-    monkeypatch.setitem(environment._NEEDED, "transformers", ("5.17", "5.23"))
-    monkeypatch.setitem(environment._NEEDED, "accelerate", ("1.15", "1.15"))
+    monkeypatch.setitem(environment._REQUIRED, "transformers", ("5.17", "5.23"))
+    monkeypatch.setitem(environment._REQUIRED, "accelerate", ("1.15", "1.15"))
     accelerate, transformers = environment.untried_versions("accelerate", "transformers")
     assert (
         accelerate.severity == "warning" and "accelerate 1.16.0" in accelerate.fact and "with 1.15." in accelerate.fact
@@ -206,8 +206,8 @@ def test_the_environment_of_the_tests_is_fit():
 @pytest.mark.parametrize(
     ("attribute", "value", "code", "cure"),
     [
-        ("_NEEDED", {"torch": ("99.1", None)}, "version-too-old", 'pip install "torch>=99.1"'),
-        ("_NEEDED", {"no-such-package": ("1.0", None)}, "package-missing", 'pip install "no-such-package>=1.0"'),
+        ("_REQUIRED", {"torch": ("99.1", None)}, "version-too-old", 'pip install "torch>=99.1"'),
+        ("_REQUIRED", {"no-such-package": ("1.0", None)}, "package-missing", 'pip install "no-such-package>=1.0"'),
         ("dist.is_available", lambda: False, "no-backend", "Install a torch with them"),
     ],
 )

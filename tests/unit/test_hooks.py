@@ -82,7 +82,7 @@ def test_versions_that_nobody_tried_are_told_once(monkeypatch):
         warnings.simplefilter("error")
         check_hooks(ShardedScaler, torch.amp.GradScaler)
     hooks._warn_of_untried_versions.cache_clear()
-    monkeypatch.setitem(environment._NEEDED, "transformers", ("5.1", "5.2"))
+    monkeypatch.setitem(environment._REQUIRED, "transformers", ("5.1", "5.2"))
     with pytest.warns(
         UserWarning, match=r"transformers 5\.\d+\.\d+ is installed, .* was tested with 5\.1 to 5\.2"
     ) as seen:

@@ -1,4 +1,4 @@
-"""What a folder of `torch.distributed.checkpoint` (DCP) holds: by its `.metadata`, which is not trusted either.
+"""Read the `.metadata` of a `torch.distributed.checkpoint` (DCP) folder: its tensors and chunks; nothing is trusted.
 
 Each rank of the saving job wrote its part of every tensor as one `torch.save` archive inside a `.distcp` file. With the
 place of each chunk known, any number of ranks reads from them what its own shards need.
@@ -26,17 +26,19 @@ from hf_fsdp_tools.text import listed, listed_lines
 __all__ = ["METADATA", "find_dcp_folder", "model_part", "parse_dcp"]
 
 METADATA = ".metadata"
-_ACCELERATE_FOLDERS = "pytorch_model_fsdp_*"  # below what Accelerate's save_state and the Trainer write
+"""Name of DCP's metadata file."""
+
+_ACCELERATE_FOLDERS = "pytorch_model_fsdp_*"
+"""DCP folders of models inside a folder that Accelerate's `save_state` or the Trainer wrote."""
 
 _Path = tuple[str, ...]
 
 
 def find_dcp_folder(folder: Path) -> Path | None:
-    """The DCP folder of a model: `folder` itself, or the one that Accelerate's `save_state` or the Trainer put below
-    it.
+    """The DCP folder of a model: `folder`, or the one inside it that Accelerate or the Trainer wrote; None without one.
 
     Raises:
-        CheckpointError: there are several models below it.
+        CheckpointError: `folder` holds several models.
     """
     if (folder / METADATA).is_file():
         return folder
@@ -48,14 +50,14 @@ def find_dcp_folder(folder: Path) -> Path | None:
 
 
 def parse_dcp(folder: Path) -> tuple[list[tuple[_Path, ChunkedTensor]], int]:
-    """The tensors of a DCP folder, each with its path in the state dict that was saved, and the bytes of the metadata.
+    """The tensors of a DCP folder, each with its path in the saved state dict; and the bytes of the metadata.
 
-    The metadata is a pickle; only the plain records that DCP itself puts there are built. Other values than tensors
-    (step counts, random states) are left out.
+    The metadata is a pickle, of which only DCP's own plain records are built. Values other than tensors (step counts,
+    random states) are left out.
 
     Raises:
-        CheckpointError: the metadata is damaged or would run code, or files are absent, short or outside the folder, or
-            the chunks of a tensor leave something out.
+        CheckpointError: the metadata is damaged or would run code; files are absent, short or outside the folder; or
+            the chunks of a tensor do not cover it.
     """
     file = folder / METADATA
     text = file.read_bytes()
@@ -69,7 +71,9 @@ def parse_dcp(folder: Path) -> tuple[list[tuple[_Path, ChunkedTensor]], int]:
         if not isinstance(entry, dcp.TensorStorageMetadata):
             continue
         try:
-            chunks = [_chunk(folder, key, chunk, places, sizes) for chunk in entry.chunks if math.prod(chunk.sizes)]
+            chunks = [
+                _parse_chunk(folder, key, chunk, places, sizes) for chunk in entry.chunks if math.prod(chunk.sizes)
+            ]
             _check_cover(file, key, tuple(entry.size), [chunk.box for chunk in chunks])
         except CheckpointError as error:
             problems.append(str(error))
@@ -85,11 +89,11 @@ def parse_dcp(folder: Path) -> tuple[list[tuple[_Path, ChunkedTensor]], int]:
 
 
 def model_part(tensors: Mapping[_Path, ChunkedTensor], model_keys: Collection[str]) -> dict[str, ChunkedTensor]:
-    """The tensors of the model among all that was saved, by their names in the model.
+    """The tensors of the model among all saved tensors, by their names in the model.
 
-    A training job saves the model beside optimizer and progress (`{"model": …, "optim": …}`). The part of the saved
-    state dict in which most names are the model's is taken, whatever it is called. All of that part is returned, also
-    what the model does not know.
+    A training job saves the model beside optimizer and progress (`{"model": …, "optim": …}`). The model is the part of
+    the saved state dict with most names in common with `model_keys`, whatever the part is called. All tensors of the
+    part are returned, also those that the model does not know.
     """
     suffixes = {suffix for key in model_keys for suffix in _suffixes(key)}
     votes = Counter(path[:-1] for path in tensors if suffixes.intersection(_suffixes(plain_name(path[-1]))))
@@ -98,7 +102,7 @@ def model_part(tensors: Mapping[_Path, ChunkedTensor], model_keys: Collection[st
 
 
 def _suffixes(key: str) -> Iterator[str]:
-    """A dotted name and what remains of it without its first parts, but for the last one, which any module has."""
+    """Yield a dotted name without its first 0, 1, … parts; not the last part alone, which many modules share."""
     parts = key.split(".")
     return (".".join(parts[i:]) for i in range(max(1, len(parts) - 1)))
 
@@ -107,10 +111,10 @@ def _suffixes(key: str) -> Iterator[str]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds what DCP itself writes and nothing else."""
+    """Builds the records that DCP writes, and refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The few classes of DCP's metadata; any other name would be code of the file's own choice."""
+        """One of the few classes of DCP's metadata; any other name would run code that the file chooses."""
         if module == dcp.__name__ and (name in dcp.__all__ or name == "_MEM_FORMAT_ENCODING"):
             return getattr(dcp, name)
         if (module, name) == (_StorageInfo.__module__, "_StorageInfo"):
@@ -137,8 +141,16 @@ def _unpickle(file: Path, text: bytes) -> dcp.Metadata:
     return metadata
 
 
-def _chunk(folder: Path, key: str, saved: Any, places: Mapping[Any, Any], sizes: dict[str, int]) -> TensorChunk:
-    """One chunk of a tensor, its place checked."""
+def _parse_chunk(folder: Path, key: str, saved: Any, places: Mapping[Any, Any], sizes: dict[str, int]) -> TensorChunk:
+    """The place of one chunk of a tensor, checked against the sizes of the folder's files.
+
+    Args:
+        folder: the DCP folder.
+        key: of the tensor.
+        saved: DCP's record of the chunk.
+        places: DCP's records of where chunks lie.
+        sizes: sizes of files that were looked at already, by name; -1 for an absent file. Extended here.
+    """
     start, length = tuple(saved.offsets), tuple(saved.sizes)
     place = places.get(dcp.MetadataIndex(key, saved.offsets))
     name = f"{key}[{', '.join(f'{s}:{s + n}' for s, n in zip(start, length, strict=True))}]" if start else key
@@ -167,7 +179,7 @@ def _chunk(folder: Path, key: str, saved: Any, places: Mapping[Any, Any], sizes:
 
 
 def _check_cover(file: Path, key: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    """The chunks form a grid that covers the tensor: along each dimension their ranges follow each other."""
+    """Refuse chunks that do not form a grid over the tensor: their ranges must follow each other in each dimension."""
     if not math.prod(shape):
         return
     cells = 1

@@ -1,9 +1,8 @@
-"""What a file that `torch.save` wrote holds, without its data: for legacy `pytorch_model.bin`, and for chunks of a DCP
-folder.
+"""Locate the tensors of a `torch.save` file without reading their data: `pytorch_model.bin`, and chunks of DCP.
 
 The file is a zip archive: one pickle, which describes tensors, and one uncompressed record of bytes per storage.
 torch's restricted unpickler (`weights_only=True`) reads the description onto the meta device and notes where each
-storage lies (torch 2.7 and newer), so the data can be read like that of any other checkpoint: only what a shard needs.
+storage lies (torch 2.7 and newer). So the data can be read like that of other checkpoints: only the bytes of a shard.
 """
 
 import io
@@ -24,17 +23,18 @@ from hf_fsdp_tools.text import first_line, listed
 
 __all__ = ["locate_chunk", "parse_pickled"]
 
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: lengths of name and extra field, which the data follows
+_LOCAL_HEADER = struct.Struct("<26xHH")
+"""The local header of a zip record: lengths of its name and extra field, after which the data begins."""
 
 
 def parse_pickled(file: Path) -> tuple[list[StoredTensor], int]:
-    """The tensors of one `torch.save` file of a state dict, in its order, and the number of bytes read to know them.
+    """The tensors of a state dict saved by `torch.save`, in its order; and the number of bytes read to locate them.
 
-    No code of the file is run: torch's restricted unpickler builds tensors and plain containers only. Tensors that
-    share memory (tied weights) share their bytes here too; transposed ones keep their strides.
+    No code of the file is run: torch's restricted unpickler builds tensors and plain containers only. Tied tensors
+    share their bytes; transposed tensors keep their strides.
 
     Raises:
-        CheckpointError: the file is damaged, holds anything but a dict of tensors, would run code, or is of the format
+        CheckpointError: the file is damaged, holds anything but a dict of tensors, would run code, or has the format
             from before torch 1.6, whose data has no fixed place.
     """
     try:
@@ -51,14 +51,14 @@ def parse_pickled(file: Path) -> tuple[list[StoredTensor], int]:
         raise _damaged(
             file, f"holds values that are no tensors: {listed(others)}; expected the state dict of a model alone"
         )
-    return [_locate(file, key, tensor, records, 0) for key, tensor in content.items()], num_bytes
+    return [_locate_tensor(file, key, tensor, records, 0) for key, tensor in content.items()], num_bytes
 
 
 def locate_chunk(chunk: TensorChunk, dtype: torch.dtype) -> StoredTensor:
-    """Where the data of one chunk lies: the head and the tail of its own `torch.save` archive are read, not the data.
+    """Where the data of one chunk lies, from the head and tail of its own `torch.save` archive; no data is read.
 
     Raises:
-        CheckpointError: it is no such archive, or another tensor than its folder says.
+        CheckpointError: the chunk is no such archive, or holds another tensor than the folder's metadata says.
     """
     try:
         with _Window(chunk.file, chunk.offset, chunk.length) as window:
@@ -71,7 +71,7 @@ def locate_chunk(chunk: TensorChunk, dtype: torch.dtype) -> StoredTensor:
     if not torch.is_tensor(tensor) or tuple(tensor.shape) != chunk.box.length or tensor.dtype != dtype:
         found = f"{tensor.dtype} {list(tensor.shape)}" if torch.is_tensor(tensor) else type(tensor).__name__
         raise _damaged(chunk.file, f"{chunk.name!r}: expected {dtype} {list(chunk.box.length)}, found {found}")
-    stored = _locate(chunk.file, chunk.name, tensor, records, chunk.offset)
+    stored = _locate_tensor(chunk.file, chunk.name, tensor, records, chunk.offset)
     if stored.strides is not None:
         raise CheckpointError(
             f"{chunk.file}: {chunk.name!r} was saved transposed (strides {list(stored.strides)}); only row-major "
@@ -81,7 +81,7 @@ def locate_chunk(chunk: TensorChunk, dtype: torch.dtype) -> StoredTensor:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file as a file of its own, which counts what is read."""
+    """A part of a file as a file of its own; counts the bytes read."""
 
     def __init__(self, file: Path, start: int, length: int) -> None:
         self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -117,7 +117,7 @@ class _Window(io.RawIOBase):
 
 
 def _unpickle(file: Path, window: _Window) -> Any:
-    """What was saved, every tensor on meta."""
+    """The saved object, every tensor on meta."""
     window.seek(0)
     try:
         return torch.load(window, map_location="meta", weights_only=True)  # type: ignore[arg-type]  # a binary file
@@ -142,10 +142,10 @@ def _unpickle(file: Path, window: _Window) -> Any:
 
 
 def _records(file: Path, window: _Window) -> dict[int, int]:
-    """Where the data of every uncompressed record begins, with its length; by the archive's own directory.
+    """Position and length of the data of every uncompressed record, by the archive's own directory.
 
-    torch computes these places from what it knows of its own writer. This is the check, so that a file from elsewhere
-    cannot make a tensor of other bytes.
+    torch computes the position of a storage from how its own writer lays files out. The directory is the check, so that
+    a file from elsewhere cannot make a tensor of other bytes.
     """
     window.seek(0)
     if not (head := window.read(2)):
@@ -163,7 +163,7 @@ def _records(file: Path, window: _Window) -> dict[int, int]:
             orders = {archive.read(e) for e in entries if e.filename.endswith("byteorder")}
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
         raise _damaged(file, f"is no complete zip archive: {error}") from error
-    if orders - {b"little"}:  # torch would swap the bytes of a tensor that has none, and crash (2.13)
+    if orders - {b"little"}:  # torch would swap the bytes of a meta tensor, which has none, and crash (2.13)
         raise CheckpointError(f"{file}: has byte order {orders}, expected little. Save it on a little-endian machine.")
     found = {}
     for entry in entries:
@@ -175,8 +175,8 @@ def _records(file: Path, window: _Window) -> dict[int, int]:
     return found
 
 
-def _locate(file: Path, key: str, tensor: torch.Tensor, records: dict[int, int], start: int) -> StoredTensor:
-    """The place of one meta tensor's elements, checked against the archive's records."""
+def _locate_tensor(file: Path, key: str, tensor: torch.Tensor, records: dict[int, int], start: int) -> StoredTensor:
+    """The place of a meta tensor's elements in its file, checked against the archive's records."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         raise _damaged(file, f"{key!r} is no plain dense tensor ({tensor.layout}, {tensor.dtype})")
     offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
@@ -188,7 +188,7 @@ def _locate(file: Path, key: str, tensor: torch.Tensor, records: dict[int, int],
             f"{key!r}: its {tensor.numel() * size} bytes are not in an uncompressed record of the archive",
         )
     shape = tuple(tensor.shape)
-    # The step of a dimension of one index is never taken, and torch lets it be anything.
+    # The stride of a dimension of length one does not matter, and torch lets it be anything.
     plain = row_major_strides(shape)
     strides = tuple(p if n == 1 else s for n, s, p in zip(shape, tensor.stride(), plain, strict=True))
     if 0 in strides and tensor.numel():

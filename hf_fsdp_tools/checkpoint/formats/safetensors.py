@@ -1,4 +1,4 @@
-"""What one safetensors file holds, by its header; nothing in the file is trusted."""
+"""Parse the header of a safetensors file; nothing in the file is trusted."""
 
 import json
 import math
@@ -17,10 +17,9 @@ from hf_fsdp_tools.errors import CheckpointError
 
 __all__ = ["DTYPES", "MAX_HEADER_BYTES", "parse_header", "parse_json", "refuse_pointer", "shortened"]
 
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
+MAX_HEADER_BYTES = 100_000_000
+"""Largest header in bytes that the safetensors format allows."""
 
-# https://github.com/huggingface/safetensors#format; sub-byte types have no torch dtype that can be sliced, so they are
-# left out.
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
         "BOOL": torch.bool,
@@ -42,23 +41,24 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "C64": torch.complex64,
     }
 )
-
+"""Dtypes by their names in safetensors (https://github.com/huggingface/safetensors#format). Dtypes below one byte are
+left out: torch cannot slice them."""
 
 _PARTS = frozenset(["dtype", "shape", "data_offsets"])
 
 
 def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
-    """The tensors of one safetensors file, in file order, and the number of bytes that were read to know them.
+    """The tensors of one safetensors file, in file order; and the number of bytes read to locate them.
 
     Nothing in the file is trusted: length, encoding, JSON, dtypes, shapes and byte ranges are checked, and ranges must
     cover the data without holes or overlaps, as the format demands.
 
     Raises:
-        CheckpointError: the first thing that is wrong.
+        CheckpointError: the file cannot be read or its header is wrong; names the first problem.
     """
     try:
         status = file.stat()
-        if not S_ISREG(status.st_mode):  # to open a named pipe would wait for a writer for ever
+        if not S_ISREG(status.st_mode):  # opening a named pipe waits for a writer for ever
             raise OSError("it is not a regular file")
         size = status.st_size
         with open(file, "rb") as stream:
@@ -83,16 +83,25 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
 
 
 def refuse_pointer(file: Path, beginning: bytes) -> None:
-    """Say so where a clone without git-lfs left a pointer to the file; `beginning` is at least 2 bytes of it."""
+    """Refuse the pointer that a clone without git-lfs leaves in place of a file.
+
+    Args:
+        file: for the message.
+        beginning: the first 2 or more bytes of the file.
+    """
     if len(beginning) > 1 and b"version https://git-lfs".startswith(beginning):
         raise CheckpointError(
-            f"{file}: is a pointer of git-lfs, expected the file itself. Run `git lfs pull` in its folder, or "
-            "download it."
+            f"{file}: is a pointer of git-lfs, expected the file itself. "
+            "Run `git lfs pull` in its folder, or download it."
         )
 
 
 def parse_json(file: Path, text: bytes) -> dict[str, Any]:
-    """The header of a safetensors file, or an index file, as a dict with unique keys."""
+    """A JSON object, the header of a safetensors file or an index file, as a dict with unique keys.
+
+    Raises:
+        CheckpointError: the text is no JSON object, or a key occurs twice.
+    """
     what = "it" if file.suffix == ".json" else "header"
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -116,7 +125,7 @@ def parse_json(file: Path, text: bytes) -> dict[str, Any]:
 
 
 def _parse_entry(file: Path, key: str, value: Any, data_start: int) -> StoredTensor:
-    """One entry of the header, checked in itself."""
+    """One entry of the header, checked by itself."""
     if not isinstance(value, dict) or not value.keys() >= _PARTS:
         raise _damaged(file, f"{key!r}: expected dtype, shape and data_offsets, found {shortened(value)}")
     name, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -137,7 +146,7 @@ def _parse_entry(file: Path, key: str, value: Any, data_start: int) -> StoredTen
 
 
 def _check_layout(file: Path, tensors: list[StoredTensor], data_start: int, size: int) -> None:
-    """Tensors, sorted by offset, follow each other without hole or overlap up to the end of the file."""
+    """Refuse tensors, sorted by offset, that leave holes, overlap, or do not fill the file to its end."""
     position, previous = data_start, "the header"
     for tensor in tensors:
         if tensor.offset != position:
@@ -156,14 +165,12 @@ def _check_layout(file: Path, tensors: list[StoredTensor], data_start: int, size
 
 
 def _are_sizes(value: Any) -> bool:
-    """Whether it is a list of non-negative integers that a file could have: 64 bits each, no more than torch has
-    dimensions (their product would be a number of millions of digits).
-    """
+    """Whether a value is a list of at most 64 integers from 0 to 2**63 - 1: what a shape or a byte range can be."""
     return isinstance(value, list) and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
 def shortened(value: Any) -> str:
-    """Its `repr` in about 80 characters, for messages; takes no longer for a long or deep value."""
+    """The `repr` of a value cut to about 80 characters, for messages; fast for long and deep values too."""
     return _REPR.repr(value)[:120]
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: a tensor, and where its bytes lie. The same words for every format."""
+"""Stored tensors: name, dtype, shape, and where the bytes lie; the same classes for every format."""
 
 import math
 from collections.abc import Mapping
@@ -7,12 +7,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from hf_fsdp_tools.checkpoint.regions import (
-    Box,
-    Piece,
-    View,
-    row_major_strides,
-)
+from hf_fsdp_tools.checkpoint.regions import Box, Piece, View, row_major_strides
 
 __all__ = ["ChunkedTensor", "StoredTensor", "TensorChunk", "leaves_folder"]
 
@@ -28,10 +23,10 @@ class StoredTensor:
     """The file that holds it."""
 
     dtype: torch.dtype
-    """As stored."""
+    """Stored dtype."""
 
     shape: tuple[int, ...]
-    """As stored."""
+    """Stored shape."""
 
     offset: int
     """Position of its first byte in the file."""
@@ -40,11 +35,11 @@ class StoredTensor:
     """Length of its data in bytes."""
 
     strides: tuple[int, ...] | None = None
-    """Steps in elements per dimension; None where the data is row-major, as it always is but in pickled files."""
+    """Steps in elements per dimension; None for row-major data. Only pickled files hold other data."""
 
     @property
     def sources(self) -> Mapping[str, torch.dtype]:
-        """The names and dtypes of what it is made of: itself."""
+        """Name and dtype of the one source of its elements, which is itself."""
         return {self.key: self.dtype}
 
     def pieces(self) -> tuple[Piece, ...]:
@@ -55,27 +50,27 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorChunk:
-    """A box of a tensor that was saved by itself, somewhere in a file."""
+    """A box of a tensor that was saved as an object of its own, somewhere in a file."""
 
     name: str
-    """Unique in the checkpoint: key and start."""
+    """Unique in the checkpoint: key and ranges."""
 
     box: Box
-    """Which part of the tensor it is."""
+    """Which part of the tensor the chunk is."""
 
     file: Path
     """The file that holds it."""
 
     offset: int
-    """Position of the saved object, of which the data is a part, in the file."""
+    """Position of the saved object in the file; the chunk's data is a part of the object."""
 
     length: int
-    """Length of the saved object in bytes."""
+    """Bytes of the saved object."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedTensor:
-    """One tensor of a checkpoint that was saved in chunks; they do not overlap, and together they are the tensor."""
+    """One tensor of a checkpoint that was saved in chunks; the chunks cover the tensor and do not overlap."""
 
     key: str
     """Its name in the checkpoint."""
@@ -84,13 +79,13 @@ class ChunkedTensor:
     """The file that says where its chunks are."""
 
     dtype: torch.dtype
-    """As stored."""
+    """Stored dtype."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
 
     chunks: tuple[TensorChunk, ...]
-    """Those that hold anything."""
+    """The chunks that hold any elements."""
 
     @property
     def num_bytes(self) -> int:
@@ -99,7 +94,7 @@ class ChunkedTensor:
 
     @property
     def sources(self) -> Mapping[str, torch.dtype]:
-        """The names and dtypes of what it is made of: its chunks."""
+        """Names and dtypes of the sources of its elements, which are its chunks."""
         return {chunk.name: self.dtype for chunk in self.chunks}
 
     def pieces(self) -> tuple[Piece, ...]:

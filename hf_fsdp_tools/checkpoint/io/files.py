@@ -1,4 +1,4 @@
-"""Transfers read and written: straight where bytes agree, through a small staging buffer where they do not."""
+"""Read and write transfers: straight where the bytes agree, through a small staging buffer where they do not."""
 
 import os
 import threading
@@ -20,16 +20,15 @@ from hf_fsdp_tools.errors import CheckpointError
 __all__ = ["MAX_GAP_BYTES", "REQUESTS_IN_FLIGHT", "TransferStats", "read_transfers", "write_transfers"]
 
 REQUESTS_IN_FLIGHT = 16
-"""Requests of one rank at a time. The page cache and a local disk need few; a network file system, where one request
-waits for milliseconds, brings so many times the bytes of one. (assumed)"""
+"""Requests that one rank has under way at a time. The page cache and a local disk need few; on a network file system,
+where a request waits for milliseconds, the rate grows with their number. (assumed)"""
 
 MAX_GAP_BYTES = 4096
-"""Unwanted bytes that are read through rather than skipped with another system call: a page, which is read whole
-anyway."""
+"""Unwanted bytes between wanted ones up to which one request reads both: a page, which is read whole anyway."""
 
 _REQUEST_BYTES = 8 * 2**20
-"""Largest request: large enough that what a request costs is little beside its bytes (80 ms at 100 MB/s), small enough
-that one tensor, as an embedding, occupies several requests at once. (assumed)"""
+"""Bytes of the largest request. Large, so that its latency is small beside its transfer (80 ms at 100 MB/s); small, so
+that one tensor (an embedding) occupies several requests at once. (assumed)"""
 
 _READING = ("read", "the disk and permissions")
 _WRITING = ("written", "space and permissions")
@@ -37,19 +36,19 @@ _WRITING = ("written", "space and permissions")
 
 @dataclass(frozen=True, kw_only=True)
 class TransferStats:
-    """What a set of transfers cost on this rank."""
+    """The cost of a set of transfers on this rank."""
 
     num_bytes: int = 0
-    """Bytes that went between file and memory, read-through gaps included."""
+    """Bytes between files and memory, gaps that were read through included."""
 
     calls: int = 0
-    """System calls that moved them."""
+    """System calls that moved the bytes."""
 
     staging_bytes: int = 0
-    """Bytes of staging buffers that were made."""
+    """Bytes of staging buffers."""
 
     def __add__(self, other: "TransferStats") -> "TransferStats":
-        """Two sets one after the other; buffers are not alive at the same time."""
+        """The cost of two sets one after the other; their buffers are not alive at the same time."""
         return TransferStats(
             num_bytes=self.num_bytes + other.num_bytes,
             calls=self.calls + other.calls,
@@ -74,10 +73,10 @@ def read_transfers(
         transfers: what to read; memory of any dtype, strides and device.
         staging_bytes: upper bound of all staging buffers together.
         in_flight: requests at a time, one thread each.
-        read_ahead: whether the system may read on behind each request: right where other ranks of this node want those
-            bytes. Where they do not, it takes them from the disk for nothing: about twice a rank's share.
+        read_ahead: whether the system may read on behind each request, for other ranks of this node that want the bytes
+            there. Where no rank wants them, reading on costs the disk about twice a rank's share.
         on_bytes: told how many bytes (as stored) arrived since the last call; all calls together give the size of the
-            transfers, gaps left out. Called by the threads that read, one at a time.
+            transfers, gaps left out. Called by the reading threads, one at a time.
 
     Raises:
         CheckpointError: a file cannot be read, or is shorter than its header said.
@@ -98,11 +97,15 @@ def write_transfers(
 ) -> TransferStats:
     """Write the memory of every transfer to its place in its file, which must exist at full length.
 
-    Not a byte beside the transfers' own is touched, so that ranks can write to one file together. Arguments as for
-    `read_transfers`.
+    No byte outside the transfers is touched, so that several ranks can write to one file.
+
+    Args:
+        transfers: what to write; memory of any dtype, strides and device.
+        staging_bytes: upper bound of all staging buffers together.
+        in_flight: requests at a time, one thread each.
 
     Raises:
-        CheckpointError: a file cannot be written; a full disk for example.
+        CheckpointError: a file cannot be written, on a full disk for example.
     """
     return _move(transfers, _open_to_write, _write, staging_bytes=staging_bytes, in_flight=in_flight, max_gap_bytes=0)
 
@@ -144,7 +147,7 @@ def _move(
 def _on_threads(
     requests: Sequence[Request], handle: Callable[[Request], int], in_flight: int, on_bytes: Callable[[int], object]
 ) -> int:
-    """Handle every request; the sum of what `handle` returns. After a failure no further request is begun."""
+    """The sum of `handle(request)` over all requests, run on threads; after a failure no further request is begun."""
     waiting = deque(requests)
     one_at_a_time = threading.Lock()
 
@@ -172,7 +175,7 @@ def _on_threads(
 
 
 def _open_to_read(file: Path, *, read_ahead: bool) -> int:
-    """A descriptor; without `read_ahead` it reads from the disk exactly what it is asked for."""
+    """A descriptor of the file; without `read_ahead`, the system reads from the disk only the bytes asked for."""
     with _io_errors(file, *_READING), watched(file):
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         if not read_ahead and hasattr(os, "posix_fadvise"):
@@ -207,13 +210,13 @@ def _write(descriptor: int, request: Request, staging: Staging) -> int:
 
 
 def _scatter(request: Request, buffer: torch.Tensor) -> None:
-    """Cast the bytes of a request and put them where they belong."""
+    """Cast the bytes of a request into the memory of its transfers."""
     for transfer in request.transfers:
-        transfer.memory.copy_(_staged(transfer, buffer, request.start))  # within a GPU that is queued, not waited for
+        transfer.memory.copy_(_staged(transfer, buffer, request.start))  # within a GPU: queued, not waited for
 
 
 def _gather(request: Request, buffer: torch.Tensor) -> None:
-    """Cast what a request writes into the layout of its file."""
+    """Cast the memory of a request's transfers into a buffer with the layout of the file."""
     for transfer in request.transfers:
         _staged(transfer, buffer, request.start).copy_(transfer.memory)
 
@@ -231,8 +234,7 @@ def _all_bytes(
     request: Request,
     memory: Iterable[torch.Tensor],
 ) -> int:
-    """Repeat a vectored call until every byte of a request went; the number of calls. The system may do less than
-    asked."""
+    """Repeat a vectored call, which may move less than asked, until a request is done; give the number of calls."""
     buffers = [_bytes_of(tensor) for tensor in memory]
     position, calls = request.start, 0
     while buffers:
@@ -253,14 +255,14 @@ def _all_bytes(
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, to read into or write from."""
+    """The bytes of a contiguous CPU tensor, sharing its memory."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     return flat.numpy().data
 
 
 @contextmanager
 def _io_errors(file: Path, verb: str, cure: str) -> Iterator[None]:
-    """The system's errors with the file and what to do."""
+    """Turn errors of the system into `CheckpointError`, with the file and a cure."""
     try:
         yield
     except OSError as error:

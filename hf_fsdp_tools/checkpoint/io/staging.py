@@ -1,4 +1,4 @@
-"""Host buffers that data passes through: few, reused, and never given out again before a copy from them is done."""
+"""Staging buffers on the host: few, reused, and never given out again before a copy from them is done."""
 
 import threading
 from collections import deque
@@ -10,14 +10,15 @@ import torch
 __all__ = ["BUFFERS_PER_THREAD", "CopyDone", "Ring", "Staging"]
 
 BUFFERS_PER_THREAD = 2
-"""For a GPU: one is filled while the other is copied from. For the CPU, where a copy is done when it returns, one."""
+"""Buffers of one thread for a GPU: one is filled while the other is copied from. The CPU needs one, since its copies
+are done when they return."""
 
 
 class CopyDone(Protocol):
-    """What says when a copy is done: an event of a CUDA stream."""
+    """Knows when a copy is done: an event of a CUDA stream."""
 
     def synchronize(self) -> None:
-        """Wait for it."""
+        """Wait until the copy is done."""
 
 
 class Ring:
@@ -29,8 +30,9 @@ class Ring:
         self._used: deque[tuple[torch.Tensor, CopyDone | None]] = deque()
 
     def next(self) -> torch.Tensor:
-        """A buffer to fill: a new one while there are fewer than `count`, then the one that was used longest ago, as
-        soon as the copy from it is done.
+        """A buffer to fill: a new one while there are fewer than `count`, then the one used longest ago.
+
+        Waits until the last copy from the buffer is done.
         """
         if len(self._used) < self._count:
             buffer, done = self._make(), None
@@ -42,18 +44,18 @@ class Ring:
         return buffer
 
     def copied_when(self, done: CopyDone) -> None:
-        """The buffer that was given out last is being copied from until `done`."""
+        """Note that the buffer given out last is being copied from until `done`."""
         self._used[-1] = (self._used[-1][0], done)
 
     def drain(self) -> None:
-        """Wait for every copy."""
+        """Wait until all copies are done."""
         for _, done in self._used:
             if done is not None:
                 done.synchronize()
 
 
 class Staging:
-    """The rings of all threads. For a GPU: pinned buffers, and a stream per thread, so that copies run beside reads."""
+    """The staging buffers of all threads; for a GPU they are pinned, and each thread copies on a stream of its own."""
 
     def __init__(self, *, num_bytes: int, device: torch.device | None) -> None:
         self._num_bytes = num_bytes
@@ -66,7 +68,7 @@ class Staging:
 
     @property
     def allocated_bytes(self) -> int:
-        """All buffers together."""
+        """Bytes of all buffers together."""
         return self._num_bytes * self._made
 
     def next_buffer(self) -> torch.Tensor:
@@ -74,10 +76,10 @@ class Staging:
         return self._ring().next()
 
     def hand_over(self, filled: torch.Tensor, scatter: Callable[[torch.Tensor], None]) -> None:
-        """Give the bytes of the calling thread's last buffer to `scatter`.
+        """Let `scatter` copy from the calling thread's last buffer.
 
-        For a GPU, `scatter` gets them there, as they are in the file: one copy from pinned memory, queued and not
-        waited for; what it does then (casts, strides) runs on the GPU, on the thread's own stream.
+        For a GPU, the bytes are first copied there as they are in the file, from pinned memory, queued and not waited
+        for. `scatter` gets the copy, and its casts run on the GPU, on the thread's own stream.
         """
         if self._device is None:
             scatter(filled)
@@ -92,7 +94,7 @@ class Staging:
     def collect(self, buffer: torch.Tensor, gather: Callable[[torch.Tensor], None]) -> None:
         """Let `gather` fill a buffer of the calling thread, and return when it is full.
 
-        From a GPU, `gather` runs on the thread's own stream, behind what the thread that made this had queued.
+        From a GPU, `gather` runs on the thread's own stream, after the work that was queued when this object was made.
         """
         if self._device is None:
             gather(buffer)
@@ -103,8 +105,10 @@ class Staging:
         stream.synchronize()
 
     def finish(self) -> None:
-        """Wait until everything has arrived, also after an error: memory that is copied to must not be freed before.
-        For the thread that made this."""
+        """Wait until all copies have arrived, also after an error: their memory must not be freed before.
+
+        Call it from the thread that made this object.
+        """
         for ring in self._rings:
             ring.drain()
 

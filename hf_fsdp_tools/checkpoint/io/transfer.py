@@ -1,7 +1,9 @@
-"""Which bytes of a file belong to which memory, cut into requests: each a run of one file that one system call moves.
+"""Which bytes of a file belong to which memory, cut into requests that one system call moves each.
 
-transfer   elements of a file, at regular steps, and the same elements in memory
-request    transfers of one file that are read or written together, small enough for one call
+Words used here:
+
+    transfer   elements of a file, at regular steps, and the same elements in memory
+    request    transfers of one file that are read or written together, small enough for one system call
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,12 +19,12 @@ from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 __all__ = ["Request", "Transfer", "cut_requests", "transfers_into"]
 
 _MAX_RUNS = 1024
-"""Memory regions that one `preadv` or `pwritev` takes: IOV_MAX on Linux."""
+"""Memory regions that one `preadv` or `pwritev` takes (IOV_MAX on Linux)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """Elements of a file and where they are in memory."""
+    """Elements of a file, and their place in memory."""
 
     file: Path
     """The file."""
@@ -31,13 +33,13 @@ class Transfer:
     """Position of the first element's first byte in the file."""
 
     dtype: torch.dtype
-    """Of the elements in the file."""
+    """Dtype of the elements in the file."""
 
     strides: tuple[int, ...]
     """Steps in the file per dimension of `memory`, in elements."""
 
     memory: torch.Tensor
-    """The same elements in memory: a view of any strides, dtype and device."""
+    """The elements in memory: a view of any strides, dtype and device."""
 
     @property
     def stop(self) -> int:
@@ -89,13 +91,13 @@ class Request:
 def transfers_into(
     memory: torch.Tensor, tensor: PieceTensor, box: Box, stored_at: Callable[[str], StoredTensor]
 ) -> Iterator[Transfer]:
-    """What to read to fill `memory` with one box of a tensor.
+    """Yield the transfers that fill `memory` with one box of a tensor.
 
     Args:
-        memory: a view of any strides, of the box's shape.
-        tensor: the tensor, which must not be opaque; parts of it that come from nowhere are left as they are.
+        memory: a view of any strides, of the box's shape. Elements that no piece of the tensor fills keep their values.
+        tensor: must not be opaque.
         box: which part of the tensor.
-        stored_at: where the tensor lies that a piece is made of, by its name (`CheckpointIndex.source`).
+        stored_at: gives the place of a source by its name (`CheckpointIndex.source`).
     """
     for piece in tensor.pieces or ():
         part = slice_piece(piece, box)
@@ -115,27 +117,27 @@ def transfers_into(
 def cut_requests(
     transfers: Iterable[Transfer], *, request_bytes: int, buffer_bytes: int, max_gap_bytes: int
 ) -> Iterator[Request]:
-    """Requests that together are the transfers, in file order.
+    """Yield requests that together move the transfers, in file order.
 
     Args:
         transfers: of any files.
-        request_bytes: largest direct request.
-        buffer_bytes: what a request that is not direct may span in its file.
-        max_gap_bytes: unwanted bytes between wanted ones up to which a request runs on across them; 0 for writing.
+        request_bytes: bytes of the largest direct request.
+        buffer_bytes: bytes of its file that a staged request may span.
+        max_gap_bytes: unwanted bytes between wanted ones up to which a request moves both; 0 for writing.
     """
     parts: dict[Path, list[Transfer]] = {}
     for transfer in transfers:
         # Half the buffer each, so that two parts that interleave in the file fit into it together.
-        for part in _cut(_merged(transfer), buffer_bytes // 2, max_gap_bytes) if transfer.memory.numel() else ():
+        for part in _cut_to_fit(_merged(transfer), buffer_bytes // 2, max_gap_bytes) if transfer.memory.numel() else ():
             parts.setdefault(transfer.file, []).extend(_divided(part, request_bytes))
     for file in sorted(parts):
         in_order = sorted(((part.start, part.stop, i) for i, part in enumerate(parts[file])))
         placed = ((start, stop, parts[file][i]) for start, stop, i in in_order)
-        yield from _join(file, placed, request_bytes, buffer_bytes)
+        yield from _join_neighbours(file, placed, request_bytes, buffer_bytes)
 
 
 def _merged(transfer: Transfer) -> Transfer:
-    """The transfer with its dimensions in file order, and those that run on in file and memory made one."""
+    """The transfer with dimensions in file order, and with dimensions that are contiguous in file and memory merged."""
     shape, memory = transfer.memory.shape, transfer.memory.stride()
     order = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: -transfer.strides[d])
     merged: list[tuple[int, int, int]] = []  # length, step in the file, step in memory
@@ -153,8 +155,8 @@ def _merged(transfer: Transfer) -> Transfer:
     )
 
 
-def _cut(transfer: Transfer, limit: int, max_gap_bytes: int) -> Iterator[Transfer]:
-    """Cut along the dimension with the largest step until a part fits `limit` and has no gap that is too large."""
+def _cut_to_fit(transfer: Transfer, limit: int, max_gap_bytes: int) -> Iterator[Transfer]:
+    """Cut along the dimension with the largest step until each part fits `limit` and has no gap that is too large."""
     if transfer.is_direct or not transfer.strides:
         yield transfer
         return
@@ -173,11 +175,11 @@ def _cut(transfer: Transfer, limit: int, max_gap_bytes: int) -> Iterator[Transfe
         inner, steps_in = (part.select(0, 0), strides[1:]) if part.shape[0] == 1 else (part, strides)
         start = transfer.start + i * strides[0] * size
         cut = Transfer(file=transfer.file, start=start, dtype=transfer.dtype, strides=steps_in, memory=inner)
-        yield from _cut(cut, limit, max_gap_bytes)
+        yield from _cut_to_fit(cut, limit, max_gap_bytes)
 
 
 def _divided(transfer: Transfer, request_bytes: int) -> Iterator[Transfer]:
-    """A direct transfer in parts of at most so many bytes, so that several requests bring it at once."""
+    """Yield a direct transfer in parts of at most `request_bytes`, so that several requests move it at once."""
     if transfer.num_bytes <= request_bytes or not transfer.is_direct:
         yield transfer
         return
@@ -187,16 +189,16 @@ def _divided(transfer: Transfer, request_bytes: int) -> Iterator[Transfer]:
         start += part.numel() * transfer.dtype.itemsize
 
 
-def _join(
+def _join_neighbours(
     file: Path, parts: Iterable[tuple[int, int, Transfer]], request_bytes: int, buffer_bytes: int
 ) -> Iterator[Request]:
-    """Neighbours as one request: direct ones while they touch, staged ones while they touch or overlap.
+    """Yield neighbours as one request: direct transfers while they touch, staged ones while they touch or overlap.
 
     Args:
         file: of all parts.
         parts: (start, stop, transfer) in file order.
-        request_bytes: largest direct request.
-        buffer_bytes: largest staged one.
+        request_bytes: bytes of the largest direct request.
+        buffer_bytes: bytes of the largest staged request.
     """
     joined: list[Transfer] = []
     first = last = 0

@@ -1,10 +1,9 @@
-"""Plain weights of a checkpoint into 4-bit shards: each rank reads and packs its own blocks, and gets the scales of
-all.
+"""Pack plain weights of a checkpoint into 4-bit shards: each rank reads and packs its blocks, and gets all scales.
 
-A block is a run of values of the flattened weight (64 by default) that share one scale, so packing depends on nothing
-outside it. A rank whose shard begins or ends within a block reads the whole block and keeps its part: the shards
-together are what bitsandbytes makes of the whole weight, bit for bit. The scales are joined before they are quantised
-themselves, because that takes their mean.
+A block is a run of values of the flattened weight (64 by default) that share one scale, so packing a block depends on
+nothing outside it. A rank whose shard begins or ends within a block reads and packs the whole block, and keeps the part
+in its shard. So the shards together are, bit for bit, what bitsandbytes makes of the whole weight. The ranks join the
+scales before the scales are quantised too, because quantising subtracts their mean.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,29 +18,19 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.io.files import TransferStats, read_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer, transfers_into
-from hf_fsdp_tools.checkpoint.quantized.share import (
-    PackedShare,
-    PackedWeight,
-    Span,
-    compute_device,
-)
+from hf_fsdp_tools.checkpoint.quantized.share import PackedShare, PackedWeight, Span, compute_device
 from hf_fsdp_tools.checkpoint.regions import Box, row_major_strides
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.distributed.agreement import agreed
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.modeling.linear4bit import (
-    Packing,
-    packed_linears,
-    packing_of,
-    set_quant_state,
-)
+from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of, set_quant_state
 
 __all__ = ["forget_scales", "join_scales", "make_quant_state", "quantize_weights", "read_scales"]
 
 T = TypeVar("T")
 
 _WORK_BYTES = 32
-"""Host memory that packing one value takes in bitsandbytes on a CPU, intermediate tensors included (assumed)."""
+"""Bytes of host memory that bitsandbytes on a CPU takes to pack one value, intermediate tensors included. (assumed)"""
 
 
 def quantize_weights(
@@ -53,10 +42,10 @@ def quantize_weights(
     in_flight: int,
     on_bytes: Callable[[int], object],
 ) -> TransferStats:
-    """Fill 4-bit weights and give all 4-bit layers their scales: what bitsandbytes makes of whole weights, bit for bit.
+    """Fill the shards of 4-bit weights and give all 4-bit layers their scales.
 
-    Values are cast to the dtype of the model and packed on the mesh's device, a bounded number at a time. Every rank
-    must call: scales (4 bytes for a block of 64 values) are joined, some weights at a time.
+    The result equals bitsandbytes' packing of whole weights bit for bit. Values are cast to the dtype of the model and
+    packed on the mesh's device, a bounded number at a time.
 
     Args:
         share: of an allocated model.
@@ -66,6 +55,9 @@ def quantize_weights(
         in_flight: requests at a time.
         on_bytes: told how many bytes arrived, as by `read_transfers`.
 
+    Every rank must call. The ranks exchange errors, and add up the scales (4 bytes per block of 64 values) of some
+    weights at a time.
+
     Raises:
         CheckpointError: a file cannot be read, or stored scales are damaged; the same on every rank.
     """
@@ -73,8 +65,8 @@ def quantize_weights(
     if share.scales:
         with agreed(doing):
             stats += read_scales(share, index, staging_bytes=staging_bytes)
-    # Weights whose scales are joined together: the same on every rank.
-    for weights in _groups(share.weights, staging_bytes // 8, lambda w: 4 * w.packing.num_blocks, lambda w: None):
+    # The scales of one batch of weights are joined together; the batches are the same on every rank.
+    for weights in _batches(share.weights, staging_bytes // 8, lambda w: 4 * w.packing.num_blocks, lambda w: None):
         device = compute_device(weights[0].sharded)
         scales = [torch.zeros(weight.packing.num_blocks, dtype=torch.float32, device=device) for weight in weights]
         with agreed(doing):
@@ -85,10 +77,10 @@ def quantize_weights(
     return stats
 
 
-def _groups(
+def _batches(
     items: Iterable[T], num_bytes: int, size_of: Callable[[T], int], kind_of: Callable[[T], object]
 ) -> Iterator[list[T]]:
-    """Neighbours of one kind that together take at most so many bytes, or single ones."""
+    """Yield neighbours of one kind that together take at most `num_bytes`, or single items."""
     group: list[T] = []
     held = 0
     for item in items:
@@ -104,12 +96,12 @@ def _groups(
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """Whole blocks of a span that are packed in one go."""
+    """Whole blocks of a span that are packed at a time."""
 
     weight: PackedWeight
     span: Span
     scales: torch.Tensor
-    """Of the whole weight."""
+    """Scales of the whole weight."""
     start: int
     stop: int
 
@@ -130,23 +122,23 @@ def _pack(
     in_flight: int,
     on_bytes: Callable[[int], object],
 ) -> TransferStats:
-    """Read this rank's blocks of some weights, window by window; packed bytes to the shards, scales to `scales`."""
+    """Read and pack this rank's blocks of some weights: packed bytes go to the shards, scales to `scales`."""
     stats = TransferStats()
     device = scales[0].device
     many = staging_bytes // (4 * _WORK_BYTES) if device.type == "cpu" else staging_bytes // 16
-    parts = _parts(weights, scales, many)
-    for window in _groups(parts, staging_bytes // 8, lambda p: p.numel * p.dtype.itemsize, lambda p: p.dtype):
+    parts = _parts_of(weights, scales, many)
+    for window in _batches(parts, staging_bytes // 8, lambda p: p.numel * p.dtype.itemsize, lambda p: p.dtype):
         values = torch.empty(sum(part.numel for part in window), dtype=window[0].dtype, device=device)
         regions = torch.split(values, [part.numel for part in window])
-        wanted = [t for part, region in zip(window, regions, strict=True) for t in _transfers(part, region, index)]
+        wanted = [t for part, region in zip(window, regions, strict=True) for t in _transfers_of(part, region, index)]
         stats += read_transfers(wanted, staging_bytes=staging_bytes // 4, in_flight=in_flight, on_bytes=on_bytes)
         for part, region in zip(window, regions, strict=True):
             _pack_part(part, region)
     return stats
 
 
-def _parts(weights: Sequence[PackedWeight], scales: Sequence[torch.Tensor], many: int) -> Iterator[_Part]:
-    """This rank's blocks in parts of at most so many values."""
+def _parts_of(weights: Sequence[PackedWeight], scales: Sequence[torch.Tensor], many: int) -> Iterator[_Part]:
+    """Yield this rank's blocks in parts of at most `many` values."""
     for weight, own in zip(weights, scales, strict=True):
         block = weight.packing.blocksize
         step = max(1, many // block) * block
@@ -156,8 +148,8 @@ def _parts(weights: Sequence[PackedWeight], scales: Sequence[torch.Tensor], many
                 yield _Part(weight=weight, span=span, scales=own, start=start, stop=stop)
 
 
-def _transfers(part: _Part, region: torch.Tensor, index: CheckpointIndex) -> Iterator[Transfer]:
-    """What to read for a run of the flattened weight: the rest of a row, whole rows, and the beginning of one."""
+def _transfers_of(part: _Part, region: torch.Tensor, index: CheckpointIndex) -> Iterator[Transfer]:
+    """Yield the transfers of a run of the flattened weight: the rest of a row, whole rows, the beginning of a row."""
     at, columns = part.start, part.weight.packing.shape[1]
     while at < part.stop:
         row, column = divmod(at, columns)
@@ -170,7 +162,7 @@ def _transfers(part: _Part, region: torch.Tensor, index: CheckpointIndex) -> Ite
 
 
 def _pack_part(part: _Part, values: torch.Tensor) -> None:
-    """Pack whole blocks; keep the bytes that are the shard's, and all their scales."""
+    """Pack whole blocks; keep the bytes inside the shard, and the scales of all blocks."""
     from bitsandbytes.functional import quantize_4bit
 
     packing, span = part.weight.packing, part.span
@@ -186,31 +178,36 @@ def _pack_part(part: _Part, values: torch.Tensor) -> None:
 
 
 _NESTED_BLOCKSIZE = 256
-"""Scales that share a scale of their own under double quantisation (bitsandbytes 0.50: `functional.quantize_4bit`)."""
+"""Scales per scale of their own under double quantisation (source: `functional.quantize_4bit` of bitsandbytes 0.50)."""
 
 
 def forget_scales(model: nn.Module) -> None:
-    """Take the scales from all 4-bit layers, so that a load which fails leaves none that can be used."""
+    """Take the scales from all 4-bit layers, so that no layer can run after a load that fails."""
     for module in packed_linears(model).values():
         set_quant_state(module, None)
 
 
 def join_scales(scales: torch.Tensor, sharded: torch.Tensor) -> None:
-    """Every rank's scales of one weight, in place: the larger of what a rank made itself and of the others' zeros.
+    """Join every rank's scales of one weight, in place, by an all-reduce.
+
+    A rank has zeros for blocks that other ranks packed, so the maximum over the ranks is the scale.
+
+    Args:
+        scales: of all blocks, float32, on the mesh's device.
+        sharded: the packed parameter.
 
     Every rank of the parameter's mesh must call.
     """
     if not isinstance(sharded, DTensor):
         return
-    bits = scales.view(torch.int32)  # ordered as the numbers are, which are not negative; NaN comes last
+    bits = scales.view(torch.int32)  # scales are not negative, so their bits are in their order; NaN comes last
     for axis, placement in enumerate(sharded.placements):
         if not placement.is_replicate() and sharded.device_mesh.size(axis) > 1:
             dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=sharded.device_mesh.get_group(axis))
 
 
 def make_quant_state(scales: torch.Tensor, packing: Packing) -> Any:
-    """What bitsandbytes keeps beside a packed weight (`functional.quantize_4bit` of 0.50), from the scales of all
-    blocks."""
+    """bitsandbytes' `QuantState` of a weight from the scales of all blocks, as `quantize_4bit` of 0.50 makes it."""
     from bitsandbytes.functional import QuantState, get_4bit_type, quantize_blockwise
 
     common = {
@@ -228,10 +225,10 @@ def make_quant_state(scales: torch.Tensor, packing: Packing) -> Any:
 
 
 def read_scales(share: PackedShare, index: CheckpointIndex, *, staging_bytes: int) -> TransferStats:
-    """Give the layers whose packed weights are stored their scales, read whole.
+    """Read the stored scales, whole, and give them to the layers whose packed weights are stored.
 
     Raises:
-        CheckpointError: they cannot be read, are none, or belong to a weight of another shape.
+        CheckpointError: scales cannot be read, are damaged, or belong to a weight of another shape.
     """
     read = [
         (
@@ -248,14 +245,14 @@ def read_scales(share: PackedShare, index: CheckpointIndex, *, staging_bytes: in
             transfers += transfers_into(memory, stored, Box.whole(memory.shape), index.source)
     stats = read_transfers(transfers, staging_bytes=staging_bytes)
     for module, keys, tensors in read:
-        set_quant_state(module, _checked(module, keys, tensors, index))
+        set_quant_state(module, _checked_state(module, keys, tensors, index))
     return stats
 
 
-def _checked(
+def _checked_state(
     module: nn.Module, keys: Mapping[str, str], tensors: dict[str, torch.Tensor], index: CheckpointIndex
 ) -> Any:
-    """bitsandbytes' own reading of stored scales, which must belong to the layer's weight."""
+    """The `QuantState` that bitsandbytes reads from stored scales, which must belong to the layer's weight."""
     from bitsandbytes.functional import QuantState
 
     packing = packing_of(module)

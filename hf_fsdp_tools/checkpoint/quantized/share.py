@@ -1,4 +1,4 @@
-"""Which part of 4-bit weights a rank holds, and what in the checkpoint it is made of; nothing is read here."""
+"""Which part of the 4-bit weights a rank holds, and which stored tensors fill it; nothing is read here."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,13 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.checkpoint.conversion import LoadMap, persistent_tensors
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.shards import (
-    LocalBoxes,
-    is_sharded,
-    local_boxes_of,
-    local_tensor,
-    memory_view,
-)
+from hf_fsdp_tools.checkpoint.shards import LocalBoxes, is_sharded, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of
@@ -27,19 +21,19 @@ __all__ = ["PackedShare", "PackedWeight", "Span", "compute_device", "part_packed
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Whole blocks of a weight that this rank's shard touches, and the part of their bytes that it keeps."""
+    """The whole blocks of a weight that this rank's shard touches, and the bytes of the shard."""
 
     start: int
-    """First value of the flattened weight."""
+    """Index of the first value in the flattened weight."""
 
     stop: int
-    """After the last value."""
+    """Index after the last value."""
 
     first_byte: int
-    """Of the packed weight: where the shard begins."""
+    """Position of the shard in the bytes of the packed weight."""
 
     memory: torch.Tensor
-    """The shard's own bytes, flat."""
+    """The bytes of the shard, flat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,49 +44,50 @@ class PackedWeight:
     """Its layer."""
 
     plain: PieceTensor
-    """What the checkpoint holds, as (out_features, in_features)."""
+    """The stored weight, of shape (out_features, in_features)."""
 
     sharded: torch.Tensor
     """The packed parameter."""
 
     spans: tuple[Span, ...]
-    """What this rank holds of it."""
+    """This rank's shard of the weight, as spans of blocks."""
 
     @property
     def packing(self) -> Packing:
-        """How it is packed."""
+        """How the weight is packed."""
         return packing_of(self.module)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedShare:
-    """This rank's part of the 4-bit weights, and how to fill it."""
+    """This rank's shards of the 4-bit weights, and how to fill them."""
 
     weights: tuple[PackedWeight, ...]
-    """To be packed while they are read; as many and in the same order on every rank."""
+    """Weights that are packed while they are read; the same weights in the same order on every rank."""
 
     scales: tuple[tuple[Any, Mapping[str, str]], ...]
-    """Layers whose packed weights the checkpoint holds, each with the stored keys of its scales by bitsandbytes'
-    names."""
+    """(layer, stored key of each scale tensor by bitsandbytes' name) where the checkpoint holds packed weights."""
 
     num_bytes: int
-    """Bytes of the share in stored dtypes: values of the shards, and all scales that are stored."""
+    """Bytes in stored dtypes: values of the shards, and all stored scales."""
 
     replicated_bytes: int
-    """Of these, what every rank holds."""
+    """The part of `num_bytes` that every rank holds."""
 
     read_bytes: int
-    """Bytes to read: with the rest of the blocks that a shard holds a part of."""
+    """Bytes to read: whole blocks, also where a shard holds a part of a block."""
 
     host_bytes: int
-    """Memory that the scales of packed weights take on the host once they are there; 0 on a GPU."""
+    """Bytes of host memory for the scales of the packed weights; 0 on a GPU."""
 
 
 def part_packed(model: nn.Module, load_map: LoadMap, index: CheckpointIndex) -> tuple[LoadMap, dict[str, PieceTensor]]:
-    """What fills 4-bit weights from plain ones, as (out_features, in_features) by key; and the map without it.
+    """Part the 4-bit weights that are packed while loading from a load map.
 
-    Packed weights that are stored stay in the map, to be read like any other tensor, and the keys of their scales are
-    no longer unexpected.
+    Returns:
+        The load map without these weights, and the stored plain weights, of shape (out_features, in_features), by key.
+        Weights that are stored packed stay in the map, to be read like any other tensor, and the keys of their scales
+        are no longer unexpected.
 
     Raises:
         CheckpointError: a weight is in no file, is stored otherwise than the config says, or its conversion computes.
@@ -123,8 +118,8 @@ def part_packed(model: nn.Module, load_map: LoadMap, index: CheckpointIndex) -> 
     if problems:
         raise CheckpointError(
             f"{index.name!r} does not hold the 4-bit weights that the config asks for:\n{listed_lines(problems)}\n"
-            "Use the config and the quantization_config that belong to the checkpoint, or leave these layers out with "
-            "llm_int8_skip_modules."
+            "Use the config and the quantization_config that belong to the checkpoint, or leave these layers out "
+            "with llm_int8_skip_modules."
         )
     stored = tuple(f"{key}." for key in layers if key not in plain)
     unexpected = (key for key in load_map.unexpected_keys if key not in scales and not key.startswith(stored))
@@ -135,7 +130,14 @@ def part_packed(model: nn.Module, load_map: LoadMap, index: CheckpointIndex) -> 
 def share_of_packed(
     model: nn.Module, plain: Mapping[str, PieceTensor], load_map: LoadMap, index: CheckpointIndex
 ) -> PackedShare:
-    """This rank's part of the 4-bit weights of an allocated model."""
+    """This rank's shards of the 4-bit weights of an allocated model.
+
+    Args:
+        model: allocated.
+        plain: as `part_packed` gives it.
+        load_map: as `part_packed` gives it.
+        index: of the checkpoint.
+    """
     state = persistent_tensors(model)
     weights: list[PackedWeight] = []
     scales: list[tuple[Any, Mapping[str, str]]] = []
@@ -168,7 +170,7 @@ def share_of_packed(
 
 
 def compute_device(sharded: torch.Tensor) -> torch.device:
-    """Where a layer computes: a CPU-offloaded shard is on the CPU, its mesh is not."""
+    """The device on which a layer computes: the mesh's, also where the shard is offloaded to the CPU."""
     return torch.device(sharded.device_mesh.device_type) if isinstance(sharded, DTensor) else sharded.device
 
 
@@ -186,12 +188,12 @@ def _spans_of(sharded: torch.Tensor, packing: Packing) -> Iterator[Span]:
 
 
 def _not_plain(key: str, packing: Packing, tensor: PieceTensor, index: CheckpointIndex) -> Iterator[str]:
-    """Why a weight cannot be packed shard by shard from what the checkpoint holds."""
+    """Yield why a stored plain weight cannot be packed shard by shard."""
     dtypes = {index.source_dtype(source) for source in tensor.sources}
     if tensor.shape != packing.shape or not all(d.is_floating_point and d.itemsize > 1 for d in dtypes):
         yield (
             f"{key!r}: expected 16 or 32-bit floating-point values of shape {list(packing.shape)}, found "
-            f"{_names(dtypes)} {list(tensor.shape)}"
+            f"{_dtype_names(dtypes)} {list(tensor.shape)}"
         )
     elif tensor.pieces is None:
         yield f"{key!r} is computed while it is loaded (from {len(tensor.sources)} tensors), so no file has its blocks"
@@ -200,18 +202,18 @@ def _not_plain(key: str, packing: Packing, tensor: PieceTensor, index: Checkpoin
 def _stored_otherwise(
     key: str, packing: Packing, tensor: PieceTensor, shape: tuple[int, ...], index: CheckpointIndex, has_scales: bool
 ) -> Iterator[str]:
-    """Why the bytes of a packed weight that is stored are not those of its shards."""
+    """Yield why a stored packed weight cannot be read into its shards."""
     dtypes = {index.source_dtype(source) for source in tensor.sources}
     if tensor.shape != shape or dtypes != {packing.storage} or not has_scales:
         beside = "with scales" if has_scales else "without scales"
         yield (
-            f"{key!r}: expected {_names({packing.storage})} {list(shape)} with scales beside it, found "
-            f"{_names(dtypes)} {list(tensor.shape)} {beside}"
+            f"{key!r}: expected {_dtype_names({packing.storage})} {list(shape)} with scales beside it, found "
+            f"{_dtype_names(dtypes)} {list(tensor.shape)} {beside}"
         )
 
 
 def _scales_of(key: str, load_map: LoadMap, index: CheckpointIndex) -> dict[str, str]:
-    """The stored keys of what stands beside a packed weight, by the names that bitsandbytes has for it."""
+    """The stored keys of the scales of a packed weight, by bitsandbytes' names for them."""
     members = load_map.groups[key].members
     prefix = f"{members[0][0]}." if len(members) == 1 else ""
     return {name.removeprefix(prefix): name for name in index.tensors if prefix and name.startswith(prefix)}
@@ -223,5 +225,5 @@ def _transposed(tensor: PieceTensor) -> PieceTensor:
     return transposed
 
 
-def _names(dtypes: set[torch.dtype]) -> str:
+def _dtype_names(dtypes: set[torch.dtype]) -> str:
     return " and ".join(sorted(dtype_name(dtype) for dtype in dtypes))
