@@ -156,7 +156,9 @@ def test_editors_see_the_keywords_of_from_pretrained():
     keywords = {p.name: p.annotation for p in written if p.kind is p.KEYWORD_ONLY and p.name != "output_loading_info"}
     seen = PretrainedOptions.__annotations__
     assert {name: seen.get(name) for name in keywords} == keywords
-    assert set(seen) - set(keywords) == {"attn_implementation", "num_labels", "quantization_config"}
+    of_transformers = {"attn_implementation", "cache_dir", "ignore_mismatched_sizes", "local_files_only", "num_labels"}
+    of_transformers |= {"quantization_config", "revision", "subfolder", "token"}
+    assert set(seen) - set(keywords) == of_transformers
 
 
 def test_importing_changes_nothing():

@@ -113,6 +113,8 @@ def load_weights(
     with _timed(seconds, "plan"):
         if isinstance(path_or_repo, CheckpointIndex):
             index = path_or_repo
+            if hub_kwargs:
+                raise ConfigError(f"load_weights has no {', '.join(sorted(hub_kwargs))} for a checkpoint that is open.")
         else:
             index = opened(
                 "opening the checkpoint",  # the same text on all ranks, whatever name each gave
