@@ -127,7 +127,7 @@ class PlanDraft:
         return weight in self._replicated
 
     def widened(self, node: ModuleNode) -> ModuleNode:
-        """The outermost module around `node` that adds few parameters (an adapter's wrapper, an embedding and its norm)."""
+        """The outermost module around `node` that adds few parameters: an adapter's wrapper, or an embedding's norm."""
         for above in node.ancestors():
             if above is self.tree.root or self.holds_units(above) or node.size < THIN_WRAPPER_SHARE * above.size:
                 break

@@ -243,7 +243,7 @@ def _carrier(draft: PlanDraft, owner: ModuleNode) -> ModuleNode | None:
 
 
 def _bring_to_root(draft: PlanDraft, weight: Weight) -> None:
-    """Dissolve the units that hold a tied weight, so that it is in the root; in blocks, replicate the weight instead."""
+    """Dissolve the units that hold a tied weight, so that the root has it; in blocks, replicate the weight instead."""
     units = {draft.unit_of(owner) for owner in weight.owners} - {draft.root}
     if any(_is_of_block(draft, node) for unit in units for node in unit.nodes):
         draft.replicate([weight])
