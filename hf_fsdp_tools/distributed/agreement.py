@@ -1,4 +1,4 @@
-"""All ranks go on together or stop together with the same error, so that none is left waiting in a collective."""
+"""Let all ranks go on together, or stop together with the same error, so that none waits in a collective."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,9 +26,9 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def all_ranks(value: T) -> list[T]:
-    """Every rank's value, in rank order. All ranks must call; the values are pickled and gathered, keep them small.
+    """Every rank's value, in rank order; only this rank's without a process group or under the "fake" backend.
 
-    Only this rank's value where there is nobody else to ask: without a process group, or under the "fake" backend.
+    Every rank must call. The values are pickled and gathered, so keep them small.
     """
     _, size = rank_and_size()
     if size == 1 or dist.get_backend() == "fake":
@@ -40,14 +40,17 @@ def all_ranks(value: T) -> list[T]:
 
 @contextmanager
 def agreed(doing: str) -> Iterator[None]:
-    """Run a block on every rank; if it failed on any of them, raise the same `CheckpointError` on all of them.
+    """Run a block on every rank; if it fails on some rank, raise a `CheckpointError` on all ranks.
 
-    All ranks must enter, and nothing in the block may communicate: a rank that fails leaves it early. At the end of
-    the block the ranks gather one short string each. A rank whose own failure was no `CheckpointError` (a mistake in
-    this package, memory exhausted) raises that itself; the others say where it happened.
+    Every rank must enter, and nothing in the block may communicate, because a rank that fails leaves it early. At the
+    end of the block the ranks gather one short string each. A rank whose own error is no `CheckpointError` (a mistake
+    in this package, memory exhausted) raises that error; the other ranks say which rank it was.
 
     Args:
         doing: what the block does, for messages: "reading the checkpoint".
+
+    Raises:
+        CheckpointError: the block failed on some rank; the same on every rank.
     """
     failure: Exception | None = None
     try:
@@ -76,21 +79,21 @@ def opened(
     open_it: Callable[[dict[str, Any]], T],
     hub_kwargs: Mapping[str, Any],
 ) -> T:
-    """The result of `open_it(hub_kwargs)`, which fetches what `name_or_path` names, on every rank.
+    """The result of `open_it(hub_kwargs)`, which opens a checkpoint, on every rank.
 
-    A local path is opened by all ranks at once. A hub name is opened by the first rank of each node, and then by the
-    others with `local_files_only`: a job asks the hub once per node, and a hub that fails makes nobody wait twice.
+    All ranks open a local path at once. A hub name is opened by the first rank of each node, and then by the other
+    ranks with `local_files_only`, so that a job asks the hub once per node and waits only once for a hub that fails.
 
     Args:
         doing: as for `agreed`.
         name_or_path: hub name or local path.
         open_it: must not communicate.
-        hub_kwargs: for it.
+        hub_kwargs: for `open_it`.
 
     Every rank must call.
 
     Raises:
-        CheckpointError: it failed on some rank; the same on every rank.
+        CheckpointError: `open_it` failed on some rank; the same on every rank.
     """
     result: list[T] = []
     with agreed(doing):
@@ -106,13 +109,12 @@ def opened(
 
 
 def refuse_other_commits(name_or_path: str | PathLike[str], commit: str | None) -> None:
-    """Stop where nodes got different commits of one name: it was pushed to meanwhile, or one of them has only an older
-    one.
+    """Refuse a hub name of which nodes got different commits, by a push meanwhile or from an old cache.
 
-    Every rank must call.
+    Every rank must call; the ranks gather the commits.
 
     Raises:
-        CheckpointError: on every rank.
+        CheckpointError: the commits differ; the same on every rank.
     """
     commits = all_ranks(commit)
     if len(set(commits)) > 1:
