@@ -35,8 +35,7 @@ class HybridPolicy:
     blocks. Detected blocks inside a match are no units of their own; all other detected blocks are."""
     min_unit_params: float | None = None
     """Ceiling, in parameters: a module outside blocks is a unit if it holds more than this beside other units. None
-    means the largest block, or, without blocks, the largest set of parameters on one module. Classic values are 2e7
-    and 1e6."""
+    means the largest block, or, without blocks, the largest set on one module. Classic values are 2e7 and 1e6."""
     floor_params: float | None = None
     """Floor, in parameters: a module that holds less (norm, bias, small adapter) stays with its neighbours. None means
     1 % of the ceiling, at most 1e5 (200 kB in bf16, where a collective's latency exceeds its transfer; assumed)."""
