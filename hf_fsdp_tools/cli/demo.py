@@ -1,12 +1,12 @@
-"""A small Llama-architecture checkpoint and its text, made on the spot: the road can be walked without a download.
+"""Make a small Llama checkpoint and a text data set on the spot, to try the package without a download.
 
     make_demo_model(folder)       ->  config, seeded random weights in several safetensors files, trained tokenizer
     write_demo_dataset(folder)    ->  train.jsonl and eval.jsonl with one passage per line in the column "text"
 
-The text is the language reference that every CPython carries for `help("while")` (`pydoc_data.topics`, 460 kB): real
-English prose with code in it. The default sizes let two CPU cores show the effect of a fine-tune in two minutes.
-Measured with 2 processes, float32, AdamW at 2e-3, 2 x 192 tokens each: evaluation loss 7.6, and 4.3 after 702 steps.
-(Twice the width costs 2.5 times the time per token and learns less in two minutes: the number of steps decides.)
+The text is the language reference that every CPython carries for `help("while")` (`pydoc_data.topics`, 460 kB): English
+prose with code in it. The default sizes are so small that a fine-tune has an effect within minutes on two CPU cores
+(measured on such a machine with 2 processes, float32, AdamW at 2e-3, 2 x 192 tokens each: the evaluation loss falls
+from 7.6 to 4.3 in 702 steps). Wider models learn less in the same time: the number of steps decides.
 """
 
 import json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["demo_split", "demo_text", "make_demo_model", "write_demo_dataset"]
 
 PASSAGE_CHARACTERS = 600
-"""A passage ends at the first blank line after this many characters: about 200 tokens of the demo tokenizer."""
+"""Characters after which a passage ends at the next blank line; about 200 tokens of the demo tokenizer."""
 
 EVAL_EVERY = 10
 """Every tenth passage is held out for evaluation, so both splits cover all topics."""
@@ -33,7 +33,7 @@ SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|
 """Ids 0 to 5 of the demo tokenizer, in this order."""
 
 RECORD = "demo_model.json"
-"""File beside the weights with the arguments they were made from; it tells a demo model from a user's own."""
+"""File beside the weights with the arguments of `make_demo_model`; it tells a demo model from a user's own model."""
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
@@ -41,13 +41,14 @@ CHAT_TEMPLATE = (
     "{% else %}{{ message['content'] + eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-"""One turn per role token; the `generation` marks let trainers compute the loss on the assistant's words alone."""
+"""Chat template with one turn per role token. Its `generation` marks let trainers compute the loss on the assistant's
+words alone."""
 
 
 def demo_text() -> list[str]:
     """The demo corpus: about 700 passages of CPython's language reference, in a fixed order, no paragraph twice.
 
-    The words depend on the Python version, nothing else does.
+    The text depends on the Python version alone.
 
     Raises:
         ConfigError: this Python was packaged without `pydoc_data`.
@@ -65,12 +66,12 @@ def demo_text() -> list[str]:
         paragraphs = dict.fromkeys(part.strip("\n") for part in topics[name].split("\n\n"))
         fresh = [part for part in paragraphs if part.strip() and part not in seen]
         seen.update(fresh)
-        passages += _cut("\n\n".join(fresh))
+        passages += _passages_of("\n\n".join(fresh))
     return passages
 
 
-def _cut(text: str) -> list[str]:
-    """Passages of one topic: cut at the first blank line after PASSAGE_CHARACTERS, at any line after twice as many."""
+def _passages_of(text: str) -> list[str]:
+    """The passages of a text, cut at a blank line after PASSAGE_CHARACTERS, or at any line after twice as many."""
     passages: list[str] = []
     lines: list[str] = []
     length = 0
@@ -91,9 +92,13 @@ def demo_split() -> tuple[list[str], list[str]]:
 
 
 def write_demo_dataset(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Write the demo corpus as `train.jsonl` and `eval.jsonl` (one `{"text": passage}` a line); gives both paths.
+    """Write the demo corpus as `train.jsonl` and `eval.jsonl` (one `{"text": passage}` a line); return both paths.
 
-    Call it on one rank. Existing files of these names are replaced, each in one step: a reader never sees half a file.
+    Existing files of these names are replaced, each in one step, so that a reader never sees half a file. Call it on
+    one rank; nothing is communicated.
+
+    Args:
+        folder: made if it is not there.
     """
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
@@ -118,17 +123,28 @@ def make_demo_model(
     seed: int = 0,
     max_shard_size: str = "1MB",
 ) -> Path:
-    """A checkpoint folder of a small Llama with random weights, ready for `AutoModelForCausalLM.from_pretrained`.
+    """Make a checkpoint folder of a small Llama with random weights; return its path.
 
-    It holds `config.json`, `generation_config.json`, float32 weights in safetensors files of at most `max_shard_size`,
-    their index, and a byte-level BPE tokenizer with a chat template, trained on the train split of the demo text.
-    `max_length` is the number of positions. The same arguments under the same Python and libraries give the same bytes.
+    It holds `config.json`, `generation_config.json`, float32 weights in safetensors files with their index, and a
+    byte-level BPE tokenizer with a chat template, trained on the train split of the demo text. The same arguments under
+    the same Python and libraries give the same bytes.
 
-    Call it on one rank: it uses the CPU, takes a few seconds and communicates nothing. The folder appears in one step,
-    complete or not at all. A folder that was made with the same arguments is left as it is; nothing is overwritten.
+    Args:
+        folder: appears in one step, complete or not at all. A folder that was made with the same arguments is left as
+            it is; nothing is overwritten.
+        hidden_size: features per token; a multiple of `2 * num_heads`.
+        num_layers: number of blocks.
+        num_heads: number of attention heads.
+        num_key_value_heads: number of key and value heads; a divisor of `num_heads`.
+        vocab_size: number of tokens of the tokenizer, at least 262 (all bytes and the special tokens).
+        max_length: number of positions.
+        seed: of the random weights.
+        max_shard_size: largest weight file, in bytes or as "1MB".
+
+    Call it on one rank: it uses the CPU, takes a few seconds and communicates nothing.
 
     Raises:
-        ConfigError: the folder holds something else, or the sizes do not make a Llama (all problems at once).
+        ConfigError: the folder holds something else, or the sizes do not make a Llama (all problems are listed).
     """
     target = Path(folder)
     sizes = {

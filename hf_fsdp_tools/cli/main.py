@@ -1,7 +1,7 @@
-"""`hf-fsdp`: what repeats in a model, how it would be sharded, what is wrong, a config, a model to try it on.
+"""The command `hf-fsdp`: show the blocks and the plan of a model, find problems, write a config, make a demo model.
 
-Every command prints text for people, or with `--json` one JSON value for programs. A mistake is one message on stderr
-and exit code 1, wrong usage exit code 2. Heavy libraries are imported where they are needed: `--help` comes at once.
+Every command prints text, or with `--json` one JSON value. An error is one message on stderr and exit code 1; wrong
+usage is exit code 2. Heavy libraries are imported inside the commands, so that `--help` is fast.
 """
 
 import argparse
@@ -26,9 +26,10 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one `hf-fsdp` command (default: the process's arguments); gives the exit code, 0 or 1.
+    """Run one `hf-fsdp` command; return the exit code: 1 for an error, also one that `doctor` finds, else 0.
 
-    1 means a mistake, or, from `doctor`, that an error was found.
+    Args:
+        arguments: without the program's name; None means those of the process.
 
     Raises:
         SystemExit: with 2 for wrong usage, with 0 after `--help`.
@@ -225,13 +226,13 @@ def _config(options: argparse.Namespace) -> None:
     report = [*_decisions(config, reasons), f"launch  {launch}"]
     if options.output:
         print("\n".join([*report[:-1], f"wrote   {options.output}", report[-1]]))
-    else:  # stdout is the file itself and can be redirected into one
+    else:  # stdout has the YAML alone, so that it can be redirected into a file
         print(text, end="")
         print("\n".join(report), file=sys.stderr)
 
 
 def _decide(options: argparse.Namespace) -> tuple["FSDPConfig", dict[str, str]]:
-    """The config that the options ask for and this machine suggests, and a reason for each chosen field."""
+    """The config from the options and this machine, and a reason for each field that is not a plain default."""
     from hf_fsdp_tools import FSDPConfig
 
     if options.cpu:
@@ -268,11 +269,11 @@ _SETTINGS = {
     "activation_checkpointing": "activation_checkpointing",
     "state_dict_type": "state_dict_type",
 }
-"""Option of `hf-fsdp config` -> field of FSDPConfig."""
+"""Field of FSDPConfig by option of `hf-fsdp config`."""
 
 
 def _check_gpus(options: argparse.Namespace, here: "FSDPConfig") -> None:
-    """Stop where this machine has fewer GPUs than the options need and nobody said that it is another machine."""
+    """Refuse options that need more GPUs than this machine has, unless they say that the config is for another one."""
     if options.gpu and here.use_cpu:
         raise ConfigError(
             "--gpu: this machine has no CUDA GPU; say with --num-processes how many the other machine has"
@@ -286,7 +287,7 @@ def _check_gpus(options: argparse.Namespace, here: "FSDPConfig") -> None:
 
 
 def _decisions(config: "FSDPConfig", reasons: dict[str, str]) -> list[str]:
-    """Aligned lines of setting, value and reason; only what was chosen."""
+    """Aligned lines of setting, value and reason, of the settings that have a reason."""
     names = ["use_cpu", "num_processes", "mixed_precision"]
     rows = [(name, getattr(config, name), reasons[name]) for name in [*names, *sorted(set(reasons) - set(names))]]
     rows[0] = ("device", "CPU, gloo" if config.use_cpu else "CUDA, NCCL", rows[0][2])
@@ -299,7 +300,7 @@ def _launch_command(config: "FSDPConfig", path: Path | None) -> str:
     if config.num_machines > 1:
         words += ["--machine_rank", str(config.machine_rank)]
     threads = (os.cpu_count() or 1) // config.num_processes
-    if config.use_cpu and threads > 1:  # no YAML key says this, and the launcher warns when it has to choose
+    if config.use_cpu and threads > 1:  # has no YAML key, and the launcher warns when it has to choose
         words += ["--num_cpu_threads_per_process", str(threads)]
     return shlex.join([*words, "your_script.py"])
 
@@ -330,11 +331,11 @@ _DEMO_SIZES = {
     "vocab_size": "tokens of the tokenizer",
     "max_length": "positions",
 }
-"""Parameter of make_demo_model -> what it counts."""
+"""What each parameter of make_demo_model counts, for the help texts."""
 
 
 def _meta_model(options: argparse.Namespace, *, dtype: str | None) -> Any:
-    """The model of the options, on meta."""
+    """The model that the options name, on meta."""
     _quiet()
     from hf_fsdp_tools.hub import local_path
 
@@ -373,7 +374,7 @@ def _dtype(name: str | None) -> Any:
 
 
 def _quiet() -> None:
-    """Only our own words: no progress bars, no advice that libraries log while a model is built."""
+    """Silence progress bars, log messages and warnings of the libraries that build a model."""
     import huggingface_hub
     import transformers
 

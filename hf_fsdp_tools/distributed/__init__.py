@@ -1,2 +1,1 @@
-"""Which processes share what, and how they agree: parallel degrees, the device mesh, and outcomes that all ranks learn
-of."""
+"""Processes that work together: parallel degrees, the device mesh, and errors that all ranks raise alike."""

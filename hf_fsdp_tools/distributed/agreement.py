@@ -1,4 +1,4 @@
-"""All ranks go on together or stop together with the same error, so that none is left waiting for another."""
+"""Let all ranks go on together, or stop together with the same error, so that none waits for another."""
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,10 +33,10 @@ def all_ranks(value: T, doing: str = "exchanging values", *, ranks: Sequence[int
 
     Args:
         value: is pickled; keep it small.
-        doing: for messages, the same on all ranks: ranks that do different things stop with one error.
-        ranks: those that call; None means all of the default process group.
+        doing: what the ranks do, for messages; the same on every rank, or they stop with one error.
+        ranks: the ranks that call; None means all ranks of the default process group.
 
-    Nothing but the process group's key-value store is used, whatever its backends.
+    The values travel through the process group's key-value store, so no backend is used.
 
     Raises:
         RanksError: a rank does not come, is lost, or is in another call.
@@ -61,15 +61,19 @@ def shared_seed(seed: int | None) -> int:
 
 @contextmanager
 def agreed(doing: str) -> Iterator[None]:
-    """Run a block on every rank; if it failed on any of them, raise the same `CheckpointError` on all of them.
+    """Run a block on every rank; if it fails on some rank, raise a `CheckpointError` on all ranks.
 
-    All ranks must enter. Blocks may be nested, and what is in a block may exchange values (`all_ranks`): a rank that
-    fails is known at once to those that wait for it there. Collectives of a process group are not ended that way. A
-    rank whose own failure was no `CheckpointError` (a mistake in this package, memory exhausted) raises that itself;
-    the others say where it happened.
+    Every rank must enter. Blocks may be nested, and a block may exchange values (`all_ranks`): the ranks that wait
+    there for a rank that fails learn of it at once. A block must not run collectives of a process group, which would
+    not learn of it. A rank whose own error is no `CheckpointError` (a mistake in this package, memory exhausted) raises
+    that error; the other ranks say which rank it was.
 
     Args:
-        doing: what the block does, for messages, the same on all ranks: "reading the checkpoint".
+        doing: what the block does, for messages; the same on every rank: "reading the checkpoint".
+
+    Raises:
+        CheckpointError: the block failed on some rank; the same on every rank.
+        RanksError: a rank does not come, is lost, or is in another call.
     """
     rounds = rounds_of()
     if rounds is None:
@@ -107,21 +111,21 @@ def opened(
     open_it: Callable[[dict[str, Any]], T],
     hub_kwargs: Mapping[str, Any],
 ) -> T:
-    """The result of `open_it(hub_kwargs)`, which fetches what `name_or_path` names, on every rank.
+    """The result of `open_it(hub_kwargs)`, which opens a checkpoint, on every rank.
 
-    A local path is opened by all ranks at once. A hub name is opened by the first rank of each node, and then by the
-    others with `local_files_only`: a job asks the hub once per node, and a hub that fails makes nobody wait twice.
+    All ranks open a local path at once. A hub name is opened by the first rank of each node, and then by the other
+    ranks with `local_files_only`, so that a job asks the hub once per node and waits only once for a hub that fails.
 
     Args:
         doing: as for `agreed`.
         name_or_path: hub name or local path.
         open_it: must not communicate.
-        hub_kwargs: for it.
+        hub_kwargs: for `open_it`.
 
     Every rank must call.
 
     Raises:
-        CheckpointError: it failed on some rank; the same on every rank.
+        CheckpointError: `open_it` failed on some rank; the same on every rank.
     """
     result: list[T] = []
     with agreed(doing):
@@ -137,13 +141,12 @@ def opened(
 
 
 def refuse_other_commits(name_or_path: str | PathLike[str], commit: str | None) -> None:
-    """Stop where nodes got different commits of one name: it was pushed to meanwhile, or one of them has only an older
-    one.
+    """Refuse a hub name of which nodes got different commits, by a push meanwhile or from an old cache.
 
-    Every rank must call.
+    Every rank must call; the ranks gather the commits.
 
     Raises:
-        CheckpointError: on every rank.
+        CheckpointError: the commits differ; the same on every rank.
     """
     commits = all_ranks(commit)
     if len(set(commits)) > 1:

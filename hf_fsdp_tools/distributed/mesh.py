@@ -1,4 +1,4 @@
-"""How many processes share what: parallel degrees as a value, and the device mesh made from them when it is needed."""
+"""Parallel degrees as a value, the device mesh that they make, and the process group."""
 
 import os
 from dataclasses import dataclass, replace
@@ -14,17 +14,20 @@ __all__ = ["ParallelDims", "backends", "ensure_process_group", "local_device", "
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """The degrees of data parallelism, counted in processes. `dp_replicate_size * dp_shard_size` is the world size.
+    """The degrees of data parallelism, counted in processes; their product is the world size.
 
-    ParallelDims().build_mesh()                        # FSDP over all processes
-    ParallelDims(dp_replicate_size=2).build_mesh()     # HSDP: two replicas, each sharded over half of the processes
+        ParallelDims().build_mesh()                        # FSDP over all processes
+        ParallelDims(dp_replicate_size=2).build_mesh()     # HSDP: two replicas, each sharded over half of the processes
+
+    Raises:
+        MeshError: a degree is below 1.
     """
 
     dp_replicate_size: int = 1
-    """How many copies of the model there are; above 1 this is HSDP."""
+    """Number of copies of the model; above 1 this is HSDP."""
 
     dp_shard_size: int | None = None
-    """Over how many processes each copy is sharded; None means all that `dp_replicate_size` leaves."""
+    """Number of processes over which each copy is sharded; None means the world size over `dp_replicate_size`."""
 
     def __post_init__(self) -> None:
         for name, size in (("dp_replicate_size", self.dp_replicate_size), ("dp_shard_size", self.dp_shard_size)):
@@ -68,7 +71,7 @@ class ParallelDims:
 
 
 def local_device() -> torch.device:
-    """The device of this process: its own accelerator by LOCAL_RANK, or the CPU where the machine has none."""
+    """The device of this process: the accelerator with the index LOCAL_RANK, or the CPU on a machine without one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
@@ -76,25 +79,22 @@ def local_device() -> torch.device:
 
 
 def rank_on_node() -> tuple[int, int]:
-    """This process's rank among those of its machine, and how many these are, as the launcher says; (0, 1) without
-    one."""
+    """(rank, number of processes) on this machine, as the launcher says; (0, 1) without a launcher."""
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def backends(device_type: str, own: str) -> str:
-    """What to start a process group with: gloo for tensors on the CPU (offloaded gradients, objects) beside a device's
-    own."""
+    """The backends of a process group: gloo for tensors on the CPU (offloaded gradients), and the device's own."""
     return "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{own}"
 
 
 def ensure_process_group(device_type: str) -> None:
-    """Start the default process group unless one runs: gloo for the CPU, the device's own backend (and gloo) otherwise.
+    """Start the default process group unless one runs: gloo for the CPU, otherwise the device's own backend and gloo.
 
-    Every rank must call. A process that nobody launched becomes a world of 1, so the same script runs without a
-    launcher.
+    Every rank must call. A process without a launcher becomes a world of 1.
 
     Raises:
-        MeshError: this process has no device of its own, or some of the launcher's variables are absent.
+        MeshError: this process has no device of its own, or variables of the launcher are absent.
     """
     if dist.is_initialized():
         return

@@ -1,7 +1,7 @@
-"""A watch over storage that does not answer: what is being waited for is named, with file, position and seconds.
+"""Warn of storage that does not answer, with file, position and seconds waited.
 
-A system call on a network file system that hangs cannot be ended from here. All ranks wait for the slowest, so the one
-line that says which file of which rank it is turns a job that hangs into a mount to look at.
+A system call that hangs on a network file system cannot be ended from here, and all ranks wait for the slowest one. The
+warning of the rank that hangs names the file, and so the mount to look at.
 """
 
 import threading
@@ -15,10 +15,10 @@ from pathlib import Path
 __all__ = ["progress_made", "waited_for", "watched"]
 
 _WARN_S = 30.0
-"""From when on a call is named; each further warning comes after twice the time. (assumed)"""
+"""Seconds after which a call is warned of; each further warning comes after twice the time. (assumed)"""
 
 _POLL_S = 1.0
-"""Between two looks at the calls under way."""
+"""Seconds between two checks of the calls under way. (assumed)"""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -36,10 +36,10 @@ _watcher = threading.Thread()
 
 @contextmanager
 def watched(file: Path, position: int = 0) -> Iterator[None]:
-    """A block that waits for a file: from 30 s on it is warned of. For any thread, and within another such block.
+    """Warn of a block that waits for a file for 30 s or more; for any thread, and inside another such block.
 
     Args:
-        file: what is read, written or looked for.
+        file: that is read, written or looked for.
         position: of the first byte.
     """
     global _done, _watcher

@@ -1,1 +1,1 @@
-"""What FSDP gathers together, as pure data; read stacks, blocks, policy, plan, rules, draft, steps, make_plan."""
+"""Decide what FSDP gathers together; read stacks, blocks, policy, plan, rules, draft, steps, make_plan."""

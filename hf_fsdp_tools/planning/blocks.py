@@ -1,8 +1,7 @@
-"""The repeated blocks of a model, its embeddings, final norm, head and tied weights, read from the module tree alone.
+"""Detect the repeated blocks of a model, its embeddings, final norm, head and tied weights, from its module tree alone.
 
-Structure decides. What a model says about itself (`_no_split_modules`, `GradientCheckpointingLayer`,
-`get_input_embeddings`) is a witness: agreement and disagreement are recorded as evidence and change nothing, because
-such hints name absent classes, attention layers and sibling towers in many models.
+Hints that a model gives about itself (`_no_split_modules`, `GradientCheckpointingLayer`, `get_input_embeddings`) are
+recorded as evidence and change nothing: in many models they name absent classes, attention layers or other towers.
 """
 
 import json
@@ -26,7 +25,7 @@ class BlockStack:
     """Blocks that repeat."""
 
     fqn: str
-    """Where the stack is; `*` stands for the indices of stages ("encoder.layers.*.blocks")."""
+    """Place of the stack; `*` stands for the indices of stages ("encoder.layers.*.blocks")."""
     blocks: tuple[str, ...]
     """The fqn of each block, in registration order."""
     class_names: tuple[str, ...]
@@ -34,11 +33,11 @@ class BlockStack:
     num_params: int
     """Parameters of all blocks together, tied ones once."""
     largest_block_params: int
-    """Parameters that the largest block would gather."""
+    """Parameters of the largest block, tied ones included."""
     share: float
     """`num_params` as a share of the model, 0 to 1."""
     evidence: tuple[str, ...]
-    """What the tree shows, then what the model's own hints say."""
+    """The reasons of the structure, then the model's own hints."""
 
     @property
     def count(self) -> int:
@@ -79,7 +78,7 @@ class TiedSet:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBlocks:
-    """What repeats in a model and what stands around it; data, the same on every rank."""
+    """The stacks of blocks of a model and the modules around them, as data; the same on every rank."""
 
     model_class: str
     """Class of the model."""
@@ -98,9 +97,9 @@ class ModelBlocks:
     scalars: tuple[str, ...]
     """Names of 0-d parameters, which FSDP cannot shard."""
     rejected: tuple[str, ...]
-    """Lists that were considered and are no stacks, equal ones in one line, each with the reason."""
+    """Lists that are no stacks, each with the reason; equal lists share a line."""
     evidence: tuple[str, ...]
-    """What was noticed about the model as a whole, disagreements of its hints included."""
+    """Remarks about the model as a whole, with disagreements between its hints and its structure."""
 
     @property
     def major_stacks(self) -> tuple[BlockStack, ...]:
@@ -129,11 +128,14 @@ class ModelBlocks:
 
 
 def detect_blocks(model: nn.Module) -> ModelBlocks:
-    """Find what repeats in `model`, and the embeddings, final norm, head and ties around it.
+    """Find the repeated blocks of `model`, and the embeddings, final norm, head and ties around them.
 
-    Works for any module (transformers models, plain modules, models wrapped by PEFT, `torch.compile`, checkpoint
-    wrappers or DDP, also after sharding), on any device, meta included: only names, classes and shapes are read. Names
-    are those of the model passed in. Nothing is communicated; every rank gets the same answer.
+    Only names, classes and shapes are read. Any rank may call; nothing is communicated, and every rank gets the same
+    result.
+
+    Args:
+        model: any module, on any device, meta included: of transformers or plain, also wrapped by PEFT,
+            `torch.compile`, checkpoint wrappers or DDP, also sharded. Names in the result are names in this model.
 
     Example:
         >>> print(detect_blocks(build_meta_model("meta-llama/Llama-3.1-8B")))
@@ -146,7 +148,7 @@ def detect_blocks(model: nn.Module) -> ModelBlocks:
 
 
 def describe_blocks(tree: ModuleTree, found: list[list[ModuleNode]]) -> ModelBlocks:
-    """`detect_blocks` for a tree and its stacks that have been read already."""
+    """`detect_blocks` for a tree and its stacks."""
     stacks = sorted((_describe_stack(tree, blocks) for blocks in found), key=lambda stack: not stack.is_major)
     in_blocks = {node for blocks in found for block in blocks for node in block.walk()}
     outside = [node for node in tree if node not in in_blocks]
@@ -168,11 +170,11 @@ def describe_blocks(tree: ModuleTree, found: list[list[ModuleNode]]) -> ModelBlo
     )
 
 
-# ---- what stands around the stacks -----------------------------------------------------------------------------------
+# ---- the modules around the stacks ----
 
 
 def _embeddings(tree: ModuleTree, outside: list[ModuleNode]) -> tuple[ModulePart, ...]:
-    """Tables looked up by index: `nn.Embedding` and its kind, outside blocks."""
+    """The embedding tables outside blocks, largest first."""
     parts: dict[nn.Module, ModulePart] = {}
     witness = _witness(tree, "get_input_embeddings")
     for node in outside:
@@ -215,7 +217,7 @@ def _head(
 def _stack_before(
     head: ModulePart | None, found: list[list[ModuleNode]], largest: list[ModuleNode]
 ) -> list[ModuleNode]:
-    """The stack whose output the head takes: of several towers the one nearest to it, as a rule the largest."""
+    """The stack whose output the head takes: of several towers, the one nearest to the head by name, or the largest."""
     if head is None:
         return largest
     path = head.fqn.split(".")[:-1]
@@ -246,7 +248,7 @@ def _final_norm(outside: list[ModuleNode], blocks: list[ModuleNode]) -> ModulePa
 
 
 def _rejected(tree: ModuleTree, found: list[list[ModuleNode]]) -> Iterator[str]:
-    """Lists without a block in them, with the reason; those that differ in numbers only share a line."""
+    """Yield the lists without blocks, with the reason; lists whose names differ in numbers only share a line."""
     blocks = {block for stack in found for block in stack}
     blocks_or_above = blocks.union(*(block.ancestors() for block in blocks))
     of_experts = {experts for block in blocks for experts in lists_of_experts(block)}
@@ -277,17 +279,17 @@ def _tied_set(weight: Weight) -> TiedSet:
     return TiedSet(names=tuple(weight.names), num_params=weight.numel, evidence=evidence)
 
 
-# ---- witnesses -------------------------------------------------------------------------------------------------------
+# ---- the model's own hints ----
 
 
 def _witness(tree: ModuleTree, method: str) -> nn.Module | None:
-    """What the model itself answers; None where it has no answer (many models raise NotImplementedError)."""
+    """The module that a method of the model names; None without an answer (many models raise NotImplementedError)."""
     for node in (tree.root, *tree.root.children):
         ask = getattr(node.module, method, None)
         if callable(ask):
             try:
                 answer = ask()
-            except Exception:  # a witness that fails says nothing: any model code may run here
+            except Exception:  # code of any model runs here, and may fail in any way
                 return None
             return answer if isinstance(answer, nn.Module) else None
     return None
@@ -328,7 +330,7 @@ def _describe_stack(tree: ModuleTree, blocks: list[ModuleNode]) -> BlockStack:
 
 
 def _hint_notes(tree: ModuleTree, found: list[list[ModuleNode]]) -> list[str]:
-    """Where `_no_split_modules` and the tree disagree."""
+    """Remarks on where `_no_split_modules` and the structure agree and disagree."""
     hinted = {name for node in tree for name in getattr(node.module, "_no_split_modules", None) or ()}
     if not hinted:
         return []

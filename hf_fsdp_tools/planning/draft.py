@@ -1,8 +1,8 @@
-"""Units under construction: which module carries which unit, and the finished plan in order.
+"""A wrap plan under construction: which module carries which unit, and the finished plan in order.
 
-carry       a module carries a unit when `fully_shard` will be given that module; several modules can carry one unit
-belong      a parameter belongs to the unit of the nearest module that carries one, from its own module upwards
-root unit   what belongs to no other unit; it stays gathered from the first forward to the last backward
+    carry       a module carries a unit if `fully_shard` will be given the module; several modules can carry one unit
+    belong      a parameter belongs to the unit of the nearest module that carries one, from its own module upwards
+    root unit   the unit of all other parameters; it stays gathered from the first forward to the last backward
 
 A step of `steps` asks the draft questions and changes it by its verbs alone; the draft does the bookkeeping.
 """
@@ -25,7 +25,7 @@ from hf_fsdp_tools.planning.stacks import find_blocks, is_major, lists_of_expert
 __all__ = ["THIN_WRAPPER_SHARE", "DraftUnit", "PlanDraft"]
 
 THIN_WRAPPER_SHARE = 0.9
-"""Share of a module that one part must hold for the rest to be but a norm, a bias or an adapter. (assumed)"""
+"""Share of a module's parameters in one part from which the rest is only a norm, a bias or an adapter. (assumed)"""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,11 +41,11 @@ class DraftUnit:
 
 
 class PlanDraft:
-    """The units of one model while they are chosen and rearranged; at first, the root unit holds all.
+    """The units of one model while steps choose and rearrange them; at first, the root unit holds all parameters.
 
     Args:
-        model: any module, before FSDP is applied. It is only read, and works on meta.
-        policy: what the user asks for.
+        model: any module, before FSDP is applied; it is not changed, and may be on meta.
+        policy: the user's wishes.
 
     Raises:
         BlockDetectionError: the model has no parameters, or lazy ones.
@@ -58,7 +58,7 @@ class PlanDraft:
     blocks: ModelBlocks
     """The same stacks as text and numbers, with the embeddings, the final norm and the head (by fqn). Never changed."""
     policy: HybridPolicy
-    """What the user asks for. Never changed."""
+    """The user's wishes. Never changed."""
     bound: int
     """Parameters that no finished unit may exceed (rule 2). Never changed."""
     floor: float
@@ -69,7 +69,7 @@ class PlanDraft:
     root: DraftUnit
     """The root unit, carried by the root of the tree. Always there, and never joined with another."""
     problems: list[str]
-    """What the policy asks for and the model does not have, as sentences with a cure. Steps append; `finish` raises."""
+    """Wishes of the policy that the model cannot fulfil, as sentences with a cure. Steps append; `finish` raises."""
 
     def __init__(self, model: nn.Module, policy: HybridPolicy) -> None:
         self.tree, self.policy, self.problems = ModuleTree(model), policy, []
@@ -78,7 +78,7 @@ class PlanDraft:
         self._set_sizes()
         self.root = DraftUnit([self.tree.root], None, "what no other unit holds")
         blocks = list(chain.from_iterable(self.stacks))
-        # Each module that carries a unit. One below another module of its unit stays here, though no longer in `nodes`.
+        # The unit that each module carries, also below another module of the same unit (`nodes` leaves these out).
         self._unit_at: dict[nn.Module, DraftUnit] = {self.tree.root.module: self.root}
         self._replicated = dict.fromkeys(weight for weight in self.tree.weights if weight.ndim == 0)
         self._blocks = set(blocks)
@@ -87,14 +87,14 @@ class PlanDraft:
         self._never_units = set(self._find_never_units())
         self._position = {node: index for index, node in enumerate(self.tree)}
 
-    # ---- questions ---------------------------------------------------------------------------------------------------
+    # ---- questions ----
 
     def unit_at(self, node: ModuleNode) -> DraftUnit | None:
-        """The unit that this very module carries, or None; the same for all nodes of a module registered twice."""
+        """The unit that a module carries itself, or None; the same for all nodes of a module registered twice."""
         return self._unit_at.get(node.module)
 
     def unit_of(self, node: ModuleNode) -> DraftUnit:
-        """The unit to which the parameters registered on this module belong."""
+        """The unit to which the parameters registered on a module belong."""
         units = (self.unit_at(above) for above in (node, *node.ancestors()))
         return next((unit for unit in units if unit is not None), self.root)
 
@@ -103,7 +103,7 @@ class PlanDraft:
         return list(dict.fromkeys(unit for unit in self._unit_at.values() if unit.nodes))
 
     def is_in_root(self, node: ModuleNode) -> bool:
-        """Whether what this module registers belongs to the root unit."""
+        """Whether the parameters registered on a module belong to the root unit."""
         return self.unit_of(node) is self.root
 
     def is_block(self, node: ModuleNode) -> bool:
@@ -119,15 +119,15 @@ class PlanDraft:
         return node in self._above_units
 
     def can_be_unit(self, node: ModuleNode) -> bool:
-        """Whether the module may carry a unit: its forward runs, on all ranks, and runs before its weights are read."""
+        """Whether a module may carry a unit: its forward runs, on all ranks, and before its weights are read."""
         return has_forward(node.module) and node not in self._never_units
 
     def is_replicated(self, weight: Weight) -> bool:
-        """Whether every rank keeps the weight whole, so that it belongs to no unit."""
+        """Whether every rank keeps the weight whole; it then belongs to no unit."""
         return weight in self._replicated
 
     def widened(self, node: ModuleNode) -> ModuleNode:
-        """The outermost module that adds next to nothing to `node`: an adapter's wrapper, an embedding and its norm."""
+        """The outermost module around `node` that adds few parameters: an adapter's wrapper, or an embedding's norm."""
         for above in node.ancestors():
             if above is self.tree.root or self.holds_units(above) or node.size < THIN_WRAPPER_SHARE * above.size:
                 break
@@ -135,10 +135,10 @@ class PlanDraft:
                 node = above
         return node
 
-    # ---- verbs -------------------------------------------------------------------------------------------------------
+    # ---- verbs ----
 
     def add_unit(self, nodes: Iterable[ModuleNode], reshard: bool | int | None, reason: str) -> None:
-        """Make one unit that all of `nodes` carry. A module that carries a unit already keeps it: the first counts."""
+        """Make one unit that all of `nodes` carry; a module that carries a unit already keeps that one."""
         unit = DraftUnit([], reshard, reason)
         for node in nodes:
             self.extend(unit, node)
@@ -151,7 +151,7 @@ class PlanDraft:
             self._above_units.update(node.ancestors())
 
     def join(self, nodes: Iterable[ModuleNode], reshard: bool | int | None, reason: str) -> None:
-        """Make one unit of `nodes` and of all units that they carry. Of nested modules the plan names the outermost."""
+        """Make one unit of `nodes` and all units that they carry; of nested modules, the plan names the outermost."""
         joined = DraftUnit([], reshard, reason)
         for node in nodes:
             unit = self.unit_at(node)
@@ -164,7 +164,7 @@ class PlanDraft:
         joined.nodes = [node for node in joined.nodes if modules.isdisjoint(a.module for a in node.ancestors())]
 
     def dissolve(self, unit: DraftUnit) -> None:
-        """Undo a unit other than the root: its modules carry none, and its parameters belong to the units above."""
+        """Remove a unit other than the root; its parameters then belong to the units above."""
         for module in self._modules_of(unit):
             del self._unit_at[module]
 
@@ -172,13 +172,13 @@ class PlanDraft:
         """Keep weights whole on every rank, out of every unit."""
         self._replicated.update(dict.fromkeys(weights))
 
-    # ---- the plan ----------------------------------------------------------------------------------------------------
+    # ---- the plan ----
 
     def finish(self) -> WrapPlan:
-        """The plan: units in order, children before parents, with their sizes. A unit that holds nothing is left out.
+        """The plan: units with their sizes, children before parents; units without parameters are left out.
 
         Raises:
-            WrapPlanError: the policy asks for what is not there; every problem is listed.
+            WrapPlanError: the policy has wishes that the model cannot fulfil; all problems are listed.
         """
         if self.problems:
             raise WrapPlanError("The policy does not fit the model:\n  - " + "\n  - ".join(self.problems))
@@ -234,7 +234,7 @@ class PlanDraft:
         return list(ordered)
 
     def _by_first_use(self, unit: DraftUnit) -> list[ModuleNode]:
-        """Modules of a unit, embeddings first, then in registration order: the first one to run gathers the unit."""
+        """The nodes of a unit, embeddings first, then in registration order: the first one to run gathers the unit."""
         tables = {part.fqn for part in self.blocks.embeddings}
         if len(unit.nodes) == 1:
             return unit.nodes
@@ -243,7 +243,7 @@ class PlanDraft:
             key=lambda node: (not any(below.fqn in tables for below in node.walk()), self._position[node]),
         )
 
-    # ---- bookkeeping -------------------------------------------------------------------------------------------------
+    # ---- bookkeeping ----
 
     def _set_sizes(self) -> None:
         self.bound = size_bound(self.tree, self.stacks)
@@ -255,7 +255,7 @@ class PlanDraft:
         self.ceiling = max(ceiling, self.floor)
 
     def _find_never_units(self) -> Iterator[ModuleNode]:
-        """Nodes whose weights are read without a forward call of their own, and those that only some ranks run."""
+        """Yield nodes whose weights are read without a forward call of their own, and nodes that some ranks skip."""
         for node in self.tree:
             if isinstance(node.module, nn.MultiheadAttention) or parametrize.is_parametrized(node.module):
                 yield from (below for below in node.walk() if below is not node)
@@ -264,5 +264,5 @@ class PlanDraft:
                 yield from experts.walk()
 
     def _modules_of(self, unit: DraftUnit) -> list[nn.Module]:
-        """Every module that carries the unit, those below another one of its modules included."""
+        """Every module that carries a unit, also below another module of the unit."""
         return [module for module, carried in self._unit_at.items() if carried is unit]

@@ -1,4 +1,4 @@
-"""The wrap plan of a model: the steps in their order, and the rules that hold whatever the steps did."""
+"""Make the wrap plan of a model: run the steps in their order, then check the rules."""
 
 from collections.abc import Callable, Sequence
 
@@ -28,16 +28,16 @@ __all__ = ["STEPS", "make_wrap_plan"]
 _DEFAULT_POLICY = HybridPolicy()
 
 STEPS: tuple[Callable[[PlanDraft], None], ...] = (
-    # what the user names comes first: a module keeps the first unit that it gets
+    # the user's choices come first: a module keeps the first unit that it gets
     replicate_chosen,
     add_chosen_units,
-    # what the model shows: blocks, and what is large inside or outside them
+    # units from the model's structure: blocks, and large modules inside or outside blocks
     add_blocks,
     add_experts,
     add_ends,
     add_by_size,
     add_own_roots,
-    # the units of all modules are known: what must, or should, be gathered together or apart
+    # every module has its unit: parameters that must, or should, be gathered together or apart
     join_ties,
     join_tail,
     part_dtypes,
@@ -53,21 +53,21 @@ def make_wrap_plan(
     policy: HybridPolicy = _DEFAULT_POLICY,
     steps: Sequence[Callable[[PlanDraft], None]] = STEPS,
 ) -> WrapPlan:
-    """Decide what FSDP shards together in `model`, and why.
+    """Decide which parameters of `model` FSDP gathers together, and why; return the plan.
 
-    Works on any device, meta included; only names, classes, shapes and dtypes are read and nothing is communicated.
-    Every rank gets the same plan (`WrapPlan.digest` proves it). A 70B model takes well under a second.
+    Only names, classes, shapes and dtypes are read, on any device, meta included. Any rank may call; nothing is
+    communicated, and every rank gets the same plan (compare `WrapPlan.digest`).
 
     Args:
         model: any module, before FSDP is applied. Names in the plan are names in this model.
-        policy: what to change about the defaults.
-        steps: functions that change the draft, in order; your own among `STEPS` (`docs/extending.md`). Every rank must
-            give the same ones, and each must do the same on every rank.
+        policy: changes to the defaults.
+        steps: functions that change the draft, in order; `STEPS` with your own among them (`docs/extending.md`). Every
+            rank must give the same steps, and each step must do the same on every rank.
 
     Raises:
         BlockDetectionError: the model has no parameters.
-        WrapPlanError: the policy names something the model does not have, or the plan would break a rule of a correct
-            plan. All problems are listed at once.
+        WrapPlanError: the policy names something that the model lacks, or the plan would break a rule of a correct
+            plan; all problems are listed.
 
     Example:
         >>> print(make_wrap_plan(model, policy=HybridPolicy(min_unit_params=2e7)))

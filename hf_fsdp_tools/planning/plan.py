@@ -1,4 +1,4 @@
-"""A wrap plan as data: what is sharded together, in which order, and why."""
+"""A wrap plan as data: the units in order, their sizes and their reasons."""
 
 import hashlib
 import json
@@ -13,7 +13,8 @@ from hf_fsdp_tools.text import listed, merge_alike, merge_names, show_bytes, sho
 __all__ = ["WrapPlan", "WrapUnit"]
 
 _RESHARD = {"True": "yes", "False": "no", "None": "auto"}
-_FORMAT = 1  # raised when a field changes its meaning, so that an old file is refused instead of misread
+_FORMAT = 1
+"""Version of the JSON; raised when a field changes its meaning, so that an old file is refused and not misread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,40 +24,40 @@ class WrapUnit:
     modules: tuple[str, ...]
     """Fqns of the modules, in the order of first use; `("",)` is the root. More than one: `fully_shard([a, b])`."""
     reshard_after_forward: bool | int | None
-    """As in `fully_shard`: free after forward (True), keep (False), reshard to a smaller world (int), let FSDP decide
-    (None)."""
+    """As in `fully_shard`: True frees the unit after forward, False keeps it, an int reshards to a smaller world, and
+    with None FSDP decides."""
     num_params: int
-    """Parameters of this unit: those below its modules that are in no unit inside it, tied ones once."""
+    """Number of parameters below its modules that are in no unit inside it; tied ones count once."""
     num_bytes: int
-    """Their bytes at the dtype of the model that was planned, gathered (all ranks' shards together)."""
+    """Bytes of the gathered unit, in the dtypes of the model that was planned."""
     reason: str
     """Why this is a unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrapPlan:
-    """What is sharded together in one model; the same on every rank, comparable by `digest`."""
+    """The units of one model; the same on every rank, comparable by `digest`."""
 
     units: tuple[WrapUnit, ...]
     """Units, children before parents, the root last with `modules == ("",)`."""
     replicated: tuple[str, ...]
-    """Parameters that FSDP must ignore and every rank holds whole (0-d ones, and those a policy keeps). FSDP does not
-    reduce their gradients either: whoever shards the model has to."""
+    """Names of parameters that FSDP ignores and every rank holds whole: 0-d ones, and those that the policy names. FSDP
+    does not reduce their gradients; `shard_model` averages them."""
     model_class: str
-    """Class of the model planned for."""
+    """Class of the model."""
     num_params: int
-    """Parameters of the model, tied ones once, replicated ones included."""
+    """Number of parameters of the model, tied ones once, replicated ones included."""
     notes: tuple[str, ...] = ()
-    """What a reader should know: a size-based plan, hints that were overruled."""
+    """Remarks for a reader, such as that units are chosen by size."""
 
     @property
     def largest_unit(self) -> WrapUnit:
-        """The unit that gathers most: the working set that every rank holds beside its shard."""
+        """The unit that gathers most; every rank holds it whole for a while, beside its shards."""
         return max(self.units, key=lambda unit: unit.num_params)
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) of what FSDP is told; equal on all ranks or they would wait for each other for ever."""
+        """sha256 (hex) of what FSDP is told. Ranks with different digests would wait for each other for ever."""
         told = [self.model_class, self.num_params, self.replicated]
         told += [[unit.modules, unit.reshard_after_forward, unit.num_params] for unit in self.units]
         return hashlib.sha256(json.dumps(told, separators=(",", ":")).encode()).hexdigest()
@@ -70,7 +71,7 @@ class WrapPlan:
         """Read a plan that `to_json` wrote.
 
         Raises:
-            WrapPlanError: the text is no JSON, of another format, or has missing or unknown fields.
+            WrapPlanError: the text is no JSON, has another format, or has missing or unknown fields.
         """
         cure = "Write the plan again with WrapPlan.to_json()."
         try:

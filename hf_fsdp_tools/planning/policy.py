@@ -1,4 +1,4 @@
-"""What a user can ask of a wrap plan: types, sizes and exceptions, as one frozen value."""
+"""The wishes of a user about a wrap plan, as one frozen value: types, sizes and exceptions."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from hf_fsdp_tools.text import listed
 __all__ = ["HybridPolicy", "UnitPredicate", "matching_nodes", "nearest_names"]
 
 UnitPredicate = Callable[[str, nn.Module], bool | Mapping[str, Any] | None]
-"""`(fqn, module) -> True | {"reshard_after_forward": ..., "reason": ...}` for a unit, False or None for no opinion."""
+"""`(fqn, module) -> True | {"reshard_after_forward": ..., "reason": ...}` for a unit, False or None otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,25 +31,25 @@ class HybridPolicy:
     """
 
     block_types: tuple[type[nn.Module] | str, ...] | None = None
-    """Classes, class names, or fqn patterns (`"model.layers.*"`) that are units; None: the blocks that the tree shows.
-    Detected blocks inside a match are not units of their own; detected blocks that hold a match, or none, still are."""
+    """Classes, class names, or fqn patterns (`"model.layers.*"`) of modules that are units; None means the detected
+    blocks. Detected blocks inside a match are no units of their own; all other detected blocks are."""
     min_unit_params: float | None = None
-    """Ceiling: a module outside blocks with more own remaining parameters than this is its own unit. None: the largest
-    block (without blocks: the largest set of parameters on one module). Classic values are 2e7 and 1e6."""
+    """Ceiling, in parameters: a module outside blocks is a unit if it holds more than this beside other units. None
+    means the largest block, or, without blocks, the largest set on one module. Classic values are 2e7 and 1e6."""
     floor_params: float | None = None
-    """Floor: below this a module (norm, bias, small adapter) stays with its neighbours. None: 1 % of the ceiling, at
-    most 1e5 (200 kB in bf16, where the latency of a collective exceeds its transfer; assumed, not measured)."""
+    """Floor, in parameters: a module that holds less (norm, bias, small adapter) stays with its neighbours. None means
+    1 % of the ceiling, at most 1e5 (200 kB in bf16, where a collective's latency exceeds its transfer; assumed)."""
     expert_unit_params: float = 1e9
-    """Inside a block, the experts are a unit of their own from this many parameters (2 GB in bf16; assumed): they are
-    then gathered while they run, not while attention runs. `math.inf`: never. A single expert never is."""
+    """Parameters from which the experts of a block are a unit of their own (2 GB in bf16; assumed). They are then
+    gathered only while they run, not while attention runs. `math.inf` means never. A single expert is never a unit."""
     units: tuple[UnitPredicate, ...] = ()
     """Predicates that make a module a unit; the first that answers True or options wins."""
     reshard_after_forward: Mapping[str, bool | int | None] = field(default_factory=dict)
-    """Overrides by fqn pattern, for units that a matching module carries (`{"model.layers.31": False}`; "": root)."""
+    """`reshard_after_forward` by fqn pattern of a unit's module (`{"model.layers.31": False}`; "" is the root)."""
     replicate: tuple[str, ...] = ()
     """Fqn patterns of modules or parameters that stay whole on every rank and that FSDP ignores."""
     group_tail: bool = True
-    """Gather the final norm with a head that is its own unit, and do not reshard it: backward begins right there."""
+    """Gather the final norm with a head that is its own unit, and keep both gathered: backward begins there."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -67,7 +67,7 @@ class HybridPolicy:
 
 
 def matching_nodes(tree: ModuleTree, wanted: type[nn.Module] | str, *, problems: list[str]) -> list[ModuleNode]:
-    """The nodes that a class, a class name or an fqn pattern means; adds a line to `problems` where there are none."""
+    """The nodes that match a class, a class name or an fqn pattern; adds a line to `problems` where there are none."""
     if isinstance(wanted, type):
         nodes = [node for node in tree if isinstance(node.module, wanted)]
         name = wanted.__name__
@@ -81,7 +81,7 @@ def matching_nodes(tree: ModuleTree, wanted: type[nn.Module] | str, *, problems:
 
 
 def nearest_names(tree: ModuleTree, name: str) -> str:
-    """A sentence with the real class names and fqns nearest to a name that matched nothing."""
+    """The end of a message about a name that matched nothing: the nearest class names or fqns of the model."""
     classes = sorted({class_name(node.module) for node in tree})
     fqns = [node.fqn for node in tree if node.fqn] + [weight.names[0] for weight in tree.weights]
     wanted = fqns if "." in name else classes

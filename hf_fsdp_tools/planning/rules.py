@@ -1,8 +1,8 @@
-"""The rules of a correct wrap plan, checked on a model: what a plan made elsewhere or changed by hand must still obey.
+"""Check the rules of a correct wrap plan on a model, for plans made elsewhere or changed by hand too.
 
-rule 1   nothing that runs in a block of a major stack is left in the root unit; 0-d parameters are replicated
+rule 1   no module that runs in a block of a major stack is left in the root unit; 0-d parameters are replicated
 rule 2   no unit gathers more than `size_bound`
-rule 3   the plan names what the model has, each module once, children before parents; a tied parameter lies in one unit
+rule 3   modules and parameters exist, each module once, children before parents; tied parameters are in one unit
 rule 4   every unit runs, and on all ranks: no container, no single expert
 rule 5   the trainable parameters of a unit have one dtype
 """
@@ -20,8 +20,7 @@ __all__ = ["broken_rules", "check_wrap_plan", "size_bound"]
 def size_bound(tree: ModuleTree, stacks: list[list[ModuleNode]]) -> int:
     """Parameters that no unit may exceed: twice the largest block or the largest indivisible set (rule 2).
 
-    Indivisible is what one module registers, with what is registered on holders below it that never run
-    (`ParameterList`).
+    An indivisible set is the parameters of one module, with those of holders below it that never run (`ParameterList`).
     """
     blocks = [block.extent for stack in stacks if is_major(tree, stack) for block in stack]
     sets: dict[ModuleNode, int] = {}
@@ -32,20 +31,23 @@ def size_bound(tree: ModuleTree, stacks: list[list[ModuleNode]]) -> int:
 
 
 def check_wrap_plan(model: nn.Module, plan: WrapPlan) -> tuple[str, ...]:
-    """Every rule that `plan` breaks on `model`, as sentences; empty for a correct plan.
+    """The rules that `plan` breaks on `model`, one sentence each; empty for a correct plan.
 
-    Reads shapes and names only; nothing is communicated.
+    Only names, shapes and dtypes are read, on any device, meta included. Any rank may call; nothing is communicated.
 
     Args:
-        model: not wrapped yet, or wrapped by this plan.
-        plan: one that `make_wrap_plan` made, that was read from JSON, or that was changed by hand.
+        model: plain, or sharded by this plan.
+        plan: from `make_wrap_plan`, read from JSON, or changed by hand.
+
+    Raises:
+        BlockDetectionError: the model has no parameters, or lazy ones.
     """
     tree = ModuleTree(model)
     return broken_rules(tree, find_blocks(tree), plan)
 
 
 def broken_rules(tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPlan) -> tuple[str, ...]:
-    """`check_wrap_plan` for a tree that has been read already."""
+    """`check_wrap_plan` for a tree and its stacks."""
     if broken := _broken_names(tree, plan):
         return tuple(broken)
     unit_of = _units_by_node(tree, plan)
@@ -94,7 +96,7 @@ def _broken_names(tree: ModuleTree, plan: WrapPlan) -> list[str]:
 
 
 def _units_by_node(tree: ModuleTree, plan: WrapPlan) -> dict[ModuleNode, int]:
-    """The index of the unit to which what a node registers belongs."""
+    """The index of the unit to which the parameters registered on a node belong, by node."""
     by_module = {tree.by_fqn[name].module: i for i, unit in enumerate(plan.units) for name in unit.modules}
     unit_of: dict[ModuleNode, int] = {}
     for node in tree:
@@ -123,7 +125,7 @@ def _broken_blocks(
     unit_of: dict[ModuleNode, int],
     replicated: set[Weight],
 ) -> list[str]:
-    """Blocks of major stacks of which something that runs is left in the root."""
+    """Rule 1 for blocks: no part of a block that runs may be left in the root unit."""
     root = len(plan.units) - 1
     left = [
         block.fqn

@@ -1,9 +1,11 @@
-"""Where blocks repeat in a module tree: the stacks of a model, read from structure alone.
+"""Find the blocks that repeat in a module tree, from its structure alone.
 
-stack   children that repeat: a list, a Sequential, a dict, or attributes `layer0 ... layerN`
-stage   a member of a stack that is itself mostly a stack (Swin, ResNet): it is opened, and its members count
-block   a member of a stack that is not a stage: what FSDP gathers at a time
-major   a stack that holds at least 10 % of the parameters
+Words used here and in the other files of this room:
+
+    stack   children that repeat: a list, a Sequential, a dict, or attributes `layer0 ... layerN`
+    stage   a member of a stack that is mostly a stack itself (Swin, ResNet); its members count in its place
+    block   a member of a stack that is not a stage; FSDP gathers one block at a time
+    major   a stack that holds at least 10 % of the parameters
 """
 
 import re
@@ -17,15 +19,15 @@ from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, c
 __all__ = ["MAJOR_SHARE", "find_blocks", "is_list", "is_major", "lists_of_experts"]
 
 MAJOR_SHARE = 0.10
-"""Share of the model's parameters from which a stack is major. (a choice that defines a correct plan, not measured)"""
+"""Share of the model's parameters from which a stack is major. (assumed; a part of the definition of a correct plan)"""
 
 _STAGE_SHARE = 0.60
-"""Share of a member that its own stacks must hold for it to be a stage. Chosen between Swin's first stage (0.75) and
-what MobileBERT's feed-forwards hold of their layer (0.47); both computed from their default configurations."""
+"""Share of a member's parameters from which its own stacks make it a stage. It lies between Swin's first stage (0.75)
+and the feed-forwards of MobileBERT's layers (0.47), both computed from their default configurations."""
 
 _NUMBERED = re.compile(r"^(.*?)_?(\d+)$")
 _MIN_NUMBERED = 3
-"""Attributes with numbers that make a stack: `fc1, fc2` and `attn1, attn2` are parts of a block. (assumed)"""
+"""Numbered attributes from which they are a stack; `fc1, fc2` and `attn1, attn2` are parts of a block. (assumed)"""
 
 
 def find_blocks(tree: ModuleTree) -> list[list[ModuleNode]]:
@@ -39,15 +41,15 @@ def is_major(tree: ModuleTree, stack: list[ModuleNode]) -> bool:
 
 
 def is_list(module: nn.Module) -> bool:
-    """Whether a module holds others as a list: by position, by key, or to be run one after the other."""
+    """Whether a module is a `ModuleList`, a `ModuleDict` or a `Sequential`."""
     return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
 
 
 def lists_of_experts(block: ModuleNode) -> list[ModuleNode]:
-    """Containers inside a block whose members may run on some ranks only: single experts, chosen by a router.
+    """Containers inside a block of experts, which may run on some ranks only because a router chooses them.
 
-    The sign is a router beside the list: a matrix with one row per member. A name that says "expert" counts too, since
-    a missed expert list would hang a run and a false one costs nothing.
+    A container holds experts if a router is beside it (a matrix with one row per member), or if "expert" is in a name:
+    a missed list of experts would hang a run, and a false one costs nothing.
     """
     lists = (node for node in block.walk() if len(node.children) > 1 and not has_forward(node.module))
     return [node for node in lists if _is_experts(node)]
@@ -65,7 +67,7 @@ def _stacks_below(root: ModuleNode, *, nested: bool) -> list[list[ModuleNode]]:
         members = _members(node, nested=nested)
         if members:
             stacks.append(_open_stages(members))
-        for member in members:  # lists of lists: those between were opened with this one
+        for member in members:  # of lists of lists, the lists in between were opened with this one
             seen.update(above.module for above in (member, *member.ancestors()))
         for child in node.children:
             visit(child)
@@ -101,7 +103,10 @@ def _opened(children: Iterable[ModuleNode]) -> Iterator[ModuleNode]:
 
 
 def _repeating(members: list[ModuleNode], *, nested: bool, keep_all: bool, allow_one: bool) -> list[ModuleNode]:
-    """The members that repeat: composite ones where these hold the parameters, of classes that occur more than once."""
+    """The members that repeat, which have classes that occur more than once.
+
+    Only composite members count, if they hold most of the parameters.
+    """
     composite = [member for member in members if _num_matrices(member, at_most=2) > 1]
     if sum(m.extent for m in composite) * 2 >= sum(m.extent for m in members):
         members = composite
@@ -117,7 +122,7 @@ def _repeating(members: list[ModuleNode], *, nested: bool, keep_all: bool, allow
 
 
 def _open_stages(members: list[ModuleNode]) -> list[ModuleNode]:
-    """The blocks of a stack: its members, or, for classes of members that are mostly stacks themselves, theirs."""
+    """The blocks of a stack: its members, with stages replaced by their own blocks."""
     inner = {member: [b for stack in _stacks_below(member, nested=True) for b in stack] for member in members}
     whole, held = Counter[str](), Counter[str]()
     for member in members:
@@ -132,7 +137,7 @@ def _open_stages(members: list[ModuleNode]) -> list[ModuleNode]:
 
 
 def _distinct(nodes: Iterable[ModuleNode]) -> list[ModuleNode]:
-    """The nodes without those whose module has come before."""
+    """The first node of each module."""
     first: dict[nn.Module, ModuleNode] = {}
     for node in nodes:
         first.setdefault(node.module, node)
@@ -162,5 +167,5 @@ def _is_experts(container: ModuleNode) -> bool:
 
 
 def _small_weights(node: ModuleNode) -> list[Weight]:
-    """Weights of a module that is too simple to hold more than a router."""
+    """The weights of a module with fewer than four children, which may be a router; none of a larger one."""
     return [weight for below in node.walk() for weight in below.own] if len(node.children) < 4 else []

@@ -1,7 +1,7 @@
 """The steps from an empty draft to a finished one; `make_plan.STEPS` is their order.
 
-choosing    what becomes a unit: what the policy names, blocks, experts, the ends, whatever else is too large
-arranging   what units hold in the end: tied weights together, the final norm with the head, dtypes apart
+    choosing    which modules become units: the policy's, blocks, experts, the ends, other large modules
+    arranging   which units gather what: tied weights together, the final norm with the head, dtypes apart
 
 A step is a function of the draft. It asks the draft questions, changes it by the draft's verbs, and does the same on
 every rank.
@@ -33,18 +33,18 @@ __all__ = [
 ]
 
 _END_PARAMS = 2e7
-"""An embedding or head of this many parameters (40 MB in bf16), or of a tenth of the ceiling, does not stay in the
-root, which is gathered from the first forward to the last backward. (the classic threshold of size policies)"""
+"""Parameters (40 MB in bf16) from which an embedding or a head is a unit; a tenth of the ceiling, if that is less. In
+the root it would be gathered from the first forward to the last backward. (assumed; common in size policies)"""
 
-_WHOLE_SHARE = 0.01
-"""Share of a unit that may stay whole on every rank because it shares its modules with another dtype. (assumed)"""
+_MAX_REPLICATED_SHARE = 0.01
+"""Share of a unit that every rank may hold whole, because its modules also hold another dtype. (assumed)"""
 
 
-# ---- choosing: what the policy names ---------------------------------------------------------------------------------
+# ---- choosing: the policy's units ----
 
 
 def replicate_chosen(draft: PlanDraft) -> None:
-    """Keep what the policy names whole on every rank. (0-d parameters, which FSDP refuses, are so from the start.)"""
+    """Keep the parameters that the policy names whole on every rank, beside 0-d ones, which the draft begins with."""
     for pattern in draft.policy.replicate:
         found = [weight for weight in draft.tree.weights if any(_is_below(name, pattern) for name in weight.names)]
         if not found:
@@ -53,7 +53,7 @@ def replicate_chosen(draft: PlanDraft) -> None:
 
 
 def add_chosen_units(draft: PlanDraft) -> None:
-    """Make units of what the policy's predicates and block types match."""
+    """Make units of the modules that the policy's predicates and block types match."""
     for node in draft.tree if draft.policy.units else ():
         answers = (predicate(node.fqn, node.module) for predicate in draft.policy.units)
         if answer := next(filter(None, answers), None):
@@ -88,11 +88,11 @@ def _is_below(name: str, pattern: str) -> bool:
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
 
 
-# ---- choosing: what the model shows ----------------------------------------------------------------------------------
+# ---- choosing: units from the structure ----
 
 
 def add_blocks(draft: PlanDraft) -> None:
-    """Make every block of a major stack a unit, and of a minor one where the stack exceeds the ceiling."""
+    """Make units of the blocks of major stacks, and of minor stacks that exceed the ceiling."""
     for stack in draft.stacks:
         if not is_major(draft.tree, stack) and sum(block.size for block in stack) <= draft.ceiling:
             continue
@@ -102,7 +102,7 @@ def add_blocks(draft: PlanDraft) -> None:
 
 
 def add_experts(draft: PlanDraft) -> None:
-    """Inside blocks, make experts a unit where they alone are a large working set: fused, or the list as a whole."""
+    """Inside blocks, make experts a unit where they are large: a fused module, or the list of experts as a whole."""
     large = draft.policy.expert_unit_params
     for block in (block for stack in draft.stacks for block in stack if draft.unit_at(block)):
         if block.extent < large or _mixes_dtypes(draft, block):
@@ -117,7 +117,7 @@ def add_experts(draft: PlanDraft) -> None:
 
 
 def add_ends(draft: PlanDraft) -> None:
-    """Make the largest embedding and the head units, so that the root, which stays gathered, does not hold them."""
+    """Make units of the largest embedding and of the head, so that the root, which stays gathered, is small."""
     ends = [("embedding", part) for part in draft.blocks.embeddings[:1]]
     ends += [("head", draft.blocks.head)] if draft.blocks.head else []
     for role, part in ends:
@@ -128,7 +128,7 @@ def add_ends(draft: PlanDraft) -> None:
 
 
 def add_by_size(draft: PlanDraft) -> None:
-    """Outside blocks, make a module a unit when what it holds beside other units exceeds the ceiling."""
+    """Outside blocks, make a module a unit if it holds more parameters beside other units than the ceiling."""
     rest: dict[ModuleNode, int] = {}
     for node in reversed(draft.tree.nodes):  # children before parents
         own = {weight for weight in node.own if weight.owners[0] is node and not draft.is_replicated(weight)}
@@ -136,11 +136,11 @@ def add_by_size(draft: PlanDraft) -> None:
         if draft.unit_at(node) and node.parent:
             rest[node] = 0
         elif rest[node] > draft.ceiling and not draft.is_inside_block(node):
-            _cut(draft, node, rest)
+            _split_by_size(draft, node, rest)
 
 
 def add_own_roots(draft: PlanDraft) -> None:
-    """Where the root never runs (a holder of several models), make each model below a unit: it runs as a root."""
+    """Where the root never runs (a holder of several models), make a unit of each model below: it runs as a root."""
     if not has_forward(draft.tree.root.module):
         for node in _runnable(draft.tree.root):
             if draft.is_in_root(node):
@@ -148,25 +148,25 @@ def add_own_roots(draft: PlanDraft) -> None:
 
 
 def _runnable(node: ModuleNode) -> list[ModuleNode]:
-    """The node, or, where it has no forward (a plain holder of a block's parts), the nearest ones below that run."""
+    """The node, or, where it has no forward (a plain holder of modules), the nearest nodes below that have one."""
     if has_forward(node.module):
         return [node]
     return [below for child in node.children if child.extent for below in _runnable(child)]
 
 
 def _mixes_dtypes(draft: PlanDraft, block: ModuleNode) -> bool:
-    """Whether the block gets a unit for its rarer dtype anyway: a third unit per block would not pay."""
+    """Whether the block has trainable parameters of several dtypes, and so gets a unit for the rarer dtype anyway."""
     weights = (w for node in block.walk() for w in node.own if w.requires_grad and not draft.is_replicated(w))
     return len({weight.dtype for weight in weights}) > 1
 
 
-def _cut(draft: PlanDraft, node: ModuleNode, rest: dict[ModuleNode, int]) -> None:
-    """Make `node` a unit, or, where it holds units already or is too large, its largest parts until it is small.
+def _split_by_size(draft: PlanDraft, node: ModuleNode, rest: dict[ModuleNode, int]) -> None:
+    """Make `node` a unit; or, where it holds units already or is too large, make units of its largest parts first.
 
     Args:
         draft: changed.
         node: a module whose rest exceeds the ceiling.
-        rest: parameters at or below each node that are in no unit below the root; kept up to date.
+        rest: parameters at or below each node that are in no unit below the root; updated here.
     """
     is_root = node is draft.tree.root
     if not is_root and not draft.can_be_unit(node):
@@ -175,10 +175,10 @@ def _cut(draft: PlanDraft, node: ModuleNode, rest: dict[ModuleNode, int]) -> Non
         draft.add_unit([draft.widened(node)], True, "above the size ceiling")
         rest[node] = 0
         return
-    parts = sorted(_parts(draft, node, rest), key=lambda part: rest[part])
+    parts = sorted(_possible_units(draft, node, rest), key=lambda part: rest[part])
     while rest[node] > draft.ceiling and parts:
         if rest[parts[-1]] < draft.floor and rest[node] <= draft.bound:
-            break  # what is left is too small for collectives of its own, and the rules allow it here
+            break  # the largest part left is too small for collectives of its own, and the rules allow it here
         part = draft.widened(parts.pop())
         if draft.unit_at(part) is None:
             draft.add_unit([part], True, "largest part of what exceeds the size ceiling")
@@ -189,22 +189,22 @@ def _cut(draft: PlanDraft, node: ModuleNode, rest: dict[ModuleNode, int]) -> Non
         rest[node] = 0
 
 
-def _parts(draft: PlanDraft, node: ModuleNode, rest: dict[ModuleNode, int]) -> Iterator[ModuleNode]:
-    """The nearest modules below `node` that could be units and hold something."""
+def _possible_units(draft: PlanDraft, node: ModuleNode, rest: dict[ModuleNode, int]) -> Iterator[ModuleNode]:
+    """Yield the nearest modules below `node` that can be units and hold parameters."""
     for child in node.children:
         if not rest.get(child) or draft.is_inside_block(child):
             continue
         if draft.can_be_unit(child) and not draft.holds_units(child):
             yield child
         else:
-            yield from _parts(draft, child, rest)
+            yield from _possible_units(draft, child, rest)
 
 
-# ---- arranging: tied weights -----------------------------------------------------------------------------------------
+# ---- arranging: tied weights ----
 
 
 def join_ties(draft: PlanDraft) -> None:
-    """Bring every tied set into one unit that gathers at its first use and is kept: the head needs it again."""
+    """Bring every tied set into one unit, gathered at its first use and kept, because the head needs it again."""
     for _ in range(len(draft.tree.weights)):  # a new carrier can part an older set, so repeat until nothing moves
         parted = [weight for weight in draft.tree.weights if _is_parted(draft, weight)]
         if not parted:
@@ -229,7 +229,7 @@ def _is_of_block(draft: PlanDraft, node: ModuleNode) -> bool:
 
 
 def _carrier(draft: PlanDraft, owner: ModuleNode) -> ModuleNode | None:
-    """The module through which an owner of a tied weight joins the others; None where only the root could."""
+    """The module that carries the joined unit on the side of one owner; None where only the root can."""
     root = draft.tree.root
     here = next((node for node in (owner, *owner.ancestors()) if draft.unit_at(node)), root)
     if here is not root and _tied_share(here) >= THIN_WRAPPER_SHARE:
@@ -243,7 +243,7 @@ def _carrier(draft: PlanDraft, owner: ModuleNode) -> ModuleNode | None:
 
 
 def _bring_to_root(draft: PlanDraft, weight: Weight) -> None:
-    """Dissolve the size-based units that hold the tied weight; inside blocks, keep the weight whole on every rank."""
+    """Dissolve the units that hold a tied weight, so that the root has it; in blocks, replicate the weight instead."""
     units = {draft.unit_of(owner) for owner in weight.owners} - {draft.root}
     if any(_is_of_block(draft, node) for unit in units for node in unit.nodes):
         draft.replicate([weight])
@@ -259,7 +259,7 @@ def _tied_share(node: ModuleNode) -> float:
     return sum(w.numel for w in weights if not inside.issuperset(w.owners)) / max(node.extent, 1)
 
 
-# ---- arranging: the tail, dtypes, resharding -------------------------------------------------------------------------
+# ---- arranging: the tail, dtypes, resharding ----
 
 
 def join_tail(draft: PlanDraft) -> None:
@@ -282,8 +282,8 @@ def join_tail(draft: PlanDraft) -> None:
 def part_dtypes(draft: PlanDraft) -> None:
     """Where a unit has trainable parameters of several dtypes, give all but one dtype units of their own inside it.
 
-    The most frequent dtype stays, unless others are so mixed with it on single modules that more than a hundredth of
-    the unit could not be parted and would stay whole on every rank.
+    The most frequent dtype stays. Parameters of other dtypes that share a module with it cannot be parted, and are
+    replicated. Where they are more than a hundredth of the unit, the dtype with most such parameters stays instead.
     """
     trainable: dict[DraftUnit, dict[torch.dtype, list[Weight]]] = {}
     for weight in draft.tree.weights:
@@ -296,14 +296,14 @@ def part_dtypes(draft: PlanDraft) -> None:
         fixed = {dtype: sum(w.numel for w in _inseparable(draft, weights)) for dtype, weights in by_dtype.items()}
         held = {dtype: sum(weight.numel for weight in weights) for dtype, weights in by_dtype.items()}
         stays = max(held, key=lambda dtype: held[dtype])
-        if sum(fixed.values()) - fixed[stays] > _WHOLE_SHARE * sum(held.values()):
+        if sum(fixed.values()) - fixed[stays] > _MAX_REPLICATED_SHARE * sum(held.values()):
             stays = max(fixed, key=lambda dtype: (fixed[dtype], held[dtype]))
         for dtype in [dtype for dtype in by_dtype if dtype is not stays]:
             _move_inside(draft, by_dtype[dtype], unit, dtype)
 
 
 def override_reshard(draft: PlanDraft) -> None:
-    """Lay the policy's reshard_after_forward over the finished units."""
+    """Set `reshard_after_forward` of the finished units as the policy says."""
     for pattern, value in draft.policy.reshard_after_forward.items():
         found = [unit for unit in draft.units() if any(fnmatchcase(node.fqn, pattern) for node in unit.nodes)]
         if not found:
@@ -316,7 +316,7 @@ def override_reshard(draft: PlanDraft) -> None:
 
 
 def _move_inside(draft: PlanDraft, weights: list[Weight], unit: DraftUnit, dtype: torch.dtype) -> None:
-    """Move weights into a unit inside `unit`, and keep those whole that cannot be moved."""
+    """Move weights into a new unit inside `unit`; replicate those that cannot be moved."""
     left = _inseparable(draft, weights)
     draft.add_unit(
         _separable_owners(draft, weights),
@@ -327,7 +327,7 @@ def _move_inside(draft: PlanDraft, weights: list[Weight], unit: DraftUnit, dtype
 
 
 def _separable_owners(draft: PlanDraft, weights: list[Weight]) -> dict[ModuleNode, None]:
-    """The modules, in order, that could carry a unit, and at or below which nothing but these weights is trainable."""
+    """The owners of the weights, in order, that can carry a unit and hold no other trainable weights."""
     wanted = set(weights)
     return {
         owner: None
@@ -340,6 +340,6 @@ def _separable_owners(draft: PlanDraft, weights: list[Weight]) -> dict[ModuleNod
 
 
 def _inseparable(draft: PlanDraft, weights: list[Weight]) -> list[Weight]:
-    """Those of the weights that are registered on a module which cannot carry a unit of these weights alone."""
+    """The weights with an owner that cannot carry a unit of these weights alone."""
     owners = _separable_owners(draft, weights)
     return [weight for weight in weights if any(owner not in owners for owner in weight.owners)]

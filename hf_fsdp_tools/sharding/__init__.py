@@ -1,1 +1,1 @@
-"""FSDP2 applied to a plan, and to adapters in the units of their base."""
+"""Shard models by a plan with FSDP2, and adapters in the units of their base."""

@@ -1,4 +1,4 @@
-"""The plan of a model with adapters: that of its base without them, laid over the base with them."""
+"""Make the plan of a model with adapters: the plan of its base without adapters, extended to the adapters."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +15,7 @@ __all__ = ["laid_over", "measured", "plan_with_adapters"]
 
 
 def plan_with_adapters(model: nn.Module, policy: HybridPolicy) -> WrapPlan:
-    """The plan of a PEFT model's base, made without the adapters and then laid over the base with them.
+    """The plan of a PEFT model's base, made without its adapters and then extended to them by `laid_over`.
 
     For a model without adapters this is `make_wrap_plan`. No rank communicates.
 
@@ -28,7 +28,10 @@ def plan_with_adapters(model: nn.Module, policy: HybridPolicy) -> WrapPlan:
 
 
 def laid_over(plan: WrapPlan, base: nn.Module) -> WrapPlan:
-    """A plan of the base without adapters (or with some of them), for the base with them. No rank communicates."""
+    """A plan for a base with adapters, from the plan of the base without them or with some of them.
+
+    The units are the same; of a wrapped module, the wrapper is in the unit. No rank communicates.
+    """
     bare = bare_model(base)
     units: list[WrapUnit] = []
     for unit in plan.units:
@@ -45,9 +48,10 @@ def laid_over(plan: WrapPlan, base: nn.Module) -> WrapPlan:
 
 
 def _trained_whole(name: str, unit: WrapUnit, base: nn.Module) -> Iterator[WrapUnit]:
-    """Units inside the wrapper of a module that PEFT trains as a copy: the frozen original is gathered only if it runs.
+    """Yield the units inside the wrapper of a module that PEFT trains as a copy.
 
-    Where the original is tied to another module of the unit, it stays there, and the copies are gathered on their own.
+    The frozen original is a unit, so that it is gathered only if it runs. Where the original is tied to another module,
+    it stays in their common unit, and the copies are units.
     """
     wrapper = base.get_submodule(name)
     copies = wrapper._modules.get("modules_to_save") if is_wrapper(wrapper) else None
@@ -69,10 +73,10 @@ def _trained_whole(name: str, unit: WrapUnit, base: nn.Module) -> Iterator[WrapU
 
 
 def measured(plan: WrapPlan, tree: ModuleTree) -> WrapPlan:
-    """The plan with the sizes that its units have in this tree; units that hold nothing any more are left out.
+    """The plan with the sizes that its units have in a tree; units without parameters are left out.
 
     Args:
-        plan: of a model with the modules of the tree; only its sizes may be those of other parameters.
+        plan: of a model with the modules of the tree, and with any sizes.
         tree: of the model as it is now, sharded or not.
     """
     of_module = {id(tree.by_fqn[name].module): index for index, unit in enumerate(plan.units) for name in unit.modules}

@@ -1,8 +1,8 @@
-"""PEFT adapters on sharded models: added by PEFT itself, then sharded in the units of the base.
+"""Add PEFT adapters to sharded models, and shard them in the units of the base.
 
-The order is always the same, whether we add the adapter, a user's script does, or a trainer of TRL: the base is sharded
-and loaded, PEFT adds small whole tensors to it, and `shard_added` cuts them where the base is cut. Plans are made of
-the base without adapters, so a model has the same units with and without them.
+The order is the same for this package, a user's script and a trainer of TRL: the base is sharded and loaded, PEFT adds
+small whole tensors to it, and `shard_added` shards them. Plans are made of the base without adapters, so that a model
+has the same units with and without them.
 """
 
 from collections.abc import Iterator
@@ -35,28 +35,27 @@ from hf_fsdp_tools.text import first_line
 __all__ = ["add_adapter", "load_adapter", "shard_added"]
 
 _NEEDS_BASE = ("corda", "eva", "loftq", "lora_ga", "mica", "olora", "pissa")
-"""Values of LoRA's `init_lora_weights` that look into whole weights of the base; all but EVA change them too (PEFT
-0.21)."""
+"""Values of LoRA's `init_lora_weights` that need whole weights of the base (PEFT 0.21); all but EVA change them too."""
 
 
 def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "default", seed: int | None = None) -> Any:
     """Add a PEFT adapter to a sharded, loaded model; return the `PeftModel`, sharded in the units of its base.
 
-    The adapter's values are those that `get_peft_model` gives on one process from rank 0's random state, whatever
-    the number of ranks. Adapters are fp32, as PEFT makes them; the frozen base keeps its dtype. Each rank holds the
-    whole adapter for a moment (LoRA of rank 16 on all linear layers of an 8B model: 170 MB), never more of the base.
+    The adapter's values are those that `get_peft_model` gives on one process from rank 0's random state, for any number
+    of ranks. Adapters are fp32, as PEFT makes them; the frozen base keeps its dtype. Each rank holds the whole adapter
+    for a moment (LoRA of rank 16 on all linear layers of an 8B model: 170 MB), and its shards of the base.
 
     Args:
-        model: sharded by `shard_model` and loaded. It is changed in place; modules are copied (`modules_to_save`) as
-            shards.
+        model: sharded by `shard_model` and loaded; changed in place. Modules that PEFT trains whole (`modules_to_save`)
+            are copied shard by shard.
         peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`.
-        adapter_name: under which PEFT keeps it.
-        seed: of the adapter's initial values, as `torch.manual_seed`; None: the random state as it is on rank 0.
+        adapter_name: name of the adapter in PEFT.
+        seed: of the adapter's initial values, as in `torch.manual_seed`; None takes the random state of rank 0.
 
-    Every rank must call. The ranks exchange the plan's digest and the adapter's values, from rank 0.
+    Every rank must call. The ranks exchange the plan's digest; rank 0 sends the adapter's values.
 
     Raises:
-        ConfigError: PEFT cannot add this adapter here: it needs whole weights of the base, or fits no module.
+        ConfigError: the adapter needs whole weights of the base, or PEFT cannot make it (it fits no module, …).
     """
     _refuse_whole_base(peft_config, model)
     with _seeded(seed), _on_shards(peft_config), _one_axis(model):
@@ -68,21 +67,21 @@ def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "defa
 def load_adapter(
     model: nn.Module, name_or_path: str | PathLike[str], *, is_trainable: bool = False, **hub_kwargs: Any
 ) -> Any:
-    """Add a saved adapter (a hub name, or a folder with `adapter_config.json`) to a sharded, loaded model.
+    """Add a saved PEFT adapter to a sharded, loaded model; return the `PeftModel`, sharded in the units of its base.
 
-    PEFT reads it; each rank holds the whole adapter for a moment, then its shards.
+    PEFT reads the adapter; each rank holds all of it for a moment, then its shards.
 
     Args:
         model: as for `add_adapter`.
-        name_or_path: of the adapter.
-        is_trainable: whether it is to be trained on; otherwise it is frozen, as in `PeftModel.from_pretrained`.
+        name_or_path: hub name, or a folder with `adapter_config.json`.
+        is_trainable: whether the adapter is trainable; it is frozen otherwise, as in `PeftModel.from_pretrained`.
         hub_kwargs: `revision`, `token`, `cache_dir`, `subfolder`.
 
-    Every rank must call.
+    Every rank must call. The ranks exchange errors and the plan's digest; rank 0 sends the adapter's values.
 
     Raises:
         CheckpointError: there is no such adapter, or the hub does not give it; the same on every rank.
-        ConfigError: PEFT cannot add this adapter here, or the files do not hold all of it.
+        ConfigError: the adapter cannot be added (see `add_adapter`), or its files are incomplete.
     """
     peft = _peft()
     doing = f"opening the adapter {fspath(name_or_path)!r}"
@@ -100,25 +99,25 @@ def load_adapter(
 
 
 def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
-    """Shard what was added to a sharded model since (adapters, heads), in place, in the units of the plan it has.
+    """Shard adapters and heads that were added to a sharded model, in place, in the units of its plan.
 
-    Trainable weights become fp32 where computation is in a lower precision (master weights), where their dtypes differ,
-    and on a 4-bit base, whose adapters TRL casts to bf16 (they keep the values that this rounds them to). What PEFT
-    keeps outside the base (prompt encoders) stays whole on every rank, with averaged gradients.
+    Added trainable weights become fp32 where computation is in a lower precision (master weights) or where their dtypes
+    differ; on a 4-bit base, whose adapters TRL casts to bf16, they become fp32 with the rounded values. Parameters that
+    PEFT keeps outside the base (prompt encoders) stay whole on every rank, with averaged gradients.
 
     Args:
-        model: with `shard_model`'s mark at or below it, else nothing is done. Not between a forward and its backward
-            pass.
+        model: a model that `shard_model` sharded, or a model around it; nothing is done for any other model. Do not
+            call between a forward and its backward pass.
 
     Returns:
-        Parameters that were replaced, and what replaced them: for an optimizer that was made before.
+        The new parameter for each parameter that was replaced, for an optimizer that was made before.
 
-    Every rank must call. The ranks exchange the plan's digest; values come from rank 0.
+    Every rank must call. The ranks exchange the plan's digest; rank 0 sends the added values.
 
     Raises:
-        ConfigError: PEFT made adapters of a wrong shape, because it took FSDP's mesh for tensor parallel; or 4-bit
+        ConfigError: PEFT made adapters of a wrong shape, because it took FSDP's mesh for tensor parallelism; or 4-bit
             weights were cast.
-        WrapPlanError: the ranks added different things.
+        WrapPlanError: the ranks added different modules.
     """
     base, sharding = sharded_module(model), sharding_of(model)
     if base is None or sharding is None:
@@ -131,11 +130,11 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     whole = {known[name] for name in sharding.plan.replicated if name in known}
     outside = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor) and not is_averaged(p)]
     inside = any(parameter not in managed and parameter not in whole for parameter in base.parameters())
-    # A prompt encoder may have run the embedding alone already, which FSDP2 then takes for the root: shard again too.
+    # PEFT may have run the embedding alone for a prompt encoder, and FSDP2 then takes it for the root: shard again.
     replaced = _shard_again(base, sharding, managed) if inside or outside else {}
     outside = [parameter for parameter in outside if parameter not in replaced]
     for parameter in outside:
-        _broadcast(parameter, sharding.mesh)
+        _broadcast_from_first(parameter, sharding.mesh)
     average_gradients(outside, sharding.mesh.get_all_groups())
     if outside:
         make_root(base)
@@ -147,7 +146,7 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
 
 
 def _adapter_folder(name: str, hub_kwargs: dict[str, Any]) -> str:
-    """The local folder of an adapter, fetched if it is on the hub."""
+    """The local folder of an adapter; one on the hub is fetched."""
     subfolder = hub_kwargs.get("subfolder") or ""
     path = local_path(name)
     folder = fetch(name, "adapter_*", **hub_kwargs)[0] if path is None else path / subfolder
@@ -192,9 +191,9 @@ def _seeded(seed: int | None) -> Iterator[None]:
 
 @contextmanager
 def _on_shards(config: Any) -> Iterator[None]:
-    """Let PEFT compute with whole adapters and shards of the base together (DoRA's norms), and say so where it cannot.
+    """Let PEFT compute with whole adapters and shards of the base together (DoRA's norms); translate its errors.
 
-    Errors of the device and of communication between ranks are not about the adapter, and stay what they are.
+    Errors of the device and of communication pass unchanged.
     """
     kind = getattr(config.peft_type, "value", config.peft_type)
     try:
@@ -213,7 +212,7 @@ def _on_shards(config: Any) -> Iterator[None]:
 
 @contextmanager
 def _one_axis(model: nn.Module) -> Iterator[None]:
-    """Show the shards on a mesh of one axis without a name: of any other, PEFT takes a Linear for tensor parallel."""
+    """Show the shards on a nameless mesh of one axis for a block: of others, PEFT assumes tensor parallelism."""
     mark_weights(model)
     sharding = sharding_of(model)
     mesh = sharding.mesh if sharding else None
@@ -229,18 +228,18 @@ def _one_axis(model: nn.Module) -> Iterator[None]:
             shard.to_local(), axis, shard.placements[-1:], run_check=False, shape=shard.shape, stride=shard.stride()
         )
         views[parameter] = nn.Parameter(view, requires_grad=parameter.requires_grad)
-    _replace(model, views)
+    _replace_parameters(model, views)
     mark_weights(model)
     try:
         yield
     finally:
         for parameter, shown in views.items():
             parameter.requires_grad_(shown.requires_grad)
-        _replace(model, {shown: parameter for parameter, shown in views.items()})
+        _replace_parameters(model, {shown: parameter for parameter, shown in views.items()})
         renew(model)
 
 
-def _replace(model: nn.Module, new: dict[nn.Parameter, nn.Parameter]) -> None:
+def _replace_parameters(model: nn.Module, new: dict[nn.Parameter, nn.Parameter]) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter in new:
@@ -251,7 +250,7 @@ def _replace(model: nn.Module, new: dict[nn.Parameter, nn.Parameter]) -> None:
 
 
 def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]) -> dict[torch.Tensor, nn.Parameter]:
-    """Take FSDP2 off, and put it on again with what was added; what was sharded before keeps its shards, untouched."""
+    """Take FSDP2 off, and apply it again with the added modules; parameters that were sharded keep their shards."""
     _check_shapes(base)
     plan = laid_over(sharding.plan, base)
     agree_on_plan(plan, sharding.mesh)
@@ -274,17 +273,17 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
     shards: dict[torch.Tensor, nn.Parameter] = {}
     for module, name, old in places:
         if old not in shards:
-            shards[old] = old if old in managed else _cut(old, module._parameters[name], sharding.device)
+            shards[old] = old if old in managed else _shard_of(old, module._parameters[name], sharding.device)
         module._parameters[name] = shards[old]
     renew(base)
     return {old: shard for old, shard in shards.items() if old is not shard}
 
 
 def _undo_casts(base: nn.Module) -> None:
-    """Trainable shards in fp32 again.
+    """Cast trainable shards back to fp32.
 
-    TRL casts the adapters of a quantised model to bf16 by `parameter.data`, behind FSDP2, which goes on gathering the
-    fp32 shards: the optimizer would step on tensors that no forward pass sees.
+    TRL casts the adapters of a quantised model to bf16 by `parameter.data`. FSDP2 does not notice and goes on gathering
+    the fp32 shards, so the optimizer would step tensors that no forward pass uses.
     """
     cast = [p for p in base.parameters() if p.requires_grad and isinstance(p, DTensor) and p.dtype != torch.float32]
     for parameter in cast:
@@ -304,15 +303,14 @@ def _check_shapes(base: nn.Module) -> None:
             wrong.append(name)
     if wrong:
         raise ConfigError(
-            f"PEFT took the mesh for tensor parallel and gave {len(wrong)} adapters the shape of one shard (first: "
-            f"{wrong[0]}). On a mesh of several axes give peft_config to from_pretrained, or add the adapter before "
-            "the model is sharded."
+            f"PEFT took the mesh for tensor parallel and gave {len(wrong)} adapters the shape of one shard "
+            f"(first: {wrong[0]}). On a mesh of several axes give peft_config to from_pretrained, or add the adapter "
+            "before the model is sharded."
         )
 
 
 def _dtypes(added: set[nn.Parameter], sharding: Sharding) -> dict[nn.Parameter, torch.dtype]:
-    """What trainable added weights become: fp32 beside computation in a lower precision, or where their dtypes
-    differ."""
+    """New dtypes of added trainable weights: fp32 where computation is in a lower precision, or their dtypes differ."""
     trained = [parameter for parameter in added if parameter.requires_grad and parameter.is_floating_point()]
     low = sharding.mp_policy.param_dtype not in (None, torch.float32)
     if low or len({parameter.dtype for parameter in trained}) > 1:
@@ -320,8 +318,8 @@ def _dtypes(added: set[nn.Parameter], sharding: Sharding) -> dict[nn.Parameter, 
     return {}
 
 
-def _cut(old: nn.Parameter, like: nn.Parameter | None, device: torch.device) -> nn.Parameter:
-    """This rank's shard of a whole parameter (rank 0's values count), or of one that is sharded otherwise."""
+def _shard_of(old: nn.Parameter, like: nn.Parameter | None, device: torch.device) -> nn.Parameter:
+    """This rank's shard, like `like`, of rank 0's whole parameter, or of a parameter that is sharded otherwise."""
     assert like is not None and isinstance(like.data, DTensor)
     mesh, placements = like.data.device_mesh, like.data.placements
     value: torch.Tensor = old.detach().to(like.dtype)
@@ -334,7 +332,7 @@ def _cut(old: nn.Parameter, like: nn.Parameter | None, device: torch.device) -> 
     return new
 
 
-def _broadcast(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-    """Rank 0's values everywhere: along the last axis, then along the first."""
+def _broadcast_from_first(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    """Broadcast rank 0's values: along the last axis of the mesh, then along the first."""
     for axis in reversed(range(mesh.ndim)):
         dist.broadcast(parameter.detach(), group=mesh.get_group(axis), group_src=0)

@@ -1,4 +1,4 @@
-"""Storage for a model on meta, uninitialised: of each sharded parameter this rank's share."""
+"""Give a model on meta uninitialised storage: whole tensors, and this rank's shards of DTensors."""
 
 import torch
 from torch import nn
@@ -10,16 +10,15 @@ __all__ = ["allocate", "renew", "with_data", "with_storage"]
 
 
 def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Give every tensor of a meta model uninitialised storage on `device`, in place; a DTensor, this rank's shard of
-    it.
+    """Give every tensor on meta uninitialised storage on `device`, in place; of a DTensor, this rank's shard.
 
-    Tied parameters stay one parameter and FSDP2 is told of the new ones. Tensors that have storage stay as they are.
+    Tied parameters stay one parameter, and FSDP2 notes the new parameters. Tensors with storage stay as they are.
 
     Args:
         model: plain, or sharded by `fully_shard` while on meta.
-        device: where the storage of shards goes: the CPU for a CPU-offloaded FSDP2 model. Buffers and whole parameters
-            of a sharded model go to the mesh's device.
-        dtype: what floating-point parameters become; None keeps each one's own. Buffers always keep their own.
+        device: of shards; the CPU for a CPU-offloaded FSDP2 model. Buffers and whole parameters of a sharded model go
+            to the mesh's device.
+        dtype: of floating-point parameters; None keeps their own dtypes. Buffers always keep their own.
 
     No rank communicates.
     """
@@ -33,16 +32,16 @@ def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | Non
 
 
 def renew(model: nn.Module) -> None:
-    """Let FSDP2 take note of parameters that were put in place of others. No rank communicates.
+    """Let FSDP2 note parameters that were put in the place of others. No rank communicates.
 
-    It keeps its own reference to each shard and renews it in `_apply`; a function that changes nothing is enough.
+    FSDP2 keeps a reference to each shard and renews it in `_apply`, also for a function that changes nothing.
     """
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch's own
     mark_weights(model)
 
 
 def _allocated(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> dict[torch.Tensor, torch.Tensor]:
-    """What takes the place of each tensor on meta; tied ones are one tensor."""
+    """The new tensor for each tensor on meta; tied ones stay one tensor."""
     found = dict.fromkeys(
         tensor
         for module in model.modules()
@@ -50,7 +49,7 @@ def _allocated(model: nn.Module, device: torch.device, dtype: torch.dtype | None
         if tensor.is_meta
     )
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
-    # CPU offload is for shards alone: what every rank holds whole is used where the mesh is.
+    # CPU offload is for shards alone: whole tensors are on the mesh's device.
     whole_on = torch.device(mesh.device_type) if mesh is not None else device
     return {
         tensor: with_storage(
@@ -63,15 +62,15 @@ def _allocated(model: nn.Module, device: torch.device, dtype: torch.dtype | None
 
 
 def _storage_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Buffers keep their own dtype, and so do parameters that are no floating-point numbers."""
+    """The dtype of a tensor's storage: `dtype` for floating-point parameters, else the tensor's own."""
     chosen = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
     return dtype if chosen and dtype is not None else tensor.dtype
 
 
 def with_storage(tensor: torch.Tensor, *, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The same parameter or buffer with uninitialised memory on `device`: of a DTensor, this rank's shard.
+    """A parameter or buffer like `tensor` with uninitialised memory on `device`; of a DTensor, this rank's shard.
 
-    Strides, attributes that model code hangs on a parameter, and its hooks on gradients stay.
+    Strides, attributes that code set on a parameter, and hooks on its gradient are kept.
     """
     dtype = dtype or tensor.dtype
     if isinstance(tensor, DTensor):
@@ -85,8 +84,7 @@ def with_storage(tensor: torch.Tensor, *, device: torch.device, dtype: torch.dty
 
 
 def with_data(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
-    """Another parameter to put in the place of one: with this data, and the same attributes and hooks on its
-    gradient."""
+    """A new parameter with `data`, and with the attributes and gradient hooks of `parameter`."""
     new = nn.Parameter(data, requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():

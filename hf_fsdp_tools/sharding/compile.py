@@ -1,4 +1,4 @@
-"""Compile the blocks of a plan in place, each for itself, as FSDP2 needs it."""
+"""Compile the blocks of a plan in place, each by itself, because FSDP2 gathers between them."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,11 +14,11 @@ __all__ = ["compile_blocks"]
 def compile_blocks(model: nn.Module, plan: WrapPlan, options: Mapping[str, Any]) -> tuple[str, ...]:
     """Compile every block of `plan` with `nn.Module.compile`, at its first call; return their names.
 
-    A block is a unit that has modules inside it. Equal blocks share what is compiled once. Where a block holds another
-    unit (experts), its parts without one are compiled instead: FSDP's gathering must stay between compiled regions, not
-    in one. The model as a whole is not compiled, and stays the same object with the same parameter names. A call with a
-    cache (`generate`) runs as it is: caches differ from layer to layer and grow with every token, and torch would
-    compile each anew until its limit of 8 (measured).
+    A block is a unit that has modules inside it. Equal blocks share one compiled code. Where a block holds another unit
+    (experts), its parts without a unit are compiled instead, because FSDP's gathering must stay between compiled
+    regions. The model stays the same object with the same parameter names. A call with a cache (`generate`) runs
+    without compiled code: caches differ from layer to layer and grow with every token, and torch would compile each
+    call anew up to its limit of 8 (`recompile_limit` of torch._dynamo).
 
     Args:
         model: plain or sharded. Call after activation checkpointing is set and before the first forward pass.
@@ -48,7 +48,7 @@ def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
 
 
 def _regions(name: str, module: nn.Module, others: set[str]) -> Iterator[str]:
-    """The largest parts of a unit that hold no other unit; single leaves (embeddings, heads) gain nothing."""
+    """Yield the largest parts of a unit without other units; single leaves (embeddings, heads) would gain nothing."""
     if name in others or not any(module.children()):
         return
     if not any(other.startswith(f"{name}.") for other in others):

@@ -1,4 +1,4 @@
-"""The sharding of a model as text: its plan, its mesh, its precisions, and what this rank holds."""
+"""Describe the sharding of a model as text: its plan, mesh and precisions, and this rank's memory."""
 
 from collections.abc import Iterator, Mapping
 
@@ -14,12 +14,12 @@ __all__ = ["describe_sharding"]
 
 
 def describe_sharding(model: nn.Module) -> str:
-    """The plan of a sharded model, its mesh, its precisions, and what this rank holds, as a short text.
+    """The plan, mesh and precisions of a sharded model and the bytes of this rank's shards, as a short text.
 
     Args:
-        model: sharded by `shard_model`, also inside PEFT's wrapper or that of `torch.compile`.
+        model: sharded by `shard_model`, on meta or with storage, also inside PEFT's wrapper or that of `torch.compile`.
 
-    No rank communicates; figures of memory are this rank's.
+    Any rank may call; nothing is communicated.
 
     Raises:
         ConfigError: `shard_model` did not shard this model.
@@ -52,12 +52,12 @@ def describe_sharding(model: nn.Module) -> str:
 def _describe_weights(
     parameters: list[nn.Parameter], packed: Mapping[nn.Parameter, int], *, offloaded: bool
 ) -> Iterator[str]:
-    """Dtype and size on this rank; where only some are trained, of these and of the frozen ones apart.
+    """Yield dtype and size of this rank's shards; apart for trained and frozen parameters if there are both.
 
     Args:
         parameters: of the model.
-        packed: which of them hold 4-bit values, and how many.
-        offloaded: whether they live on the CPU between uses.
+        packed: number of 4-bit values of each parameter that holds such values.
+        offloaded: whether shards are on the CPU between uses.
     """
     trained = [p for p in parameters if p.requires_grad]
     frozen = [p for p in parameters if not p.requires_grad]
@@ -73,7 +73,7 @@ def _describe_weights(
 
 
 def _other_dims(model: nn.Module, ndim: int) -> Iterator[tuple[int, str]]:
-    """Dimensions other than 0 along which parameters are split, each with the names of these parameters.
+    """Yield dimensions other than 0 along which parameters are split, each with names of such parameters.
 
     Parameters of tensor parallelism, on meshes of more axes than FSDP's, do not count.
     """

@@ -1,10 +1,10 @@
-"""Everything of FSDP2 that torch keeps private, behind named functions; no other file uses FSDP2's private names.
+"""Private parts of FSDP2 that this package needs, behind named functions; no other file uses private names of FSDP2.
 
-torch has no public way to ask which unit gathers a parameter, to take `fully_shard` off a model again, or to give a
-unit a parameter of another shape. The private names were read in torch 2.11, 2.12 and 2.13: `_fsdp_state.py`,
+torch has no public way to ask which unit gathers a parameter, to take `fully_shard` off a model, or to give a unit a
+parameter of another shape. The private names are those of torch 2.11, 2.12 and 2.13: `_fsdp_state.py`,
 `_fsdp_param_group.py` and `_fsdp_param.py` of `torch/distributed/fsdp/_fully_shard`, and `_composable/contract.py`.
 
-Nouns, as in torch's own files:
+Words, as in torch's own files:
 
     state    torch's record of one unit; all modules of `fully_shard([a, b])` have the same one
     group    the parameters that a unit gathers together
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-# ---- what FSDP2 manages ----
+# ---- units and their parameters ----
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,28 +51,28 @@ class ManagedParameter:
     """A parameter that a unit gathers."""
 
     shard: nn.Parameter
-    """This rank's shard, which the optimizer knows, also while the modules hold the gathered parameter."""
+    """This rank's shard, which the optimizer holds, also while modules register the gathered parameter."""
 
     places: tuple[tuple[nn.Module, str], ...]
     """Every module that registers the parameter, with its name there; several where it is tied."""
 
 
 def unit_modules(module: FSDPModule) -> tuple[nn.Module, ...]:
-    """The unit of a module: all modules that were given to `fully_shard` together with it, itself included."""
+    """The modules of the unit that `module` belongs to: those of one call of `fully_shard`."""
     return tuple(_state_of(module)._modules)
 
 
 def parameters_of_unit(module: FSDPModule) -> list[ManagedParameter]:
-    """What the unit of a module gathers, each parameter once.
+    """The parameters that the unit of a module gathers, each once.
 
-    Nothing is changed; it may be called between a forward and its backward pass.
+    Nothing is changed; may be called between a forward and its backward pass.
     """
     found = []
     for group in _groups_of(_state_of(module)):
         for entry in group.fsdp_params:
             info = entry._module_info
             tied = zip(info.shared_modules, info.shared_param_names, strict=True)
-            # While gathered, the module holds the whole tensor. A shard put in place of another is there first.
+            # A gathered module registers the whole tensor. A replaced shard is in the module before FSDP2 knows of it.
             current = info.module._parameters.get(info.param_name)
             shard: Any = current if isinstance(current, DTensor) else entry.sharded_param
             found.append(ManagedParameter(shard=shard, places=((info.module, info.param_name), *tied)))
@@ -80,13 +80,13 @@ def parameters_of_unit(module: FSDPModule) -> list[ManagedParameter]:
 
 
 def managed_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The shards that FSDP2 manages below `model`, tied ones once; what it keeps gathered is sharded first."""
+    """The shards that FSDP2 manages below `model`, tied ones once; gathered units are resharded first."""
     reshard_units(model)
     return [entry.sharded_param for group in _groups(model) for entry in group.fsdp_params]
 
 
 def count_units(model: nn.Module) -> int:
-    """How many units FSDP2 manages in a model: what a plan's number of units must equal."""
+    """The number of units that FSDP2 manages in a model."""
     return len(_states(model))
 
 
@@ -96,30 +96,28 @@ def is_offloaded(model: nn.Module) -> bool:
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Shard what is gathered below `model`: after a forward pass alone the root and the tail are, for a backward
-    pass."""
+    """Reshard the units below `model` that are gathered: after a forward pass, the root and the tail are."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-# ---- what FSDP2 does in a pass ----
+# ---- forward passes ----
 
 
 def make_root(model: nn.Module) -> None:
-    """Make a sharded, loaded model the root of its units now; otherwise the first of them to run makes itself the root.
+    """Make a sharded, loaded model the root of its units now.
 
-    PEFT's prompt methods run the embedding alone before the model.
+    Otherwise the first unit that runs becomes the root; PEFT's prompt methods run the embedding before the model.
     """
     assert isinstance(model, FSDPModule)
     _state_of(model)._lazy_init()
 
 
 def make_gathered_memory(module: FSDPModule) -> None:
-    """Make the memory into which the unit of a module gathers its parameters, unless it is there; nothing is
-    gathered."""
+    """Make the memory into which the unit of a module gathers its parameters, unless it exists; gather nothing."""
     state = _state_of(module)
-    state._lazy_init()  # as FSDP2 does next: it decides in which dtype a parameter is gathered
+    state._lazy_init()  # FSDP2 calls it next; it decides in which dtype a parameter is gathered
     for group in _groups_of(state):
         for entry in group.fsdp_params:
             if not hasattr(entry._sharded_local_tensor, "fsdp_pre_all_gather"):  # an extension of the user's
@@ -132,7 +130,7 @@ def make_gathered_memory(module: FSDPModule) -> None:
 
 
 def complete_unit(module: FSDPModule, output: Any) -> Any:
-    """End the forward pass of a unit of which some modules have not run, as its last module would; return the output.
+    """End the forward pass of a unit with modules that have not run, as its last module would; return the output.
 
     torch before 2.13 waits for these modules for ever.
     """
@@ -143,16 +141,14 @@ def complete_unit(module: FSDPModule, output: Any) -> Any:
     return output
 
 
-# ---- FSDP2 taken off, and a parameter replaced ----
+# ---- taking FSDP2 off, and replacing a parameter ----
 
 
 def release(model: nn.Module) -> None:
-    """Take FSDP2 off `model` and all below it, in place; the parameters stay this rank's shards, as DTensors.
+    """Take FSDP2 off `model` and all modules below it, in place; the parameters stay this rank's shards, as DTensors.
 
-    The modules get their own classes back and lose FSDP2's hooks.
-
-    What a user set on the units beside the arguments of `fully_shard` is lost. Not between a forward and its backward
-    pass. Nothing is communicated.
+    The modules get their own classes back and lose FSDP2's hooks. Settings that a user made on the units after
+    `fully_shard` are lost. Do not call between a forward and its backward pass. Nothing is communicated.
     """
     reshard_units(model)
     for state in _states(model):
@@ -166,10 +162,13 @@ def release(model: nn.Module) -> None:
 
 
 def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of a module of an FSDP2 unit, as PEFT makes one to train it whole (`modules_to_save`).
+    """A deep copy of a module of an FSDP2 unit, which FSDP2 itself refuses; PEFT makes one for `modules_to_save`.
 
-    The copy has the module's own class, its own shards, and no hooks; FSDP2 does not manage it. FSDP2 itself refuses to
-    copy.
+    The copy has the module's own class, shards of its own, and no hooks; FSDP2 does not manage it.
+
+    Args:
+        module: to copy.
+        memo: of `copy.deepcopy`.
     """
     twin: nn.Module = object.__new__(own_class(module))
     memo[id(module)] = twin
@@ -182,18 +181,16 @@ def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def replace_parameter(model: nn.Module, name: str, old: DTensor, shape: torch.Size) -> None:
-    """Let the unit that gathers `old` gather a new parameter on meta of another shape, under all names of the old one.
+    """Replace a parameter inside its unit by a new one on meta of another shape, under all names of the old one.
 
-    The unit itself stays as it is, with every setting that a user made on it: `release` and `fully_shard` again would
-        lose
-    those that are no arguments of `fully_shard` (prefetching, gradient synchronisation, divide factors, own
-    collectives).
+    The unit keeps every setting that a user made on it. `release` and `fully_shard` would lose those that are no
+    arguments of `fully_shard` (prefetching, gradient synchronisation, divide factors, own collectives).
 
     Args:
-        model: that holds the unit; not between a forward and its backward pass.
+        model: with the unit; not between a forward and its backward pass.
         name: of the parameter, for messages.
-        old: its shard.
-        shape: of the new parameter, whole; split along the same dimension.
+        old: shard of the parameter.
+        shape: of the whole new parameter, which is split along the same dimension.
 
     Nothing is communicated.
 

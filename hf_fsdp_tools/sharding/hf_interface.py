@@ -1,5 +1,4 @@
-"""How a sharded model looks to the libraries around it: transformers goes by class names and marks, users by
-methods."""
+"""Make sharded models look right to transformers: class names, marks, `save_pretrained` and `use_cache`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +15,12 @@ __all__ = ["mark_for_transformers", "refuse_plain_save", "turn_cache_off", "with
 
 
 def mark_for_transformers(model: nn.Module) -> None:
-    """Give a sharded model the marks, class names and methods by which transformers knows it; when all units are made.
+    """Give a model with all its units the class names, mark and methods that transformers looks at.
 
-    - FSDP2's classes are called `FSDPLlamaForCausalLM`. By class name the Trainer decides whether labels are to be
-      shifted under label smoothing, and what goes into a model card. They get the names of the classes that they
-      extend.
-    - With transformers' own mark, `generate` goes on until every rank has finished, and layer drop runs each layer.
-    - `model.save_pretrained(folder)` is answered with the call that works (`refuse_plain_save`).
+    - FSDP2's classes (`FSDPLlamaForCausalLM`) get the names of the classes that they extend. By class name the Trainer
+      decides whether to shift labels under label smoothing, and writes model cards.
+    - With transformers' own mark, `generate` goes on until every rank has finished, and layer drop runs every layer.
+    - `model.save_pretrained(folder)` raises an error that names the right call (`refuse_plain_save`).
     """
     for module in model.modules():
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
@@ -33,10 +31,10 @@ def mark_for_transformers(model: nn.Module) -> None:
 
 
 def refuse_plain_save(model: nn.Module) -> None:
-    """Answer `model.save_pretrained(folder)` on shards with the call that works.
+    """Let `model.save_pretrained(folder)` on shards raise an error that names the right call.
 
-    With a `state_dict` it stays as it was. Without, transformers' and PEFT's own fail inside safetensors ("invalid
-    python storage") on the ranks that write, and return as if all were well on the others.
+    With a `state_dict` the method works as before. Without, those of transformers and PEFT fail inside safetensors
+    ("invalid python storage") on ranks that write, and return without an error on the other ranks.
     """
     plain = getattr(model, "save_pretrained", None)
     if plain is not None and "save_pretrained" not in model.__dict__:
@@ -44,10 +42,10 @@ def refuse_plain_save(model: nn.Module) -> None:
 
 
 def _save_whole(plain: Any, folder: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
-    """Save a state dict that holds whole tensors.
+    """Save a given state dict by the plain method.
 
     Raises:
-        ConfigError: None is given, and the model has shards only.
+        ConfigError: no state dict is given, and the model has shards only.
     """
     if state_dict is None:
         raise ConfigError(
@@ -59,9 +57,9 @@ def _save_whole(plain: Any, folder: Any, *args: Any, state_dict: Any = None, **k
 
 
 def turn_cache_off(model: nn.Module) -> None:
-    """Let a model that is trained keep no keys and values.
+    """Turn off the cache of keys and values of a model that is trained.
 
-    `generate` asks for its own cache, and saving writes what was set before.
+    `generate` asks for its own cache, and saving writes the value that was set before (`with_cache_as_found`).
     """
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
@@ -71,7 +69,7 @@ def turn_cache_off(model: nn.Module) -> None:
 
 @contextmanager
 def with_cache_as_found(model: nn.Module) -> Iterator[None]:
-    """The config with `use_cache` as it was before `turn_cache_off`, for as long as it is written to a checkpoint."""
+    """Undo `turn_cache_off` in the config for a block that writes the config to a checkpoint."""
     if not model.__dict__.get("_cache_is_off", False):
         yield
         return

@@ -1,13 +1,15 @@
-"""What runs in the passes of a sharded model beside FSDP2's own hooks.
+"""Hooks of a sharded model beside FSDP2's own.
 
-- Before the forward pass of each unit, in inference mode: memory for gathered parameters that autograd may keep.
-- Before the forward pass of blocks and other modules with weights, under mixed precision: their inputs are cast. FSDP2
-  itself casts whatever enters the root: labels, token counts and masks too.
-- After a forward pass without gradients: all is sharded again.
-- After each backward pass: the gradients of parameters that every rank holds whole are averaged.
-- Before torch 2.13: units of which one module did not run are completed. Those versions run their hooks at the first
-  and the last module of a unit; 2.13 runs them at each, and completes the unit after the pass of the whole model
-  (`_register_group_forward_hooks`, `_force_complete_incomplete_states`). To be deleted with 2.11 and 2.12.
+- Before the forward pass of each unit, in inference mode: make the memory of gathered parameters outside of it.
+- Before the forward pass of blocks and other modules with shards, under mixed precision: cast their inputs. FSDP2
+itself
+  would cast the inputs of the root, with labels, token counts and masks.
+- After a forward pass without gradients: reshard the units.
+- After each backward pass: average the gradients of parameters that every rank holds whole.
+- Before torch 2.13: complete units with a module that did not run. These versions run FSDP2's hooks at the first and
+the
+  last module of a unit; 2.13 runs them at each module, and completes the unit after the pass of the whole model
+  (`_register_group_forward_hooks`, `_force_complete_incomplete_states`). Delete this with the support of 2.11 and 2.12.
 """
 
 import math
@@ -28,42 +30,44 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
 
 __all__ = ["add_hooks", "average_gradients", "is_averaged"]
 
-_IS_OLDER = not hasattr(FSDPModule, "reset_iter_state")
+_IS_BEFORE_2_13 = not hasattr(FSDPModule, "reset_iter_state")
 """Whether torch is older than 2.13."""
 
 
 def add_hooks(model: nn.Module, *, param_dtype: torch.dtype | None, kept: Collection[nn.Module] = ()) -> None:
-    """Give a model, when all its units are made, the hooks named above, each once; call again when units are made anew.
+    """Give a model with all its units the hooks named above, each once; call again when units are made anew.
 
     Nothing is communicated.
 
     Args:
         model: the root of the units.
-        param_dtype: what inputs are cast to; None leaves them as they are.
-        kept: modules of units that stay gathered after an evaluation too, because the user wants units kept.
+        param_dtype: dtype to which inputs are cast; None leaves inputs as they are.
+        kept: modules of units that stay gathered after an evaluation too, as the user asked (`reshard_after_forward`).
     """
-    for module in model.modules():  # of one that is in no unit any more, hooks are removed
-        _drop_hook(module._forward_pre_hooks, _make_outputs)
+    for module in model.modules():  # hooks of modules that are in no unit any more are removed
+        _drop_hook(module._forward_pre_hooks, _make_gathered_memory)
         _drop_hook(module._forward_pre_hooks, _cast_inputs)
         if isinstance(module, FSDPModule):
-            module.register_forward_pre_hook(_make_outputs, prepend=True)  # before FSDP2's own, which gathers
+            module.register_forward_pre_hook(_make_gathered_memory, prepend=True)  # before FSDP2's own, which gathers
     if param_dtype is not None:
         for module in _first_with_shards(model):
             module.register_forward_pre_hook(partial(_cast_inputs, dtype=param_dtype), with_kwargs=True)
     # These must come after FSDP2's own hooks, which may be new.
     _drop_hook(model._forward_hooks, _complete_units)
     _drop_hook(model._forward_hooks, _reshard_after_evaluation)
-    if _IS_OLDER:
+    if _IS_BEFORE_2_13:
         model.register_forward_hook(_complete_units)
     model.register_forward_hook(partial(_reshard_after_evaluation, kept=frozenset(kept)))
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], groups: Iterable[dist.ProcessGroup]) -> None:
-    """From now on, average the gradients of trainable parameters that every rank holds whole after each backward pass.
+    """Average the gradients of trainable parameters that every rank holds whole, after each backward pass from now on.
 
     Args:
-        parameters: those that are averaged already are left alone.
+        parameters: that every rank holds whole; frozen ones, and those that are averaged already, are left alone.
         groups: over which to average, one after the other; for a mesh, `mesh.get_all_groups()`.
+
+    Nothing is communicated before the next backward pass.
     """
     hook = partial(_average_gradient, groups=tuple(groups))
     for parameter in parameters:
@@ -72,14 +76,17 @@ def average_gradients(parameters: Iterable[nn.Parameter], groups: Iterable[dist.
 
 
 def is_averaged(parameter: torch.Tensor) -> bool:
-    """Whether `average_gradients` was called for a parameter; hooks of a user on its gradient do not count."""
+    """Whether `average_gradients` was called for a parameter; a user's own hooks on its gradient do not count."""
     hooks = (parameter._post_accumulate_grad_hooks or {}).values()
     return any(isinstance(hook, partial) and hook.func is _average_gradient for hook in hooks)
 
 
 def _average_gradient(parameter: torch.Tensor, *, groups: tuple[dist.ProcessGroup, ...]) -> None:
-    """FSDP does not reduce what it does not shard. Averaging after every micro-batch is right under accumulation too:
-    what was averaged before is equal on all ranks, and averaging equals leaves them as they are."""
+    """Average a gradient over all groups; FSDP reduces gradients of sharded parameters only.
+
+    Averaging after every micro-batch is right under accumulation too: the sum of earlier micro-batches is equal on all
+    ranks, and the average of equal values is the same value.
+    """
     assert parameter.grad is not None
     for group in groups:
         dist.all_reduce(parameter.grad, group=group)
@@ -87,13 +94,13 @@ def _average_gradient(parameter: torch.Tensor, *, groups: tuple[dist.ProcessGrou
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-def _make_outputs(module: nn.Module, args: object) -> None:
+def _make_gathered_memory(module: nn.Module, args: object) -> None:
     """Make the memory into which a unit gathers outside of inference mode.
 
-    FSDP2 (torch 2.11 to 2.13) makes that memory when a unit is gathered for the first time. Made in inference mode, it
-    ends the first training step ("Inplace update to inference tensor outside InferenceMode"), and where a unit is not
-    sharded at all, as on one GPU, or along another dimension than 0, the forward pass itself ("Inference tensors do not
-    track version counter").
+    FSDP2 (torch 2.11 to 2.13) makes this memory when a unit is gathered for the first time. Memory made in inference
+    mode fails in the first training step ("Inplace update to inference tensor outside InferenceMode"). On one GPU, and
+    with parameters split along another dimension than 0, even the forward pass fails ("Inference tensors do not track
+    version counter").
     """
     if torch.is_inference_mode_enabled() and isinstance(module, FSDPModule):
         with torch.inference_mode(False):
@@ -101,10 +108,10 @@ def _make_outputs(module: nn.Module, args: object) -> None:
 
 
 def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *, kept: Collection[nn.Module]) -> None:
-    """After a forward pass without gradients, shard what FSDP2 keeps gathered for a backward pass (the tail, the root).
+    """After a forward pass without gradients, reshard the units that FSDP2 keeps gathered for backward (tail and root).
 
-    None comes, and until then `model.parameters()` would be the gathered tensors: an optimizer made after an evaluation
-    would train copies that FSDP2 throws away.
+    No backward pass follows, and `model.parameters()` would be the gathered tensors: an optimizer made after an
+    evaluation would train copies that FSDP2 throws away.
     """
     if not torch.is_grad_enabled():
         for module in model.modules():
@@ -147,11 +154,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _complete_units(model: nn.Module, args: object, output: Any) -> Any:
-    """Complete every unit of which one module did not run: TRL takes the head's weight and skips its forward.
+    """Complete every unit with a module that did not run, as when TRL uses the head's weight without its forward.
 
-    FSDP2 would wait for that forward for ever: the unit is neither sharded after an evaluation, nor gathered again for
-        its
-    backward pass, nor in the next step.
+    Otherwise FSDP2 waits for this forward for ever: the unit is not resharded after an evaluation, and not gathered
+    again for its backward pass or in the next step.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -160,6 +166,6 @@ def _complete_units(model: nn.Module, args: object, output: Any) -> Any:
 
 
 def _drop_hook(hooks: MutableMapping[int, Any], hook: Any) -> None:
-    """Remove a hook from those that a module keeps, if it is there."""
+    """Remove a hook from a module's hooks, if it is one of them."""
     for key in [key for key, found in hooks.items() if hook in (found, getattr(found, "func", None))]:
         del hooks[key]

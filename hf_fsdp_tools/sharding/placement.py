@@ -1,4 +1,4 @@
-"""Which dimension of a parameter is split among ranks: the first, unless it has too few indices for them."""
+"""Choose the dimension along which a parameter is sharded: 0, unless it has too few indices for the ranks."""
 
 import math
 from collections.abc import Sequence
@@ -9,23 +9,23 @@ from torch.distributed.tensor import DTensor, Shard
 __all__ = ["choose_placement", "is_much_padding", "padded_ratio", "sharded_dim"]
 
 _MOST_PADDING = 1.25
-"""Padded bytes ÷ bytes up to which dimension 0 stays split. Splitting another costs FSDP2 one more copy of what it
-gathers and of the gradients (memory bandwidth), padding costs bandwidth between ranks, of which there is less (assumed,
-not measured)."""
+"""Padded bytes over bytes up to which a parameter is split along dimension 0. Padding costs bandwidth between ranks;
+another dimension costs FSDP2 one more copy of the gathered parameter and of its gradient, so memory bandwidth, of which
+there is more. (assumed)"""
 
 _MOST_PADDING_BYTES = 2**20
-"""Padding of one parameter up to which it stays so, whatever the ratio: a gate of one row, a small adapter. Sending
-that much takes as long as starting a few more kernels (20 µs at 50 GB/s; assumed, not measured)."""
+"""Bytes of padding up to which a parameter (a gate of one row, a small adapter) is split along dimension 0 whatever its
+ratio. Sending them takes as long as starting a few kernels: 20 µs at 50 GB/s. (assumed)"""
 
 
 def choose_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """For `fully_shard(shard_placement_fn=…)`: how one parameter is split; None leaves it to FSDP2.
+    """The placement of a parameter, for `fully_shard(shard_placement_fn=…)`; None leaves it to FSDP2.
 
-    Only shapes and dtypes are read, so every rank answers alike. Parameters of tensor parallelism are left to FSDP2.
+    Only shapes and dtypes are read, so every rank gets the same. Parameters of tensor parallelism are left to FSDP2.
 
     Args:
         parameter: not sharded yet, on any device.
-        ranks: over how many it is split, replicas not counted.
+        ranks: number of shards; replicas do not count.
     """
     if isinstance(parameter, DTensor) or not parameter.dim():
         return None
@@ -36,18 +36,22 @@ def choose_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
 
 
 def is_much_padding(num_bytes: int, ratio: float) -> bool:
-    """Whether padding a parameter of so many bytes by a `padded_ratio` costs more than it is to avoid it."""
+    """Whether padding costs more than it costs to avoid it.
+
+    Args:
+        num_bytes: of the parameter.
+        ratio: its `padded_ratio`.
+    """
     return num_bytes * (ratio - 1) > _MOST_PADDING_BYTES
 
 
 def sharded_dim(shape: Sequence[int], ranks: int) -> int:
-    """0, or the first other dimension that `ranks` divide, where dimension 0 would be padded by more than a quarter.
+    """The dimension to split: 0, or, where that pads more than a quarter, the first one that `ranks` divide.
 
-    Fused experts have one index of dimension 0 per expert: 8 experts on 64 ranks would be whole on 8 ranks, and each
-        gather
-    and each reduction would carry 8 times their bytes. FSDP2 splits other dimensions than 0 evenly only. An early
-    dimension is better to load: of the last, a rank's columns are so short in files that it reads its neighbours' with
-    them.
+    Fused experts have one index of dimension 0 per expert: 8 experts on 64 ranks would be whole on 8 ranks, and every
+    all-gather and reduction would carry 8 times their bytes. FSDP2 splits dimensions other than 0 only evenly. Early
+    dimensions load faster: of the last one, a rank's columns are so short in the file that it reads its neighbours'
+    too.
     """
     if len(shape) < 2 or not math.prod(shape) or padded_ratio(shape[0], ranks) <= _MOST_PADDING:
         return 0
@@ -55,8 +59,8 @@ def sharded_dim(shape: Sequence[int], ranks: int) -> int:
 
 
 def padded_ratio(size: int, ranks: int) -> float:
-    """Indices of a dimension of `size` that FSDP2 stores and sends, over those that there are.
+    """The number of indices that FSDP2 stores and sends for a dimension, over its `size`.
 
-    Each rank's shard is as long as the longest (`padded_sharded_param_size` in torch's `_fsdp_param.py`).
+    FSDP2 pads every shard to the longest one (`padded_sharded_param_size` in torch's `_fsdp_param.py`).
     """
     return -(-size // ranks) * ranks / size if size else 1.0

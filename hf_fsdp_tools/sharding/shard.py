@@ -1,4 +1,4 @@
-"""Apply a wrap plan to a model with FSDP2: activation checkpointing first, then every unit, the root last."""
+"""Shard a model by a wrap plan with FSDP2: activation checkpointing first, then every unit, the root last."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -38,13 +38,13 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a model was sharded: what `shard_model` was given, as a value that can be printed."""
+    """How a model was sharded: the arguments of `shard_model`, as a value that can be printed."""
 
     plan: WrapPlan
-    """What is gathered together."""
+    """The units."""
 
     mesh: DeviceMesh
-    """The mesh over which it is sharded, and replicated where the mesh has two axes."""
+    """The mesh of the shards: one axis for FSDP, (replicate, shard) for HSDP."""
 
     mp_policy: MixedPrecisionPolicy
     """The dtypes of computation and of gradient reduction."""
@@ -56,11 +56,11 @@ class Sharding:
     """Whether the blocks recompute their activations in the backward pass."""
 
     compile: Mapping[str, Any] | None = None
-    """What `torch.compile` was told for the blocks; None where they are not compiled."""
+    """Options of `torch.compile` for the blocks; None where they are not compiled."""
 
     @property
     def device(self) -> torch.device:
-        """Where the shards live: the mesh's device, or the CPU under CPU offload."""
+        """The device of the shards: the mesh's, or the CPU under CPU offload."""
         offloaded = isinstance(self.offload_policy, CPUOffloadPolicy)
         return torch.device("cpu" if offloaded else self.mesh.device_type)
 
@@ -77,15 +77,16 @@ def shard_model(
 ) -> nn.Module:
     """Shard `model` by `plan` with FSDP2, in place, and return the same model.
 
-    A model on meta stays on meta, with DTensor parameters that know their shards (`load_weights` then fills them); a
-    model with real weights, equal on every rank, keeps each rank's slices. Make the optimizer afterwards.
+    A model on meta stays on meta, with DTensor parameters, which `load_weights` then fills. Of a model with real
+    weights, equal on every rank, each rank keeps its slices. Make the optimizer afterwards.
 
     Args:
+        model: not sharded yet, on meta or with real weights on any device.
         plan: from `make_wrap_plan` of this model or of one of the same structure.
         mesh: one axis for FSDP, two (replicate, shard) for HSDP; None means FSDP over all processes.
         mp_policy: dtypes of computation and reduction; None computes in each parameter's own dtype and reduces in fp32.
-        offload_policy: `CPUOffloadPolicy()` keeps shards on the CPU; None keeps them on the device. Memory is pinned
-            only where there is a device to pin it for.
+        offload_policy: `CPUOffloadPolicy()` keeps shards on the CPU between uses, pinned where the mesh is on a device;
+            None keeps them on the device.
         activation_checkpointing: recompute each block's activations in the backward pass (non-reentrant), which saves
             memory for about a third more computation. Turns `use_cache` off.
         compile: compile each block in place, True or with options for `torch.compile` (`{"mode": "max-autotune"}`).
@@ -95,7 +96,7 @@ def shard_model(
     Raises:
         WrapPlanError: the plan breaks a rule for this model, or differs between ranks.
         ConfigError: the model or a part of it is sharded already, it cannot checkpoint activations, CPU offload lacks a
-            backend that communicates between CPUs, or `mp_policy` would cast 4-bit weights.
+            backend for CPUs, or `mp_policy` would cast 4-bit weights.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is.")
@@ -123,17 +124,21 @@ def shard_model(
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
-    """How `shard_model` sharded this model (looked for below PEFT and compile wrappers too); None if it did not."""
+    """How `shard_model` sharded a model; None if it did not. Any rank may call; nothing is communicated.
+
+    Args:
+        model: also inside PEFT's wrapper or that of `torch.compile`.
+    """
     return next((sharding for _, sharding in _remembered(model)), None)
 
 
 def sharded_module(model: nn.Module) -> nn.Module | None:
-    """The module at or below `model` that `shard_model` sharded, whose names its plan has; None if there is none."""
+    """The module at or below `model` that `shard_model` sharded, in which the plan's names are; None without one."""
     return next((module for module, _ in _remembered(model)), None)
 
 
 def remember_sharding(module: nn.Module, sharding: Sharding) -> None:
-    """Let `sharding_of` find how a module is sharded, in place of what it found before."""
+    """Note on a module how it is sharded, for `sharding_of`."""
     module._fsdp_sharding = sharding  # type: ignore[assignment]  # a plain attribute of our own
 
 
@@ -145,8 +150,7 @@ def _remembered(model: nn.Module) -> Iterator[tuple[nn.Module, Sharding]]:
 
 
 def compile_sharded(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Compile the blocks of a model that is sharded already, unless they are: as `shard_model(...,
-    compile=options)`."""
+    """Compile the blocks of a sharded model, as `shard_model(..., compile=options)` does, unless they are compiled."""
     for module, sharding in _remembered(model):
         if sharding.compile is None:
             compile_blocks(module, sharding.plan, options)
@@ -154,7 +158,7 @@ def compile_sharded(model: nn.Module, options: Mapping[str, Any]) -> None:
 
 
 def _without_names(mesh: DeviceMesh) -> DeviceMesh:
-    """The same mesh, of the same process group, with no name for its axis where it spans all processes.
+    """The mesh without a name for its axis, if it has one axis over all processes; the process group is the same.
 
     PEFT (0.21) takes a Linear on a mesh with a name other than "fsdp" for tensor parallel, and would give its adapter
     the shape of this rank's shard. Two axes must keep their names, for FSDP2.
@@ -165,9 +169,9 @@ def _without_names(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def agree_on_plan(plan: WrapPlan, mesh: DeviceMesh | None = None) -> None:
-    """Ranks with different plans would call unequal collectives and hang: stop them all with one message instead.
+    """Refuse ranks with different plans, which would call unequal collectives and hang.
 
-    Every rank of the mesh must call; None means all of the default process group.
+    Every rank of the mesh must call (None: of the default process group); the ranks exchange the plan's digest.
 
     Raises:
         WrapPlanError: the plans differ; the same on every rank.
@@ -183,7 +187,10 @@ def agree_on_plan(plan: WrapPlan, mesh: DeviceMesh | None = None) -> None:
 
 
 def _offload_policy(policy: OffloadPolicy | None, mesh: DeviceMesh) -> OffloadPolicy:
-    """The policy as this mesh can honour it: the norm of gradients on the CPU is summed between CPUs."""
+    """The offload policy for a mesh: without pinned memory on CPUs, and refused without a backend for CPUs.
+
+    Clipping sums the norms of offloaded gradients between CPUs.
+    """
     if not isinstance(policy, CPUOffloadPolicy):
         return policy or OffloadPolicy()
     if mesh.device_type == "cpu":
@@ -205,7 +212,7 @@ def _checkpoint_activations(model: nn.Module) -> None:
             f"{type(model).__name__} cannot checkpoint activations (supports_gradient_checkpointing is not set). "
             "Turn activation_checkpointing off, or wrap its blocks with torch's checkpoint_wrapper before sharding."
         )
-    turn_cache_off(model)  # a cache would keep what is to be recomputed
+    turn_cache_off(model)  # a cache would keep activations that are to be recomputed
     if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.20
         model.activation_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # transformers' own
     else:
@@ -213,8 +220,7 @@ def _checkpoint_activations(model: nn.Module) -> None:
 
 
 def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
-    """Shard `model` as `sharding` says, in place: what `shard_model` does once all is checked. Nothing is
-    communicated."""
+    """Shard `model` as `sharding` says, in place and without the checks of `shard_model`. Nothing is communicated."""
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     replicated = {parameters[fqn] for fqn in sharding.plan.replicated}

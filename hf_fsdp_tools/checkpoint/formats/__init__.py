@@ -1,1 +1,1 @@
-"""What one file or folder of a checkpoint holds, and where its bytes lie."""
+"""Parse the formats of checkpoints: the tensors of a file or folder, and where their bytes lie."""
