@@ -8,8 +8,8 @@
     ├── ConfigError            a setting is unknown or cannot be honoured
     └── RanksError             a rank is lost, does not come, or is in another call than the others
 
-The last is a `RuntimeError` too, those before it are `ValueError`s. A message gives the fact, the offending value, the allowed values and the cure,
-in this order. A mistake inside this package is an `AssertionError`, and none of these errors.
+The last is a `RuntimeError` too, those before it are `ValueError`s. A message gives the fact, the offending value, the
+allowed values and the cure, in this order. A mistake inside this package is an `AssertionError`, and none of these.
 """
 
 __all__ = [

@@ -13,12 +13,12 @@ import torch
 from accelerate.utils.constants import OPTIMIZER_NAME
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
+from hf_fsdp_tools.checkpoint.formats.dcp import METADATA, check_dcp
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
@@ -28,6 +28,7 @@ __all__ = [
     "awaiting_state",
     "complete_checkpoint",
     "former_of",
+    "refuse_code",
     "replacing",
     "saveable",
     "stored_format",
@@ -128,6 +129,19 @@ def stored_format(folder: Path) -> str | None:
     return "FULL_STATE_DICT" if any((folder / name).is_file() for name in _FULL) else None
 
 
+def refuse_code(folder: Path) -> None:
+    """Refuse a training state that would run code when torch reads it, whoever wrote it (see `check_dcp`).
+
+    Every rank must call, before anything of the state is read.
+
+    Raises:
+        CheckpointError: a DCP folder in `folder` is damaged or would run code; the same on every rank.
+    """
+    with agreed(f"checking {str(folder)!r}"):
+        for file in sorted(folder.glob(f"*/{METADATA}")):
+            check_dcp(file.parent)
+
+
 @contextmanager
 def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
     """Set the plugin's state dict type for a block; None leaves it as it is.
@@ -199,7 +213,7 @@ def _without_state(
     if not source.is_dir():
         return []
     begin = "optimizer.state."
-    keys = FileSystemReader(source).read_metadata().state_dict_metadata
+    keys = check_dcp(source)
     stored = {key.removeprefix(begin).rpartition(".")[0] for key in keys if key.startswith(begin)}
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     names = {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter in held}

@@ -25,6 +25,7 @@ from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.resume import (
     awaiting_state,
     complete_checkpoint,
+    refuse_code,
     saveable,
     stored_format,
     using_format,
@@ -210,6 +211,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         if (folder / WEIGHTS).is_file() or (folder / WEIGHTS_INDEX).is_file():
             _load_weights(model, folder)
             return
+        refuse_code(folder)
         with using_format(self.accelerator.state.fsdp_plugin, stored_format(folder)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -217,6 +219,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         """Load as the Trainer does, in the stored format; warn where the checkpoint holds no optimizer."""
         if checkpoint is None:
             return
+        refuse_code(Path(checkpoint))
         found = stored_format(Path(checkpoint))
         if found is None:
             warnings.warn(
