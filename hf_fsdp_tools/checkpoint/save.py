@@ -110,19 +110,19 @@ def save_pretrained(
     # A tensor is gathered by all ranks or by none, so they must agree on which.
     to_gather = sorted({key for key in layout.places if key not in transfers}.union(*all_ranks(scattered)))
     try:
-        with agreed(f"preparing {str(folder)!r}"):
+        with agreed("preparing the save", folder):
             if rank == 0:
                 _create_files(layout)
-        with agreed(f"opening {str(folder)!r}"):
+        with agreed("opening the folder", folder):
             _check_visible(layout)
-        with agreed(f"writing to {str(folder)!r}"):
+        with agreed("writing the checkpoint", folder):
             in_place = (t for key, parts in transfers.items() if key not in to_gather for t in parts)
             stats = write_transfers(in_place, staging_bytes=staging_bytes)
         for key in to_gather:
             stats += _write_gathered(model, key, layout, staging_bytes)
         written = sum(all_ranks(stats.num_bytes))
         assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
-        with agreed(f"finishing {str(folder)!r}"):
+        with agreed("finishing the save", folder):
             if rank == 0:
                 _publish(model, layout)
                 _save_configs(model, folder, dtype, tokenizer)

@@ -60,7 +60,7 @@ def shared_seed(seed: int | None) -> int:
 
 
 @contextmanager
-def agreed(doing: str) -> Iterator[None]:
+def agreed(doing: str, where: str | PathLike[str] = "") -> Iterator[None]:
     """Run a block on every rank; if it fails on some rank, raise a `CheckpointError` on all ranks.
 
     Every rank must enter. Blocks may be nested, and a block may exchange values (`all_ranks`): the ranks that wait
@@ -70,6 +70,7 @@ def agreed(doing: str) -> Iterator[None]:
 
     Args:
         doing: what the block does, for messages; the same on every rank: "reading the checkpoint".
+        where: a path for messages, which may differ between ranks.
 
     Raises:
         CheckpointError: the block failed on some rank; the same on every rank.
@@ -100,9 +101,8 @@ def agreed(doing: str) -> Iterator[None]:
     if len(failed) == len(texts) and len(messages) == 1:
         raise CheckpointError(messages[0]) from failure
     lines = [f"rank {', '.join(str(r) for r in failed if texts[r] == m)}: {m}" for m in messages]
-    raise CheckpointError(
-        f"{doing[:1].upper()}{doing[1:]} failed on {len(failed)} of {len(texts)} ranks.\n" + "\n".join(lines)
-    ) from failure
+    what = f"{doing[:1].upper()}{doing[1:]}{f' ({str(where)!r})' if where else ''}"
+    raise CheckpointError(f"{what} failed on {len(failed)} of {len(texts)} ranks.\n" + "\n".join(lines)) from failure
 
 
 def opened(

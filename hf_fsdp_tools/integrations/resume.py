@@ -73,7 +73,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     rank, _ = rank_and_size()
     folder = folder.resolve()
     staging = folder.with_name(f".{folder.name}.incomplete")
-    with agreed(f"making {str(staging)!r}"):
+    with agreed("making a folder", staging):
         if folder.is_mount():
             raise CheckpointError(
                 f"{str(folder)!r} is a mount point, which cannot be replaced. Save to a folder in it."
@@ -82,14 +82,14 @@ def replacing(folder: Path) -> Iterator[Path]:
             if staging.exists():
                 shutil.rmtree(staging)  # left by an interrupted save
             staging.mkdir(parents=True)
-    with agreed(f"opening {str(staging)!r}"):
+    with agreed("opening a folder", staging):
         if not staging.is_dir():
             raise CheckpointError(
                 f"{str(staging)!r} is not there on this rank. Save to a file system that all ranks share."
             )
-    with agreed(f"saving to {str(folder)!r} (what was saved there before is still there)"):
+    with agreed("saving (what was saved before is still there)", folder):
         yield staging
-    with agreed(f"finishing {str(folder)!r}"):
+    with agreed("finishing the save", folder):
         if rank == 0:
             _take_place(staging, folder, former_of(folder))
 
@@ -137,7 +137,7 @@ def refuse_code(folder: Path) -> None:
     Raises:
         CheckpointError: a DCP folder in `folder` is damaged or would run code; the same on every rank.
     """
-    with agreed(f"checking {str(folder)!r}"):
+    with agreed("checking the saved state", folder):
         for file in sorted(folder.glob(f"*/{METADATA}")):
             check_dcp(file.parent)
 

@@ -158,7 +158,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         if tokenizer is None:
             tokenizer = getattr(self.data_collator, "tokenizer", None)
         save_pretrained(saveable(self.model), folder, tokenizer=tokenizer)
-        with agreed(f"writing the training arguments to {str(folder)!r}"):
+        with agreed("writing the training arguments", folder):
             if args.should_save:
                 torch.save(args, folder / "training_args.bin")
         if args.push_to_hub and not _internal_call:
@@ -168,10 +168,10 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         """Save as the Trainer does; ranks go on and delete old checkpoints once every rank has saved its part."""
         step = self.state.global_step
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")
-        with agreed(f"beginning {str(folder)!r}"):  # before the Trainer's collectives, in which the others would wait
+        with agreed("beginning the save", folder):  # before the Trainer's collectives, in which the others would wait
             if self.args.should_save:
                 (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # incomplete from here on
-        with agreed(f"saving {str(folder)!r}"):
+        with agreed("saving", folder):
             super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -179,7 +179,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         plugin = self.accelerator.state.fsdp_plugin
         with using_format(plugin, "SHARDED_STATE_DICT"):
             save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
-        with agreed(f"saving the scheduler to {output_dir!r}"):
+        with agreed("saving the scheduler", output_dir):
             if self.args.should_save:
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
@@ -188,7 +188,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
 
         Otherwise rank 0 would declare an incomplete checkpoint complete.
         """
-        with agreed(f"saving the random states to {output_dir!r}"):
+        with agreed("saving the random states", output_dir):
             super()._save_rng_state(output_dir)
 
     # ---- resuming ----

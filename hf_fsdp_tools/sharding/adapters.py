@@ -84,8 +84,7 @@ def load_adapter(
         ConfigError: the adapter cannot be added (see `add_adapter`), or its files are incomplete.
     """
     peft = _peft()
-    doing = f"opening the adapter {fspath(name_or_path)!r}"
-    folder = opened(doing, name_or_path, partial(_adapter_folder, fspath(name_or_path)), hub_kwargs)
+    folder = opened("opening the adapter", name_or_path, partial(_adapter_folder, fspath(name_or_path)), hub_kwargs)
     config = peft.PeftConfig.from_pretrained(folder)
     if getattr(config, "init_lora_weights", None) == "eva":
         config.init_lora_weights = True  # the files hold the values
