@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.errors import ConfigError as ConfigError
     from hf_fsdp_tools.errors import FSDPToolsError as FSDPToolsError
     from hf_fsdp_tools.errors import MeshError as MeshError
+    from hf_fsdp_tools.errors import RanksError as RanksError
     from hf_fsdp_tools.errors import WrapPlanError as WrapPlanError
     from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy as hybrid_auto_wrap_policy
     from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1 as load_weights_fsdp1
@@ -73,6 +74,7 @@ _NAMES_OF = {
         "ConfigError",
         "FSDPToolsError",
         "MeshError",
+        "RanksError",
         "WrapPlanError",
     ),
     "fsdp1.policy": ("hybrid_auto_wrap_policy",),

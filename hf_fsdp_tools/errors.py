@@ -5,10 +5,11 @@
     ├── WrapPlanError          a plan or policy breaks a rule, or names something that is not there
     ├── MeshError              parallel degrees do not fit the processes at hand
     ├── CheckpointError        a checkpoint is absent, damaged, or does not fit the model
-    └── ConfigError            a setting is unknown or cannot be honoured
+    ├── ConfigError            a setting is unknown or cannot be honoured
+    └── RanksError             a rank is lost, does not come, or is in another call than the others
 
-All but the first are `ValueError`s too. A message gives the fact, the offending value, the allowed values and the cure,
-in this order. A mistake inside this package is an `AssertionError`, and none of these errors.
+The last is a `RuntimeError` too, those before it are `ValueError`s. A message gives the fact, the offending value, the
+allowed values and the cure, in this order. A mistake inside this package is an `AssertionError`, and none of these.
 """
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "ConfigError",
     "FSDPToolsError",
     "MeshError",
+    "RanksError",
     "WrapPlanError",
 ]
 
@@ -43,3 +45,7 @@ class CheckpointError(FSDPToolsError, ValueError):
 
 class ConfigError(FSDPToolsError, ValueError):
     """A setting is unknown, contradicts another, or cannot be honoured on this machine."""
+
+
+class RanksError(FSDPToolsError, RuntimeError):
+    """A rank is lost, does not come, makes no progress, or is in another call than the others; names the rank."""

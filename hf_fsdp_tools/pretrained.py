@@ -23,6 +23,7 @@ from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import fetch, local_path
+from hf_fsdp_tools.modeling.arguments import as_dtype, sort_arguments
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype, load_config
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
@@ -58,6 +59,7 @@ class Checkpoint:
 def open_checkpoint(
     name_or_path: str | PathLike[str],
     *,
+    config: PreTrainedConfig | str | PathLike[str] | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
     **hub_kwargs: Any,
@@ -66,6 +68,7 @@ def open_checkpoint(
 
     Args:
         name_or_path: as for `from_pretrained`.
+        config: in place of the checkpoint's own.
         trust_remote_code: use a config class that comes with the checkpoint (of an adapter, with its base).
         allow_pickle: read legacy `.bin` files where there are no safetensors.
         hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
@@ -81,11 +84,14 @@ def open_checkpoint(
     here, base = opened("looking for the checkpoint", name, partial(_find_base, name), hub_kwargs)
     home, asked = base or (name, here)
     read = partial(_open, home, trust_remote_code, allow_pickle)
-    config, index, generation_config = opened("opening the checkpoint", home, read, asked)
-    refuse_other_commits(home, config._commit_hash)
+    own_config, index, generation_config = opened("opening the checkpoint", home, read, asked)
+    refuse_other_commits(home, index.commit)
+    if config is not None and not isinstance(config, PreTrainedConfig):
+        look = partial(_load_other_config, config, trust_remote_code)
+        config = opened("opening the config", config, look, {})
     return Checkpoint(
         name=home,
-        config=config,
+        config=own_config if config is None else config,
         index=index,
         generation_config=generation_config,
         adapter=name if base else None,
@@ -102,7 +108,7 @@ class PretrainedOptions(TypedDict, total=False):
     policy: HybridPolicy | None
     mesh: DeviceMesh | None
     accelerator: Any
-    dtype: torch.dtype | None
+    dtype: torch.dtype | str | None
     mp_policy: MixedPrecisionPolicy | None
     offload_policy: OffloadPolicy | None
     activation_checkpointing: bool | None
@@ -112,8 +118,15 @@ class PretrainedOptions(TypedDict, total=False):
     mean_resizing: bool
     allow_pickle: bool
     trust_remote_code: bool
-    hub_kwargs: dict[str, Any] | None
+    config: PreTrainedConfig | str | PathLike[str] | None
+    torch_dtype: torch.dtype | str | None
     load_kwargs: dict[str, Any] | None
+    revision: str | None
+    token: str | bool | None
+    cache_dir: str | PathLike[str] | None
+    local_files_only: bool
+    subfolder: str | None
+    ignore_mismatched_sizes: bool
     num_labels: int
     attn_implementation: str
     quantization_config: Any
@@ -143,7 +156,7 @@ def from_pretrained(
     policy: HybridPolicy | None = None,
     mesh: DeviceMesh | None = None,
     accelerator: Any = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     activation_checkpointing: bool | None = None,
@@ -154,9 +167,10 @@ def from_pretrained(
     allow_pickle: bool = False,
     output_loading_info: bool = False,
     trust_remote_code: bool = False,
-    hub_kwargs: dict[str, Any] | None = None,
+    config: PreTrainedConfig | str | PathLike[str] | None = None,
+    torch_dtype: torch.dtype | str | None = None,
     load_kwargs: dict[str, Any] | None = None,
-    **model_kwargs: Any,
+    **kwargs: Any,
 ) -> PreTrainedModel | tuple[PreTrainedModel, LoadReport]:
     """Load a Hugging Face checkpoint straight into FSDP2 shards; each rank reads and holds its own shards only.
 
@@ -179,9 +193,10 @@ def from_pretrained(
         mesh: one axis for FSDP, two for HSDP; None means the accelerator's, or FSDP over all processes.
         accelerator: its FSDP plugin gives mesh, precision, offload and activation checkpointing, unless they are given
             here.
-        dtype: of the shards (the master weights). None means float32 where computation is in a lower precision
-            (`mp_policy.param_dtype`, or the accelerator's mixed precision), else the checkpoint's dtype. For a base
-            with an adapter, which is frozen, None means the checkpoint's dtype; adapters are float32.
+        dtype: of the shards (the master weights), also by its name. None means float32 where computation is in a lower
+            precision (`mp_policy.param_dtype`, or the accelerator's mixed precision), else the checkpoint's dtype,
+            which "auto" means always. For a base with an adapter, which is frozen, None means the checkpoint's dtype;
+            adapters are float32.
         mp_policy: dtypes of computation and reduction.
         offload_policy: `CPUOffloadPolicy()` keeps the shards on the CPU between uses.
         activation_checkpointing: recompute each block's activations in the backward pass; None means the plugin's
@@ -194,9 +209,12 @@ def from_pretrained(
         allow_pickle: read legacy `pytorch_model*.bin` where there are no safetensors; no code of the file is run.
         output_loading_info: return `(model, LoadReport)`.
         trust_remote_code: run model code that comes with the checkpoint.
-        hub_kwargs: where and how to fetch (`revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`).
-        load_kwargs: passed to `load_weights` (`ignore_mismatched_sizes`, `seed`, `staging_bytes`, …).
-        model_kwargs: for the config or the model, as in `build_meta_model` (`num_labels`, `attn_implementation`, …).
+        config: in place of the checkpoint's own; a value, a name or a folder.
+        torch_dtype: the older name of `dtype`.
+        load_kwargs: passed to `load_weights` (`seed`, `staging_bytes`, `check_finite`, …).
+        kwargs: as for `AutoModel….from_pretrained`: how to fetch (`revision`, `token`, `cache_dir`, `local_files_only`,
+            `subfolder`); `ignore_mismatched_sizes`; for the config or the model (`num_labels`, `attn_implementation`,
+            …), as in `build_meta_model`. Arguments that ask for nothing are left out; others are refused by name.
 
     Every rank must call, under `torchrun`, `accelerate launch`, or alone. The ranks exchange errors, the commit, the
     plan's digest and the figures of the report, and under HSDP shards. Each node fetches a hub checkpoint once.
@@ -205,7 +223,9 @@ def from_pretrained(
         CheckpointError: the checkpoint is absent, damaged, or does not fit the model; on all ranks alike.
         ConfigError, WrapPlanError, MeshError: as the steps say.
     """
-    hub_kwargs, load_kwargs = hub_kwargs or {}, load_kwargs or {}
+    given = sort_arguments(kwargs)
+    dtype = as_dtype(dtype, torch_dtype)
+    load_kwargs = {**given.load, **(load_kwargs or {})}
     # 1 settings of the accelerator, where the caller gave none
     mesh, mp_policy, offload_policy, activation_checkpointing = _from_accelerator(
         accelerator, mesh, mp_policy, offload_policy, activation_checkpointing
@@ -213,7 +233,7 @@ def from_pretrained(
     mesh = mesh if mesh is not None else ParallelDims().build_mesh()
     # 2 config and headers of the checkpoint
     checkpoint = open_checkpoint(
-        name_or_path, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle, **hub_kwargs
+        name_or_path, config=config, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle, **given.hub
     )
     if checkpoint.adapter is not None and peft_config is not None:
         raise ConfigError(
@@ -226,9 +246,9 @@ def from_pretrained(
         model = build_meta_model(
             checkpoint.config,
             auto_class=auto_class,
-            dtype=dtype or _default_dtype(checkpoint, mp_policy, is_frozen, model_kwargs),
+            dtype=_chosen_dtype(dtype, checkpoint, mp_policy, is_frozen, given.model),
             trust_remote_code=trust_remote_code,
-            **model_kwargs,
+            **given.model,
         )
         if checkpoint.generation_config is not None and model.can_generate():
             model.generation_config = checkpoint.generation_config
@@ -254,7 +274,7 @@ def from_pretrained(
     if checkpoint.adapter is not None:
         model = load_adapter(model, checkpoint.adapter, is_trainable=is_trainable, **checkpoint.hub_kwargs)
     elif peft_config is not None:
-        model = add_adapter(model, peft_config, seed=load_kwargs.get("seed", 0))
+        model = add_adapter(model, peft_config, seed=load_kwargs.get("seed"))
     return (model, report) if output_loading_info else model
 
 
@@ -302,13 +322,23 @@ def _open(
         return config, index, None  # without generation_config.json, a model makes one from its config
 
 
-def _default_dtype(
-    checkpoint: Checkpoint, mp_policy: MixedPrecisionPolicy | None, is_frozen: bool, model_kwargs: dict[str, Any]
+def _load_other_config(config: str | PathLike[str], trust_remote_code: bool, asked: dict[str, Any]) -> PreTrainedConfig:
+    return load_config(config, trust_remote_code=trust_remote_code, **asked)
+
+
+def _chosen_dtype(
+    dtype: torch.dtype | str | None,
+    checkpoint: Checkpoint,
+    mp_policy: MixedPrecisionPolicy | None,
+    is_frozen: bool,
+    model_kwargs: dict[str, Any],
 ) -> torch.dtype | None:
-    """float32 for trainable weights that compute in a lower precision; the checkpoint's dtype otherwise."""
+    """The dtype asked for, else float32 for masters of a lower precision and the checkpoint's where none are needed."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
     quantization = model_kwargs.get("quantization_config") or getattr(checkpoint.config, "quantization_config", None)
     is_lower = mp_policy is not None and mp_policy.param_dtype is not None
-    if is_lower and not is_frozen and quantization is None:
+    if dtype is None and is_lower and not is_frozen and quantization is None:
         return torch.float32
     return config_dtype(checkpoint.config) or checkpoint.index.dtype
 

@@ -110,7 +110,7 @@ def main() -> None:
         peft_config=get_peft_config(model_args),
         dtype=getattr(torch, model_args.dtype) if model_args.dtype not in (None, "auto") else None,
         trust_remote_code=training.trust_remote_code,
-        hub_kwargs={"revision": model_args.model_revision},
+        revision=model_args.model_revision,
         load_kwargs={"seed": training.seed},
         output_loading_info=True,
         **({"attn_implementation": model_args.attn_implementation} if model_args.attn_implementation else {}),

@@ -156,7 +156,9 @@ def test_editors_see_the_keywords_of_from_pretrained():
     keywords = {p.name: p.annotation for p in written if p.kind is p.KEYWORD_ONLY and p.name != "output_loading_info"}
     seen = PretrainedOptions.__annotations__
     assert {name: seen.get(name) for name in keywords} == keywords
-    assert set(seen) - set(keywords) == {"attn_implementation", "num_labels", "quantization_config"}
+    of_transformers = {"attn_implementation", "cache_dir", "ignore_mismatched_sizes", "local_files_only", "num_labels"}
+    of_transformers |= {"quantization_config", "revision", "subfolder", "token"}
+    assert set(seen) - set(keywords) == of_transformers
 
 
 def test_importing_changes_nothing():
@@ -171,7 +173,7 @@ def test_importing_changes_nothing():
 
 PRIVATE = {
     "sharding.fsdp2_internals": """
-        REGISTRY_KEY STATE_KEY _module_state_mapping _composable _get_fsdp_state _modules _mp_policy _lazy_init
+        REGISTRY_KEY STATE_KEY _module_state_mapping _composable _get_fsdp_state _modules _lazy_init
         _modules_to_run_forward _post_forward _pre_forward_hook_handle _post_forward_hook_handle _fsdp_param_group
         _fsdp_param_groups _all_gather_process_group _module_to_pre_save_state_dict_hook_handle
         _module_to_pre_load_state_dict_hook_handle fsdp_params _module_info sharded_param fsdp_placement mesh_info

@@ -20,7 +20,14 @@ from hf_fsdp_tools.checkpoint.quantized.pack import forget_scales
 from hf_fsdp_tools.checkpoint.report import LoadReport, MemoryWatch, log_keys
 from hf_fsdp_tools.checkpoint.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.checkpoint.vocabulary import AddedTokens, fill_added
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, opened, rank_and_size, refuse_other_commits
+from hf_fsdp_tools.distributed.agreement import (
+    agreed,
+    all_ranks,
+    opened,
+    rank_and_size,
+    refuse_other_commits,
+    shared_seed,
+)
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
@@ -41,7 +48,7 @@ def load_weights(
     strict: bool = False,
     added_tokens: AddedTokens | None = None,
     check_finite: bool = False,
-    seed: int = 0,
+    seed: int | None = None,
     staging_bytes: int = 64 * 2**20,
     requests_in_flight: int = REQUESTS_IN_FLIGHT,
     progress: bool | None = None,
@@ -69,8 +76,9 @@ def load_weights(
             is sharded, `model.resize_token_embeddings(…, mean_resizing=False)`): old rows are read from the files slice
             by slice, and new ones are the mean of the old ("mean") or drawn by the model's own initialisation
             ("random"); the same values for any number of ranks. None refuses a checkpoint of another vocabulary.
-        check_finite: refuse NaN and infinity in loaded tensors; each rank looks at its own shards.
-        seed: of the model's own initialisation; the values do not depend on the number of ranks.
+        check_finite: refuse NaN and infinity in what was read; each rank looks at its own shards.
+        seed: of the model's own initialisation; the values do not depend on the number of ranks. None: it follows from
+            rank 0's generator, that is from `torch.manual_seed` or `set_seed`.
         staging_bytes: bound of host memory above the shards; at least 1 MiB.
         requests_in_flight: reads of this rank at a time. The default suits the page cache, local disks and network file
             systems; more may help where one request takes very long, fewer where a file server throttles.
@@ -105,6 +113,8 @@ def load_weights(
     with _timed(seconds, "plan"):
         if isinstance(path_or_repo, CheckpointIndex):
             index = path_or_repo
+            if hub_kwargs:
+                raise ConfigError(f"load_weights has no {', '.join(sorted(hub_kwargs))} for a checkpoint that is open.")
         else:
             index = opened(
                 "opening the checkpoint",  # the same text on all ranks, whatever name each gave
@@ -123,6 +133,7 @@ def load_weights(
             )
             check_ties(match, staging_bytes=staging_bytes)
     after = state_after_failure(model)
+    seed = shared_seed(seed)
     with rolled_back(model):
         with _timed(seconds, "read"):
             doing = f"reading the checkpoint ({after})"

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_fsdp_tools.checkpoint.conversion import persistent_tensors
 from hf_fsdp_tools.checkpoint.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.checkpoint.vocabulary import AddedRows, fill_added, resized_twin
+from hf_fsdp_tools.distributed.agreement import shared_seed
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.sharding.adapter_plan import measured
@@ -29,7 +30,7 @@ def resize_token_embeddings(
     *,
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> nn.Module:
     """Give a model that FSDP2 has sharded another number of tokens, in place; return its input embedding.
 
@@ -46,7 +47,7 @@ def resize_token_embeddings(
         pad_to_multiple_of: round the number of rows up.
         mean_resizing: new rows are the mean of the old ones (transformers adds noise of 3e-5 of their spread); False:
             the model's own initialisation.
-        seed: of the model's own initialisation.
+        seed: of that initialisation; None: it follows from rank 0's generator.
 
     Every rank must call. Each replaced tensor is gathered whole on every rank, one at a time.
 
@@ -69,7 +70,7 @@ def resize_token_embeddings(
         _replace(model, key, old, shape)
         if shape[dim] > old.shape[dim]:
             added[key] = AddedRows(dim=dim, start=old.shape[dim])
-    fill_added(model, added, "mean" if mean_resizing else "random", seed)
+    fill_added(model, added, "mean" if mean_resizing else "random", shared_seed(seed))
     _follow(model, twin)
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Module)

@@ -31,6 +31,7 @@ from hf_fsdp_tools.checkpoint.shards import is_first_replica, local_boxes_of, lo
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.peft_view import is_adapted, is_wrapper
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.text import dtype_name
@@ -109,19 +110,19 @@ def save_pretrained(
     # A tensor is gathered by all ranks or by none, so they must agree on which.
     to_gather = sorted({key for key in layout.places if key not in transfers}.union(*all_ranks(scattered)))
     try:
-        with agreed(f"preparing {str(folder)!r}"):
+        with agreed("preparing the save", folder):
             if rank == 0:
                 _create_files(layout)
-        with agreed(f"opening {str(folder)!r}"):
+        with agreed("opening the folder", folder):
             _check_visible(layout)
-        with agreed(f"writing to {str(folder)!r}"):
+        with agreed("writing the checkpoint", folder):
             in_place = (t for key, parts in transfers.items() if key not in to_gather for t in parts)
             stats = write_transfers(in_place, staging_bytes=staging_bytes)
         for key in to_gather:
             stats += _write_gathered(model, key, layout, staging_bytes)
         written = sum(all_ranks(stats.num_bytes))
         assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
-        with agreed(f"finishing {str(folder)!r}"):
+        with agreed("finishing the save", folder):
             if rank == 0:
                 _publish(model, layout)
                 _save_configs(model, folder, dtype, tokenizer)
@@ -245,8 +246,9 @@ def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, tok
         if isinstance(model, PreTrainedModel):
             model.config.dtype = dtype_name(dtype or model.dtype)
             model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-            if model.is_remote_code():
-                custom_object_save(model, folder, config=model.config)
+            with original_classes(model):  # transformers copies the file of the class, which is torch's under FSDP2
+                if model.is_remote_code():
+                    custom_object_save(model, folder, config=model.config)
             with with_cache_as_found(model):
                 model.config.save_pretrained(folder)
             if model.can_generate():

@@ -43,7 +43,7 @@ def save_adapter(
     start = time.perf_counter()
     rank, _ = rank_and_size()
     whole = _gather_adapter(model, dtype, keep=rank == 0)
-    with agreed(f"writing the adapter to {str(folder)!r}"):
+    with agreed("writing the adapter", folder):
         if rank == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)

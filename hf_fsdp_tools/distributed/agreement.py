@@ -1,19 +1,22 @@
-"""Let all ranks go on together, or stop together with the same error, so that none waits in a collective."""
+"""Let all ranks go on together, or stop together with the same error, so that none waits for another."""
 
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from hf_fsdp_tools.distributed.mesh import rank_on_node
+from hf_fsdp_tools.distributed.rounds import StoppedElsewhere, rounds_of
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import local_path
 
-__all__ = ["agreed", "all_ranks", "opened", "rank_and_size", "refuse_other_commits"]
+__all__ = ["agreed", "all_ranks", "opened", "rank_and_size", "refuse_other_commits", "shared_rng_state", "shared_seed"]
 
 T = TypeVar("T")
 
@@ -25,52 +28,81 @@ def rank_and_size() -> tuple[int, int]:
     return 0, 1
 
 
-def all_ranks(value: T) -> list[T]:
-    """Every rank's value, in rank order; only this rank's without a process group or under the "fake" backend.
+def all_ranks(value: T, doing: str = "exchanging values", *, ranks: Sequence[int] | None = None) -> list[T]:
+    """Every rank's value, in rank order; only this rank's where there is nobody else to ask (see `rounds_of`).
 
-    Every rank must call. The values are pickled and gathered, so keep them small.
+    Args:
+        value: is pickled; keep it small.
+        doing: what the ranks do, for messages; the same on every rank, or they stop with one error.
+        ranks: the ranks that call; None means all ranks of the default process group.
+
+    The values travel through the process group's key-value store, so no backend is used.
+
+    Raises:
+        RanksError: a rank does not come, is lost, or is in another call.
     """
-    _, size = rank_and_size()
-    if size == 1 or dist.get_backend() == "fake":
-        return [value]
-    values: list[T] = [value] * size
-    dist.all_gather_object(values, value)
-    return values
+    rounds = rounds_of(ranks)
+    return [value] if rounds is None else rounds.exchange(value, doing)
+
+
+def shared_rng_state() -> torch.Tensor:
+    """The state of rank 0's default generator on the CPU, on every rank. All ranks must call; nothing is drawn."""
+    state = torch.get_rng_state() if rank_and_size()[0] == 0 else None
+    shared = all_ranks(state, "sharing the random state")[0]
+    assert shared is not None
+    return shared
+
+
+def shared_seed(seed: int | None) -> int:
+    """`seed`, or one that follows from the state of rank 0's default generator, and so from `torch.manual_seed` and
+    `set_seed`; the same on every rank. All ranks must call; nothing is drawn."""
+    return zlib.crc32(shared_rng_state().numpy().tobytes()) if seed is None else seed
 
 
 @contextmanager
-def agreed(doing: str) -> Iterator[None]:
+def agreed(doing: str, where: str | PathLike[str] = "") -> Iterator[None]:
     """Run a block on every rank; if it fails on some rank, raise a `CheckpointError` on all ranks.
 
-    Every rank must enter, and nothing in the block may communicate, because a rank that fails leaves it early. At the
-    end of the block the ranks gather one short string each. A rank whose own error is no `CheckpointError` (a mistake
-    in this package, memory exhausted) raises that error; the other ranks say which rank it was.
+    Every rank must enter. Blocks may be nested, and a block may exchange values (`all_ranks`): the ranks that wait
+    there for a rank that fails learn of it at once. A block must not run collectives of a process group, which would
+    not learn of it. A rank whose own error is no `CheckpointError` (a mistake in this package, memory exhausted) raises
+    that error; the other ranks say which rank it was.
 
     Args:
-        doing: what the block does, for messages: "reading the checkpoint".
+        doing: what the block does, for messages; the same on every rank: "reading the checkpoint".
+        where: a path for messages, which may differ between ranks.
 
     Raises:
         CheckpointError: the block failed on some rank; the same on every rank.
+        RanksError: a rank does not come, is lost, or is in another call.
     """
-    failure: Exception | None = None
-    try:
+    rounds = rounds_of()
+    if rounds is None:
         yield
-    except Exception as error:
-        failure = error
-    text = str(failure) if isinstance(failure, CheckpointError) else repr(failure) if failure else None
-    texts = all_ranks(text)
+        return
+    failure: Exception | None = None
+    with rounds.scope(doing) as scope:
+        try:
+            yield
+        except StoppedElsewhere as stop:
+            if stop.scope is not scope:
+                raise
+        except Exception as error:
+            failure = error
+            rounds.fail(scope)
+        text = str(failure) if isinstance(failure, CheckpointError) else repr(failure) if failure else None
+        texts = rounds.exchange(text, doing, ends=scope)
     if failure is not None and not isinstance(failure, CheckpointError):
         raise failure
-    failed = [r for r, t in enumerate(texts) if t is not None]
+    failed = [rank for rank, text in enumerate(texts) if text is not None]
     if not failed:
         return
-    messages = list(dict.fromkeys(t for t in texts if t is not None))
+    messages = list(dict.fromkeys(text for text in texts if text is not None))
     if len(failed) == len(texts) and len(messages) == 1:
         raise CheckpointError(messages[0]) from failure
     lines = [f"rank {', '.join(str(r) for r in failed if texts[r] == m)}: {m}" for m in messages]
-    raise CheckpointError(
-        f"{doing[:1].upper()}{doing[1:]} failed on {len(failed)} of {len(texts)} ranks.\n" + "\n".join(lines)
-    ) from failure
+    what = f"{doing[:1].upper()}{doing[1:]}{f' ({str(where)!r})' if where else ''}"
+    raise CheckpointError(f"{what} failed on {len(failed)} of {len(texts)} ranks.\n" + "\n".join(lines)) from failure
 
 
 def opened(

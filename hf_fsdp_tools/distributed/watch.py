@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["watched"]
+__all__ = ["progress_made", "waited_for", "watched"]
 
 _WARN_S = 30.0
 """Seconds after which a call is warned of; each further warning comes after twice the time. (assumed)"""
@@ -29,6 +29,7 @@ class _Call:
 
 
 _under_way: set[_Call] = set()
+_done = 0
 _lock = threading.Lock()
 _watcher = threading.Thread()
 
@@ -41,7 +42,7 @@ def watched(file: Path, position: int = 0) -> Iterator[None]:
         file: that is read, written or looked for.
         position: of the first byte.
     """
-    global _watcher
+    global _done, _watcher
     call = _Call(file, position, time.monotonic())
     with _lock:
         _under_way.add(call)
@@ -53,6 +54,19 @@ def watched(file: Path, position: int = 0) -> Iterator[None]:
     finally:
         with _lock:
             _under_way.remove(call)
+            _done += 1
+
+
+def progress_made() -> int:
+    """How many watched blocks this process has completed: a number that moves while files are read and written."""
+    return _done
+
+
+def waited_for() -> str:
+    """What this process has been waiting for longest, for messages; empty for nothing."""
+    with _lock:
+        oldest = min(_under_way, key=lambda call: call.since_s, default=None)
+    return "" if oldest is None else f"{oldest.file} at byte {oldest.position:,}"
 
 
 def _watch() -> None:

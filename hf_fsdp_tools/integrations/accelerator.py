@@ -30,6 +30,7 @@ from hf_fsdp_tools.integrations.model import (
 from hf_fsdp_tools.integrations.resume import (
     awaiting_state,
     former_of,
+    refuse_code,
     replacing,
     saveable,
     stored_format,
@@ -152,6 +153,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                 f"Rename {str(former)!r}, where a save that was cut off left it" if former.is_dir() else "Give another"
             )
             raise CheckpointError(f"load_state: there is no folder {str(folder)!r}. {cure}.")
+        refuse_code(folder)
         with ExitStack() as stack:
             for i, (model, optimizer) in enumerate(zip(self._models, self._optimizers, strict=False)):
                 stack.enter_context(awaiting_state(model, optimizer, folder, i))

@@ -3,6 +3,7 @@
 import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ from hf_fsdp_tools.sharding.adapters import shard_added
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.fsdp2_internals import count_units
 from hf_fsdp_tools.sharding.hf_interface import turn_cache_off
-from hf_fsdp_tools.sharding.shard import compile_sharded, shard_model, sharding_of
+from hf_fsdp_tools.sharding.hooks import is_averaged
+from hf_fsdp_tools.sharding.shard import (
+    compile_sharded,
+    shard_model,
+    sharding_of,
+)
 from hf_fsdp_tools.text import listed
 
 __all__ = [
@@ -41,9 +47,11 @@ __all__ = [
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Accelerate's names of the precisions in which trainable weights are kept in fp32 beside the computation."""
 
-_SAMPLES = 64
-"""Values of each tensor that are compared between ranks. Few are enough, since weights that were drawn with different
-seeds differ everywhere. (assumed)"""
+_HASHING_THREADS = 8
+"""Tensors that are hashed at a time; hashing holds no lock of Python's. (assumed)"""
+
+_HASHED_ELEMENTS = 2**24
+"""Elements of a tensor on a GPU that are copied to the host at a time."""
 
 _NOT_FOR_SHARDS = ("bitsandbytes", "transformers.optimization", "torch.optim.Adafactor")
 """Modules and classes of optimizers that fail on DTensors (measured: a step with bitsandbytes 0.50, and with the
@@ -123,16 +131,21 @@ def weights_to_send(model: nn.Module) -> dict[str, torch.Tensor]:
     """This rank's parameters and buffers that differ from rank 0's on some rank, by name; the same names on every rank.
 
     Sharding takes each rank's slice of its own copy, so weights must be equal. With `fsdp_cpu_ram_efficient_loading`
-    transformers leaves them on meta (5.23) or at zero (5.17) on all ranks but the first; heads and adapters differ if
-    each rank drew them with a seed of its own.
+    transformers leaves them on meta (5.23) or at zero (5.17) on all ranks but the first; heads and adapters that each
+    rank drew by its own seed differ too, as do rows that were added to an embedding.
 
-    Every rank must call; a digest of a few values of each tensor is gathered.
+    Every rank must call and reads all of its own weights once. One digest is gathered; where digests differ, one for
+    each tensor.
 
     Raises:
         ConfigError: parameters are on meta on rank 0 too, so the model was never loaded.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    ranks = all_ranks({name: _digest(tensor) for name, tensor in tensors.items()})
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        digests = dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
+    doing = "comparing the weights of all ranks"
+    same = len(set(all_ranks(hashlib.sha256(repr(digests).encode()).hexdigest(), doing))) == 1
+    ranks = [digests] if same else all_ranks(digests, doing)
     first = ranks[0]
     _check_loaded(model, [name for name, digest in first.items() if digest == "meta"])
     other = [name for name in first if any(rank.get(name, first[name]) != first[name] for rank in ranks)]
@@ -176,11 +189,13 @@ def send_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
 
 
 def _digest(tensor: torch.Tensor) -> str:
+    """sha256 of all bytes of a tensor, "meta" for one without storage."""
     if tensor.is_meta:
         return "meta"
-    flat = tensor.detach().flatten()
-    few = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].cpu().contiguous()
-    return hashlib.sha256(few.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    digest = hashlib.sha256()
+    for part in torch.split(tensor.detach().flatten(), _HASHED_ELEMENTS):
+        digest.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 # ---- before training ----
@@ -223,11 +238,10 @@ def check_managed(model: nn.Module) -> None:
             f"{type(model).__name__} has {made} FSDP units and a plan of {planned}: parts of it were sharded beside "
             "the plan. Give shard_model or prepare a model of which nothing is sharded."
         )
-    averaged = {id(p) for p in model.parameters() if p._post_accumulate_grad_hooks}
     alone = [
         name
         for name, p in model.named_parameters()
-        if p.requires_grad and not isinstance(p, DTensor) and id(p) not in averaged
+        if p.requires_grad and not isinstance(p, DTensor) and not is_averaged(p)
     ]
     if alone:
         raise ConfigError(

@@ -13,12 +13,12 @@ import torch
 from accelerate.utils.constants import OPTIMIZER_NAME
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
+from hf_fsdp_tools.checkpoint.formats.dcp import METADATA, check_dcp
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
@@ -28,6 +28,7 @@ __all__ = [
     "awaiting_state",
     "complete_checkpoint",
     "former_of",
+    "refuse_code",
     "replacing",
     "saveable",
     "stored_format",
@@ -72,7 +73,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     rank, _ = rank_and_size()
     folder = folder.resolve()
     staging = folder.with_name(f".{folder.name}.incomplete")
-    with agreed(f"making {str(staging)!r}"):
+    with agreed("making a folder", staging):
         if folder.is_mount():
             raise CheckpointError(
                 f"{str(folder)!r} is a mount point, which cannot be replaced. Save to a folder in it."
@@ -81,14 +82,14 @@ def replacing(folder: Path) -> Iterator[Path]:
             if staging.exists():
                 shutil.rmtree(staging)  # left by an interrupted save
             staging.mkdir(parents=True)
-    with agreed(f"opening {str(staging)!r}"):
+    with agreed("opening a folder", staging):
         if not staging.is_dir():
             raise CheckpointError(
                 f"{str(staging)!r} is not there on this rank. Save to a file system that all ranks share."
             )
-    with agreed(f"saving to {str(folder)!r} (what was saved there before is still there)"):
+    with agreed("saving (what was saved before is still there)", folder):
         yield staging
-    with agreed(f"finishing {str(folder)!r}"):
+    with agreed("finishing the save", folder):
         if rank == 0:
             _take_place(staging, folder, former_of(folder))
 
@@ -126,6 +127,19 @@ def stored_format(folder: Path) -> str | None:
     if any((folder / name).is_dir() for name in _SHARDED):
         return "SHARDED_STATE_DICT"
     return "FULL_STATE_DICT" if any((folder / name).is_file() for name in _FULL) else None
+
+
+def refuse_code(folder: Path) -> None:
+    """Refuse a training state that would run code when torch reads it, whoever wrote it (see `check_dcp`).
+
+    Every rank must call, before anything of the state is read.
+
+    Raises:
+        CheckpointError: a DCP folder in `folder` is damaged or would run code; the same on every rank.
+    """
+    with agreed("checking the saved state", folder):
+        for file in sorted(folder.glob(f"*/{METADATA}")):
+            check_dcp(file.parent)
 
 
 @contextmanager
@@ -199,7 +213,7 @@ def _without_state(
     if not source.is_dir():
         return []
     begin = "optimizer.state."
-    keys = FileSystemReader(source).read_metadata().state_dict_metadata
+    keys = check_dcp(source)
     stored = {key.removeprefix(begin).rpartition(".")[0] for key in keys if key.startswith(begin)}
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     names = {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter in held}

@@ -25,6 +25,7 @@ from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.resume import (
     awaiting_state,
     complete_checkpoint,
+    refuse_code,
     saveable,
     stored_format,
     using_format,
@@ -32,6 +33,7 @@ from hf_fsdp_tools.integrations.resume import (
 )
 from hf_fsdp_tools.integrations.settings import plugin_arguments
 from hf_fsdp_tools.integrations.state import start_state
+from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 from hf_fsdp_tools.sharding.shard import sharding_of
 
 __all__ = ["FSDPTrainerMixin"]
@@ -141,6 +143,11 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
             model.reset_iter_state()
             self.model.zero_grad()
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; units that an evaluation left gathered are sharded first, or it would train copies."""
+        reshard_units(self.model)
+        return super().create_optimizer(*args, **kwargs)
+
     # ---- saving ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -151,7 +158,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         if tokenizer is None:
             tokenizer = getattr(self.data_collator, "tokenizer", None)
         save_pretrained(saveable(self.model), folder, tokenizer=tokenizer)
-        with agreed(f"writing the training arguments to {str(folder)!r}"):
+        with agreed("writing the training arguments", folder):
             if args.should_save:
                 torch.save(args, folder / "training_args.bin")
         if args.push_to_hub and not _internal_call:
@@ -161,10 +168,10 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         """Save as the Trainer does; ranks go on and delete old checkpoints once every rank has saved its part."""
         step = self.state.global_step
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")
-        # The parts that communicate agree by themselves; this block is for the files that rank 0 writes alone.
-        with agreed(f"saving {str(folder)!r}"):
+        with agreed("beginning the save", folder):  # before the Trainer's collectives, in which the others would wait
             if self.args.should_save:
-                (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # the folder is incomplete from here on
+                (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # incomplete from here on
+        with agreed("saving", folder):
             super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -172,7 +179,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         plugin = self.accelerator.state.fsdp_plugin
         with using_format(plugin, "SHARDED_STATE_DICT"):
             save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
-        with agreed(f"saving the scheduler to {output_dir!r}"):
+        with agreed("saving the scheduler", output_dir):
             if self.args.should_save:
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
@@ -181,7 +188,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
 
         Otherwise rank 0 would declare an incomplete checkpoint complete.
         """
-        with agreed(f"saving the random states to {output_dir!r}"):
+        with agreed("saving the random states", output_dir):
             super()._save_rng_state(output_dir)
 
     # ---- resuming ----
@@ -204,6 +211,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         if (folder / WEIGHTS).is_file() or (folder / WEIGHTS_INDEX).is_file():
             _load_weights(model, folder)
             return
+        refuse_code(folder)
         with using_format(self.accelerator.state.fsdp_plugin, stored_format(folder)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -211,6 +219,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         """Load as the Trainer does, in the stored format; warn where the checkpoint holds no optimizer."""
         if checkpoint is None:
             return
+        refuse_code(Path(checkpoint))
         found = stored_format(Path(checkpoint))
         if found is None:
             warnings.warn(

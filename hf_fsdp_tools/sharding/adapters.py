@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from hf_fsdp_tools.distributed.agreement import opened
+from hf_fsdp_tools.distributed.agreement import opened, shared_rng_state
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.linear4bit import mark_weights, packed_linears, refuse_cast_weights
@@ -38,19 +38,19 @@ _NEEDS_BASE = ("corda", "eva", "loftq", "lora_ga", "mica", "olora", "pissa")
 """Values of LoRA's `init_lora_weights` that need whole weights of the base (PEFT 0.21); all but EVA change them too."""
 
 
-def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "default", seed: int = 0) -> Any:
+def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "default", seed: int | None = None) -> Any:
     """Add a PEFT adapter to a sharded, loaded model; return the `PeftModel`, sharded in the units of its base.
 
-    The adapter's values are those of `torch.manual_seed(seed); get_peft_model(...)` on one process, for any number of
-    ranks. Adapters are fp32, as PEFT makes them; the frozen base keeps its dtype. Each rank holds the whole adapter for
-    a moment (LoRA of rank 16 on all linear layers of an 8B model: 170 MB), and its shards of the base.
+    The adapter's values are those that `get_peft_model` gives on one process from rank 0's random state, for any number
+    of ranks. Adapters are fp32, as PEFT makes them; the frozen base keeps its dtype. Each rank holds the whole adapter
+    for a moment (LoRA of rank 16 on all linear layers of an 8B model: 170 MB), and its shards of the base.
 
     Args:
         model: sharded by `shard_model` and loaded; changed in place. Modules that PEFT trains whole (`modules_to_save`)
             are copied shard by shard.
         peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`.
         adapter_name: name of the adapter in PEFT.
-        seed: of the adapter's initial values.
+        seed: of the adapter's initial values, as in `torch.manual_seed`; None takes the random state of rank 0.
 
     Every rank must call. The ranks exchange the plan's digest; rank 0 sends the adapter's values.
 
@@ -84,8 +84,7 @@ def load_adapter(
         ConfigError: the adapter cannot be added (see `add_adapter`), or its files are incomplete.
     """
     peft = _peft()
-    doing = f"opening the adapter {fspath(name_or_path)!r}"
-    folder = opened(doing, name_or_path, partial(_adapter_folder, fspath(name_or_path)), hub_kwargs)
+    folder = opened("opening the adapter", name_or_path, partial(_adapter_folder, fspath(name_or_path)), hub_kwargs)
     config = peft.PeftConfig.from_pretrained(folder)
     if getattr(config, "init_lora_weights", None) == "eva":
         config.init_lora_weights = True  # the files hold the values
@@ -182,9 +181,10 @@ def _refuse_whole_base(config: Any, model: nn.Module) -> None:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seeded(seed: int | None) -> Iterator[None]:
+    state = shared_rng_state() if seed is None else torch.Generator().manual_seed(seed).get_state()
     with torch.random.fork_rng(devices=()):
-        torch.default_generator.manual_seed(seed)
+        torch.set_rng_state(state)
         yield
 
 
@@ -252,7 +252,7 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
     """Take FSDP2 off, and apply it again with the added modules; parameters that were sharded keep their shards."""
     _check_shapes(base)
     plan = laid_over(sharding.plan, base)
-    agree_on_plan(plan)
+    agree_on_plan(plan, sharding.mesh)
     release(base)
     kept = {base.get_parameter(name) for name in plan.replicated}
     places = [

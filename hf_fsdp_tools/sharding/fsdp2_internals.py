@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.errors import ConfigError
@@ -40,7 +40,6 @@ __all__ = [
     "replace_parameter",
     "reshard_units",
     "unit_modules",
-    "unit_precision",
 ]
 
 
@@ -61,12 +60,6 @@ class ManagedParameter:
 def unit_modules(module: FSDPModule) -> tuple[nn.Module, ...]:
     """The modules of the unit that `module` belongs to: those of one call of `fully_shard`."""
     return tuple(_state_of(module)._modules)
-
-
-def unit_precision(module: FSDPModule) -> MixedPrecisionPolicy:
-    """The mixed precision policy of a module's unit."""
-    policy: MixedPrecisionPolicy = _state_of(module)._mp_policy
-    return policy
 
 
 def parameters_of_unit(module: FSDPModule) -> list[ManagedParameter]:

@@ -1,16 +1,19 @@
 """Hooks of a sharded model beside FSDP2's own.
 
 - Before the forward pass of each unit, in inference mode: make the memory of gathered parameters outside of it.
-- After a forward pass without gradients: reshard all units.
+- Before the forward pass of blocks and other modules with shards, under mixed precision: cast their inputs. FSDP2
+itself
+  would cast the inputs of the root, with labels, token counts and masks.
+- After a forward pass without gradients: reshard the units.
 - After each backward pass: average the gradients of parameters that every rank holds whole.
-- Before torch 2.13, in units of several modules: cast the inputs of each module, and complete units with a module that
-  did not run. These versions run FSDP2's hooks at the first and the last module of such a unit; 2.13 runs them at each
-  module, and completes the unit after the pass of the whole model (`_register_group_forward_hooks`,
-  `_force_complete_incomplete_states`). Delete this with the support of 2.11 and 2.12.
+- Before torch 2.13: complete units with a module that did not run. These versions run FSDP2's hooks at the first and
+the
+  last module of a unit; 2.13 runs them at each module, and completes the unit after the pass of the whole model
+  (`_register_group_forward_hooks`, `_force_complete_incomplete_states`). Delete this with the support of 2.11 and 2.12.
 """
 
 import math
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -18,14 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     complete_unit,
     make_gathered_memory,
-    reshard_units,
-    unit_modules,
-    unit_precision,
 )
 
 __all__ = ["add_hooks", "average_gradients", "is_averaged"]
@@ -34,22 +34,30 @@ _IS_BEFORE_2_13 = not hasattr(FSDPModule, "reset_iter_state")
 """Whether torch is older than 2.13."""
 
 
-def add_hooks(model: nn.Module) -> None:
+def add_hooks(model: nn.Module, *, param_dtype: torch.dtype | None, kept: Collection[nn.Module] = ()) -> None:
     """Give a model with all its units the hooks named above, each once; call again when units are made anew.
 
     Nothing is communicated.
+
+    Args:
+        model: the root of the units.
+        param_dtype: dtype to which inputs are cast; None leaves inputs as they are.
+        kept: modules of units that stay gathered after an evaluation too, as the user asked (`reshard_after_forward`).
     """
     for module in model.modules():  # hooks of modules that are in no unit any more are removed
         _drop_hook(module._forward_pre_hooks, _make_gathered_memory)
         _drop_hook(module._forward_pre_hooks, _cast_inputs)
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(_make_gathered_memory, prepend=True)  # before FSDP2's own, which gathers
-            if _IS_BEFORE_2_13 and len(unit_modules(module)) > 1:
-                module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+    if param_dtype is not None:
+        for module in _first_with_shards(model):
+            module.register_forward_pre_hook(partial(_cast_inputs, dtype=param_dtype), with_kwargs=True)
     # These must come after FSDP2's own hooks, which may be new.
-    for hook in (_complete_units, _reshard_after_evaluation) if _IS_BEFORE_2_13 else (_reshard_after_evaluation,):
-        _drop_hook(model._forward_hooks, hook)
-        model.register_forward_hook(hook)
+    _drop_hook(model._forward_hooks, _complete_units)
+    _drop_hook(model._forward_hooks, _reshard_after_evaluation)
+    if _IS_BEFORE_2_13:
+        model.register_forward_hook(_complete_units)
+    model.register_forward_hook(partial(_reshard_after_evaluation, kept=frozenset(kept)))
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], groups: Iterable[dist.ProcessGroup]) -> None:
@@ -99,32 +107,50 @@ def _make_gathered_memory(module: nn.Module, args: object) -> None:
             make_gathered_memory(module)
 
 
-def _reshard_after_evaluation(model: nn.Module, args: object, output: object) -> None:
+def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *, kept: Collection[nn.Module]) -> None:
     """After a forward pass without gradients, reshard the units that FSDP2 keeps gathered for backward (tail and root).
 
     No backward pass follows, and `model.parameters()` would be the gathered tensors: an optimizer made after an
     evaluation would train copies that FSDP2 throws away.
     """
     if not torch.is_grad_enabled():
-        reshard_units(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule) and module not in kept:
+                module.reshard()
 
 
-def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Cast the inputs of each module of a unit, not only of the first.
+def _first_with_shards(root: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules below the root that compute with shards: units, and owners of what the root unit holds."""
+    seen: set[nn.Module] = set()
 
-    Otherwise a head behind a norm that stays in fp32 (a replicated one) gets fp32 inputs with weights of a lower
-    precision, and fails.
-    """
-    assert isinstance(module, FSDPModule)
-    policy = unit_precision(module)
-    if not policy.cast_forward_inputs or policy.param_dtype is None:
-        return None
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if child not in seen:
+                seen.add(child)
+                if isinstance(child, FSDPModule) or any(isinstance(p, DTensor) for p in child._parameters.values()):
+                    yield child
+                if not isinstance(child, FSDPModule):
+                    yield from walk(child)
 
-    def cast(value: Any) -> Any:
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(policy.param_dtype) if is_float else value
+    return walk(root)
 
-    return tree_map(cast, args), tree_map(cast, kwargs)
+
+def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype) -> Any:
+    """Cast floating-point inputs, also in tuples and lists, to the dtype in which a module's weights are gathered."""
+    return tuple(_cast(value, dtype) for value in args), {key: _cast(value, dtype) for key, value in kwargs.items()}
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        if not value.is_floating_point() or value.dtype == dtype:
+            return value
+        cast = value.to(dtype)
+        # The least number of fp32, which masks are made of, is no number of bf16 or fp16: it stays one, and not -inf.
+        limit = torch.finfo(dtype).max
+        return torch.where(cast.isinf() & value.isfinite(), cast.sign() * limit, cast)
+    if type(value) in (tuple, list):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value
 
 
 def _complete_units(model: nn.Module, args: object, output: Any) -> Any:
@@ -141,5 +167,5 @@ def _complete_units(model: nn.Module, args: object, output: Any) -> Any:
 
 def _drop_hook(hooks: MutableMapping[int, Any], hook: Any) -> None:
     """Remove a hook from a module's hooks, if it is one of them."""
-    for key in [key for key, found in hooks.items() if found is hook]:
+    for key in [key for key, found in hooks.items() if hook in (found, getattr(found, "func", None))]:
         del hooks[key]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.distributed.agreement import all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.modeling.linear4bit import refuse_cast
@@ -103,7 +103,7 @@ def shard_model(
     if problems := check_wrap_plan(model, plan):
         raise WrapPlanError(f"The plan does not fit {type(model).__name__}: " + "; ".join(problems))
     mesh = _without_names(mesh if mesh is not None else ParallelDims().build_mesh())
-    agree_on_plan(plan)
+    agree_on_plan(plan, mesh)
     offload_policy = _offload_policy(offload_policy, mesh)
     refuse_cast(model, mp_policy.param_dtype if mp_policy else None)
     if activation_checkpointing:
@@ -168,21 +168,21 @@ def _without_names(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh=mesh.mesh)
 
 
-def agree_on_plan(plan: WrapPlan) -> None:
+def agree_on_plan(plan: WrapPlan, mesh: DeviceMesh | None = None) -> None:
     """Refuse ranks with different plans, which would call unequal collectives and hang.
 
-    Every rank of the default process group must call; the ranks gather the plan's digest.
+    Every rank of the mesh must call (None: of the default process group); the ranks exchange the plan's digest.
 
     Raises:
         WrapPlanError: the plans differ; the same on every rank.
     """
-    digests = all_ranks(plan.digest)
-    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if odd:
+    ranks = None if mesh is None else sorted(mesh.mesh.flatten().tolist())
+    told = all_ranks((rank_and_size()[0], plan.digest), "comparing wrap plans", ranks=ranks)
+    (first, digest), *others = told
+    if odd := [f"rank {rank} has {other[:12]}" for rank, other in others if other != digest]:
         raise WrapPlanError(
-            f"The wrap plan differs between ranks: rank 0 has {digests[0][:12]}, "
-            + listed(f"rank {rank} has {digests[rank][:12]}" for rank in odd)
-            + ". Build the same model with the same policy on every rank; compare `plan.to_json()` of each."
+            f"The wrap plan differs between ranks: rank {first} has {digest[:12]}, {listed(odd)}. Build the same "
+            "model with the same policy on every rank; compare `plan.to_json()` of each."
         )
 
 
@@ -224,13 +224,15 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     replicated = {parameters[fqn] for fqn in sharding.plan.replicated}
+    # FSDP2 would cast what enters the root; `add_hooks` casts what enters the modules that compute with weights.
+    mp_policy = replace(sharding.mp_policy, cast_forward_inputs=False)
     for unit in sharding.plan.units:
         members = [modules[fqn] for fqn in unit.modules]
         fully_shard(
             members[0] if len(members) == 1 else members,
             mesh=sharding.mesh,
             reshard_after_forward=unit.reshard_after_forward,
-            mp_policy=sharding.mp_policy,
+            mp_policy=mp_policy,
             offload_policy=sharding.offload_policy,
             shard_placement_fn=partial(choose_placement, ranks=sharding.mesh.size(-1)),
             ignored_params=replicated or None,
@@ -242,7 +244,13 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
             parameter.data = parameter.data.to(sharding.mesh.device_type)
     average_gradients(replicated, sharding.mesh.get_all_groups())
     mark_for_transformers(model)
-    add_hooks(model)
+    kept = [unit for unit in sharding.plan.units if unit.reshard_after_forward is False]
+    add_hooks(
+        model,
+        param_dtype=sharding.mp_policy.param_dtype if sharding.mp_policy.cast_forward_inputs else None,
+        # one unit, the tail, is kept by the plan itself; more than that is what the user asked for
+        kept={modules[fqn] for unit in kept for fqn in unit.modules} if len(kept) > 1 else set(),
+    )
     made = count_units(model)
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"
     remember_sharding(model, sharding)

@@ -81,8 +81,8 @@ def _traffic(folder):
 
 def test_complaint_10_no_weight_is_broadcast_before_the_first_step(tmp_path):
     for calls, num_bytes, forward, model_bytes in run_ranks(_traffic, 2, make_checkpoint("llama", tmp_path)):
-        assert calls > 0 and forward > model_bytes, "what travels is seen"
-        assert num_bytes < 0.05 * model_bytes, f"{num_bytes} bytes of messages for a model of {model_bytes}"
+        assert forward > model_bytes, "what travels is seen"
+        assert calls == num_bytes == 0, f"{calls} messages of {num_bytes} bytes; agreement takes the store"
 
 
 def _ties(folder, out):

@@ -27,7 +27,7 @@ from tests._hub import commit_of, fake_hub
 
 
 def load(name: str, **hub_kwargs: Any) -> Any:
-    return from_pretrained(name, hub_kwargs=hub_kwargs)
+    return from_pretrained(name, **hub_kwargs)
 
 
 def assert_equal(model: torch.nn.Module, folder: Path) -> None:

@@ -212,6 +212,7 @@ def train(model: Any, rank: int = 0, ranks: int = 1) -> list[float]:
 
 def _qlora(folder: Path, output: Path, storage: torch.dtype) -> list[float]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
     model = from_pretrained(folder, quantization_config=four_bits(storage), peft_config=lora())
     assert type(model.base_model.model.model.layers[0].mlp.up_proj).__name__ == "Linear4bit", "PEFT's own"
     before = {key: tensor.clone() for key, tensor in everything(model.get_base_model()).items() if "lora" not in key}

@@ -274,6 +274,8 @@ FAULTS = (
     (1, "torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data"),  # optimizer
     (1, "numpy.random.get_state"),  # random states
     (0, "transformers.trainer_callback.TrainerState.save_to_json"),  # what declares a checkpoint complete
+    (0, "transformers.trainer.Trainer._save_scaler"),  # what rank 0 does alone before others save random states
+    (0, "pathlib.Path.unlink"),  # what rank 0 does alone before the Trainer's own collectives
 )
 """A rank, and what fails on it alone in the middle of saving."""
 

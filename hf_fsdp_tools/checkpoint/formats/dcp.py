@@ -17,13 +17,14 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import _get_layout
 
+from hf_fsdp_tools.checkpoint.formats.pickled import check_value
 from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, TensorChunk, leaves_folder
 from hf_fsdp_tools.checkpoint.regions import Box
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.text import listed, listed_lines
 
-__all__ = ["METADATA", "find_dcp_folder", "model_part", "parse_dcp"]
+__all__ = ["METADATA", "check_dcp", "find_dcp_folder", "model_part", "parse_dcp"]
 
 METADATA = ".metadata"
 """Name of DCP's metadata file."""
@@ -62,8 +63,8 @@ def parse_dcp(folder: Path) -> tuple[list[tuple[_Path, ChunkedTensor]], int]:
     file = folder / METADATA
     text = file.read_bytes()
     metadata = _unpickle(file, text)
+    storage = _storage(metadata)
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    places: Mapping[Any, Any] = metadata.storage_data or {}
     problems: list[str] = []
     sizes: dict[str, int] = {}
     tensors = []
@@ -72,7 +73,7 @@ def parse_dcp(folder: Path) -> tuple[list[tuple[_Path, ChunkedTensor]], int]:
             continue
         try:
             chunks = [
-                _parse_chunk(folder, key, chunk, places, sizes) for chunk in entry.chunks if math.prod(chunk.sizes)
+                _parse_chunk(folder, key, chunk, storage, sizes) for chunk in entry.chunks if math.prod(chunk.sizes)
             ]
             _check_cover(file, key, tuple(entry.size), [chunk.box for chunk in chunks])
         except CheckpointError as error:
@@ -86,6 +87,29 @@ def parse_dcp(folder: Path) -> tuple[list[tuple[_Path, ChunkedTensor]], int]:
     if problems:
         raise CheckpointError(listed_lines(problems, head=""))
     return tensors, len(text)
+
+
+def check_dcp(folder: Path) -> list[str]:
+    """Refuse a DCP folder that would run code when torch reads it; return its keys, of tensors and of other values.
+
+    torch unpickles the metadata, and every value that is no tensor, without restriction (2.13:
+    `FileSystemReader.read_metadata`, `DefaultLoadPlanner.load_bytes`). Call it before torch does; all values are read.
+
+    Raises:
+        CheckpointError: the metadata or a value is damaged, lies outside the folder, or would run code.
+    """
+    file = folder / METADATA
+    metadata = _unpickle(file, file.read_bytes())
+    storage = _storage(metadata)
+    if outside := [str(place.relative_path) for place in storage.values() if leaves_folder(place.relative_path)]:
+        raise CheckpointError(f"{file}: names files outside the folder: {listed(outside)}. Save it again.")
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, dcp.BytesStorageMetadata):
+            place = storage.get(dcp.MetadataIndex(key))
+            if place is None:
+                raise CheckpointError(f"{file}: {key!r} lies nowhere. Save it again.")
+            check_value(folder / place.relative_path, key, place.offset, place.length)
+    return list(metadata.state_dict_metadata)
 
 
 def model_part(tensors: Mapping[_Path, ChunkedTensor], model_keys: Collection[str]) -> dict[str, ChunkedTensor]:
@@ -110,21 +134,41 @@ def _suffixes(key: str) -> Iterator[str]:
 # ---- the metadata file ----
 
 
+class _Sealed(type):
+    """The class of classes on which nothing can be set: a pickle may set attributes on whatever it was given."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise pickle.UnpicklingError(f"the file sets {cls.__name__}.{name}")
+
+
+def _sealed(kind: type) -> _Sealed:
+    return _Sealed(kind.__name__, (kind,), {})
+
+
+_RECORDS = {
+    **{(dcp.__name__, name): _sealed(kind) for name in dcp.__all__ if isinstance(kind := getattr(dcp, name), type)},
+    (_StorageInfo.__module__, "_StorageInfo"): _sealed(_StorageInfo),
+}
+"""The records of DCP's metadata, by module and name."""
+
+_PATH = _sealed(PurePosixPath)
+
+
 class _Unpickler(pickle.Unpickler):
     """Builds the records that DCP writes, and refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         """One of the few classes of DCP's metadata; any other name would run code that the file chooses."""
-        if module == dcp.__name__ and (name in dcp.__all__ or name == "_MEM_FORMAT_ENCODING"):
-            return getattr(dcp, name)
-        if (module, name) == (_StorageInfo.__module__, "_StorageInfo"):
-            return _StorageInfo
+        if (module, name) in _RECORDS:
+            return _RECORDS[module, name]
+        if (module, name) == (dcp.__name__, "_MEM_FORMAT_ENCODING"):
+            return lambda value: dcp._MEM_FORMAT_ENCODING(value)
         if (module, name) == ("torch.serialization", "_get_layout"):
-            return _get_layout
+            return lambda layout: _get_layout(layout)  # type: ignore[no-untyped-call]
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
         if module.split(".")[0] == "pathlib" and name.endswith("Path"):
-            return PurePosixPath
+            return _PATH
         raise pickle.UnpicklingError(f"{module}.{name} is nothing that DCP writes")
 
 
@@ -141,18 +185,23 @@ def _unpickle(file: Path, text: bytes) -> dcp.Metadata:
     return metadata
 
 
-def _parse_chunk(folder: Path, key: str, saved: Any, places: Mapping[Any, Any], sizes: dict[str, int]) -> TensorChunk:
+def _storage(metadata: dcp.Metadata) -> dict[dcp.MetadataIndex, Any]:
+    """DCP's records of where things lie; keys of DCP's own class, since sealed ones are equal to no other."""
+    return {dcp.MetadataIndex(key.fqn, key.offset): place for key, place in (metadata.storage_data or {}).items()}
+
+
+def _parse_chunk(folder: Path, key: str, saved: Any, storage: Mapping[Any, Any], sizes: dict[str, int]) -> TensorChunk:
     """The place of one chunk of a tensor, checked against the sizes of the folder's files.
 
     Args:
         folder: the DCP folder.
         key: of the tensor.
         saved: DCP's record of the chunk.
-        places: DCP's records of where chunks lie.
+        storage: DCP's records of where chunks lie.
         sizes: sizes of files that were looked at already, by name; -1 for an absent file. Extended here.
     """
     start, length = tuple(saved.offsets), tuple(saved.sizes)
-    place = places.get(dcp.MetadataIndex(key, saved.offsets))
+    place = storage.get(dcp.MetadataIndex(key, saved.offsets))
     name = f"{key}[{', '.join(f'{s}:{s + n}' for s, n in zip(start, length, strict=True))}]" if start else key
     if place is None or leaves_folder(place.relative_path):
         found = "nowhere" if place is None else f"in {place.relative_path!r}"

@@ -21,7 +21,7 @@ from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.text import first_line, listed
 
-__all__ = ["locate_chunk", "parse_pickled"]
+__all__ = ["check_value", "locate_chunk", "parse_pickled"]
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """The local header of a zip record: lengths of its name and extra field, after which the data begins."""
@@ -78,6 +78,21 @@ def locate_chunk(chunk: TensorChunk, dtype: torch.dtype) -> StoredTensor:
             "chunks can be read. Make the parameter contiguous and save again."
         )
     return stored
+
+
+def check_value(file: Path, key: str, offset: int, num_bytes: int) -> None:
+    """Refuse a value saved by `torch.save` at a place of a file that holds more than tensors and plain containers.
+
+    Raises:
+        CheckpointError: the file is too short, the value is damaged, or unpickling it could run code.
+    """
+    try:
+        with _Window(file, offset, num_bytes) as window:
+            _unpickle(file, window)
+    except OSError as error:
+        raise CheckpointError(f"{file}: {key!r} cannot be read: {error}. Save it again.") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{key!r}: {error}") from error
 
 
 class _Window(io.RawIOBase):

@@ -1,0 +1,343 @@
+"""One value of every rank, exchanged through the key-value store of the default process group.
+
+The store is the one over which PyTorch starts the group. It has connections of its own, so that a round needs no
+backend that communicates between CPUs, is found by its name and not by its order among collectives, and can be nested.
+
+    round   every rank sets its value, the last rank to arrive joins all values, and every rank reads what was joined
+    scope   a block that all ranks enter; a rank that fails in a scope tells those that wait in a round within it
+    beat    what a rank is doing and how far it has come, told every few seconds while it is in a round or a scope
+
+The first ranks to arrive look at the beats of those that are missing: they warn of a rank that makes no progress, and
+in the end give up for all ranks alike.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from hf_fsdp_tools.distributed.watch import progress_made, waited_for
+from hf_fsdp_tools.errors import RanksError
+from hf_fsdp_tools.text import listed
+
+__all__ = ["GIVE_UP_S", "Rounds", "Scope", "StoppedElsewhere", "patience", "rounds_of"]
+
+GIVE_UP_S = 600.0
+"""How long a rank that others wait for may make no progress: what NCCL's collectives wait by default, and more than a
+file server takes to fail over (assumed)."""
+
+_WARN_S = 30.0
+"""From when on a rank without progress is named, and again after each doubling. (assumed)"""
+
+_ABSENT_S = 10.0
+"""The same for a rank that is in no call of this package at all. (assumed)"""
+
+_BEAT_S = 2.0
+"""Between two beats, and before the first: most rounds are over by then."""
+
+_IDLE_S = 60.0
+"""How long the thread that beats waits for the next call before it ends."""
+
+_LOST_S = 60.0
+"""How long a rank that has beaten may be silent: its process was stopped, or its machine is gone. (assumed)"""
+
+_POLL_S = (0.0002, 0.05)
+"""Between two looks at the store: at first, and at most."""
+
+_WATCHERS = 2
+"""How many of the ranks that wait look at the others; if all did, the store would be asked N times for N ranks."""
+
+_patience_s: ContextVar[float] = ContextVar("patience_s", default=GIVE_UP_S)
+
+
+class StoppedElsewhere(Exception):
+    """Another rank failed in a scope, so that nobody will complete the round in which this rank waits."""
+
+    def __init__(self, scope: "Scope") -> None:
+        super().__init__(f"another rank failed while {scope.doing}")
+        self.scope = scope
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """In this block, a rank that others wait for may make no progress for so long (10 minutes by default)."""
+    token = _patience_s.set(seconds)
+    try:
+        yield
+    finally:
+        _patience_s.reset(token)
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """A block that all ranks of some rounds have entered."""
+
+    path: str
+    """Names the scope in the store; the paths of rounds within it begin so."""
+
+    doing: str
+    """What the block does, for messages."""
+
+
+def rounds_of(ranks: Sequence[int] | None = None) -> "Rounds | None":
+    """The rounds of all ranks of the default process group, or of some.
+
+    None where there is nobody to talk to: without a group, in a group of one, under the "fake" backend.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
+        return None
+    members = tuple(ranks) if ranks is not None else tuple(range(dist.get_world_size()))
+    if len(members) == 1:
+        return None
+    of_group = _made.setdefault(dist.group.WORLD, {})
+    if members not in of_group:
+        of_group[members] = Rounds(_get_default_store(), dist.get_rank(), members)
+    return of_group[members]
+
+
+_made: "WeakKeyDictionary[Any, dict[tuple[int, ...], Rounds]]" = WeakKeyDictionary()
+
+
+class Rounds:
+    """The rounds of some ranks, each of which makes one of these; for the main thread.
+
+    Args:
+        store: of the process group.
+        rank: this one.
+        ranks: all that take part, in the order of their values.
+    """
+
+    def __init__(self, store: Any, rank: int, ranks: tuple[int, ...]) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
+        name = hashlib.sha256(json.dumps(ranks).encode()).hexdigest()[:16]
+        # A group that is started again over the same store must not find the keys of its former life.
+        life = (store.add(f"hf_fsdp_tools/{name}/lives", 1) - 1) // len(ranks)
+        self._prefix = f"hf_fsdp_tools/{name}/{life}"
+        self._scopes: list[Scope] = []
+        self._counts = [0]  # rounds and scopes so far, in the whole and in each open scope
+        self._former: str | None = None
+        self._beat = _Beat(store, f"{self._prefix}/beat/{rank}")
+        store.set(f"{self._prefix}/who/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
+
+    @contextmanager
+    def scope(self, doing: str) -> Iterator[Scope]:
+        """A block that every rank enters; rounds within it are apart from those without."""
+        scope = Scope(f"{self._next_path()}", doing)
+        self._scopes.append(scope)
+        self._counts.append(0)
+        try:
+            with self._beat.telling(doing):
+                yield scope
+        finally:
+            self._scopes.pop()
+            self._counts.pop()
+
+    def fail(self, scope: Scope) -> None:
+        """Tell those that wait in a round within the scope that this rank failed in it."""
+        self._store.set(f"{scope.path}/failed", b"")
+
+    def exchange(self, value: Any, doing: str, *, ends: Scope | None = None) -> list[Any]:
+        """Every rank's value, in the order of the ranks. All must call; values are pickled.
+
+        Args:
+            value: of this rank.
+            doing: what the round is for; it must be the same on all ranks, or they are in different calls.
+            ends: the scope that this round ends, to which also a rank comes that failed in it.
+
+        Raises:
+            RanksError: a rank does not come, is lost, or is in another call; the same on every rank that waits.
+            StoppedElsewhere: another rank failed in a scope around this round.
+        """
+        path = f"{ends.path}/end" if ends is not None else self._next_path()
+        around = [scope for scope in self._scopes if scope is not ends]
+        with _store_errors(), self._beat.telling(doing):
+            self._store.set(f"{path}/{self._rank}", pickle.dumps((doing, value)))
+            place = self._store.add(f"{path}/count", 1)
+            self._refuse_given_up(path)
+            if place == len(self._ranks):
+                told = [self._store.get(f"{path}/{rank}") for rank in self._ranks]
+                self._store.set(f"{path}/joined", pickle.dumps(told))
+                if self._former is not None:  # all ranks have read it, or they would not have come here
+                    for key in ("count", "joined"):
+                        self._store.delete_key(f"{self._former}/{key}")
+            else:
+                self._wait(path, place, doing, around)
+            said = [pickle.loads(one) for one in pickle.loads(self._store.get(f"{path}/joined"))]
+            self._store.delete_key(f"{path}/{self._rank}")
+        self._former = path
+        if len({other for other, _ in said}) > 1:
+            raise RanksError(
+                "The ranks are in different calls: "
+                + listed((f"rank {r} is {other}" for r, (other, _) in zip(self._ranks, said, strict=True)), 8)
+                + ". Call the same functions in the same order on every rank."
+            )
+        return [value for _, value in said]
+
+    def _refuse_given_up(self, path: str) -> None:
+        if self._store.check([f"{path}/gave up"]):
+            raise RanksError(self._store.get(f"{path}/gave up").decode())
+
+    def _next_path(self) -> str:
+        number = self._counts[-1]
+        self._counts[-1] += 1
+        return f"{self._scopes[-1].path if self._scopes else self._prefix}.{number}"
+
+    def _wait(self, path: str, place: int, doing: str, around: list[Scope]) -> None:
+        """Return when the round is joined."""
+        since_s, pause_s, looked_s = time.monotonic(), _POLL_S[0], time.monotonic()
+        others = _Others(self._store, self._prefix, path, self._ranks)
+        while not self._store.check([f"{path}/joined"]):
+            for scope in around:
+                if self._store.check([f"{scope.path}/failed"]):
+                    raise StoppedElsewhere(scope)
+            now_s = time.monotonic()
+            if now_s - looked_s > 1:
+                looked_s = now_s
+                self._refuse_given_up(path)
+                if place <= _WATCHERS and (problem := others.problem(doing, is_first=place == 1)):
+                    self._store.set(f"{path}/gave up", problem)
+                    raise RanksError(problem)
+                if now_s - since_s > 4 * max(_patience_s.get(), _LOST_S):  # who should have looked is gone, too
+                    raise RanksError(f"While {doing}: the other ranks have not come, and those that look are gone.")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S[1])
+
+
+class _Beat:
+    """This rank's beat: a thread that tells what the rank does while it is in a call, if the call takes long."""
+
+    def __init__(self, store: Any, key: str) -> None:
+        self._store, self._key = store, key
+        self._doing: list[str] = []
+        self._count = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def telling(self, doing: str) -> Iterator[None]:
+        """While this block runs, the rank does this."""
+        with self._changed:
+            self._doing.append(doing)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._doing.pop()
+
+    def _run(self) -> None:
+        store = self._store.clone()  # a connection of its own: the main thread may wait on the other
+        told = False
+        with suppress(RuntimeError):  # the store is gone: whoever waits for it says so
+            while True:
+                with self._changed:
+                    if not self._doing and not told and not self._changed.wait(_IDLE_S):
+                        self._thread = None  # the next call starts another one
+                        return
+                time.sleep(_BEAT_S)
+                doing = list(self._doing)
+                if doing or told:
+                    self._count += 1
+                    text = {"count": self._count, "progress": progress_made(), "doing": doing, "for": waited_for()}
+                    store.set(self._key, json.dumps(text))
+                    told = bool(doing)
+
+
+class _Others:
+    """What is known of the ranks that a round waits for."""
+
+    def __init__(self, store: Any, prefix: str, path: str, ranks: tuple[int, ...]) -> None:
+        self._store, self._prefix, self._path, self._ranks = store, prefix, path, ranks
+        self._begin_s = time.monotonic()
+        self._counts: dict[int, tuple[int, float]] = {}
+        self._progress: dict[int, tuple[int, float]] = {}
+        self._warn_s = {"absent": _ABSENT_S, "slow": _WARN_S}
+
+    def problem(self, doing: str, *, is_first: bool) -> str:
+        """Why the round is given up; empty where it is not. The first rank that waits warns of what takes long."""
+        missing = [rank for rank in self._ranks if not self._store.check([f"{self._path}/{rank}"])]
+        beats = {rank: self._beat_of(rank) for rank in missing}
+        if lost := [text for rank, beat in beats.items() if (text := self._lost(rank, beat))]:
+            return f"While {doing}: {listed(lost)}. The others stop."
+        quiet = {rank: self._quiet_s(rank, beat) for rank, beat in beats.items()}
+        late = {rank: seconds for rank, seconds in quiet.items() if seconds > _patience_s.get()}
+        told = listed((self._told(rank, beats[rank], quiet[rank]) for rank in late or missing), 8)
+        if late:
+            return f"While {doing}: no progress for {max(late.values()):.0f} s. {told}. All ranks stop."
+        kinds = {"absent": [r for r in missing if not (beats[r] or {}).get("doing")], "slow": missing}
+        for kind, ranks in kinds.items():
+            longest_s = max((quiet[rank] for rank in ranks), default=0.0)
+            if is_first and longest_s > self._warn_s[kind]:
+                self._warn_s[kind] = 2 * longest_s
+                warnings.warn(f"Still {doing}, {longest_s:.0f} s without progress. {told}.", stacklevel=2)
+                break
+        return ""
+
+    def _beat_of(self, rank: int) -> dict[str, Any] | None:
+        key = f"{self._prefix}/beat/{rank}"
+        beat: dict[str, Any] | None = json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return beat
+
+    def _quiet_s(self, rank: int, beat: dict[str, Any] | None) -> float:
+        """Seconds since the rank was last seen to make progress."""
+        return _since(self._progress, rank, -1 if beat is None else beat["progress"])
+
+    def _lost(self, rank: int, beat: dict[str, Any] | None) -> str:
+        key = f"{self._prefix}/who/{rank}"
+        if self._store.check([key]):
+            host, process = json.loads(self._store.get(key))
+            if host == socket.gethostname() and not _is_alive(process):
+                return f"rank {rank} has ended (process {process})"
+        silent_s = 0.0 if beat is None or not beat["doing"] else _since(self._counts, rank, beat["count"])
+        return f"rank {rank} gives no sign of life for {silent_s:.0f} s" if silent_s > _LOST_S else ""
+
+    def _told(self, rank: int, beat: dict[str, Any] | None, quiet_s: float) -> str:
+        if beat is None or not beat["doing"]:
+            return f"rank {rank} is in no call of hf_fsdp_tools; every rank must call"
+        waits = f", waits for {beat['for']}" if beat["for"] else ""
+        return f"rank {rank} is {beat['doing'][-1]} ({quiet_s:.0f} s without progress{waits})"
+
+
+def _since(seen: dict[int, tuple[int, float]], rank: int, value: int) -> float:
+    """Seconds for which a rank's value has been the same."""
+    now_s = time.monotonic()
+    if seen.get(rank, (None, 0.0))[0] != value:
+        seen[rank] = (value, now_s)
+    return now_s - seen[rank][1]
+
+
+def _is_alive(process: int) -> bool:
+    """Whether a process of this machine runs; one that has ended and was not waited for yet does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return not Path("/proc/self/stat").exists()  # unknown where there is no /proc
+
+
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    """The store's errors with what they mean."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise RanksError(
+            f"The key-value store of the process group does not answer ({error}): the process that keeps it has ended, "
+            "as a rule rank 0 or the launcher. Look at its output."
+        ) from error

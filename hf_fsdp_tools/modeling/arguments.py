@@ -1,0 +1,114 @@
+"""The arguments of `AutoModel….from_pretrained`, sorted: what is honoured, what asks for nothing, what is refused."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.text import dtype_name
+
+__all__ = ["LoadingArguments", "as_dtype", "sort_arguments"]
+
+_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+"""Where and how a checkpoint is fetched."""
+
+_LOAD = ("ignore_mismatched_sizes",)
+"""What `load_weights` takes."""
+
+_ANY = object()
+
+_ELSEWHERE: dict[str, tuple[tuple[object, ...], str]] = {
+    "device_map": ((None,), "The mesh and the offload policy decide where weights are"),
+    "tp_plan": ((None,), "Tensor parallelism is not part of this function"),
+    "tp_size": ((None,), "Tensor parallelism is not part of this function"),
+    "distributed_config": ((None,), "Give mesh, or accelerator"),
+    "device_mesh": ((None,), "Give mesh"),
+    "max_memory": ((None,), "Each rank holds its share; dp_shard_size and CPUOffloadPolicy decide how much that is"),
+    "offload_folder": (
+        (None,),
+        "Weights are not kept on a disk between uses; CPUOffloadPolicy() keeps them on the host",
+    ),
+    "offload_state_dict": ((None, False), "No rank holds a state dict"),
+    "low_cpu_mem_usage": ((_ANY,), ""),
+    "use_safetensors": (
+        (None, True),
+        "Pass allow_pickle=True to read legacy .bin files where there are no safetensors",
+    ),
+    "weights_only": ((None, True), "No code of a checkpoint file is run"),
+    "from_tf": ((None, False), "Convert the checkpoint to safetensors once, with plain transformers"),
+    "from_flax": ((None, False), "Convert the checkpoint to safetensors once, with plain transformers"),
+    "gguf_file": ((None,), "Convert the checkpoint to safetensors once, with plain transformers"),
+    "variant": ((None,), "Copy the files of the variant to a folder, under the names without it"),
+    "key_mapping": ((None,), "Rename the keys of the checkpoint once, or load it with plain transformers"),
+    "state_dict": ((None,), "Save it to a folder, and give the folder"),
+    "force_download": ((None, False), "Delete the repository from the cache (`hf cache delete`) to fetch it again"),
+    "resume_download": ((_ANY,), ""),
+    "proxies": ((None, {}), "Set HTTPS_PROXY"),
+    "use_auth_token": ((None,), "Pass token"),
+    "code_revision": ((None,), "Pass revision, which the code of the checkpoint is taken from too"),
+    "adapter_kwargs": ((None, {}), "Give the adapter's own name, and is_trainable"),
+    "use_kernels": ((None, False), "Call kernelize on the model before it is sharded"),
+}
+"""Arguments of transformers (5.23) that have another answer here: values that ask for nothing, and what to do
+instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadingArguments:
+    """The keywords of one call, by who takes them."""
+
+    hub: Mapping[str, Any]
+    """How to fetch."""
+
+    load: Mapping[str, Any]
+    """For `load_weights`."""
+
+    model: dict[str, Any]
+    """The rest: for the config or the model."""
+
+
+def sort_arguments(keywords: Mapping[str, Any]) -> LoadingArguments:
+    """Sort keywords of `AutoModel….from_pretrained`; those that ask for nothing are left out.
+
+    Raises:
+        ConfigError: some ask for what cannot be honoured; each is named with its cure.
+    """
+    problems = [
+        f"{name}={keywords[name]!r} ({cure})"
+        for name, (idle, cure) in _ELSEWHERE.items()
+        if name in keywords and _ANY not in idle and not any(keywords[name] is v or keywords[name] == v for v in idle)
+    ]
+    if problems:
+        raise ConfigError(f"from_pretrained cannot honour {'; '.join(problems)}.")
+    rest = {name: value for name, value in keywords.items() if name not in (*_HUB, *_LOAD, *_ELSEWHERE)}
+    return LoadingArguments(
+        hub={name: keywords[name] for name in _HUB if name in keywords},
+        load={name: keywords[name] for name in _LOAD if name in keywords},
+        model=rest,
+    )
+
+
+def as_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None) -> torch.dtype | str | None:
+    """The dtype that `dtype` or, by its older name, `torch_dtype` means; "auto" stays as it is.
+
+    Raises:
+        ConfigError: they differ, or are no floating-point dtype.
+    """
+    found = [_parsed(given) for given in (dtype, torch_dtype) if given is not None]
+    if len(set(found)) > 1:
+        raise ConfigError(
+            f"dtype={dtype!r} and torch_dtype={torch_dtype!r} are two names of one thing. Give dtype only."
+        )
+    return found[0] if found else None
+
+
+def _parsed(given: torch.dtype | str) -> torch.dtype | str:
+    if given == "auto":
+        return "auto"
+    dtype = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        name = given if isinstance(given, str) else dtype_name(given)
+        raise ConfigError(f"dtype={name!r} is no floating-point dtype. Use float32, bfloat16, float16 or 'auto'.")
+    return dtype

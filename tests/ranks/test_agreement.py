@@ -1,0 +1,207 @@
+"""Ranks agree through the store of their group: failures, other calls, absent and lost ranks end all of them alike."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from hf_fsdp_tools import CheckpointError, RanksError
+from hf_fsdp_tools.distributed import rounds
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
+from hf_fsdp_tools.distributed.rounds import patience
+from hf_fsdp_tools.distributed.watch import watched
+from tests._dist import run_cases, run_ranks
+
+
+def same_error(kind, call):
+    """The message of the error that the call raises on every rank, the same on all and soon."""
+    begin = time.monotonic()
+    with pytest.raises(kind) as caught:
+        call()
+    assert time.monotonic() - begin < 20
+    messages = all_ranks(str(caught.value))
+    assert len(set(messages)) == 1, messages
+    return messages[0]
+
+
+def values_come_in_rank_order():
+    for n in range(20):
+        assert all_ranks((dist.get_rank(), n)) == [(rank, n) for rank in range(3)]
+
+
+def a_failure_ends_the_block_on_all():
+    def fail():
+        with agreed("opening"):
+            if dist.get_rank() == 1:
+                raise CheckpointError("damaged")
+
+    assert same_error(CheckpointError, fail) == "Opening failed on 1 of 3 ranks.\nrank 1: damaged"
+
+
+def a_failure_is_known_to_those_in_a_block_within():
+    """Rank 0 fails between two exchanges of others: they wait for it in a round that it never enters."""
+
+    def fail():
+        with agreed("saving"):
+            all_ranks("before")
+            if dist.get_rank() == 0:
+                raise CheckpointError("disk full")
+            with agreed("saving the random states"):
+                all_ranks("within")
+
+    assert same_error(CheckpointError, fail) == "Saving failed on 1 of 3 ranks.\nrank 0: disk full"
+
+
+def a_failure_within_is_the_failure_of_the_whole():
+    def fail():
+        with agreed("saving"), agreed("saving the scheduler"):
+            if dist.get_rank() == 2:
+                raise CheckpointError("disk full")
+
+    assert "rank 2: disk full" in same_error(CheckpointError, fail)
+    assert all_ranks(1) == [1, 1, 1]
+
+
+def other_errors_stay_what_they_are():
+    with pytest.raises((CheckpointError, ZeroDivisionError)) as caught, agreed("reading"):
+        _ = 1 / dist.get_rank()
+    kinds = all_ranks(caught.type.__name__)
+    assert kinds == ["ZeroDivisionError", "CheckpointError", "CheckpointError"]
+
+
+def different_calls_are_named():
+    doing = "saving 'a'" if dist.get_rank() == 0 else "opening 'b'"
+    message = same_error(RanksError, lambda: all_ranks(1, doing))
+    assert message.startswith("The ranks are in different calls: rank 0 is saving 'a', rank 1 is opening 'b'")
+
+
+def some_ranks_exchange_among_themselves():
+    if dist.get_rank() != 1:
+        assert all_ranks(dist.get_rank(), ranks=(0, 2)) == [0, 2]
+
+
+def an_absent_rank_is_named_and_given_up():
+    rounds._ABSENT_S = 0.5
+    if dist.get_rank() == 2:
+        time.sleep(6)  # in no call
+    else:
+        with warnings.catch_warnings(record=True) as caught, patience(2), pytest.raises(RanksError) as error:
+            warnings.simplefilter("always")
+            all_ranks(1, "saving the model")
+        expected = "rank 2 is in no call of hf_fsdp_tools; every rank must call"
+        assert re.match(f"While saving the model: no progress for [23] s. {expected}", str(error.value))
+        told = [str(warning.message) for warning in caught if "Still saving the model" in str(warning.message)]
+        assert all(expected in text for text in told)
+        assert sum(all_ranks(len(told), ranks=(0, 1))) > 0
+    if dist.get_rank() == 2:
+        with pytest.raises(RanksError, match="While saving the model: no progress"):
+            all_ranks(1, "saving the model")  # too late
+
+
+def a_rank_that_moves_is_waited_for():
+    with patience(3):
+        if dist.get_rank() == 0:
+            with agreed("reading"):
+                for _ in range(70):
+                    with watched("a file"):
+                        time.sleep(0.1)
+        else:
+            with agreed("reading"):
+                pass
+
+
+def a_group_that_is_started_again_begins_anew():
+    all_ranks("of the first life")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size)
+    assert all_ranks(rank) == [0, 1, 2]
+
+
+CASES = (
+    values_come_in_rank_order,
+    a_failure_ends_the_block_on_all,
+    a_failure_is_known_to_those_in_a_block_within,
+    a_failure_within_is_the_failure_of_the_whole,
+    other_errors_stay_what_they_are,
+    different_calls_are_named,
+    some_ranks_exchange_among_themselves,
+    a_rank_that_moves_is_waited_for,
+)
+
+
+def agree():
+    rounds._BEAT_S = 0.2
+    run_cases({case.__name__: case for case in CASES})
+    a_group_that_is_started_again_begins_anew()
+
+
+def test_ranks_agree():
+    run_ranks(agree, 3)
+
+
+def be_absent():
+    rounds._BEAT_S = 0.2
+    an_absent_rank_is_named_and_given_up()
+
+
+def test_a_call_by_some_ranks_alone_is_named():
+    run_ranks(be_absent, 3)
+
+
+SCRIPT = """
+import sys, time
+import torch.distributed as dist
+from datetime import timedelta
+from hf_fsdp_tools.distributed import rounds
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
+rounds._BEAT_S, rounds._LOST_S = 0.2, 3.0
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timedelta(seconds=60))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+all_ranks(1)
+print("ready", flush=True)
+with agreed("saving the model"):
+    if rank == 2:
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (signal.SIGKILL, r"While saving the model: rank 2 has ended \(process \d+\)"),
+        (signal.SIGSTOP, r"While saving the model: rank 2 gives no sign of life for [34] s"),
+    ],
+)
+def test_a_rank_that_was_killed_or_stopped_ends_the_others(sent, said):
+    port = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=10)).port
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(rank), str(port)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    try:
+        assert [rank.stdout.readline() for rank in ranks] == ["ready\n"] * 3
+        time.sleep(1)  # so that it has beaten
+        ranks[2].send_signal(sent)
+        begin = time.monotonic()
+        for rank in ranks[:2]:
+            _, errors = rank.communicate(timeout=30)
+            assert re.search(said, errors), errors
+        assert time.monotonic() - begin < 20
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

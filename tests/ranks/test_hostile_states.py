@@ -1,0 +1,127 @@
+"""Resuming runs no code of the checkpoint, whoever wrote it."""
+
+import io
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from transformers import Trainer, TrainingArguments
+
+from hf_fsdp_tools import CheckpointError, FSDPTrainerMixin, from_pretrained, make_accelerator
+from hf_fsdp_tools.checkpoint.formats.dcp import METADATA, parse_dcp
+from tests._checkpoints import make_checkpoint
+from tests._dist import run_cases, run_ranks
+
+ROWS = [{"input_ids": row, "labels": row} for row in torch.arange(96).view(8, 12) % 9 + 3]
+
+
+class Runs:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+class ShardedTrainer(FSDPTrainerMixin, Trainer):
+    """As in a user's script."""
+
+
+def of_metadata(folder: Path, marker: Path) -> None:
+    (folder / METADATA).write_bytes(pickle.dumps(Runs(marker)))
+
+
+def of_a_value(folder: Path, marker: Path) -> None:
+    """A value that is no tensor lies elsewhere now, where unpickling it runs code."""
+    metadata = pickle.loads((folder / METADATA).read_bytes())
+    content = io.BytesIO()
+    torch.save(Runs(marker), content)
+    keys = [key for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)]
+    index = next(index for index in metadata.storage_data if index.fqn == keys[0])
+    metadata.storage_data[index] = _StorageInfo("more.distcp", 0, len(content.getvalue()))
+    (folder / "more.distcp").write_bytes(content.getvalue())
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def of_a_file_outside(folder: Path, marker: Path) -> None:
+    of_a_value(folder, marker)
+    metadata = pickle.loads((folder / METADATA).read_bytes())
+    place = next(place for place in metadata.storage_data.values() if place.relative_path == "more.distcp")
+    place.relative_path = f"../{folder.name}/more.distcp"
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def attacked(good: Path, name: str, attack: Any, marker: Path) -> Path:
+    """A copy of a saved state, made by rank 0, with its optimizer replaced."""
+    bad = good.with_name(name)
+    if dist.get_rank() == 0:
+        attack(shutil.copytree(good, bad) / "optimizer_0", marker)
+    dist.barrier()
+    return bad
+
+
+def states(source: Path, out: Path) -> None:
+    """`load_state` of Accelerate's."""
+    accelerator = make_accelerator(cpu=True)
+    model = from_pretrained(source, accelerator=accelerator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids = torch.stack([row["input_ids"] for row in ROWS])
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+    optimizer.step()
+    good = accelerator.save_state(out / "good")
+    before = [parameter.detach().full_tensor().clone() for parameter in model.parameters()]
+    for attack in (of_metadata, of_a_value, of_a_file_outside):
+        bad = attacked(Path(good), f"bad-{attack.__name__}", attack, out / f"{attack.__name__}.ran")
+        with pytest.raises(CheckpointError, match=r"nothing that DCP writes|could run code|outside the folder"):
+            accelerator.load_state(bad)
+        assert not list(out.glob("*.ran")), attack
+        assert all(torch.equal(a, p.full_tensor()) for a, p in zip(before, model.parameters(), strict=True))
+    accelerator.load_state(good)
+
+
+def checkpoints(source: Path, out: Path) -> None:
+    """`train(resume_from_checkpoint=…)` of the Trainer's."""
+    settings = {"save_steps": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+
+    def train(steps: int, wanted: Path | None) -> Trainer:
+        args = TrainingArguments(output_dir=str(out), max_steps=steps, **settings)
+        model = from_pretrained(source, accelerator=make_accelerator(cpu=True))
+        trainer = ShardedTrainer(model=model, args=args, train_dataset=ROWS)
+        trainer.train(resume_from_checkpoint=None if wanted is None else str(wanted))
+        return trainer
+
+    train(1, None)
+    good = out / "checkpoint-1"
+    for attack in (of_metadata, of_a_value):
+        bad = attacked(good, f"bad-{attack.__name__}", attack, out / f"{attack.__name__}.ran")
+        with pytest.raises(CheckpointError, match=r"nothing that DCP writes|could run code"):
+            train(2, bad)
+        assert not list(out.glob("*.ran")), attack
+    assert train(2, good).state.global_step == 2
+
+
+def cases(source: Path, out: Path) -> None:
+    run_cases({way.__name__: lambda way=way: way(source, out / way.__name__) for way in (states, checkpoints)})
+
+
+def test_no_state_runs_code_when_it_is_resumed(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "llama")
+    run_ranks(cases, 2, source, tmp_path)
+
+
+def test_metadata_cannot_change_classes_of_the_process(tmp_path: Path) -> None:
+    """A pickle's BUILD with a state of slots sets attributes on whatever it was given, classes too."""
+    record = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    for name in (b"cpathlib\nPosixPath\n", record):
+        (tmp_path / METADATA).write_bytes(b"\x80\x02" + name + b"(N}U\x03oddctorch\nSize\nstb.")
+        with pytest.raises(CheckpointError, match=r"sets \w+\.odd"):
+            parse_dcp(tmp_path)
