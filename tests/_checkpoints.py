@@ -28,6 +28,7 @@ __all__ = [
     "make_checkpoint",
     "make_model",
     "pickled_copy",
+    "plain_model",
     "randomize",
     "sharded_meta_model",
     "stored_tensors",
@@ -211,6 +212,11 @@ def make_checkpoint(kind: str, folder: str | Path, *, dtype: torch.dtype = torch
     """Write the tiny model of that kind to `folder`, which is returned; several files and an index."""
     make_model(kind, dtype=dtype, seed=seed).save_pretrained(folder, max_shard_size="60KB")
     return Path(folder)
+
+
+def plain_model(kind: str, folder: Path, **options: Any) -> PreTrainedModel:
+    """What the kind's own class makes of the folder."""
+    return type(make_model(kind)).from_pretrained(folder, **options)
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -104,9 +104,9 @@ def run_ranks(
 def run_cases(cases: Iterable[Callable[..., Any]] | Mapping[str, Callable[..., Any]], *args: Any) -> dict[str, Any]:
     """What each case returned, by name; every case is run on every rank. Itself a function for `run_ranks`.
 
-    A case that fails does not stop the others: all that failed are reported, by name. All ranks meet after each case, so
-    that the next one begins alike on all of them; what a case sets in the environment, and Accelerate's state, end with
-    it.
+    A case that fails does not stop the others: all that failed are reported, by name. All ranks meet after each case,
+    so that the next one begins alike on all of them; what a case sets in the environment, and Accelerate's state, end
+    with it.
 
     Args:
         cases: functions, known by their names, or by names of their own.
