@@ -86,14 +86,18 @@ def train(
     return losses
 
 
-def arguments(folder: Path, **settings: Any) -> TrainingArguments:
-    """Quick steps, every loss logged, nothing saved; each setting may be another."""
+def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, **settings: Any) -> Any:
+    """Quick steps, every loss logged, nothing saved; each setting may be another.
+
+    Args:
+        kind: `TrainingArguments`, or a config of TRL.
+    """
     defaults = {
         "max_steps": 10, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": 0.5,
         "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
         "per_device_train_batch_size": 2, "use_cpu": local_device().type == "cpu", "dataloader_pin_memory": False,
     }  # fmt: skip
-    return TrainingArguments(output_dir=str(folder), **{**defaults, **settings})
+    return kind(output_dir=str(folder), **{**defaults, **settings})
 
 
 def logged(trainer: Any, key: str = "loss") -> list[float]:
