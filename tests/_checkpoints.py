@@ -8,13 +8,32 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers as hf
 from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["KINDS", "make_checkpoint", "make_model", "pickled_copy", "randomize", "tiny_config"]
+from hf_fsdp_tools.modeling.meta import build_meta_model
+
+__all__ = [
+    "KINDS",
+    "assert_same_model",
+    "full",
+    "full_state",
+    "make_checkpoint",
+    "make_model",
+    "pickled_copy",
+    "plain_model",
+    "randomize",
+    "sharded_meta_model",
+    "stored_tensors",
+    "tiny_config",
+]
 
 _SIZES = {
     "vocab_size": 131,
@@ -195,12 +214,22 @@ def make_checkpoint(kind: str, folder: str | Path, *, dtype: torch.dtype = torch
     return Path(folder)
 
 
+def plain_model(kind: str, folder: Path, **options: Any) -> PreTrainedModel:
+    """What the kind's own class makes of the folder."""
+    return type(make_model(kind)).from_pretrained(folder, **options)
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the folder's safetensors files."""
+    return {key: tensor for file in sorted(folder.glob("*.safetensors")) for key, tensor in load_file(file).items()}
+
+
 def pickled_copy(folder: Path, target: Path, *, files: int, transpose: bool = False) -> Path:
     """The same checkpoint as legacy `pytorch_model*.bin` in so many files; tensors that are equal share memory.
 
     With `transpose`, matrices are saved as transposed views, which is another order of the same bytes in the file.
     """
-    tensors = {key: t for file in sorted(folder.glob("*.safetensors")) for key, t in load_file(file).items()}
+    tensors = stored_tensors(folder)
     if transpose:
         tensors = {key: t.t().contiguous().t() if t.dim() == 2 else t for key, t in tensors.items()}
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors*"))
@@ -215,3 +244,42 @@ def pickled_copy(folder: Path, target: Path, *, files: int, transpose: bool = Fa
         weight_map |= dict.fromkeys(part, name)
     (target / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return target
+
+
+# ---- sharded models ----
+
+
+def sharded_meta_model(
+    kind: str, folder: Path, *, dtype: torch.dtype | None = None, **sharding: Any
+) -> PreTrainedModel:
+    """The kind's model on meta, every member of a ModuleList a unit, then the root."""
+    model = build_meta_model(folder, auto_class=type(make_model(kind)), dtype=dtype)
+    for module in reversed([m for m in model.modules() if isinstance(m, nn.ModuleList)]):  # inner lists first
+        for block in module:
+            fully_shard(block, **sharding)
+    fully_shard(model, **sharding)
+    return model
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, gathered if it is sharded, on the CPU."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict, every tensor whole."""
+    return {key: full(tensor) for key, tensor in model.state_dict().items()}
+
+
+def assert_same_model(model: nn.Module, reference: nn.Module, what: str = "") -> None:
+    """Every parameter and buffer, gathered, equals the plain model's: values, dtypes, names, ties."""
+    expected, found = reference.state_dict(keep_vars=True), model.state_dict(keep_vars=True)
+    assert list(found) == list(expected), what
+    for key, tensor in expected.items():
+        whole = full(found[key])
+        assert whole.dtype == tensor.dtype, (what, key)
+        assert torch.equal(whole, tensor.detach()), (what, key)
+    for (key, a), (other, b) in zip(reference.named_buffers(), model.named_buffers(), strict=True):
+        assert key == other and a.dtype == b.dtype and torch.equal(a, b.cpu()), (what, key)
+    ties = {(a, b) for a in expected for b in expected if expected[a] is expected[b]}
+    assert ties == {(a, b) for a in found for b in found if found[a] is found[b]}, what

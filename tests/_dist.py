@@ -5,18 +5,22 @@ On the CPU (gloo), or, for a test that asks for it, each rank on a GPU of its ow
 
 import faulthandler
 import gc
+import itertools
 import multiprocessing
 import os
+import signal
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
-__all__ = ["hide_gpus", "num_gpus", "run_ranks"]
+__all__ = ["hide_gpus", "num_gpus", "run_cases", "run_ranks"]
 
 _GRACE_S = 10.0  # how long the other ranks may go on after one has failed (assumed: enough to report their own error)
 
@@ -37,6 +41,9 @@ _PRELOAD_WITHOUT_GPUS = [
 ]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(_PRELOAD)
+
+_deadline = float("inf")  # of this rank, on the clock of `time.monotonic`
+_meetings = itertools.count()  # of this rank: as many on every rank
 
 _gpus: dict[str, Any] = {"count": 0, "visible": None}  # of this machine, as they were before `hide_gpus`
 
@@ -94,32 +101,55 @@ def run_ranks(
         return [torch.load(Path(folder, f"{rank}.result"), weights_only=False) for rank in range(world_size)]
 
 
-def run_cases(cases: Mapping[str, Callable[[], object]]) -> None:
-    """Run every case on every rank, and report all that failed, by name. For use within `run_ranks`.
+def run_cases(cases: Iterable[Callable[..., Any]] | Mapping[str, Callable[..., Any]], *args: Any) -> dict[str, Any]:
+    """What each case returned, by name; every case is run on every rank. Itself a function for `run_ranks`.
 
-    All ranks meet after each case, so that the next one begins alike on all of them, whatever failed.
+    A case that fails does not stop the others: all that failed are reported, by name. All ranks meet after each case,
+    so that the next one begins alike on all of them; what a case sets in the environment, and Accelerate's state, end
+    with it.
+
+    Args:
+        cases: functions, known by their names, or by names of their own.
+        args: of every case.
 
     Raises:
-        AssertionError: some cases failed on this rank; or a rank did not come back from a case within a minute.
+        AssertionError: some cases failed on this rank; or a rank did not come back from a case, and the others were not
+            begun.
     """
+    import pytest
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
+    named = cases if isinstance(cases, Mapping) else {case.__name__.replace("_", " "): case for case in cases}
     store, rank, world_size = _get_default_store(), dist.get_rank(), dist.get_world_size()
-    failed: list[str] = []
-    for name, case in cases.items():
+    results: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    for name, case in named.items():
         try:
-            case()
-        except Exception:
-            failed.append(f"--- case {name!r}:\n{traceback.format_exc()}")
-        store.set(f"case {name} {rank}", "over")
+            with patch.dict(os.environ):
+                results[name] = case(*args)
+        except (Exception, pytest.fail.Exception):  # `pytest.raises` that sees nothing raised fails with the latter
+            failed[name] = traceback.format_exc()
+        _forget_accelerate()
+        meeting = f"after case {next(_meetings)}"
+        store.set(f"{meeting} {rank}", "here")
         try:
-            store.wait([f"case {name} {other}" for other in range(world_size)], timedelta(seconds=60))
-        except dist.DistStoreError:
-            failed.append(f"--- case {name!r}: another rank has not come back from it")
+            others = [f"{meeting} {other}" for other in range(world_size)]
+            store.wait(others, timedelta(seconds=min(60.0, max(_deadline - time.monotonic() - _GRACE_S, 1.0))))
+        except RuntimeError:  # a FileStore raises no DistStoreError when the time is over
+            failed[name] = failed.get(name, "") + "Another rank has not come back from it; no further case was begun.\n"
             break
     if failed:
-        raise AssertionError(f"{len(failed)} of {len(cases)} cases failed\n" + "\n".join(failed))
+        said = "".join(f"--- case {name!r}:\n{what}\n" for name, what in failed.items())
+        raise AssertionError(f"{len(failed)} of {len(named)} cases failed\n{said}")
+    return results
+
+
+def _forget_accelerate() -> None:
+    """The next Accelerator is made as in a new process; it would share its state with the last one."""
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 def _wait(ranks: list[BaseProcess], deadline: float) -> None:
@@ -128,9 +158,13 @@ def _wait(ranks: list[BaseProcess], deadline: float) -> None:
         if any(process.exitcode not in (None, 0) for process in ranks):
             deadline = min(deadline, time.monotonic() + _GRACE_S)
         time.sleep(0.01)
+    stuck = [process for process in ranks if process.is_alive()]
+    for process in stuck:
+        os.kill(process.pid or 0, signal.SIGUSR1)  # it writes down where it is
+    time.sleep(0.5 if stuck else 0)
+    for process in stuck:
+        process.kill()
     for process in ranks:
-        if process.is_alive():
-            process.kill()
         process.join()
 
 
@@ -143,7 +177,7 @@ def _failure(folder: Path, rank: int, process: BaseProcess, timeout_s: float) ->
         return f"--- rank {rank} raised:\n{error.read_text()}"
     stack = folder / f"{rank}.stack"
     where = stack.read_text() if stack.exists() else ""
-    if process.exitcode == -9:
+    if process.exitcode in (-signal.SIGKILL, -signal.SIGUSR1):
         return f"--- rank {rank} was killed: still running at {timeout_s} s, or after another rank failed\n{where}"
     return f"--- rank {rank} died with exit code {process.exitcode}\n{where}"
 
@@ -158,6 +192,8 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     """The life of one rank: group up, call, result or traceback to a file, group down."""
+    global _deadline
+    _deadline = time.monotonic() + timeout_s
     gc.freeze()  # `gc.collect()`, which a Trainer calls often, need not look through what was imported: 0.2 s each time
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -172,7 +208,7 @@ def _rank_main(
     torch.set_num_threads(1)
     with open(Path(folder, f"{rank}.stack"), "w") as stack:
         faulthandler.enable(stack)
-        faulthandler.dump_traceback_later(max(timeout_s - 3, 1), file=stack)  # where a stuck rank is stuck
+        faulthandler.register(signal.SIGUSR1, stack)  # where a stuck rank is stuck
         try:
             store = dist.FileStore(str(Path(folder, "store")), world_size)
             patience = timedelta(seconds=timeout_s + 30)  # the parent's timeout comes first and says more
@@ -187,5 +223,3 @@ def _rank_main(
         except BaseException:
             Path(folder, f"{rank}.error").write_text(traceback.format_exc())
             os._exit(1)  # not sys.exit: threads of a half-finished collective would keep the process alive
-        finally:
-            faulthandler.cancel_dump_traceback_later()

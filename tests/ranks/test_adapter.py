@@ -4,6 +4,10 @@ The tests called `test_complaint_NN` each close one class of complaints about FS
 """
 
 import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -23,7 +27,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import SequentialSampler
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
 from hf_fsdp_tools import (
     CheckpointError,
@@ -41,13 +45,13 @@ from hf_fsdp_tools import (
     sharding_of,
 )
 from hf_fsdp_tools.modeling.peft_view import base_of
-from tests._checkpoints import make_checkpoint, make_model
-from tests._dist import run_ranks
+from tests._checkpoints import full, full_state, make_checkpoint, make_model
+from tests._dist import run_cases, run_ranks
+from tests._training import arguments, full_gradients, logged, train
 
 IDS = torch.arange(3, 19).reshape(1, 16)
-MOE = {
-    "experts_implementation": "batched_mm"
-}  # PEFT's expert weights have strides that grouped_mm refuses at this size
+# PEFT's expert weights have strides that grouped_mm refuses at this size.
+MOE = {"experts_implementation": "batched_mm"}
 
 
 def lora(**options) -> LoraConfig:
@@ -101,14 +105,6 @@ def plain(folder, config, kind="llama", dtype=torch.float32) -> PeftModel:
     return get_peft_model(base, config).eval()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def state(model) -> dict[str, torch.Tensor]:
-    return {name: whole(tensor) for name, tensor in model.state_dict().items()}
-
-
 def grown(model) -> None:
     """Adapters start at nothing; give each a value that changes the output, the same however it is sharded."""
     for name, parameter in model.named_parameters():
@@ -123,65 +119,62 @@ def grown(model) -> None:
                 parameter.add_(noise)
 
 
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
 
 
-def _one_case(folder, output, kind, config):
-    expected = plain(folder, config(), kind)
+def _one_case(kind: str, config: Callable[[], Any], folders: dict[str, Path], output: Path) -> None:
+    folder, expected = folders[kind], plain(folders[kind], config(), kind)
     torch.manual_seed(0 if dist.get_rank() == 0 else 1)  # rank 0's counts
     model = from_pretrained(folder, peft_config=config(), **options(kind))
     assert not model.training
-    assert_same(state(model), state(expected))
+    assert_equal(full_state(model), full_state(expected))
     units = make_wrap_plan(plain_base(folder, kind)).units
     plan = sharding_of(model).plan
     assert [unit for unit in units if unit.modules not in {u.modules for u in plan.units}] == []
-    grown(model)
-    grown(expected)
     for each in (model, expected):
+        grown(each)
         each(input_ids=IDS, labels=IDS).loss.backward()
-    gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-    for name, parameter in expected.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(gradients.pop(name), parameter.grad, rtol=1e-5, atol=1e-7)
-    assert not gradients
+    gradients, theirs = full_gradients(model), full_gradients(expected)
+    assert gradients.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-7)
     with torch.no_grad():
         logits = expected(input_ids=IDS).logits
         torch.testing.assert_close(model(input_ids=IDS).logits, logits, rtol=1e-6, atol=1e-6)
-    assert torch.equal(
-        model.generate(input_ids=IDS, max_new_tokens=3, do_sample=False),
-        expected.generate(input_ids=IDS, max_new_tokens=3, do_sample=False),
-    )
-    before = state(model)
+    texts = [each.generate(input_ids=IDS, max_new_tokens=3, do_sample=False) for each in (model, expected)]
+    assert torch.equal(*texts)
+    _files(model, expected, partial(plain_base, kind=kind), folder, output, logits)
+
+
+def _files(model, expected, base, folder: Path, output: Path, logits: torch.Tensor) -> None:
+    """What is saved is what PEFT opens; merged, it is what PEFT merges."""
+    before = full_state(model)
     save_pretrained(model, output / "adapter")
     dist.barrier()
     with torch.no_grad():
-        reopened = PeftModel.from_pretrained(plain_base(folder, kind), output / "adapter")
+        reopened = PeftModel.from_pretrained(base(folder), output / "adapter")
         torch.testing.assert_close(reopened(input_ids=IDS).logits, logits, rtol=1e-6, atol=1e-6)
-    if "prompt" in str(output):
+    if isinstance(model.peft_config["default"], PromptTuningConfig):
         with pytest.raises(ConfigError, match="no adapter in its modules"):
             save_pretrained(model, output / "merged", merge_adapters=True)
         return
     save_pretrained(model, output / "merged", merge_adapters=True)
     dist.barrier()
-    assert_same(state(model), before)
+    assert_equal(full_state(model), before)
     merged = expected.merge_and_unload()
-    assert_same(state(plain_base(output / "merged", kind)), state(merged))
+    assert_equal(full_state(base(output / "merged")), full_state(merged))
     assert AutoConfig.from_pretrained(output / "merged").tie_word_embeddings == merged.config.tie_word_embeddings
 
 
 def _every_case(folders, output):
-    for name, (kind, config) in CASES.items():
-        try:
-            _one_case(folders[kind], output / name.replace(" ", "_"), kind, config)
-        except Exception as error:
-            error.add_note(f"adapter: {name}")
-            raise
+    run_cases(
+        {name: partial(_one_case, kind, config, folders, output / name) for name, (kind, config) in CASES.items()}
+    )
 
 
-def test_every_kind_of_adapter_is_that_of_peft_in_values_gradients_and_files(tmp_path):
-    folders = {kind: make_checkpoint(kind, tmp_path / kind) for kind in {kind for kind, _ in CASES.values()}}
+def test_every_kind_of_adapter_is_that_of_peft_in_values_gradients_and_files(folders, tmp_path):
     run_ranks(_every_case, 2, folders, tmp_path / "out", timeout_s=240)
 
 
@@ -217,7 +210,7 @@ def _alone(folder, dtype, autocast):
 
 
 def trained(model) -> dict[str, torch.Tensor]:
-    return {name: whole(p) for name, p in model.named_parameters() if p.requires_grad}
+    return {name: full(p) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _model(road, folder, accelerator, dtype):
@@ -241,34 +234,23 @@ def _loop(road, folder, dtype, precision):
     model, _ = _model(road, folder, accelerator, dtype)
     optimizer = torch.optim.AdamW([p for p in model.train().parameters() if p.requires_grad], **LEARNING)
     model, optimizer = accelerator.prepare(model, optimizer)
-    losses = []
-    for ids in ROWS.split(4):
-        ids = ids.chunk(2)[dist.get_rank()]
-        loss = model(input_ids=ids, labels=ids).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        dist.all_reduce(loss.detach())
-        losses.append(loss.item() / 2)
-    return losses, trained(model)
+    mine = [ids.chunk(2)[dist.get_rank()] for ids in ROWS.split(4)]
+    batches = [{"input_ids": ids, "labels": ids} for ids in mine]
+    return train(model, optimizer, batches, accelerator=accelerator), trained(model)
 
 
-def _arguments(output, precision):
-    return {
-        "output_dir": str(output), "max_steps": STEPS, "learning_rate": 1e-2, "lr_scheduler_type": "constant",
-        "report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "logging_steps": 1,
-        "per_device_train_batch_size": 2, "max_grad_norm": 0.0, "bf16": precision == "bf16",
-        "seed": 0,  # TRL draws the adapters that it adds itself by this seed, not by what the script set before
-    }  # fmt: skip
+def _arguments(precision: str) -> dict[str, Any]:
+    """Seed 0: TRL draws the adapters that it adds itself by this seed, not by what the script set before."""
+    return {"max_steps": STEPS, "max_grad_norm": 0.0, "bf16": precision == "bf16", "seed": 0}
 
 
 def _trainer(road, folder, dtype, precision, output):
-    args = TrainingArguments(**_arguments(output, precision))
+    args = arguments(output, **_arguments(precision))
     model, _ = _model(road, folder, make_accelerator(cpu=True, mixed_precision=precision), dtype)
     rows = [{"input_ids": row, "labels": row} for row in ROWS]
     trainer = PlainTrainer(model=model, args=args, train_dataset=rows)
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trained(trainer.model)
+    return logged(trainer), trained(trainer.model)
 
 
 def _sft(road, folder, dtype, precision, output):
@@ -283,12 +265,12 @@ def _sft(road, folder, dtype, precision, output):
     words = Tokenizer(models.WordLevel({str(index): index for index in range(131)}, unk_token="0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", bos_token="1", eos_token="2")
     recompute = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(SFTConfig, n))
-    args = SFTConfig(**_arguments(output, precision), max_length=None, **{recompute: False})
+    args = arguments(output, SFTConfig, **_arguments(precision), max_length=None, **{recompute: False})
     model, config = _model(road, folder, make_accelerator(cpu=True, mixed_precision=precision), dtype)
     rows = Dataset.from_list([{"input_ids": row.tolist(), "labels": row.tolist()} for row in ROWS])
     trainer = Sft(model=model, args=args, train_dataset=rows, processing_class=tokenizer, peft_config=config)
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trained(trainer.model)
+    return logged(trainer), trained(trainer.model)
 
 
 RUNS = [
@@ -307,21 +289,10 @@ RUNS = [
 ]
 
 
-def _every_run(folders, output):
-    from accelerate.state import AcceleratorState, GradientState
-
-    results = []
-    for host, road, precision in RUNS:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        try:
-            given = (output,) if host is not _loop else ()
-            results.append(host(road, folders[dtype], dtype, precision, *given))
-        except Exception as error:
-            error.add_note(f"{host.__name__}, {road}, {precision}")
-            raise
-    return results
+def _one_run(host, road, precision, folders, output):
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    given = (output,) if host is not _loop else ()
+    return host(road, folders[dtype], dtype, precision, *given)
 
 
 def test_ten_steps_under_every_host_equal_peft_on_one_process(tmp_path):
@@ -338,10 +309,11 @@ def test_ten_steps_under_every_host_equal_peft_on_one_process(tmp_path):
     }
     tolerances = {"no": (2e-5, 1e-5), "bf16": (2e-3, 3e-2)}
     first: dict[object, dict[str, torch.Tensor]] = {}
-    for (host, road, precision), (losses, adapter) in zip(
-        RUNS, run_ranks(_every_run, 2, folders, tmp_path / "out", timeout_s=240)[0], strict=True
-    ):
-        what = f"{host.__name__}, {road}, {precision}"
+    runs = {f"{host.__name__}, {road}, {precision}": (host, road, precision) for host, road, precision in RUNS}
+    cases = {name: partial(_one_run, *run) for name, run in runs.items()}
+    found = run_ranks(run_cases, 2, cases, folders, tmp_path / "out", timeout_s=240)[0]
+    for what, (host, _, precision) in runs.items():
+        losses, adapter = found[what]
         expected_losses, expected = alone[precision]
         of_losses, of_weights = tolerances[precision]
         assert losses == pytest.approx(expected_losses, abs=of_losses), what
@@ -386,7 +358,7 @@ def _mixed_precision(folder, output):
             t.untyped_storage().nbytes() for name, t in held.items() if not parameters[name].requires_grad
         ),
         "bytes read": report.bytes_read,
-        "adapter": {name: whole(p) for name, p in parameters.items() if p.requires_grad},
+        "adapter": {name: full(p) for name, p in parameters.items() if p.requires_grad},
     }
 
 
@@ -418,7 +390,7 @@ def test_complaint_12_an_adapter_checkpoint_holds_the_rows_of_every_rank(mixed):
     assert json.loads((output / "adapter_config.json").read_text())["r"] == 3
 
 
-def test_complaint_14_frozen_weights_have_no_gradient_storage_and_no_optimizer_state(mixed):
+def test_complaint_14_frozen_weights_have_no_gradient_storage_and_no_optimizer_full_state(mixed):
     size, _, ranks = mixed
     for rank in ranks:
         assert rank["frozen gradients"] == [] and rank["trained without"] == []
@@ -460,7 +432,7 @@ def _four_ranks(folder, output):
     config = lora(modules_to_save=["lm_head"])
     torch.manual_seed(0)
     model = from_pretrained(folder, peft_config=config, mesh=ParallelDims(dp_replicate_size=2).build_mesh("cpu"))
-    assert_same(state(model), state(plain(folder, config)))
+    assert_equal(full_state(model), full_state(plain(folder, config)))
     grown(model)
     save_pretrained(model, output)
     dist.barrier()
@@ -468,7 +440,7 @@ def _four_ranks(folder, output):
     with pytest.raises(ConfigError, match=r"tensor parallel.*peft_config to from_pretrained"):
         shard_added(late)
     frozen = from_pretrained(output)
-    assert_same(state(frozen), state(model))
+    assert_equal(full_state(frozen), full_state(model))
     assert not any(p.requires_grad for p in frozen.parameters())
     again = from_pretrained(output, is_trainable=True)
     assert [n for n, p in again.named_parameters() if p.requires_grad] == list(trained(model))
@@ -483,25 +455,50 @@ def test_a_saved_adapter_is_read_into_shards_and_hsdp_gives_the_same(tmp_path):
         torch.testing.assert_close(reopened(input_ids=IDS).logits, logits, rtol=1e-6, atol=1e-6)
 
 
-def _refusals(folder, adapter, named):
+def weights_that_need_whole_matrices(folder, adapter):
     with pytest.raises(ConfigError, match=r"pissa.*whole weights.*gaussian"):
         from_pretrained(folder, peft_config=lora(init_lora_weights="pissa"))
+
+
+def modules_that_are_not_there(folder, adapter):
     with pytest.raises(ConfigError, match=r"LORA adapter.*nowhere"):
         from_pretrained(folder, peft_config=lora(target_modules=["nowhere"]))
+
+
+def an_adapter_without_a_base(folder, adapter):
+    write_adapter(adapter, None)
     with pytest.raises((CheckpointError, ConfigError), match="names no base model"):
         from_pretrained(adapter)
+
+
+def an_adapter_and_another(folder, adapter):
+    write_adapter(adapter, folder)
     with pytest.raises((CheckpointError, ConfigError), match="asks for another"):
-        from_pretrained(named, peft_config=lora())
+        from_pretrained(adapter, peft_config=lora())
+
+
+def an_adapter_by_transformers_own_method(folder, adapter):
     plain_model = plain_base(folder)
     plain_model.add_adapter(lora())
     with pytest.raises(ConfigError, match="get_peft_model"):
         save_pretrained(plain_model, adapter / "out")
 
 
-def test_what_cannot_be_done_is_refused_in_one_line(tmp_path):
-    base = make_checkpoint("llama", tmp_path / "base")
-    adapters = tmp_path / "adapter", tmp_path / "named"
-    for adapter, name in zip(adapters, (None, str(base)), strict=True):
-        adapter.mkdir()
-        (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": name}))
-    run_ranks(_refusals, 2, base, *adapters)
+def write_adapter(folder: Path, base: Path | None) -> None:
+    if dist.get_rank() == 0:
+        config = {"peft_type": "LORA", "base_model_name_or_path": None if base is None else str(base)}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+    dist.barrier()
+
+
+REFUSALS = (
+    weights_that_need_whole_matrices,
+    modules_that_are_not_there,
+    an_adapter_without_a_base,
+    an_adapter_and_another,
+    an_adapter_by_transformers_own_method,
+)
+
+
+def test_what_cannot_be_done_is_refused_in_one_line(folders, tmp_path):
+    run_ranks(run_cases, 2, REFUSALS, folders["llama"], tmp_path)

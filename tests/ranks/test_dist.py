@@ -1,23 +1,61 @@
 """The tests' own tools: a case that fails is named, and the others run all the same."""
 
+import os
+import time
+
 import pytest
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
 
 from tests._dist import run_cases, run_ranks
 
 
-def three_cases() -> None:
+def first(ran: list[str]) -> None:
+    os.environ["FSDP_VERSION"] = "1"
+    PartialState(cpu=True)
+    ran.append("first")
+
+
+def fails_on_rank_1(ran: list[str]) -> None:
+    assert dist.get_rank() == 0, "rank 1 disagrees"
+
+
+def sees_nothing_raised(ran: list[str]) -> None:
+    with pytest.raises(ValueError):
+        ran.append("nothing raised")
+
+
+def last(ran: list[str]) -> int:
+    assert "FSDP_VERSION" not in os.environ and not AcceleratorState._shared_state and not PartialState._shared_state
+    return len(ran)
+
+
+def run_some() -> str:
     ran: list[str] = []
-
-    def broken() -> None:
-        assert dist.get_rank() == 0, "rank 1 disagrees"
-
-    with pytest.raises(AssertionError, match=r"1 of 3 cases failed\n--- case 'second'(.|\n)*rank 1 disagrees"):
-        run_cases({"first": lambda: ran.append("first"), "second": broken, "third": lambda: ran.append("third")})
-        if dist.get_rank() == 0:
-            raise AssertionError("1 of 3 cases failed\n--- case 'second' rank 1 disagrees")  # it failed elsewhere
-    assert ran == ["first", "third"]
+    with pytest.raises(AssertionError) as caught:
+        run_cases([first, sees_nothing_raised, fails_on_rank_1], ran)
+    assert run_cases({"alone": last, "again": last}, ran) == {"alone": 2, "again": 2}
+    assert ran == ["first", "nothing raised"], "every case ran once"
+    return str(caught.value)
 
 
 def test_every_case_runs_and_those_that_failed_are_named() -> None:
-    run_ranks(three_cases, 2)
+    for rank, message in enumerate(run_ranks(run_some, 2)):
+        assert message.startswith(f"{1 + rank} of 3 cases failed\n--- case 'sees nothing raised':\n")
+        assert "DID NOT RAISE" in message
+        assert ("--- case 'fails on rank 1':\n" in message and "rank 1 disagrees" in message) == (rank == 1)
+
+
+def stays_away() -> None:
+    assert dist.get_rank() == 1, "rank 0 fails"
+    time.sleep(60)
+
+
+def test_a_rank_that_does_not_come_back_is_shown_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests._dist._GRACE_S", 0.5)
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(run_cases, 2, [stays_away, last], timeout_s=11)
+    first, second = str(caught.value).split("--- rank 1 was killed")
+    assert "1 of 2 cases failed\n--- case 'stays away':\n" in first and "rank 0 fails" in first
+    assert "Another rank has not come back from it; no further case was begun" in first
+    assert "in stays_away" in second, "where it is"

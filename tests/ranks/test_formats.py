@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate.utils.fsdp_utils import save_fsdp_model
-from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
@@ -27,18 +26,12 @@ from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.checkpoint.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.meta import build_meta_model
-from tests._checkpoints import make_checkpoint, make_model, pickled_copy
+from tests._checkpoints import assert_same_model, full, pickled_copy, plain_model, sharded_meta_model
 from tests._dist import run_cases, run_ranks
-from tests.ranks.test_load import assert_same, full, last_even_dim, sharded_meta_model
+from tests.ranks.test_load import last_even_dim
 
 KINDS = ("llama", "tied", "gpt2", "mixtral", "deepseek_v3")
 PLAIN = ("llama", "tied")
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
-    return {kind: make_checkpoint(kind, root / kind) for kind in KINDS}
 
 
 # ---- legacy files ----
@@ -50,13 +43,13 @@ def load_pickled(legacy: dict[str, Path], folders: dict[str, Path]) -> list[floa
         kind = name.split()[0]
         model = sharded_meta_model(kind, folder)
         report = load_weights(model, folder, allow_pickle=True, dtype=torch.float32)
-        assert_same(model, type(make_model(kind)).from_pretrained(folders[kind]), name)
+        assert_same_model(model, plain_model(kind, folders[kind]), name)
         assert not report.missing_keys and not report.unexpected_keys
         ratios.append(report.read_ratio)
     with pytest.raises(CheckpointError, match="allow_pickle=True"):
         from_pretrained(legacy["llama"])
     model = from_pretrained(legacy["llama"], allow_pickle=True)
-    assert_same(model, type(make_model("llama")).from_pretrained(folders["llama"]), "from_pretrained")
+    assert_same_model(model, plain_model("llama", folders["llama"]), "from_pretrained")
     return ratios
 
 
@@ -73,9 +66,9 @@ def test_bin_files_are_read_slice_by_slice(folders: dict[str, Path], tmp_path: P
 
 def save_all(folders: dict[str, Path], root: Path) -> None:
     """What people have on disk: saved by 3 ranks in every way that is in use."""
-    for kind, folder in folders.items():
-        model = sharded_meta_model(kind, folder)
-        load_weights(model, folder)
+    for kind in KINDS:
+        model = sharded_meta_model(kind, folders[kind])
+        load_weights(model, folders[kind])
         if kind in PLAIN:
             dcp.save(model.state_dict(), checkpoint_id=root / "plain" / kind)
         optimizer = {f"state.{key}": {"exp_avg": full(t) * 2} for key, t in model.state_dict().items()}
@@ -102,7 +95,7 @@ def save_all(folders: dict[str, Path], root: Path) -> None:
 
 def save_fsdp1(folder: Path, root: Path) -> None:
     accelerator = make_accelerator(cpu=True, fsdp_plugin=HybridFSDPPlugin(fsdp_version=1))
-    plain = type(make_model("tied")).from_pretrained(folder)
+    plain = plain_model("tied", folder)
     model = accelerator.prepare(plain)
     plugin = accelerator.state.fsdp_plugin
     plugin.set_state_dict_type(StateDictType.SHARDED_STATE_DICT)
@@ -110,18 +103,14 @@ def save_fsdp1(folder: Path, root: Path) -> None:
     save_fsdp_model(plugin, accelerator, model, str(root))
 
 
-def plain(kind: str, folders: dict[str, Path]) -> nn.Module:
-    return type(make_model(kind)).from_pretrained(folders[kind])
-
-
 def saved_by_dcp(folders: dict[str, Path], root: Path) -> list[float]:
     """Alone and as a part of a job's state; the read ratio of each."""
     ratios = []
     for way in ("plain", "job"):
-        for kind in folders if way == "job" else PLAIN:
+        for kind in KINDS if way == "job" else PLAIN:
             model = sharded_meta_model(kind, folders[kind])
             report = load_weights(model, root / way / kind)
-            assert_same(model, plain(kind, folders), f"{way} {kind}")
+            assert_same_model(model, plain_model(kind, folders[kind]), f"{way} {kind}")
             assert not report.missing_keys and not report.unexpected_keys, str(report)
             ratios.append(report.read_ratio)
     return ratios
@@ -130,7 +119,7 @@ def saved_by_dcp(folders: dict[str, Path], root: Path) -> list[float]:
 def saved_in_columns(folders: dict[str, Path], root: Path) -> None:
     model = sharded_meta_model("mixtral", folders["mixtral"], dtype=torch.bfloat16, shard_placement_fn=last_even_dim)
     report = load_weights(model, root / "plain" / "mixtral columns", dtype=torch.float32)
-    assert_same(model, plain("mixtral", folders), "columns")
+    assert_same_model(model, plain_model("mixtral", folders["mixtral"]), "columns")
     assert report.read_ratio < 1.5, "half the columns of such tiny chunks: the gaps are shorter than a page"
 
 
@@ -139,7 +128,7 @@ def saved_by_accelerate_and_torch(folders: dict[str, Path], root: Path) -> list[
     ratios = []
     for source in ("accelerate/checkpoint-7", "accelerate/checkpoint-7/pytorch_model_fsdp_0", "hf"):
         model, report = from_pretrained(root / source, output_loading_info=True)
-        assert_same(model, plain("llama", folders), source)
+        assert_same_model(model, plain_model("llama", folders["llama"]), source)
         ratios.append(report.read_ratio)
     return ratios
 
@@ -148,7 +137,7 @@ def saved_whole(folders: dict[str, Path], root: Path) -> None:
     """Fused experts, as the model has them."""
     mixtral = sharded_meta_model("mixtral", folders["mixtral"])
     load_weights(mixtral, root / "full", allow_pickle=True)
-    assert_same(mixtral, plain("mixtral", folders), "full")
+    assert_same_model(mixtral, plain_model("mixtral", folders["mixtral"]), "full")
 
 
 def parts_that_need_joining(folders: dict[str, Path], root: Path) -> None:
@@ -159,7 +148,7 @@ def parts_that_need_joining(folders: dict[str, Path], root: Path) -> None:
 def saved_by_fsdp1(folders: dict[str, Path], root: Path) -> None:
     tied = sharded_meta_model("tied", folders["tied"])
     load_weights(tied, root / "fsdp1")
-    assert_same(tied, plain("tied", folders), "fsdp1")
+    assert_same_model(tied, plain_model("tied", folders["tied"]), "fsdp1")
 
 
 def into_the_base_model_and_another_head(folders: dict[str, Path], root: Path) -> None:
@@ -167,7 +156,7 @@ def into_the_base_model_and_another_head(folders: dict[str, Path], root: Path) -
     source = root / "accelerate" / "checkpoint-7"
     base, report = from_pretrained(source, auto_class=AutoModel, output_loading_info=True)
     assert report.unexpected_keys == ("lm_head.weight",) and not report.missing_keys
-    assert torch.equal(full(base.norm.weight), plain("llama", folders).model.norm.weight)
+    assert torch.equal(full(base.norm.weight), plain_model("llama", folders["llama"]).model.norm.weight)
     headed, report = from_pretrained(
         source, auto_class=AutoModelForSequenceClassification, num_labels=5, output_loading_info=True
     )
@@ -193,12 +182,6 @@ WAYS = (
     into_the_base_model_and_another_head,
     saved_again_as_on_the_hub,
 )
-
-
-def load_all(folders: dict[str, Path], root: Path) -> list[float]:
-    ratios: list[float] = []
-    run_cases({way.__name__: lambda way=way: ratios.extend(way(folders, root) or ()) for way in WAYS})
-    return ratios
 
 
 def break_dcp(folder: Path, root: Path) -> dict[str, Path]:
@@ -236,10 +219,10 @@ def break_dcp(folder: Path, root: Path) -> dict[str, Path]:
     return broken
 
 
-def load_broken(kind: str, folder: Path, broken: dict[str, Path]) -> dict[str, str]:
+def load_broken(folder: Path, broken: dict[str, Path]) -> dict[str, str]:
     messages = {}
     for name, path in broken.items():
-        model = sharded_meta_model(kind, folder)
+        model = sharded_meta_model("llama", folder)
         with pytest.raises(CheckpointError) as caught:
             load_weights(model, path)
         messages[name] = str(caught.value)
@@ -250,11 +233,12 @@ def load_broken(kind: str, folder: Path, broken: dict[str, Path]) -> dict[str, s
 def test_dcp_folders_of_every_kind_at_another_number_of_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(save_all, 3, folders, tmp_path)
     run_ranks(save_fsdp1, 2, folders["tied"], tmp_path / "fsdp1")
-    for ratios in run_ranks(load_all, 2, folders, tmp_path):
-        assert max(ratios) <= 1.01, ratios
+    for found in run_ranks(run_cases, 2, WAYS, folders, tmp_path):
+        ratios = [ratio for some in found.values() for ratio in some or ()]
+        assert len(ratios) == 10 and max(ratios) <= 1.01, ratios
 
     broken = break_dcp(tmp_path / "plain" / "llama", tmp_path / "broken")
-    first, second = run_ranks(load_broken, 2, "llama", folders["llama"], broken)
+    first, second = run_ranks(load_broken, 2, folders["llama"], broken)
     assert first == second
     for name, said in {
         "code": "nothing that DCP writes",
@@ -295,7 +279,7 @@ def load_parallel(folder: Path, target: Path) -> tuple[float, set[str]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = parallel_model(folder, mesh)
     report = load_weights(model, folder)
-    reference = type(make_model("llama")).from_pretrained(folder)
+    reference = plain_model("llama", folder)
     placements = set()
     for key, tensor in model.state_dict().items():
         placements.add(str(tensor.placements) if isinstance(tensor, DTensor) else "plain")
@@ -316,5 +300,5 @@ def test_tensor_parallel_with_fsdp_loads_and_saves(folders: dict[str, Path], tmp
     for ratio, placements in run_ranks(load_parallel, 4, folders["llama"], tmp_path):
         assert ratio < 2, "short runs of tiny matrices: gaps below a page are read through"
         assert any("_StridedShard" in p for p in placements) and any("dim=1" in p or "S(1)" in p for p in placements)
-    saved, expected = (type(make_model("llama")).from_pretrained(f).state_dict() for f in (tmp_path, folders["llama"]))
+    saved, expected = (plain_model("llama", f).state_dict() for f in (tmp_path, folders["llama"]))
     assert all(torch.equal(saved[key], tensor) for key, tensor in expected.items())

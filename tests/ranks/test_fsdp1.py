@@ -5,6 +5,7 @@ import gc
 import hashlib
 import warnings
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
-    CLIPConfig,
     CLIPModel,
 )
 
@@ -38,6 +38,7 @@ from hf_fsdp_tools.sharding.allocate import allocate
 from tests._checkpoints import KINDS as CHECKPOINTS
 from tests._checkpoints import make_checkpoint, make_model
 from tests._dist import run_ranks
+from tests._training import clip_loss, tiny_clip
 
 KINDS = ("llama", "tied", "gpt2", "mixtral", "t5")
 STEPS = 3
@@ -207,8 +208,9 @@ def _memory(use_orig_params):
         peak = max(peak, sum({storage.data_ptr(): storage.nbytes() for storage in alive}.values()))
         return given
 
-    with_storage, wrap.with_storage = wrap.with_storage, watching
-    wrapped = wrap_fsdp1(model, plan, use_orig_params=use_orig_params)
+    with_storage = wrap.with_storage
+    with patch.object(wrap, "with_storage", watching):
+        wrapped = wrap_fsdp1(model, plan, use_orig_params=use_orig_params)
     assert len(made) > 70, "watched every allocation"
     after = _live_bytes() - before
     return peak / size, after / size, plan.largest_unit.num_params / plan.num_params, wrapped.rank
@@ -271,36 +273,18 @@ def test_units_frozen_as_a_whole_need_no_original_parameters():
     assert run_ranks(_separate_units_without_original_parameters, 2)[0] == [False, True, True, True, True]
 
 
-def _clip() -> CLIPModel:
-    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = CLIPConfig(
-        text_config=tower | {"vocab_size": 31, "max_position_embeddings": 12, "eos_token_id": 2},
-        vision_config=tower | {"image_size": 8, "patch_size": 4},
-        projection_dim=8,
-    )
-    torch.manual_seed(0)
-    return CLIPModel(config).eval()
-
-
-def _clip_loss(model: nn.Module, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rank)
-    ids = torch.randint(3, 31, (2, 6), generator=generator)
-    pixels = torch.randn(2, 3, 8, 8, generator=generator)
-    return model(input_ids=ids, pixel_values=pixels, return_loss=True).loss
-
-
 def _scalars_are_averaged(hybrid):
     ranks = dist.get_world_size()
-    plain, model = _clip(), _clip()
+    plain, model = tiny_clip(), tiny_clip()
     for rank in range(ranks):
-        (_clip_loss(plain, rank) / ranks).backward()
+        (clip_loss(plain, rank) / ranks).backward()
     options = {}
     if hybrid:
         shard = [dist.new_group(pair) for pair in ((0, 1), (2, 3))][dist.get_rank() // 2]
         replicate = [dist.new_group(pair) for pair in ((0, 2), (1, 3))][dist.get_rank() % 2]
         options = {"process_group": (shard, replicate), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     wrapped = wrap_fsdp1(model, make_wrap_plan(model), **options)
-    _clip_loss(wrapped, dist.get_rank()).backward()
+    clip_loss(wrapped, dist.get_rank()).backward()
     torch.testing.assert_close(wrapped.module.logit_scale.grad, plain.logit_scale.grad)
     with FSDP.summon_full_params(wrapped, with_grads=True):
         for name, parameter in wrapped.named_parameters():
@@ -317,12 +301,12 @@ def test_scalar_parameters_stay_whole_and_their_gradients_are_averaged(ranks, hy
 
 
 def _scalars_of_meta_models():
-    model = build_meta_model(_clip().config, auto_class=CLIPModel)
+    model = build_meta_model(tiny_clip().config, auto_class=CLIPModel)
     wrapped = wrap_fsdp1(model, make_wrap_plan(model), initialize=False)
     scale = wrapped.module.logit_scale
     assert plain_view(wrapped).logit_scale is scale
     with pytest.raises(CheckpointError, match=r"not initialised by the model's own code: logit_scale"):
-        other = build_meta_model(_clip().config, auto_class=CLIPModel)
+        other = build_meta_model(tiny_clip().config, auto_class=CLIPModel)
         wrap_fsdp1(other, make_wrap_plan(other))
     return scale.device.type, scale.requires_grad
 
@@ -423,9 +407,9 @@ def _loads_and_saves(folder, use_orig_params):
 
 
 @pytest.mark.parametrize(("ranks", "use_orig_params"), [(2, True), (3, False)])
-def test_checkpoints_go_straight_into_flat_shards_and_back(tmp_path, ranks, use_orig_params):
-    for kind in CHECKPOINTS:
-        make_checkpoint(kind, tmp_path / kind)
+def test_checkpoints_go_straight_into_flat_shards_and_back(folders, tmp_path, ranks, use_orig_params):
+    for kind, folder in folders.items():
+        (tmp_path / kind).symlink_to(folder)
     for ratios in run_ranks(_loads_and_saves, ranks, str(tmp_path), use_orig_params):
         assert {kind: ratio for kind, (ratio, _) in ratios.items()} == dict.fromkeys(CHECKPOINTS, 1.0)
     for kind in CHECKPOINTS:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from hf_fsdp_tools import build_meta_model, from_pretrained, load_adapter, load_weights
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError
-from tests._checkpoints import make_checkpoint
+from tests._checkpoints import full_state, make_checkpoint
 from tests._dist import run_cases, run_ranks
 from tests._hub import commit_of, fake_hub
 
@@ -32,8 +32,8 @@ def load(name: str, **hub_kwargs: Any) -> Any:
 
 def assert_equal(model: torch.nn.Module, folder: Path) -> None:
     expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor, expected[key]), key
+    for key, tensor in full_state(model).items():
+        assert torch.equal(tensor, expected[key]), key
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -54,86 +54,95 @@ def short_sleeps() -> Iterator[list[float]]:
         yield asked
 
 
-def in_short(case: Callable[[], None]) -> None:
+def in_short(case: Callable[..., Any], *args: Any) -> None:
     """A case with short sleeps, which must be over soon: no rank waits for a hub for ever."""
     start = time.monotonic()
     with short_sleeps():
-        case()
+        case(*args)
     assert time.monotonic() - start < 20
 
 
-def run_in_short(cases: dict[str, Callable[[], None]]) -> None:
-    run_cases({name: partial(in_short, case) for name, case in cases.items()})
+def names_and_revisions(main: Path, tagged: Path, url: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = load("org/model")
+        assert_equal(model, main)
+        assert model.config._name_or_path == "org/model" and model.config._commit_hash == commit_of("main")
+        assert model.generation_config.max_new_tokens == 17
+        assert_equal(load("org/model", revision="v1"), tagged)
+        assert_equal(load("org/model", revision=commit_of("v1")), tagged)
+        assert_equal(load("org/kept", subfolder="inner"), main)
 
 
-def use_the_hub(main: Path, tagged: Path, url: str) -> None:
-    def names_and_revisions() -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            model = load("org/model")
-            assert_equal(model, main)
-            assert model.config._name_or_path == "org/model" and model.config._commit_hash == commit_of("main")
-            assert model.generation_config.max_new_tokens == 17
-            assert_equal(load("org/model", revision="v1"), tagged)
-            assert_equal(load("org/model", revision=commit_of("v1")), tagged)
-            assert_equal(load("org/kept", subfolder="inner"), main)
+def without_the_network(main: Path, tagged: Path, url: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert_equal(load("org/model", local_files_only=True), main)
+        with patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):
+            assert_equal(load("org/model"), main)
+            assert "in the cache of the hub" in refusal(lambda: load("org/other"))
+    assert "in the cache of the hub" in refusal(lambda: load("org/other", local_files_only=True))
 
-    def without_the_network() -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            assert_equal(load("org/model", local_files_only=True), main)
-            with patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):
-                assert_equal(load("org/model"), main)
-                assert "in the cache of the hub" in refusal(lambda: load("org/other"))
-        assert "in the cache of the hub" in refusal(lambda: load("org/other", local_files_only=True))
 
-    def a_push_between_two_nodes() -> None:
-        """The hub answers one node before the push, and the other after it."""
-        ours = {"revision": ("main", "v1")[dist.get_rank()]}
-        with patch.dict(os.environ, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}):
-            for get in (partial(load, "org/model"), partial(load_weights, build_meta_model(main), "org/model")):
-                message = refusal(partial(get, **ours))
-                assert "'org/model' is not the same on all nodes" in message
-                assert f"{commit_of('main')} on rank 0, {commit_of('v1')} on rank 1" in message
-                get(revision="main")
+def a_push_between_two_nodes(main: Path, tagged: Path, url: str) -> None:
+    """The hub answers one node before the push, and the other after it."""
+    ours = {"revision": ("main", "v1")[dist.get_rank()]}
+    with patch.dict(os.environ, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}):
+        for get in (partial(load, "org/model"), partial(load_weights, build_meta_model(main), "org/model")):
+            message = refusal(partial(get, **ours))
+            assert "'org/model' is not the same on all nodes" in message
+            assert f"{commit_of('main')} on rank 0, {commit_of('v1')} on rank 1" in message
+            get(revision="main")
 
-    def adapters() -> None:
-        adapted = load("org/adapter").state_dict()
-        added = {key: tensor for key, tensor in adapted.items() if "lora_" in key}
-        for key, expected in load_file(main.with_name("adapter") / "adapter_model.safetensors").items():
-            assert torch.equal(added.pop(key.replace(".weight", ".default.weight")).full_tensor(), expected), key
-        assert not added
-        with pytest.raises(CheckpointError, match=r"No adapter_config.json in 'org/model'. Give a folder"):
-            load_adapter(load("org/model"), "org/model")
 
-    def refusals() -> None:
-        assert "token does not open it" in refusal(lambda: load("org/private"))
-        assert_equal(load("org/private", token="secret"), main)
-        message = refusal(lambda: load("org/model", revision="v9"))
-        assert "'org/model' at revision 'v9'" in message and "has no such revision. Give a branch, a tag" in message
-        message = refusal(lambda: load("org/absent"))
-        assert "RepositoryNotFoundError" in message and "does not exist, or it is private" in message
-        assert f"gated. Ask for access at {url}/org/gated" in refusal(lambda: load("org/gated"))
-        assert "No config.json in 'org/empty'" in refusal(lambda: load("org/empty"))
+def adapters(main: Path, tagged: Path, url: str) -> None:
+    adapted = load("org/adapter").state_dict()
+    added = {key: tensor for key, tensor in adapted.items() if "lora_" in key}
+    for key, expected in load_file(main.with_name("adapter") / "adapter_model.safetensors").items():
+        assert torch.equal(added.pop(key.replace(".weight", ".default.weight")).full_tensor(), expected), key
+    assert not added
+    with pytest.raises(CheckpointError, match=r"No adapter_config.json in 'org/model'. Give a folder"):
+        load_adapter(load("org/model"), "org/model")
 
-    def a_hub_that_never_answers() -> None:
-        message = refusal(lambda: load("org/silent"))
-        assert "Timeout" in message and f"{url}, or where it sends for files, cannot be reached or does not" in message
 
-    def a_hub_that_falls_silent() -> None:
-        """In the middle of a file; and it answers nothing from here on."""
-        message = refusal(lambda: load("org/silences"))
-        assert "'org/silences'" in message and ".safetensors': ReadTimeout" in message
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert_equal(load("org/kept", subfolder="inner"), main)
-        said = [str(warning.message) for warning in caught if "did not give" in str(warning.message)]
-        assert len(said) == (dist.get_rank() == 0), "the first rank of a node asks, once, and says it"
-        assert all("'org/kept' (ReadTimeout" in text and "Using what is cached, in " in text for text in said)
+def refusals(main: Path, tagged: Path, url: str) -> None:
+    assert "token does not open it" in refusal(lambda: load("org/private"))
+    assert_equal(load("org/private", token="secret"), main)
+    message = refusal(lambda: load("org/model", revision="v9"))
+    assert "'org/model' at revision 'v9'" in message and "has no such revision. Give a branch, a tag" in message
+    message = refusal(lambda: load("org/absent"))
+    assert "RepositoryNotFoundError" in message and "does not exist, or it is private" in message
+    assert f"gated. Ask for access at {url}/org/gated" in refusal(lambda: load("org/gated"))
+    assert "No config.json in 'org/empty'" in refusal(lambda: load("org/empty"))
 
-    cases = (names_and_revisions, without_the_network, a_push_between_two_nodes, adapters, refusals)
-    cases += (a_hub_that_never_answers, a_hub_that_falls_silent)
-    run_in_short({case.__name__: case for case in cases})
+
+def a_hub_that_never_answers(main: Path, tagged: Path, url: str) -> None:
+    message = refusal(lambda: load("org/silent"))
+    assert "Timeout" in message and f"{url}, or where it sends for files, cannot be reached or does not" in message
+
+
+def a_hub_that_falls_silent(main: Path, tagged: Path, url: str) -> None:
+    """In the middle of a file; and it answers nothing from here on."""
+    message = refusal(lambda: load("org/silences"))
+    assert "'org/silences'" in message and ".safetensors': ReadTimeout" in message
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_equal(load("org/kept", subfolder="inner"), main)
+    said = [str(warning.message) for warning in caught if "did not give" in str(warning.message)]
+    assert len(said) == (dist.get_rank() == 0), "the first rank of a node asks, once, and says it"
+    assert all("'org/kept' (ReadTimeout" in text and "Using what is cached, in " in text for text in said)
+
+
+CASES = (
+    names_and_revisions,
+    without_the_network,
+    a_push_between_two_nodes,
+    adapters,
+    refusals,
+    a_hub_that_never_answers,
+    a_hub_that_falls_silent,
+)
+NAMES = {case.__name__: partial(in_short, case) for case in CASES}
 
 
 def test_hub_names_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +172,7 @@ def test_hub_names_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")  # 10 s by default
         monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "1")
-        run_ranks(use_the_hub, 2, main, tagged, server.url, fresh=True)
+        run_ranks(run_cases, 2, NAMES, main, tagged, server.url, fresh=True)
         files = {f.name for f in main.glob("model-*.safetensors")}
         for name in ("org/model", "org/private"):
             count = {
@@ -196,19 +205,20 @@ def name_of(mood: str, times: int) -> str:
     return f"org/{mood.lower().replace(' ', '-')}-{times}"
 
 
-def use_a_hub_with_moods(folder: Path) -> None:
-    def recovers(mood: str, times: int) -> None:
-        with short_sleeps() as asked:
-            assert_equal(load(name_of(mood, times)), folder)
-        if mood == "HTTP 429 7" and dist.get_rank() == 0:
-            assert max(asked) >= 7, "waited as long as the hub said"
+def recovers(mood: str, times: int, folder: Path) -> None:
+    with short_sleeps() as asked:
+        assert_equal(load(name_of(mood, times)), folder)
+    if mood == "HTTP 429 7" and dist.get_rank() == 0:
+        assert max(asked) >= 7, "waited as long as the hub said"
 
-    def ends(mood: str) -> None:
-        message = refusal(lambda: load(name_of(mood, 99)))
-        assert ".safetensors" in message and all(part in message for part in ENDS[mood]), message
 
-    cases = {f"{mood}, then well": partial(recovers, mood, times) for mood, times in RECOVERS.items()}
-    run_in_short(cases | {mood: partial(ends, mood) for mood in ENDS})
+def ends(mood: str, folder: Path) -> None:
+    message = refusal(lambda: load(name_of(mood, 99)))
+    assert ".safetensors" in message and all(part in message for part in ENDS[mood]), message
+
+
+MOODS = {f"{mood}, then well": partial(in_short, recovers, mood, times) for mood, times in RECOVERS.items()}
+MOODS |= {mood: partial(in_short, ends, mood) for mood in ENDS}
 
 
 def test_a_hub_that_stops_in_the_middle_ends_on_all_ranks_and_a_slow_one_does_not(
@@ -223,4 +233,4 @@ def test_a_hub_that_stops_in_the_middle_ends_on_all_ranks_and_a_slow_one_does_no
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")  # 10 s by default
         monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "1")
-        run_ranks(use_a_hub_with_moods, 2, folder, fresh=True, timeout_s=200)
+        run_ranks(run_cases, 2, MOODS, folder, fresh=True, timeout_s=200)

@@ -2,6 +2,8 @@
 ranks."""
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.load import load_weights
@@ -23,38 +25,16 @@ from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.checkpoint.shards import local_boxes_of
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.meta import build_meta_model
-from tests._checkpoints import KINDS, make_checkpoint, make_model
-from tests._dist import run_ranks
-
-
-def sharded_meta_model(
-    kind: str, folder: Path, *, dtype: torch.dtype | None = None, **sharding: Any
-) -> PreTrainedModel:
-    """The kind's model on meta, every member of a ModuleList a unit, then the root."""
-    model = build_meta_model(folder, auto_class=type(make_model(kind)), dtype=dtype)
-    for module in reversed([m for m in model.modules() if isinstance(m, nn.ModuleList)]):  # inner lists first
-        for block in module:
-            fully_shard(block, **sharding)
-    fully_shard(model, **sharding)
-    return model
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def assert_same(model: PreTrainedModel, reference: PreTrainedModel, kind: str) -> None:
-    """Every parameter and buffer, gathered, equals the plain model's: values, dtypes, names, ties."""
-    expected, found = reference.state_dict(keep_vars=True), model.state_dict(keep_vars=True)
-    assert list(found) == list(expected), kind
-    for key, tensor in expected.items():
-        whole = full(found[key]).detach()
-        assert whole.dtype == tensor.dtype, (kind, key)
-        assert torch.equal(whole, tensor.detach()), (kind, key)
-    for (key, a), (other, b) in zip(reference.named_buffers(), model.named_buffers(), strict=True):
-        assert key == other and a.dtype == b.dtype and torch.equal(a, b), (kind, key)
-    ties = {(a, b) for a in expected for b in expected if expected[a] is expected[b]}
-    assert ties == {(a, b) for a in found for b in found if found[a] is found[b]}, kind
+from tests._checkpoints import (
+    assert_same_model,
+    full,
+    make_checkpoint,
+    make_model,
+    plain_model,
+    sharded_meta_model,
+    stored_tensors,
+)
+from tests._dist import run_cases, run_ranks
 
 
 def load_every_kind(folders: dict[str, Path]) -> list[tuple[str, float, int]]:
@@ -62,7 +42,7 @@ def load_every_kind(folders: dict[str, Path]) -> list[tuple[str, float, int]]:
     for kind, folder in folders.items():
         model = sharded_meta_model(kind, folder)
         report = load_weights(model, folder)
-        assert_same(model, type(make_model(kind)).from_pretrained(folder), kind)
+        assert_same_model(model, plain_model(kind, folder), kind)
         assert not report.missing_keys and not report.unexpected_keys and not report.converted_bytes, (
             kind,
             str(report),
@@ -70,12 +50,6 @@ def load_every_kind(folders: dict[str, Path]) -> list[tuple[str, float, int]]:
         assert report.bytes_read_per_rank[dist.get_rank()] == report.bytes_read
         rows.append((kind, report.read_ratio, report.share_bytes))
     return rows
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
-    return {kind: make_checkpoint(kind, root / kind) for kind in KINDS}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -98,39 +72,57 @@ def last_even_dim(parameter: nn.Parameter) -> Shard | None:
     return Shard(last) if last > 0 and parameter.shape[last] % dist.get_world_size() == 0 else Shard(0)
 
 
-def load_otherwise(folders: dict[str, Path], tmp: Path) -> None:
-    mixtral, gpt2 = type(make_model("mixtral")), type(make_model("gpt2"))
+def over_two_axes(folders: dict[str, Path], tmp: Path) -> None:
+    """Replicated over one, sharded over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded_meta_model("mixtral", folders["mixtral"], mesh=mesh)
     report = load_weights(model, folders["mixtral"])
-    assert_same(model, mixtral.from_pretrained(folders["mixtral"]), "replicated over one axis, sharded over the other")
+    assert_same_model(model, plain_model("mixtral", folders["mixtral"]))
     assert report.read_ratio == (1.0 if dist.get_rank() < 2 else 0.0), "the first replica reads, the other receives"
     assert_boxes_are_dtensors_own(model)
 
-    for kind in ("mixtral", "gpt2", "llama"):
-        model = sharded_meta_model(kind, folders[kind], shard_placement_fn=last_even_dim)
-        assert any(p.placements == (Shard(1),) for p in model.parameters()), kind
-        load_weights(model, folders[kind])
-        assert_same(
-            model, type(make_model(kind)).from_pretrained(folders[kind]), f"{kind} sharded along other dimensions"
-        )
-        assert_boxes_are_dtensors_own(model)
 
+def along_other_dimensions(kind: str, folders: dict[str, Path], tmp: Path) -> None:
+    model = sharded_meta_model(kind, folders[kind], shard_placement_fn=last_even_dim)
+    assert any(p.placements == (Shard(1),) for p in model.parameters())
+    load_weights(model, folders[kind])
+    assert_same_model(model, plain_model(kind, folders[kind]))
+    assert_boxes_are_dtensors_own(model)
+
+
+def bf16_files_in_an_fp32_model(folders: dict[str, Path], tmp: Path) -> None:
+    """Master weights."""
     bf16 = tmp / "bf16"
     if dist.get_rank() == 0:
         make_checkpoint("mixtral", bf16, dtype=torch.bfloat16)
     dist.barrier()
     model = sharded_meta_model("mixtral", bf16)
     report = load_weights(model, bf16, dtype=torch.float32)
-    assert_same(model, mixtral.from_pretrained(bf16, dtype=torch.float32), "master weights in fp32")
+    assert_same_model(model, plain_model("mixtral", bf16, dtype=torch.float32))
     assert report.dtypes == ("float32",) and report.staging_bytes > 0 and report.read_ratio == 1.0
+
+
+def fp32_files_in_a_bf16_model(folders: dict[str, Path], tmp: Path) -> None:
     model = sharded_meta_model("gpt2", folders["gpt2"], dtype=torch.bfloat16)
     load_weights(model, folders["gpt2"])
-    assert_same(model, gpt2.from_pretrained(folders["gpt2"], dtype=torch.bfloat16), "fp32 files in a bf16 model")
+    assert_same_model(model, plain_model("gpt2", folders["gpt2"], dtype=torch.bfloat16))
 
+
+def offloaded(folders: dict[str, Path], tmp: Path) -> None:
     model = sharded_meta_model("gpt2", folders["gpt2"], offload_policy=CPUOffloadPolicy(pin_memory=False))
     load_weights(model, folders["gpt2"])
-    assert_same(model, gpt2.from_pretrained(folders["gpt2"]), "CPU offload")
+    assert_same_model(model, plain_model("gpt2", folders["gpt2"]))
+
+
+OTHERWISE: dict[str, Callable[..., None]] = {
+    **{
+        f"{kind} along other dimensions": partial(along_other_dimensions, kind) for kind in ("mixtral", "gpt2", "llama")
+    },
+    **{
+        case.__name__: case
+        for case in (over_two_axes, bf16_files_in_an_fp32_model, fp32_files_in_a_bf16_model, offloaded)
+    },
+}
 
 
 def assert_boxes_are_dtensors_own(model: nn.Module) -> None:
@@ -148,7 +140,7 @@ def assert_boxes_are_dtensors_own(model: nn.Module) -> None:
 
 
 def test_other_placements_and_dtypes(folders: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(load_otherwise, 4, folders, tmp_path)
+    run_ranks(run_cases, 4, OTHERWISE, folders, tmp_path)
 
 
 def load_incomplete(folder: Path, wrong_head: Path) -> tuple[Any, ...]:
@@ -190,10 +182,7 @@ def test_what_is_in_no_file_is_initialised_alike_for_any_number_of_ranks(
 
 def untied_copy(folder: Path, target: Path, *, equal: bool) -> Path:
     """A tied checkpoint rewritten with both names, of equal or of different values."""
-    index = CheckpointIndex.open(folder)
-    tensors = {
-        key: tensor for file in {t.file for t in index.tensors.values()} for key, tensor in load_file(file).items()
-    }
+    tensors = stored_tensors(folder)
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     embedding = tensors["model.embed_tokens.weight"]
     tensors["lm_head.weight"] = embedding.clone()
@@ -217,7 +206,7 @@ def load_ties(good: list[Path], bad: Path) -> str:
         model = sharded_meta_model("tied", folder)
         report = load_weights(model, folder)
         assert not report.missing_keys
-        assert_same(model, type(make_model("tied")).from_pretrained(folder), folder.name)
+        assert_same_model(model, plain_model("tied", folder), folder.name)
     with pytest.raises(CheckpointError) as caught:
         load_weights(sharded_meta_model("tied", bad), bad)
     return str(caught.value)

@@ -8,20 +8,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.io import files
 from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.distributed import watch
@@ -30,23 +28,19 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from tests._checkpoints import make_checkpoint
+from tests._checkpoints import full_state, sharded_meta_model, stored_tensors
 from tests._dist import run_cases, run_ranks
 
 PATIENCE_S = 30
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("checkpoints") / "llama")
+@pytest.fixture
+def llama(folders: dict[str, Path]) -> Path:
+    return folders["llama"]
 
 
 def sharded(folder: Path) -> PreTrainedModel:
-    model = build_meta_model(folder)
-    for block in model.model.layers:
-        fully_shard(block)
-    fully_shard(model)
-    return model
+    return sharded_meta_model("llama", folder)
 
 
 def failure(call: Callable[[], object]) -> str:
@@ -80,16 +74,8 @@ def truncate(file: Path, missing_bytes: int) -> None:
 @contextmanager
 def preadv(replacement: Callable[..., int], rank: int) -> Iterator[None]:
     """Reading goes through a shim on one rank."""
-    real = os.preadv
-    files.os.preadv = replacement if dist.get_rank() == rank else real
-    try:
+    with patch("os.preadv", replacement if dist.get_rank() == rank else os.preadv):
         yield
-    finally:
-        files.os.preadv = real
-
-
-def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {key: getattr(t, "full_tensor", lambda t=t: t)() for key, t in model.state_dict().items()}
 
 
 def is_untouched(model: nn.Module) -> bool:
@@ -213,18 +199,14 @@ FAILURES = (
 )
 
 
-def fail_in_every_way(folder: Path) -> None:
-    run_cases({case.__name__: partial(case, folder) for case in FAILURES})
+def test_every_failure_is_the_same_on_all_ranks_and_leaves_no_half_model(llama: Path, tmp_path: Path) -> None:
+    run_ranks(run_cases, 2, FAILURES, Path(shutil.copytree(llama, tmp_path / "llama")))
 
 
-def test_every_failure_is_the_same_on_all_ranks_and_leaves_no_half_model(llama: Path) -> None:
-    run_ranks(fail_in_every_way, 2, llama)
-
-
+@patch.multiple(watch, _WARN_S=0.2, _POLL_S=0.02)
 def wait_for_storage(folder: Path) -> None:
     """Rank 1's storage does not answer for a while, in the middle of reading: it is named there, and loading goes
     on."""
-    watch._WARN_S, watch._POLL_S = 0.2, 0.02
     real_preadv, back = os.preadv, threading.Event()
     expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     last = sorted(folder.glob("*.safetensors"))[-1]
@@ -251,10 +233,6 @@ def fail_under_fsdp1(folder: Path) -> None:
     """Flat parameters have storage before they are loaded, and other tensors refer to it: it becomes NaN."""
     model = build_meta_model(folder)
     wrapped = wrap_fsdp1(model, make_wrap_plan(model), initialize=False)
-
-    def broken(*_: Any) -> int:
-        raise OSError(5, "Input/output error")
-
     with preadv(broken, rank=1):
         message = failure(lambda: load_weights_fsdp1(wrapped, folder))
     assert "filled with NaN" in message and "rank 1: " in message
@@ -291,8 +269,8 @@ def load_not_finite(folder: Path) -> None:
     assert report.largest["seconds.check"] >= report.seconds["check"] > 0
 
 
-def test_nan_is_found_on_request(llama: Path) -> None:
-    run_ranks(load_not_finite, 2, llama)
+def test_nan_is_found_on_request(llama: Path, tmp_path: Path) -> None:
+    run_ranks(load_not_finite, 2, Path(shutil.copytree(llama, tmp_path / "llama")))
 
 
 PACKED: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
@@ -348,7 +326,7 @@ def test_a_config_that_says_quantised_of_plain_files_is_told_so(llama: Path) -> 
 
 
 def test_8_bit_floats_without_scales_are_plain_values(llama: Path, tmp_path: Path) -> None:
-    tensors = {key: t for f in llama.glob("*.safetensors") for key, t in load_file(f).items()}
+    tensors = stored_tensors(llama)
     shutil.copy(llama / "config.json", tmp_path)
     save_file({key: t.to(torch.float8_e5m2) for key, t in tensors.items()}, tmp_path / "model.safetensors")
     model = build_meta_model(tmp_path)

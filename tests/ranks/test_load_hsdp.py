@@ -2,8 +2,10 @@
 once."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -11,17 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.io import files
 from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.checkpoint.report import LoadReport
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.meta import build_meta_model
-from tests._checkpoints import make_checkpoint, make_model
-from tests._dist import run_ranks
+from tests._checkpoints import full_state, make_checkpoint, make_model
+from tests._dist import run_cases, run_ranks
 
 KINDS = ("llama", "tied", "gpt2", "mixtral")
 
@@ -38,52 +38,38 @@ def load(folder: Path, *, replicas: int, **options: Any) -> tuple[nn.Module, Loa
     return model, load_weights(model, folder, **options)
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What this rank's replica holds; under HSDP no rank outside of it is asked."""
-    return {k: t.full_tensor() if isinstance(t, DTensor) else t for k, t in model.state_dict().items()}
-
-
 def assert_equal(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
-    for key, tensor in whole(model).items():
+    for key, tensor in full_state(model).items():
         assert tensor.dtype == expected[key].dtype and torch.equal(tensor, expected[key]), key
 
 
-def load_all(folders: list[Path]) -> None:
+def the_first_replica_reads(folder: Path) -> None:
     first_replica = dist.get_rank() < 2
-    for folder in folders:
-        for options in ({}, {"dtype": torch.float32}, {"staging_bytes": 2**20, "requests_in_flight": 1}):
-            expected = whole(load(folder, replicas=1, **options)[0])
-            model, report = load(folder, replicas=2, **options)
-            assert_equal(model, expected)
-            stored = CheckpointIndex.open(folder).num_bytes
-            buffers = sum(b.nbytes for b in model.buffers())  # whole on every rank, which reads them for itself
-            assert report.total["bytes_read"] <= 1.02 * stored + 3 * buffers, (folder.name, str(report))
-            assert (report.bytes_read > 0.4 * stored) == first_replica
+    stored = CheckpointIndex.open(folder).num_bytes
+    for options in ({}, {"dtype": torch.float32}, {"staging_bytes": 2**20, "requests_in_flight": 1}):
+        expected = full_state(load(folder, replicas=1, **options)[0])
+        model, report = load(folder, replicas=2, **options)
+        assert_equal(model, expected)
+        buffers = sum(b.nbytes for b in model.buffers())  # whole on every rank, which reads them for itself
+        assert report.total["bytes_read"] <= 1.02 * stored + 3 * buffers, str(report)
+        assert (report.bytes_read > 0.4 * stored) == first_replica
 
 
-def fail(folder: Path) -> None:
-    """The disk of one rank fails: all ranks stop before a shard is broadcast, and loading again works."""
-    expected = whole(load(folder, replicas=2)[0])
-    real = os.preadv
-
-    def broken(descriptor: int, buffers: list[memoryview], position: int) -> int:
-        raise OSError(5, "Input/output error")
-
-    files.os.preadv = broken if dist.get_rank() == 1 else real
-    try:
-        with pytest.raises(CheckpointError) as caught:
-            load(folder, replicas=2)
-    finally:
-        files.os.preadv = real
+def the_disk_of_one_rank_fails(folder: Path) -> None:
+    """All ranks stop before a shard is broadcast, and loading again works."""
+    expected = full_state(load(folder, replicas=2)[0])
+    broken = Mock(side_effect=OSError(5, "Input/output error"))
+    with (
+        patch("os.preadv", broken if dist.get_rank() == 1 else os.preadv),
+        pytest.raises(CheckpointError) as caught,
+    ):
+        load(folder, replicas=2)
     assert "failed on 1 of 4 ranks" in str(caught.value) and "rank 1: " in str(caught.value)
     assert len(set(all_ranks(str(caught.value)))) == 1
     assert_equal(load(folder, replicas=2)[0], expected)
 
 
-def load_and_fail(folders: list[Path]) -> None:
-    load_all(folders)
-    fail(folders[0])
-
-
 def test_the_first_replica_reads_and_all_get_the_same_bits(tmp_path: Path) -> None:
-    run_ranks(load_and_fail, 4, [make_checkpoint(kind, tmp_path / kind, dtype=torch.bfloat16) for kind in KINDS])
+    folders = {kind: make_checkpoint(kind, tmp_path / kind, dtype=torch.bfloat16) for kind in KINDS}
+    cases = {kind: partial(the_first_replica_reads, folder) for kind, folder in folders.items()}
+    run_ranks(run_cases, 4, cases | {"a disk fails": partial(the_disk_of_one_rank_fails, folders["llama"])})

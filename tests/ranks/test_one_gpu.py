@@ -10,29 +10,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import (
     CheckpointError,
-    FSDPTrainerMixin,
     HybridFSDPPlugin,
     ParallelDims,
     diagnose,
     from_pretrained,
     load_weights,
-    make_accelerator,
     save_pretrained,
 )
 from hf_fsdp_tools.checkpoint.io.files import read_transfers, write_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.accelerator import adopt
-from tests._checkpoints import make_checkpoint
+from tests._checkpoints import assert_same_model
 from tests._dist import num_gpus, run_ranks
+from tests._training import ShardedTrainer, apart, arguments, full_parameters, logged, new_accelerator, train
 
 STEPS = 3
 IDS = torch.randint(3, 131, (4, 12), generator=torch.Generator().manual_seed(1))
@@ -52,17 +50,13 @@ on_each = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("model"))
+@pytest.fixture
+def folder(folders: dict[str, Path]) -> Path:
+    return folders["llama"]
 
 
 def _is_gpu() -> bool:
     return local_device().type == "cuda"
-
-
-def _accelerator(**settings: Any) -> Accelerator:
-    return make_accelerator(cpu=not _is_gpu(), **settings)
 
 
 def _batch() -> dict[str, torch.Tensor]:
@@ -73,49 +67,19 @@ def _batch() -> dict[str, torch.Tensor]:
 def _steps(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, count: int = STEPS) -> list[float]:
     """A plain training loop."""
     optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for _ in range(count):
-        loss = model.train()(**_batch()).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train(model.train(), optimizer, [_batch()] * count, clip=0.5)
 
 
 def _expected(folder: Path, count: int = STEPS) -> list[float]:
     """The same steps without any of this, on the CPU."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(count):
-        loss = model.train()(input_ids=IDS, labels=IDS).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train(model, optimizer, [{"input_ids": IDS, "labels": IDS}] * count, clip=0.5)
 
 
 def _close(found: list[float], expected: list[float], rtol: float = 1e-4) -> None:
     # fp32: a GPU adds in another order (TF32 is off by default), and AdamW's steps carry that on
     torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-5)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
-
-
-def _assert_is(model: nn.Module, plain: nn.Module) -> None:
-    """To the last bit, all parameters and buffers."""
-    expected = dict(plain.named_parameters()) | dict(plain.named_buffers())
-    found = dict(model.named_parameters()) | dict(model.named_buffers())
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert torch.equal(_whole(tensor), expected[name].detach()), name
 
 
 # ---- loading ----
@@ -126,19 +90,19 @@ def _loading(folder: Path, out: Path) -> list[float]:
     here = local_device().type
     before = torch.random.get_rng_state(), torch.cuda.get_rng_state() if _is_gpu() else None
     model = from_pretrained(folder)
-    _assert_is(model, plain)
+    assert_same_model(model, plain)
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {here}
     assert torch.equal(torch.random.get_rng_state(), before[0]), "loading draws no random number of the user's"
     assert before[1] is None or torch.equal(torch.cuda.get_rng_state(), before[1])
     assert not [f for f in diagnose(model).findings if f.severity == "error"]
     # cast on the way, and saved again in the dtype of the files
     half = from_pretrained(folder, dtype=torch.bfloat16)
-    _assert_is(half, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+    assert_same_model(half, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
     losses = _steps(model)
     save_pretrained(model, out / "saved")
-    _assert_is(model, AutoModelForCausalLM.from_pretrained(out / "saved"))
+    assert_same_model(model, AutoModelForCausalLM.from_pretrained(out / "saved"))
     load_weights(model, folder)  # over weights that are there
-    _assert_is(model, plain)
+    assert_same_model(model, plain)
     return losses
 
 
@@ -182,7 +146,7 @@ def test_files_reach_memory_and_come_back_through_staging_buffers(device: Any, r
 
 def _offloaded(folder: Path, out: Path) -> list[float]:
     model = from_pretrained(folder, offload_policy=CPUOffloadPolicy())
-    _assert_is(model, AutoModelForCausalLM.from_pretrained(folder))
+    assert_same_model(model, AutoModelForCausalLM.from_pretrained(folder))
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor) and parameter.device.type == "cpu", name
         assert parameter.to_local().is_pinned() == (_is_gpu() and parameter.to_local().numel() > 0), name
@@ -199,28 +163,21 @@ def test_cpu_offload_trains_from_pinned_shards(device: Any, ranks: int, folder: 
 
 
 def _mixed(folder: Path, mixed_precision: str) -> list[float]:
-    accelerator = _accelerator(mixed_precision=mixed_precision)
+    accelerator = new_accelerator(mixed_precision=mixed_precision)
     if mixed_precision == "fp16" and not _is_gpu():
         accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu"), True  # what Accelerate has on GPUs
         adopt(accelerator, sync_each_batch=True)
     model = from_pretrained(folder, accelerator=accelerator)
     assert {p.dtype for p in model.parameters()} == {torch.float32}, "master weights"
     model, optimizer = accelerator.prepare(model.train(), torch.optim.AdamW(model.parameters(), lr=1e-2))
-    losses = []
-    for _ in range(STEPS):
-        loss = model(**_batch()).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(model, optimizer, [_batch()] * STEPS, accelerator=accelerator, clip=0.5)
     if mixed_precision == "fp16":
         assert accelerator.scaler is not None and not optimizer.step_was_skipped
-        before = {name: _whole(p) for name, p in model.named_parameters()}
+        before = full_parameters(model)
         accelerator.backward(model(**_batch()).loss * float("inf"))
         optimizer.step()
         assert optimizer.step_was_skipped and accelerator.scaler.get_scale() == 2.0**15
-        assert all(torch.equal(_whole(p), before[name]) for name, p in model.named_parameters())
+        assert apart(full_parameters(model), before) == 0
     return losses
 
 
@@ -276,7 +233,7 @@ def test_adapters(device: Any, ranks: int, folder: Path, tmp_path: Path) -> None
 
 def _resumed(folder: Path, out: Path, offload: bool) -> list[float]:
     plugin = HybridFSDPPlugin(cpu_offload=offload)
-    accelerator = _accelerator(fsdp_plugin=plugin)
+    accelerator = new_accelerator(fsdp_plugin=plugin)
 
     def fresh() -> tuple[Any, Any]:
         model = from_pretrained(folder, accelerator=accelerator)
@@ -305,25 +262,22 @@ def test_save_state_and_resume(device: Any, ranks: int, offload: bool, folder: P
         _close(losses, _expected(folder, 2 * STEPS), rtol=1e-3)
 
 
-class ShardedTrainer(FSDPTrainerMixin, Trainer):
-    pass
-
-
 def _train(folder: Path, out: Path, plain: bool, resume: bool) -> list[float]:
-    args = TrainingArguments(
-        output_dir=str(out), max_steps=4, learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=0.5,
-        logging_steps=1, report_to="none", save_steps=2, disable_tqdm=True, per_device_train_batch_size=2,
-        eval_strategy="steps", eval_steps=2, use_cpu=not _is_gpu(), train_sampling_strategy="sequential",
+    args = arguments(
+        out, max_steps=4, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2,
+        train_sampling_strategy="sequential", dataloader_pin_memory=_is_gpu(),
     )  # fmt: skip
     model = (
-        AutoModelForCausalLM.from_pretrained(folder) if plain else from_pretrained(folder, accelerator=_accelerator())
+        AutoModelForCausalLM.from_pretrained(folder)
+        if plain
+        else from_pretrained(folder, accelerator=new_accelerator())
     )
     rows = [{"input_ids": row, "labels": row} for row in IDS.repeat(4, 1)]
     trainer = ShardedTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:4])
     trainer.train(resume_from_checkpoint=str(out / "checkpoint-2") if resume else None)
     trainer.model.generate(IDS[:1, :3].to(local_device()), max_new_tokens=3, do_sample=False)
     trainer.save_model(str(out / "final"))
-    return [entry["loss"] for entry in map(dict, trainer.state.log_history) if "loss" in entry]
+    return logged(trainer)
 
 
 @on_each
@@ -334,7 +288,6 @@ def test_the_trainer(device: Any, ranks: int, plain: bool, folder: Path, tmp_pat
         run_ranks(_train, ranks, folder, tmp_path, plain, True, device=device),
         strict=True,
     ):
-        losses, resumed = list(map(float, losses)), list(map(float, resumed))
         assert len(losses) == 4 and losses[-1] < losses[0]
         assert resumed == pytest.approx(losses, rel=1e-3), "also in the steps after the checkpoint"
 

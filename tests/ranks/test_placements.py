@@ -10,44 +10,38 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import diagnose, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.sharding import placement
 from hf_fsdp_tools.sharding.describe import describe_sharding
-from tests._checkpoints import make_checkpoint
+from tests._checkpoints import full
 from tests._dist import run_ranks
+from tests._training import train
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("mixtral", tmp_path_factory.mktemp("checkpoints") / "mixtral")
+@pytest.fixture
+def folder(folders: dict[str, Path]) -> Path:
+    return folders["mixtral"]
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def train(model: nn.Module, batches: list[torch.Tensor], accelerator=None) -> nn.Module:
-    """Two clipped steps, on this rank's rows or on all. Not of AdamW, which makes the rounding of small gradients
-    large."""
+def two_steps(model: nn.Module, batches: list[torch.Tensor], accelerator=None) -> nn.Module:
+    """Clipped, on this rank's rows or on all. Not of AdamW, which makes the rounding of small gradients large."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     if accelerator is not None:
         model, optimizer = accelerator.prepare(model, optimizer)
-    for batch in batches:
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward() if accelerator is None else accelerator.backward(loss)
-        clip = torch.nn.utils.clip_grad_norm_ if accelerator is None else accelerator.clip_grad_norm_
-        clip(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
+    rows = [{"input_ids": batch, "labels": batch} for batch in batches]
+    train(model, optimizer, rows, accelerator=accelerator, clip=0.1)
     return model
 
 
+SMALL = patch.object(placement, "_MOST_PADDING_BYTES", 0)  # so that a small model will do
+
+
+@SMALL
 def load_train_and_save(folder: Path, to: Path, replicas: int) -> str:
-    placement._MOST_PADDING_BYTES = 0  # so that a small model will do
     accelerator = make_accelerator()
     mesh = ParallelDims(dp_replicate_size=replicas).build_mesh("cpu")
     model = from_pretrained(folder, mesh=mesh, attn_implementation="eager")
@@ -58,18 +52,18 @@ def load_train_and_save(folder: Path, to: Path, replicas: int) -> str:
     here = sum(parameter.to_local().numel() for parameter in model.parameters())
     assert here < 1.2 / mesh.size(-1) * sum(parameter.numel() for parameter in plain.parameters())
     for name, parameter in model.named_parameters():
-        assert torch.equal(whole(parameter), plain.get_parameter(name)), name
+        assert torch.equal(full(parameter), plain.get_parameter(name)), name
     assert not [f for f in diagnose(model).findings if f.code in ("empty-shards", "padded-shards")]
     batches = torch.randint(3, 131, (2, dist.get_world_size(), 9), generator=torch.Generator().manual_seed(1))
     text = describe_sharding(model)
-    model = train(model, [batch[dist.get_rank()][None] for batch in batches], accelerator)
-    expected = train(plain, list(batches))
+    model = two_steps(model, [batch[dist.get_rank()][None] for batch in batches], accelerator)
+    expected = two_steps(plain, list(batches))
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(whole(parameter), expected.get_parameter(name), rtol=1e-4, atol=2e-5, msg=name)
+        torch.testing.assert_close(full(parameter), expected.get_parameter(name), rtol=1e-4, atol=2e-5, msg=name)
     save_pretrained(model, to)
     saved = from_pretrained(to, mesh=mesh, attn_implementation="eager")
     for name, parameter in saved.named_parameters():
-        assert torch.equal(whole(parameter), whole(model.get_parameter(name))), name
+        assert torch.equal(full(parameter), full(model.get_parameter(name))), name
     return text
 
 
@@ -83,8 +77,8 @@ def test_experts_on_more_ranks_than_experts_divide_by(folder: Path, tmp_path: Pa
     assert shapes == {k: t.shape for f in folder.glob("*.safetensors") for k, t in load_file(f).items()}
 
 
+@SMALL
 def find_padding() -> list[str]:
-    placement._MOST_PADDING_BYTES = 0  # so that a small model will do
     model = nn.Sequential(nn.Linear(8, 8, bias=False))
     model.experts = nn.Parameter(torch.zeros(2, 24, 10))
     fine = copy.deepcopy(model)

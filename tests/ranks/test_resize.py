@@ -2,6 +2,8 @@
 
 import json
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +21,20 @@ from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
-from tests._checkpoints import make_checkpoint, make_model
-from tests._dist import run_ranks
-from tests.ranks.test_load import assert_same, full, sharded_meta_model
+from tests._checkpoints import assert_same_model, full, make_model, sharded_meta_model
+from tests._dist import run_cases, run_ranks
+from tests._training import train
 
 KINDS = ("llama", "tied", "gpt2", "bert", "t5")
 SIZES = (140, 132, 77)
 """Of 131 tokens: a few more, fewer more than there are ranks, and less."""
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
-    return {kind: make_checkpoint(kind, root / kind) for kind in KINDS}
+def loaded_model(kind: str, folders: dict[str, Path], **sharding: Any) -> PreTrainedModel:
+    """Sharded, with its weights."""
+    model = sharded_meta_model(kind, folders[kind], **sharding)
+    load_weights(model, folders[kind])
+    return model
 
 
 def expected(kind: str, folder: Path, size: int) -> PreTrainedModel:
@@ -54,18 +57,9 @@ def inputs_of(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.T
 
 
 def losses_of(model: PreTrainedModel, size: int, steps: int = 2) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = (torch.arange(24).reshape(2, 12) * 7) % size
     tokens[:, 3] = size - 1  # the newest
-    inputs = inputs_of(model, tokens)
-    losses = []
-    for _ in range(steps):
-        loss = model(**inputs).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), [inputs_of(model, tokens)] * steps)
 
 
 def check(kind: str, model: PreTrainedModel, reference: PreTrainedModel, size: int) -> None:
@@ -83,41 +77,48 @@ def assert_close_rows(model: PreTrainedModel, reference: PreTrainedModel, kind: 
             assert torch.equal(full(state[key])[:131], tensor[:131]), (kind, key)
             with torch.no_grad():
                 tensor.copy_(full(state[key]))  # now the very same start for training
-    assert_same(model, reference, kind)
+    assert_same_model(model, reference, kind)
 
 
-def resize_in_every_way(folders: dict[str, Path], root: Path) -> dict[str, Any]:
-    drawn = {}
-    for kind, folder in folders.items():
-        for size in SIZES if kind == "tied" else SIZES[:1]:
-            loaded = build_meta_model(folder, auto_class=type(make_model(kind)))
-            loaded.resize_token_embeddings(size, mean_resizing=False)
-            fully_shard(loaded)
-            report = load_weights(loaded, folder, added_tokens="mean")
-            assert report.resized_keys and not report.missing_keys and not report.initialized_keys
-            assert report.bytes_read <= report.share_bytes
-            check(kind, loaded, expected(kind, folder, size), size)
+# ---- cases ----
 
-            live = sharded_meta_model(kind, folder)
-            load_weights(live, folder)
-            if size == SIZES[0]:
-                with torch.no_grad():
-                    live(**inputs_of(live, torch.ones(1, 4, dtype=torch.int64)))
-            assert resize_token_embeddings(live, size) is live.get_input_embeddings()
-            check(kind, live, expected(kind, folder, size), size)
-        live = sharded_meta_model(kind, folder)
-        load_weights(live, folder)
-        resize_token_embeddings(live, 140, mean_resizing=False, seed=3)
-        again = from_pretrained(
-            folder, auto_class=type(make_model(kind)), num_tokens=135, pad_to_multiple_of=4, mean_resizing=False,
-            load_kwargs={"seed": 3},
-        )  # fmt: skip
-        for key, tensor in live.state_dict().items():
-            assert torch.equal(full(again.state_dict()[key])[:131], full(tensor)[:131]), key
-        rows = full(live.get_input_embeddings().weight)[131:].detach()
-        assert 0.005 < rows.std() < 1.5, (kind, rows.std())
-        assert full(again.get_input_embeddings().weight).shape[0] == 136
-        drawn[kind] = rows
+
+def resized_while_loading(kind: str, size: int, folders: dict[str, Path], root: Path) -> None:
+    loaded = build_meta_model(folders[kind], auto_class=type(make_model(kind)))
+    loaded.resize_token_embeddings(size, mean_resizing=False)
+    fully_shard(loaded)
+    report = load_weights(loaded, folders[kind], added_tokens="mean")
+    assert report.resized_keys and not report.missing_keys and not report.initialized_keys
+    assert report.bytes_read <= report.share_bytes
+    check(kind, loaded, expected(kind, folders[kind], size), size)
+
+
+def resized_when_sharded(kind: str, size: int, folders: dict[str, Path], root: Path) -> None:
+    live = loaded_model(kind, folders)
+    if size == SIZES[0]:
+        with torch.no_grad():
+            live(**inputs_of(live, torch.ones(1, 4, dtype=torch.int64)))
+    assert resize_token_embeddings(live, size) is live.get_input_embeddings()
+    check(kind, live, expected(kind, folders[kind], size), size)
+
+
+def drawn_rows(kind: str, folders: dict[str, Path], root: Path) -> torch.Tensor:
+    """By the model's own initialisation: the rows that were added."""
+    live = loaded_model(kind, folders)
+    resize_token_embeddings(live, 140, mean_resizing=False, seed=3)
+    again = from_pretrained(
+        folders[kind], auto_class=type(make_model(kind)), num_tokens=135, pad_to_multiple_of=4, mean_resizing=False,
+        load_kwargs={"seed": 3},
+    )  # fmt: skip
+    for key, tensor in live.state_dict().items():
+        assert torch.equal(full(again.state_dict()[key])[:131], full(tensor)[:131]), key
+    rows = full(live.get_input_embeddings().weight)[131:]
+    assert 0.005 < rows.std() < 1.5, (kind, rows.std())
+    assert full(again.get_input_embeddings().weight).shape[0] == 136
+    return rows
+
+
+def resized_under_fsdp1(folders: dict[str, Path], root: Path) -> None:
     meta = build_meta_model(folders["llama"])
     meta.resize_token_embeddings(140, mean_resizing=False)
     with warnings.catch_warnings():
@@ -128,6 +129,9 @@ def resize_in_every_way(folders: dict[str, Path], root: Path) -> dict[str, Any]:
         assert_close_rows(flat.module, expected("llama", folders["llama"], 140), "fsdp1")
     with pytest.raises(ConfigError, match=r"wrapped with FSDP1.*before it is wrapped, or use FSDP2"):
         resize_token_embeddings(flat.module, 150)
+
+
+def the_plan_has_the_new_sizes_and_the_model_is_saved(folders: dict[str, Path], root: Path) -> None:
     resized = from_pretrained(folders["tied"], num_tokens=140)
     assert sharding_of(resized).plan.num_params == sum(p.numel() for p in resized.parameters())
     live = from_pretrained(folders["tied"])
@@ -136,24 +140,39 @@ def resize_in_every_way(folders: dict[str, Path], root: Path) -> dict[str, Any]:
     save_pretrained(live, root / f"saved{dist.get_world_size()}")
     with pytest.raises(ConfigError, match=r"num_tokens is 0; it must be at least 1"):
         resize_token_embeddings(live, 0)
+
+
+def refusals(folders: dict[str, Path], root: Path) -> None:
+    llama = folders["llama"]
     with pytest.raises(ConfigError, match=r"have no weights yet .*num_tokens="):
-        resize_token_embeddings(sharded_meta_model("llama", folders["llama"]), 150)
+        resize_token_embeddings(sharded_meta_model("llama", llama), 150)
     with pytest.raises(
         CheckpointError, match=r"\[131, 48\] in the checkpoint, \[140, 48\] in the model(.|\n)*added_tokens"
     ):
-        load_weights(build_meta_model(folders["llama"], vocab_size=140), folders["llama"])
+        load_weights(build_meta_model(llama, vocab_size=140), llama)
     with pytest.raises(CheckpointError, match=r"another shape"):
-        load_weights(build_meta_model(folders["llama"], intermediate_size=60), folders["llama"], added_tokens="mean")
-    return drawn
+        load_weights(build_meta_model(llama, intermediate_size=60), llama, added_tokens="mean")
+
+
+def cases_of(kinds: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
+    """The cases of some kinds, then those of llama and tied alone."""
+    cases: dict[str, Callable[..., Any]] = {}
+    for kind in kinds:
+        for size in SIZES if kind == "tied" else SIZES[:1]:
+            cases[f"{kind} to {size}, while loading"] = partial(resized_while_loading, kind, size)
+            cases[f"{kind} to {size}, sharded"] = partial(resized_when_sharded, kind, size)
+        cases[f"{kind}, drawn"] = partial(drawn_rows, kind)
+    others = (resized_under_fsdp1, the_plan_has_the_new_sizes_and_the_model_is_saved, refusals)
+    return cases | {case.__name__: case for case in others}
 
 
 def test_complaint_32_resizing_equals_a_plain_resize_and_does_not_depend_on_the_ranks(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    fewer = {kind: folders[kind] for kind in ("llama", "tied")}
-    results = {n: run_ranks(resize_in_every_way, n, f, tmp_path) for n, f in ((2, folders), (3, fewer))}
+    fewer = ("llama", "tied")
+    results = {n: run_ranks(run_cases, n, cases_of(kinds), folders, tmp_path) for n, kinds in ((2, KINDS), (3, fewer))}
     for kind in fewer:
-        rows = [result[kind] for n in (2, 3) for result in results[n]]
+        rows = [result[f"{kind}, drawn"] for n in (2, 3) for result in results[n]]
         assert all(torch.equal(other, rows[0]) for other in rows), kind
     for n in (2, 3):
         assert json.loads((tmp_path / f"saved{n}" / "config.json").read_text())["vocab_size"] == 140
@@ -174,8 +193,7 @@ def test_a_plan_of_another_policy_gets_the_new_sizes(folders: dict[str, Path]) -
 
 
 def resize_with_settings(folders: dict[str, Path]) -> None:
-    live = sharded_meta_model("llama", folders["llama"])
-    load_weights(live, folders["llama"])
+    live = loaded_model("llama", folders)
     live.set_requires_gradient_sync(False)
     resize_token_embeddings(live, 140)
     inputs = inputs_of(live, torch.arange(12).reshape(1, 12))
@@ -209,8 +227,7 @@ def test_gradients_of_a_resized_parameter_that_is_not_sharded_are_averaged(folde
 
 def resize_otherwise(folders: dict[str, Path]) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    live = sharded_meta_model("llama", folders["llama"], mesh=mesh)
-    load_weights(live, folders["llama"])
+    live = loaded_model("llama", folders, mesh=mesh)
     resize_token_embeddings(live, 140)
     check("llama", live, expected("llama", folders["llama"], 140), 140)
     live(**inputs_of(live, torch.ones(1, 4, dtype=torch.int64))).loss.backward()

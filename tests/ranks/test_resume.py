@@ -2,8 +2,10 @@
 behind."""
 
 import os
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,16 +13,16 @@ import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration, set_seed
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers.distributed import DistributedConfig
 
-from hf_fsdp_tools import CheckpointError, ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator
+from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.resume import using_format
-from tests._checkpoints import make_checkpoint
-from tests._dist import run_ranks
+from tests._checkpoints import full
+from tests._dist import run_cases, run_ranks
+from tests._training import ShardedTrainer, arguments, logged, make_rows, train
 
 ON_CPU = local_device().type == "cpu"
 # Another number of ranks adds the same numbers in another order; over a few AdamW steps that grows to about 1e-5
@@ -28,15 +30,9 @@ ON_CPU = local_device().type == "cpu"
 close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 
 
-def _rows(count: int) -> list[dict]:
-    ids = torch.randint(3, 9, (count, 12), generator=torch.Generator().manual_seed(2))
-    return [{"input_ids": row, "labels": row} for row in ids]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    return {kind: make_checkpoint(kind, folder / kind) for kind in ("llama", "tied", "qwen2_moe")}
+@pytest.fixture
+def checkpoints(folders: dict[str, Path]) -> dict[str, Path]:
+    return {kind: folders[kind] for kind in ("llama", "tied", "qwen2_moe")}
 
 
 def _whole(model, optimizer) -> dict[str, torch.Tensor]:
@@ -45,7 +41,7 @@ def _whole(model, optimizer) -> dict[str, torch.Tensor]:
     tensors = {name: parameter for parameter, name in names.items()}
     for parameter, state in optimizer.state.items():
         tensors |= {f"{names[parameter]}.{key}": value for key, value in state.items()}
-    return {k: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for k, t in tensors.items()}
+    return {name: full(tensor).clone() for name, tensor in tensors.items()}
 
 
 # ---- a plain loop ----
@@ -65,7 +61,7 @@ class Loop:
             model.unused = torch.nn.Linear(3, 5)  # trained in name only: no gradient, so no state in Adam
         made = optimizer(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LinearLR(made, total_iters=20)
-        loader = DataLoader(_rows(48), batch_size=2, shuffle=True)
+        loader = DataLoader(make_rows(48), batch_size=2, shuffle=True)
         self.accelerator = accelerator
         self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
             model.train(), made, loader, scheduler
@@ -94,58 +90,51 @@ ROUTES = (("qwen2_moe", True, torch.optim.Adagrad), ("tied", False, torch.optim.
 parameters."""
 
 
-def _loop(sources, folder):
+def _in_this_world(kind, sharded_before, optimizer, sources, folder):
+    """What was saved."""
     accelerator = make_accelerator(cpu=ON_CPU)
-    saved = {}
-    for kind, sharded_before, optimizer in ROUTES:
-        loop = Loop(accelerator, sources[kind], sharded_before=sharded_before, optimizer=optimizer)
-        loop.train()
-        accelerator.save_state(folder / kind)
-        saved[kind] = _whole(loop.model, loop.optimizer)
-        expected = loop.train()
-        other = Loop(accelerator, sources[kind], sharded_before=sharded_before, optimizer=optimizer)
-        accelerator.backward(other.model(**next(other.batches)).loss)  # gradients are pending
-        accelerator.load_state(folder / kind)
-        other.skip(3)
-        other.optimizer.zero_grad()
-        assert saved[kind].keys() == _whole(other.model, other.optimizer).keys()
-        assert other.train() == expected, kind
-        assert other.scheduler.get_last_lr() == loop.scheduler.get_last_lr()
-        resumed = _whole(other.model, other.optimizer)
-        for name, tensor in _whole(loop.model, loop.optimizer).items():
-            assert torch.equal(tensor, resumed[name]), name
-    if dist.get_rank() == 0:
-        torch.save(saved, folder / "saved.pt")
+    loop = Loop(accelerator, sources[kind], sharded_before=sharded_before, optimizer=optimizer)
+    loop.train()
+    accelerator.save_state(folder / kind)
+    saved = _whole(loop.model, loop.optimizer)
+    expected = loop.train()
+    other = Loop(accelerator, sources[kind], sharded_before=sharded_before, optimizer=optimizer)
+    accelerator.backward(other.model(**next(other.batches)).loss)  # gradients are pending
+    accelerator.load_state(folder / kind)
+    other.skip(3)
+    other.optimizer.zero_grad()
+    assert saved.keys() == _whole(other.model, other.optimizer).keys()
+    assert other.train() == expected
+    assert other.scheduler.get_last_lr() == loop.scheduler.get_last_lr()
+    resumed = _whole(other.model, other.optimizer)
+    for name, tensor in _whole(loop.model, loop.optimizer).items():
+        assert torch.equal(tensor, resumed[name]), name
+    return saved
 
 
-def _elsewhere(sources, folder):
-    saved = torch.load(folder / "saved.pt")
+def _elsewhere(kind, sharded_before, optimizer, saved, sources, folder):
     accelerator = make_accelerator(cpu=ON_CPU, gradient_accumulation_steps=4)
     accelerator.step = 2 * dist.get_rank()  # as if the ranks had counted differently
-    for kind, sharded_before, optimizer in ROUTES:
-        loop = Loop(accelerator, sources[kind], sharded_before=sharded_before, optimizer=optimizer)
-        if dist.get_rank() == 0:
-            with pytest.warns(UserWarning, match=rf"saved by 2 process.es. and is read by {dist.get_world_size()}\."):
-                accelerator.load_state(folder / kind)
-        else:
-            accelerator.load_state(folder / kind)
-        for name, tensor in _whole(loop.model, loop.optimizer).items():
-            assert torch.equal(tensor, saved[kind][name]), (kind, name)
-        assert accelerator.step == 0, "every rank accumulates in step with rank 0"
-        loop.train()
+    loop = Loop(accelerator, sources[kind], sharded_before=sharded_before, optimizer=optimizer)
+    said = pytest.warns(UserWarning, match=rf"saved by 2 process.es. and is read by {dist.get_world_size()}\.")
+    with said if dist.get_rank() == 0 else nullcontext():
+        accelerator.load_state(folder / kind)
+    for name, tensor in _whole(loop.model, loop.optimizer).items():
+        assert torch.equal(tensor, saved[name]), name
+    assert accelerator.step == 0, "every rank accumulates in step with rank 0"
+    loop.train()
 
 
 def test_complaint_23_a_state_is_resumed_exactly_and_by_other_numbers_of_ranks(checkpoints, tmp_path):
-    run_ranks(_loop, 2, checkpoints, tmp_path)
+    routes = {route[0]: route for route in ROUTES}
+    cases = {kind: partial(_in_this_world, *route) for kind, route in routes.items()}
+    saved, _ = run_ranks(run_cases, 2, cases, checkpoints, tmp_path)
     for ranks in (1, 3):
-        run_ranks(_elsewhere, ranks, checkpoints, tmp_path)
+        cases = {kind: partial(_elsewhere, *route, saved[kind]) for kind, route in routes.items()}
+        run_ranks(run_cases, ranks, cases, checkpoints, tmp_path)
 
 
 # ---- the Trainer ----
-
-
-class ShardedTrainer(FSDPTrainerMixin, Trainer):
-    pass
 
 
 class MovingAverage(TrainerCallback):
@@ -187,13 +176,12 @@ def _accuracy(prediction):
 
 def _trainer(model, folder: Path, kind=ShardedTrainer, **settings) -> Trainer:
     defaults = {
-        "max_steps": 6, "learning_rate": 1e-2, "max_grad_norm": 0.5, "logging_steps": 1,
-        "per_device_train_batch_size": 2, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
-        "report_to": "none", "disable_tqdm": True, "use_cpu": ON_CPU, "dataloader_pin_memory": False,
+        "max_steps": 6, "lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 2,
+        "eval_strategy": "steps", "eval_steps": 2,
     }  # fmt: skip
     callbacks = settings.pop("callbacks", None)
-    args = TrainingArguments(output_dir=str(folder), **{**defaults, **settings})
-    rows = _rows(64)
+    args = arguments(folder, **{**defaults, **settings})
+    rows = make_rows(64)
     return kind(
         model=model,
         args=args,
@@ -202,10 +190,6 @@ def _trainer(model, folder: Path, kind=ShardedTrainer, **settings) -> Trainer:
         compute_metrics=_accuracy,
         callbacks=callbacks,
     )
-
-
-def _history(trainer: Trainer, key="loss") -> list[float]:
-    return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
 def _model(source, *, sharded_before=True):
@@ -221,37 +205,40 @@ def _equal(model, other) -> bool:
 
 
 def _life(source, out):
-    # a run without interruption
-    average = MovingAverage()
-    evaluation = Evaluation(average)
-    first = _trainer(_model(source), out / "a", callbacks=[average, evaluation], save_total_limit=2)
-    first.train()
-    assert len(set(average.norms)) == 6 and len(evaluation.texts) == 3
-    assert sorted(path.name for path in (out / "a").iterdir()) == ["checkpoint-4", "checkpoint-6"]
-    assert _equal(first.model, AutoModelForCausalLM.from_pretrained(out / "a" / "checkpoint-6")), "opens as it is"
-    held = {path.name for path in (out / "a" / "checkpoint-6").iterdir()}
-    assert {"model.safetensors", "optimizer_0", "scheduler.pt", "trainer_state.json", "rng_state_1.pth"} <= held
-    assert not any(name.startswith("pytorch_model") for name in held), "the weights are there once"
+    first = _without_interruption(source, out)
     # the same after step 4, in another process's place: while step 6 was being saved
     dist.barrier()
     if dist.get_rank() == 0:
-        (out / "a" / "checkpoint-6" / "trainer_state.json").unlink()
+        (out / "checkpoint-6" / "trainer_state.json").unlink()
     dist.barrier()
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint-6' has no readable trainer_state.json.*Resume from .*checkpoint-4"
-    ):
-        _trainer(_model(source), out / "a").train(resume_from_checkpoint=str(out / "a" / "checkpoint-6"))
-    for wanted in (True, str(out / "a" / "checkpoint-4")):
-        second = _trainer(_model(source, sharded_before=wanted is True), out / "a", save_strategy="no")
+    said = r"checkpoint-6' has no readable trainer_state.json.*Resume from .*checkpoint-4"
+    with pytest.raises(CheckpointError, match=said):
+        _trainer(_model(source), out).train(resume_from_checkpoint=str(out / "checkpoint-6"))
+    for wanted in (True, str(out / "checkpoint-4")):
+        second = _trainer(_model(source, sharded_before=wanted is True), out, save_strategy="no")
         second.train(resume_from_checkpoint=wanted)
-        assert _history(second)[-2:] == _history(first)[-2:], wanted
-        assert _history(second, "grad_norm")[-2:] == _history(first, "grad_norm")[-2:]
+        for key in ("loss", "grad_norm"):
+            assert logged(second, key)[-2:] == logged(first, key)[-2:], wanted
         assert _equal(second.model, _whole_model(first.model, source))
     # predictions after it all are those of the plain model
-    metrics = first.predict(_rows(8)).metrics
+    metrics = first.predict(make_rows(8)).metrics
     plain = _whole_model(first.model, source).eval()
-    losses = [plain(**{key: value[None] for key, value in row.items()}).loss.item() for row in _rows(8)]
+    losses = [plain(**{key: value[None] for key, value in row.items()}).loss.item() for row in make_rows(8)]
     close(torch.tensor(metrics["test_loss"]), torch.tensor(losses).mean(), rtol=1e-4, atol=1e-4)
+
+
+def _without_interruption(source, out):
+    average = MovingAverage()
+    evaluation = Evaluation(average)
+    trainer = _trainer(_model(source), out, callbacks=[average, evaluation], save_total_limit=2)
+    trainer.train()
+    assert len(set(average.norms)) == 6 and len(evaluation.texts) == 3
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    assert _equal(trainer.model, AutoModelForCausalLM.from_pretrained(out / "checkpoint-6")), "opens as it is"
+    held = {path.name for path in (out / "checkpoint-6").iterdir()}
+    assert {"model.safetensors", "optimizer_0", "scheduler.pt", "trainer_state.json", "rng_state_1.pth"} <= held
+    assert not any(name.startswith("pytorch_model") for name in held), "the weights are there once"
+    return trainer
 
 
 def _whole_model(model, source):
@@ -286,11 +273,9 @@ def _faults(source, out):
     good = {path.name: path.stat().st_size for path in (out / "checkpoint-2").rglob("*") if path.is_file()}
     trainer.args.max_steps = 4
     for rank, target in FAULTS:
-        with pytest.MonkeyPatch.context() as patch:
-            if dist.get_rank() == rank:
-                patch.setattr(target, _no_space)
-            with pytest.raises(Exception, match="No space left on device"):
-                trainer.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+        broken = patch(target, _no_space) if dist.get_rank() == rank else nullcontext()
+        with broken, pytest.raises(Exception, match="No space left on device"):
+            trainer.train(resume_from_checkpoint=str(out / "checkpoint-2"))
         assert good == {p.name: p.stat().st_size for p in (out / "checkpoint-2").rglob("*") if p.is_file()}, target
         dist.barrier()
     with pytest.raises(CheckpointError, match="checkpoint-4"):
@@ -300,52 +285,51 @@ def _faults(source, out):
     assert [path.name for path in out.iterdir()] == ["checkpoint-4"], "the older one is deleted now"
 
 
-def _state_faults(source, out):
-    project = ProjectConfiguration(project_dir=str(out), automatic_checkpoint_naming=True, total_limit=1)
-    for named in (None, out / "state"):
-        accelerator = make_accelerator(cpu=ON_CPU, project_config=project)
-        project.automatic_checkpoint_naming = named is None
-        loop = Loop(accelerator, source, sharded_before=True)
-        loop.train(1)
-        folder = accelerator.save_state(named)
-        saved = _whole(loop.model, loop.optimizer)
-        if dist.get_rank() == 0:
-            (folder / "notes.txt").write_text("a user's own")
-        loop.train(1)
-        for target in ("torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data", "random.getstate"):
-            with pytest.MonkeyPatch.context() as patch:
-                if dist.get_rank() == 1:
-                    patch.setattr(target, _no_space)
-                with pytest.raises(Exception, match="No space left on device"):
-                    accelerator.save_state(named)
-        accelerator.load_state(named)
-        loaded = _whole(loop.model, loop.optimizer)
-        assert all(torch.equal(tensor, loaded[name]) for name, tensor in saved.items())
-        loop.train(1)
-        if dist.get_rank() == 0:
-            (folder / "custom_checkpoint_0.pkl").write_text("of an object that is registered no more")
-        later = accelerator.save_state(named)
-        dist.barrier()
-        assert later.is_dir() and folder.exists() == (named is not None), "the older one goes when the new one is there"
-        assert (later / "notes.txt").exists() == (named is not None)
-        assert not (later / "custom_checkpoint_0.pkl").exists()
-        assert not list(out.rglob("*.incomplete")) and not list(out.rglob("*.former"))
-    dist.barrier()
+def _state_faults(named, source, out):
+    """A folder that is named in each call, or names that Accelerate makes."""
+    named = out / "state" if named else None
+    project = ProjectConfiguration(project_dir=str(out), automatic_checkpoint_naming=named is None, total_limit=1)
+    accelerator = make_accelerator(cpu=ON_CPU, project_config=project)
+    loop = Loop(accelerator, source, sharded_before=True)
+    loop.train(1)
+    folder = accelerator.save_state(named)
+    saved = _whole(loop.model, loop.optimizer)
     if dist.get_rank() == 0:
+        (folder / "notes.txt").write_text("a user's own")
+    loop.train(1)
+    for target in ("torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data", "random.getstate"):
+        broken = patch(target, _no_space) if dist.get_rank() == 1 else nullcontext()
+        with broken, pytest.raises(Exception, match="No space left on device"):
+            accelerator.save_state(named)
+    accelerator.load_state(named)
+    loaded = _whole(loop.model, loop.optimizer)
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in saved.items())
+    loop.train(1)
+    if dist.get_rank() == 0:
+        (folder / "custom_checkpoint_0.pkl").write_text("of an object that is registered no more")
+    later = accelerator.save_state(named)
+    dist.barrier()
+    assert later.is_dir() and folder.exists() == (named is not None), "the older one goes when the new one is there"
+    assert (later / "notes.txt").exists() == (named is not None)
+    assert not (later / "custom_checkpoint_0.pkl").exists()
+    assert not list(out.rglob("*.incomplete")) and not list(out.rglob("*.former"))
+    dist.barrier()
+    if named and dist.get_rank() == 0:
         later.rename(later.with_name(".state.former"))  # as between the two renames of a save that was killed
     dist.barrier()
-    with pytest.raises(CheckpointError, match=r"Rename '.*/\.state\.former'"):
-        accelerator.load_state(later)
-
-
-def _all_faults(source, out):
-    _faults(source, out / "trainer")
-    _state_faults(source, out / "states")
+    if named:
+        with pytest.raises(CheckpointError, match=r"Rename '.*/\.state\.former'"):
+            accelerator.load_state(later)
 
 
 def test_complaint_20_an_interrupted_save_destroys_nothing_and_stops_all_ranks(checkpoints, tmp_path):
-    (tmp_path / "states").mkdir()
-    run_ranks(_all_faults, 2, checkpoints["llama"], tmp_path)
+    cases = {"states, named": partial(_state_faults, True), "states, numbered": partial(_state_faults, False)}
+    cases["Trainer"] = _faults
+    folders = {name: tmp_path / name for name in cases}
+    for folder in folders.values():
+        folder.mkdir()
+    cases = {name: partial(case, checkpoints["llama"], folders[name]) for name, case in cases.items()}
+    run_ranks(run_cases, 2, cases)
 
 
 class GrowsWorse(TrainerCallback):
@@ -358,27 +342,30 @@ class GrowsWorse(TrainerCallback):
                     parameter.zero_()
 
 
-def _best(source, out):
-    for name, settings in {
-        "all": {"save_steps": 2},
-        "only": {"save_steps": 2, "save_only_model": True, "save_total_limit": 1},
-        "best": {"save_strategy": "best"},
-        "epoch": {"save_strategy": "epoch", "eval_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2},
-    }.items():
-        trainer = _trainer(
-            _model(source), out / name, load_best_model_at_end=True, metric_for_best_model="loss",
-            callbacks=[GrowsWorse()], **settings,
-        )  # fmt: skip
-        trainer.train_dataset = _rows(8 if name == "epoch" else 64)
-        trainer.train()
-        assert trainer.state.best_model_checkpoint == str(out / name / "checkpoint-2"), name
-        best = AutoModelForCausalLM.from_pretrained(out / name / "checkpoint-2")
-        assert _equal(trainer.model, best), name
-        close(trainer.evaluate()["eval_loss"], min(_history(trainer, "eval_loss")))
-        trainer.save_model(out / name / "final")
-        assert _equal(trainer.model, AutoModelForCausalLM.from_pretrained(out / name / "final")), name
-    with pytest.warns(UserWarning, match="holds no optimizer"):
-        _trainer(_model(source), out / "only", max_steps=3).train(resume_from_checkpoint=True)
+BEST = {
+    "all": {"save_steps": 2},
+    "only": {"save_steps": 2, "save_only_model": True, "save_total_limit": 1},
+    "best": {"save_strategy": "best"},
+    "epoch": {"save_strategy": "epoch", "eval_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2},
+}
+
+
+def _best(name, source, out):
+    out = out / name
+    trainer = _trainer(
+        _model(source), out, load_best_model_at_end=True, metric_for_best_model="loss", callbacks=[GrowsWorse()],
+        **BEST[name],
+    )  # fmt: skip
+    trainer.train_dataset = make_rows(8 if name == "epoch" else 64)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(out / "checkpoint-2")
+    assert _equal(trainer.model, AutoModelForCausalLM.from_pretrained(out / "checkpoint-2"))
+    close(trainer.evaluate()["eval_loss"], min(logged(trainer, "eval_loss")))
+    trainer.save_model(out / "final")
+    assert _equal(trainer.model, AutoModelForCausalLM.from_pretrained(out / "final"))
+    if name == "only":
+        with pytest.warns(UserWarning, match="holds no optimizer"):
+            _trainer(_model(source), out, max_steps=3).train(resume_from_checkpoint=True)
 
 
 class AsAccelerateSaves(ShardedTrainer):
@@ -390,27 +377,23 @@ class AsAccelerateSaves(ShardedTrainer):
         os.makedirs(output_dir, exist_ok=True)
 
 
-def _foreign(source, out):
-    """Checkpoints in Accelerate's own formats, as the Trainer writes them without us."""
-    for state_dict_type in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
-        folder = out / state_dict_type
-        first = _trainer(_model(source), folder, kind=AsAccelerateSaves, save_steps=4)
-        with using_format(first.accelerator.state.fsdp_plugin, state_dict_type):
-            first.train()
-        held = {path.name for path in (folder / "checkpoint-4").iterdir()}
-        assert ("optimizer_0" in held) == (state_dict_type == "SHARDED_STATE_DICT") and "model.safetensors" not in held
-        second = _trainer(_model(source), folder, save_strategy="no")
-        second.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
-        assert _history(second)[-2:] == _history(first)[-2:], state_dict_type
-
-
-def _formats(source, out):
-    _best(source, out / "best")
-    _foreign(source, out / "foreign")
+def _foreign(state_dict_type, source, out):
+    """A checkpoint in Accelerate's own format, as the Trainer writes it without us."""
+    folder = out / state_dict_type
+    first = _trainer(_model(source), folder, kind=AsAccelerateSaves, save_steps=4)
+    with using_format(first.accelerator.state.fsdp_plugin, state_dict_type):
+        first.train()
+    held = {path.name for path in (folder / "checkpoint-4").iterdir()}
+    assert ("optimizer_0" in held) == (state_dict_type == "SHARDED_STATE_DICT") and "model.safetensors" not in held
+    second = _trainer(_model(source), folder, save_strategy="no")
+    second.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    assert logged(second)[-2:] == logged(first)[-2:]
 
 
 def test_complaint_18_checkpoints_hold_the_model_and_the_best_one_is_kept(checkpoints, tmp_path):
-    run_ranks(_formats, 2, checkpoints["llama"], tmp_path)
+    cases = {f"best: {name}": partial(_best, name) for name in BEST}
+    cases |= {name: partial(_foreign, name) for name in ("SHARDED_STATE_DICT", "FULL_STATE_DICT")}
+    run_ranks(run_cases, 2, cases, checkpoints["llama"], tmp_path)
 
 
 # ---- other models ----
@@ -422,10 +405,12 @@ def _native(source):
     return AutoModelForCausalLM.from_pretrained(source, distributed_config=config, attention_dropout=0.1)
 
 
+LORA = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
 def _adapted(source):
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_pretrained(source, attention_dropout=0.1)
-    return get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(source, attention_dropout=0.1), LORA)
 
 
 def _goes_on(make, folder, **settings):
@@ -434,50 +419,65 @@ def _goes_on(make, folder, **settings):
     first.train()
     second = _trainer(make(), folder, save_strategy="no", eval_steps=4)
     second.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
-    assert len(_history(second)) == 6 and _history(second)[-2:] == _history(first)[-2:]
+    assert len(logged(second)) == 6 and logged(second)[-2:] == logged(first)[-2:]
     return first
 
 
-def _others(sources, out):
+def sharded_by_transformers(sources, out):
     make_accelerator(cpu=ON_CPU)
     first = _goes_on(partial(_native, sources["llama"]), out / "native")
     first.save_model(out / "native" / "final")
     assert _equal(first.model, AutoModelForCausalLM.from_pretrained(out / "native" / "final"))
-    adapted = partial(_adapted, sources["llama"])
+
+
+def adapted(sources, out):
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    first = _goes_on(adapted, out / "lora", **best)
-    assert first.state.best_model_checkpoint.endswith("checkpoint-4")
-    assert {path.name for path in (out / "lora" / "checkpoint-4").glob("*.safetensors")} == {
-        "adapter_model.safetensors"
-    }
-    base = AutoModelForCausalLM.from_pretrained(sources["llama"])
-    reopened = PeftModel.from_pretrained(base, out / "lora" / "checkpoint-4")
+    first = _goes_on(partial(_adapted, sources["llama"]), out / "lora", **best)
+    checkpoint = out / "lora" / "checkpoint-4"
+    assert first.state.best_model_checkpoint == str(checkpoint)
+    assert [path.name for path in checkpoint.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    reopened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(sources["llama"]), checkpoint)
     assert _equal(first.model, reopened), "the best step's adapter, whole"
-    accelerator = first.accelerator
-    accelerator.free_memory()
-    lora = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def adapted_after_transformers_sharded_it(sources, out):
+    accelerator = make_accelerator(cpu=ON_CPU)
     with pytest.raises(ConfigError, match=r"28 trainable parameter.*each rank would train its own"):
-        accelerator.prepare(get_peft_model(_native(sources["llama"]), lora))
+        accelerator.prepare(get_peft_model(_native(sources["llama"]), LORA))
+
+
+def tensor_parallel_by_transformers(sources, out):
+    accelerator = make_accelerator(cpu=ON_CPU)
     plan = {"model.layers.*.self_attn.o_proj": "rowwise"}  # the head's 131 rows cannot be split everywhere
     config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan)
     with pytest.raises(ConfigError, match=r"not by FSDP2 alone .tp_size.*fsdp_size"):
         accelerator.prepare(AutoModelForCausalLM.from_pretrained(sources["llama"], distributed_config=config))
-    # Accelerate's own ways of saving
+
+
+def accelerates_own_ways_of_saving(sources, out):
+    accelerator = make_accelerator(cpu=ON_CPU)
     model = accelerator.prepare(from_pretrained(sources["qwen2_moe"], accelerator=accelerator))
     accelerator.save_model(model, out / "moe")
     assert _equal(model, AutoModelForCausalLM.from_pretrained(out / "moe"))
     accelerator.unwrap_model(model).save_pretrained(
-        out / "gathered",
-        is_main_process=accelerator.is_main_process,
-        save_function=accelerator.save,
+        out / "gathered", is_main_process=accelerator.is_main_process, save_function=accelerator.save,
         state_dict=accelerator.get_state_dict(model),
-    )
+    )  # fmt: skip
     dist.barrier()
     assert _equal(model, AutoModelForCausalLM.from_pretrained(out / "gathered"))
 
 
+OTHERS = (
+    sharded_by_transformers,
+    adapted,
+    adapted_after_transformers_sharded_it,
+    tensor_parallel_by_transformers,
+    accelerates_own_ways_of_saving,
+)
+
+
 def test_natively_sharded_and_adapted_models_are_resumed_exactly_and_saved_whole(checkpoints, tmp_path):
-    run_ranks(_others, 2, checkpoints, tmp_path)
+    run_ranks(run_cases, 2, OTHERS, checkpoints, tmp_path)
 
 
 KINDS = {
@@ -504,7 +504,7 @@ def _made_before(source, sharded):
             accelerator.state.fsdp_plugin.activation_checkpointing = name.startswith("recomputed")
             model, optimizer = accelerator.prepare(model, optimizer)
             backward = accelerator.backward
-        rows = _rows(2)[dist.get_rank() :][:1] if sharded else _rows(2)
+        rows = make_rows(2)[dist.get_rank() :][:1] if sharded else make_rows(2)
         batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
         losses[name] = []
         for _ in range(5):
@@ -522,50 +522,59 @@ def test_complaint_33_optimizers_made_before_sharding_step_as_in_one_process(che
         close(losses, expected)
 
 
-def _fsdp1(source, out):
+def _as_fsdp1():
     os.environ |= {"FSDP_VERSION": "1", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+
+
+def fsdp1_resumes_saves_and_generates(source, out):
+    _as_fsdp1()
     first = _goes_on(partial(_model, source, sharded_before=False), out)
+    prompt = torch.tensor([[3, 4]])
     with torch.no_grad():
-        text = first.model.generate(torch.tensor([[3, 4]]), max_new_tokens=4, do_sample=False)
+        text = first.model.generate(prompt, max_new_tokens=4, do_sample=False)
     first.save_model(out / "final")
     reopened = AutoModelForCausalLM.from_pretrained(out / "final")
-    assert torch.equal(text, reopened.generate(torch.tensor([[3, 4]]), max_new_tokens=4, do_sample=False))
+    assert torch.equal(text, reopened.generate(prompt, max_new_tokens=4, do_sample=False))
     checkpoint = AutoModelForCausalLM.from_pretrained(out / "checkpoint-4")
     assert not torch.equal(checkpoint.lm_head.weight, reopened.lm_head.weight)
-    adapted = _trainer(_adapted(source), out / "lora", max_steps=2, eval_strategy="no")
-    adapted.train()
+
+
+def fsdp1_saves_an_adapter(source, out):
+    _as_fsdp1()
+    trainer = _trainer(_adapted(source), out / "lora", max_steps=2, eval_strategy="no")
+    trainer.train()
     base = AutoModelForCausalLM.from_pretrained(source)
     reopened = PeftModel.from_pretrained(base, out / "lora" / "checkpoint-2").state_dict()
-    with FullyShardedDataParallel.summon_full_params(adapted.model, writeback=False):
-        for name, parameter in adapted.model.named_parameters():
+    with FullyShardedDataParallel.summon_full_params(trainer.model, writeback=False):
+        for name, parameter in trainer.model.named_parameters():
             assert torch.equal(parameter, reopened[name]), name
-    losses = []
-    accelerator = first.accelerator
-    for go_on in (False, True):
+
+
+def fsdp1_goes_on_from_a_state(source, out):
+    _as_fsdp1()
+    accelerator = make_accelerator(cpu=ON_CPU)
+    batch = {key: value[None] for key, value in make_rows(2)[dist.get_rank()].items()}
+
+    def fresh():
         accelerator.free_memory()
         set_seed(3)
         model = accelerator.prepare(AutoModelForCausalLM.from_pretrained(source))
-        optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
-        batch = {key: value[None] for key, value in _rows(2)[dist.get_rank()].items()}
-        for step in range(4):
-            if step == 2 and not go_on:
-                accelerator.save_state(out / "state")
-            if step < 2 and go_on:
-                continue
-            if step == 2 and go_on:
-                accelerator.load_state(out / "state")
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    assert losses[4:] == losses[2:4]
+        return model, accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    model, optimizer = fresh()
+    train(model, optimizer, [batch] * 2, accelerator=accelerator)
+    accelerator.save_state(out / "state")
+    expected = train(model, optimizer, [batch] * 2, accelerator=accelerator)
+    model, optimizer = fresh()
+    accelerator.load_state(out / "state")
+    assert train(model, optimizer, [batch] * 2, accelerator=accelerator) == expected
     accelerator.save_model(model, out / "model")
     assert (out / "model" / "model.safetensors").is_file()
 
 
 def test_complaint_22_fsdp1_keeps_its_optimizer_saves_and_generates(checkpoints, tmp_path):
-    run_ranks(_fsdp1, 2, checkpoints["llama"], tmp_path)
+    cases = (fsdp1_resumes_saves_and_generates, fsdp1_saves_an_adapter, fsdp1_goes_on_from_a_state)
+    run_ranks(run_cases, 2, cases, checkpoints["llama"], tmp_path)
 
 
 def _fewer(source, out):
@@ -573,7 +582,7 @@ def _fewer(source, out):
     model = from_pretrained(source, accelerator=make_accelerator(cpu=ON_CPU))
     trainer = _trainer(model, out, **settings)
     trainer.train(resume_from_checkpoint=dist.get_world_size() == 1 and str(out / "checkpoint-3"))
-    return _history(trainer)
+    return logged(trainer)
 
 
 def test_complaint_23_a_trainer_goes_on_with_fewer_ranks(checkpoints, tmp_path):

@@ -5,13 +5,14 @@ import json
 import os
 import re
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,15 +30,9 @@ from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from tests._checkpoints import KINDS, make_checkpoint, make_model, randomize
+from tests._checkpoints import full_state, make_checkpoint, plain_model, randomize, sharded_meta_model, stored_tensors
 from tests._dist import run_ranks
-from tests.ranks.test_load import full, last_even_dim, sharded_meta_model
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
-    return {kind: make_checkpoint(kind, root / kind) for kind in KINDS}
+from tests.ranks.test_load import last_even_dim
 
 
 def contents(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -50,8 +45,7 @@ def assert_same_checkpoint(kind: str, saved: Path, original: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         if (original / name).exists():
             assert json.loads((saved / name).read_text()) == json.loads((original / name).read_text()), (kind, name)
-    cls = type(make_model(kind))
-    expected, found = (cls.from_pretrained(folder).state_dict() for folder in (original, saved))
+    expected, found = (plain_model(kind, folder).state_dict() for folder in (original, saved))
     assert list(found) == list(expected)
     assert all(torch.equal(found[key], expected[key]) for key in expected), kind
 
@@ -79,10 +73,6 @@ def test_every_kind_is_saved_as_transformers_saves_it(
 
 
 # ---- other placements, dtypes, layouts ----
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    return {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
 
 
 def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
@@ -141,8 +131,7 @@ def save_what_cannot_be_written_in_place(folder: Path, tmp: Path) -> list[tuple[
         model = sharded_meta_model("llama", folder)
         model._weight_conversions = plain._weight_conversions
         load = load_weights(model, folder)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DTensor, "full_tensor", None)  # no rank but the first may hold a whole tensor
+        with patch.object(DTensor, "full_tensor", None):  # no rank but the first may hold a whole tensor
             report = save_pretrained(model, tmp / f"{name} ours", staging_bytes=2**12)
         found.append((load.converted_bytes, report.gathered_bytes, report.bytes_written))
         with warnings.catch_warnings():
@@ -162,9 +151,9 @@ def test_what_cannot_be_written_in_place_is_gathered_and_counted(tmp_path: Path)
     for name, rows in zip(("doubled", "transposed"), zip(*per_rank, strict=True), strict=True):
         assert [row[1] for row in rows] == [down, down]
         assert rows[0][0] == (down if name == "doubled" else 0)
-        theirs = stored(tmp_path / f"{name} theirs")
+        theirs = stored_tensors(tmp_path / f"{name} theirs")
         for way in ("ours", "flat"):
-            ours = stored(tmp_path / f"{name} {way}")
+            ours = stored_tensors(tmp_path / f"{name} {way}")
             assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], t) for k, t in theirs.items()), name
 
 
@@ -198,12 +187,12 @@ def save_after_a_step(folder: Path, target: Path) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         model(input_ids=tokens)  # gathered again, and not trained on
     save_pretrained(model, target)
-    return {key: full(tensor).detach() for key, tensor in model.state_dict().items()}
+    return full_state(model)
 
 
 def test_a_trained_model_is_saved_with_its_update(folders: dict[str, Path], tmp_path: Path) -> None:
     trained = run_ranks(save_after_a_step, 2, folders["tied"], tmp_path)[0]
-    saved, before = (type(make_model("tied")).from_pretrained(f).state_dict() for f in (tmp_path, folders["tied"]))
+    saved, before = (plain_model("tied", f).state_dict() for f in (tmp_path, folders["tied"]))
     assert all(torch.equal(saved[key], tensor) for key, tensor in trained.items())
     assert not torch.equal(saved["lm_head.weight"], before["lm_head.weight"])
 
@@ -218,14 +207,15 @@ def save_with_fault(folder: Path, target: Path, fault: str) -> str:
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    if fault == "disk full at once" and dist.get_rank() == 0:
-        os.posix_fallocate = full
-    if fault == "disk full on one rank" and dist.get_rank() == 1:
-        os.pwritev = full
     if fault == "another folder":
         target = target / str(dist.get_rank())
         target.mkdir()
-    with pytest.raises(CheckpointError) as caught:
+    broken = {("disk full at once", 0): "posix_fallocate", ("disk full on one rank", 1): "pwritev"}
+    name = broken.get((fault, dist.get_rank()))
+    with (
+        patch.object(os, name, full) if name is not None else nullcontext(),
+        pytest.raises(CheckpointError) as caught,
+    ):
         save_pretrained(model, target)
     return str(caught.value)
 
@@ -251,12 +241,12 @@ def test_faults_are_the_same_error_on_all_ranks_and_leave_an_earlier_save(
         target = tmp_path / "file" / "saved"
     else:
         make_checkpoint("llama", target, seed=5)
-        before = stored(target)
+        before = stored_tensors(target)
     first, second = run_ranks(save_with_fault, 2, folders["llama"], target, fault, timeout_s=60)
     assert re.search(said, first, re.DOTALL), first
     if fault != "another folder":
         assert first == second
-        after = stored(target) if target.is_dir() else {}
+        after = stored_tensors(target) if target.is_dir() else {}
         assert not target.is_dir() or all(torch.equal(after[k], t) for k, t in before.items())
     assert not list(tmp_path.rglob("*.incomplete"))
 

@@ -1,6 +1,8 @@
 """A sharded model computes what the plain one does, and refuses what would hang or be wrong."""
 
 import re
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from transformers import CLIPConfig, CLIPModel
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError, MeshError, WrapPlanError
@@ -17,8 +18,9 @@ from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding import placement
 from hf_fsdp_tools.sharding.describe import describe_sharding
 from hf_fsdp_tools.sharding.shard import shard_model, sharding_of
-from tests._checkpoints import make_model
+from tests._checkpoints import full, make_model
 from tests._dist import run_ranks
+from tests._training import clip_loss, tiny_clip
 
 KINDS = ("llama", "tied", "gpt2", "mixtral", "qwen2_moe")
 
@@ -41,10 +43,6 @@ def _plain_gradients(kind: str, ranks: int) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def _gradients_equal_the_plain_ones(kinds, checkpointing, replicate):
     mesh = ParallelDims(dp_replicate_size=replicate).build_mesh("cpu")
     counts = {}
@@ -65,7 +63,7 @@ def _compare_gradients(model: nn.Module, kind: str) -> int:
     model(input_ids=batch, labels=batch).loss.backward()
     expected = _plain_gradients(kind, dist.get_world_size())
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(_whole(parameter.grad), expected[name], rtol=1e-4, atol=1e-6, msg=f"{kind} {name}")
+        torch.testing.assert_close(full(parameter.grad), expected[name], rtol=1e-4, atol=1e-6, msg=f"{kind} {name}")
     return len(expected)
 
 
@@ -77,11 +75,10 @@ def test_gradients_equal_the_plain_ones(ranks, checkpointing):
 
 
 def _inference_first(kinds, other_dims):
-    if other_dims:
-        placement._MOST_PADDING_BYTES = 0
     for kind in kinds:
         model, plain = _model(kind), _model(kind)
-        shard_model(model, make_wrap_plan(model), mesh=ParallelDims().build_mesh("cpu"))
+        with patch.object(placement, "_MOST_PADDING_BYTES", 0) if other_dims else nullcontext():
+            shard_model(model, make_wrap_plan(model), mesh=ParallelDims().build_mesh("cpu"))
         assert any(p.placements[0].dim for p in model.parameters()) == other_dims
         batch = _batches(dist.get_world_size())[dist.get_rank()]
         with torch.inference_mode():
@@ -99,29 +96,12 @@ def test_hsdp_gradients_equal_the_plain_ones():
     run_ranks(_gradients_equal_the_plain_ones, 4, ("llama",), False, 2)
 
 
-def _clip(seed: int) -> CLIPModel:
-    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = CLIPConfig(
-        text_config=tower | {"vocab_size": 31, "max_position_embeddings": 12, "eos_token_id": 2},
-        vision_config=tower | {"image_size": 8, "patch_size": 4},
-        projection_dim=8,
-    )
-    torch.manual_seed(seed)
-    return CLIPModel(config).eval()
-
-
 def _scalar_parameters_are_averaged(with_hook):
-    def loss(model, rank):
-        generator = torch.Generator().manual_seed(rank)
-        ids = torch.randint(3, 31, (2, 6), generator=generator)
-        pixels = torch.randn(2, 3, 8, 8, generator=generator)
-        return model(input_ids=ids, pixel_values=pixels, return_loss=True).loss
-
-    plain = _clip(0)
+    plain = tiny_clip()
     for _ in range(2):  # two micro-batches: averaging must not be undone by accumulation
         for rank in range(2):
-            (loss(plain, rank) / 2).backward()
-    model = _clip(0)
+            (clip_loss(plain, rank) / 2).backward()
+    model = tiny_clip()
     plan = make_wrap_plan(model)
     assert plan.replicated == ("logit_scale",)
     seen = []
@@ -129,7 +109,7 @@ def _scalar_parameters_are_averaged(with_hook):
         model.logit_scale.register_post_accumulate_grad_hook(seen.append)
     shard_model(model, plan, mesh=ParallelDims().build_mesh("cpu"))
     for _ in range(2):
-        loss(model, dist.get_rank()).backward()
+        clip_loss(model, dist.get_rank()).backward()
     assert len(seen) == 2 * with_hook
     torch.testing.assert_close(model.logit_scale.grad, plain.logit_scale.grad)
     return float(model.logit_scale.grad)

@@ -2,27 +2,28 @@
 split."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate import Accelerator, ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState
+from accelerate import ParallelismConfig
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_fsdp_tools import (
     ConfigError,
-    FSDPTrainerMixin,
     HybridFSDPPlugin,
     HybridPolicy,
     ParallelDims,
@@ -30,76 +31,36 @@ from hf_fsdp_tools import (
     describe_sharding,
     from_pretrained,
     load_weights,
-    make_accelerator,
     make_wrap_plan,
     shard_model,
     sharding_of,
 )
 from hf_fsdp_tools.distributed.mesh import backends, local_device
 from hf_fsdp_tools.integrations.accelerator import adopt
-from tests._checkpoints import make_checkpoint
-from tests._dist import run_ranks
+from tests._checkpoints import full
+from tests._dist import run_cases, run_ranks
+from tests._training import (
+    ShardedTrainer,
+    apart,
+    arguments,
+    batches_of,
+    full_gradients,
+    full_parameters,
+    logged,
+    make_rows,
+    new_accelerator,
+    on_device,
+    train,
+)
 
 STEPS, ROWS = 10, 2  # optimizer steps, and rows of one micro-batch
 CLIP = 0.5
 BF16 = torch.bfloat16
 
+in_order = partial(arguments, train_sampling_strategy="sequential", optim="adamw_torch")
 same = partial(torch.testing.assert_close, rtol=0, atol=0)
 # fp32: ranks add the same numbers in another order; ten AdamW steps make about 1e-5 of it (measured: 2e-6).
 close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
-
-
-def _rows(count: int, *, ragged: bool = False) -> list[dict[str, torch.Tensor]]:
-    """Rows of six words, soon learned; ragged ones train on 1 to 11 of their tokens."""
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(3, 9, (count, 12), generator=generator)
-    labels = ids.clone()
-    if ragged:
-        for row, kept in zip(labels, torch.randint(2, 13, (count,), generator=generator), strict=True):
-            row[int(kept) :] = -100
-    return [{"input_ids": i, "labels": row} for i, row in zip(ids, labels, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    return {kind: make_checkpoint(kind, folder / kind) for kind in ("llama", "tied", "qwen2_moe")}
-
-
-def _on_device(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {key: value.to(local_device()) for key, value in batch.items()}
-
-
-def _accelerator(**settings: Any) -> Accelerator:
-    """An Accelerator as in a new process: its state is shared by all of a process, which goes through several here."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    return make_accelerator(cpu=local_device().type == "cpu", **settings)
-
-
-class ShardedTrainer(FSDPTrainerMixin, Trainer):
-    pass
-
-
-def _arguments(folder: Path, **settings: Any) -> TrainingArguments:
-    defaults = {
-        "max_steps": STEPS, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": CLIP,
-        "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "optim": "adamw_torch",
-        "train_sampling_strategy": "sequential", "per_device_train_batch_size": ROWS,
-        "use_cpu": local_device().type == "cpu", "dataloader_pin_memory": False,
-    }  # fmt: skip
-    return TrainingArguments(output_dir=str(folder), **{**defaults, **settings})
-
-
-def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    values = ((name, parameter.detach()) for name, parameter in model.named_parameters())
-    return {name: (v.full_tensor() if isinstance(v, DTensor) else v).float().cpu().clone() for name, v in values}
-
-
-def _apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest difference between two models' weights."""
-    assert found.keys() == expected.keys()
-    return max((found[name] - expected[name]).abs().max().item() for name in expected)
 
 
 # ---- ten steps, in every precision ----
@@ -118,11 +79,11 @@ def _by_hand(folder: Path, ranks: int, masters: torch.dtype, compute: torch.dtyp
     optimizer = torch.optim.AdamW(copies, lr=1e-2, weight_decay=0.0)
     names = [name for name, _ in model.named_parameters()]
     losses, first = [], {}
-    loader = iter(DataLoader(_rows(STEPS * ranks * ROWS), batch_size=ROWS))
+    loader = iter(DataLoader(make_rows(STEPS * ranks * ROWS), batch_size=ROWS))
     while parts := list(islice(loader, ranks)):
         mean, total = [torch.zeros_like(p, dtype=torch.float32) for p in copies], 0.0
         for batch in parts:
-            loss = model(**_on_device(batch)).loss
+            loss = model(**on_device(batch)).loss
             for sum_, gradient in zip(mean, torch.autograd.grad(loss, list(model.parameters())), strict=True):
                 sum_ += gradient.float() / ranks
             total += loss.item() / ranks
@@ -147,11 +108,11 @@ PRECISIONS = {  # Accelerate's mixed precision, the dtype asked of from_pretrain
 
 
 def _loop(folder: Path, mixed: str = "no", dtype: torch.dtype | None = None, mesh: Any = None, **settings: Any) -> Run:
-    accelerator = _accelerator(mixed_precision=mixed, **settings)
+    accelerator = new_accelerator(mixed_precision=mixed, **settings)
     model = from_pretrained(folder, accelerator=accelerator, dtype=dtype, mesh=mesh)
     assert sharding_of(model).mp_policy.reduce_dtype == torch.float32
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    loader = DataLoader(_rows(STEPS * dist.get_world_size() * ROWS), batch_size=ROWS)
+    loader = DataLoader(make_rows(STEPS * dist.get_world_size() * ROWS), batch_size=ROWS)
     model, optimizer, loader = accelerator.prepare(model.train(), optimizer, loader)
     losses, first = [], {}
     for batch in loader:
@@ -162,38 +123,36 @@ def _loop(folder: Path, mixed: str = "no", dtype: torch.dtype | None = None, mes
         optimizer.step()
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
-        first = first or _whole(model)
-    return losses, first, _whole(model)
+        first = first or full_parameters(model)
+    return losses, first, full_parameters(model)
 
 
 def _trainer(folder: Path, out: Path, mixed: str, dtype: torch.dtype | None) -> tuple[list[float], dict]:
-    model = from_pretrained(folder, accelerator=_accelerator(mixed_precision=mixed), dtype=dtype)
-    args = _arguments(out, bf16=mixed == "bf16")
-    trainer = ShardedTrainer(model=model, args=args, train_dataset=_rows(STEPS * dist.get_world_size() * ROWS))
+    model = from_pretrained(folder, accelerator=new_accelerator(mixed_precision=mixed), dtype=dtype)
+    args = in_order(out, bf16=mixed == "bf16")
+    trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(STEPS * dist.get_world_size() * ROWS))
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], _whole(trainer.model)
+    return logged(trainer), full_parameters(trainer.model)
 
 
-def _both_hosts(folder, out):
-    return {
-        name: (_loop(folder, mixed, dtype), _trainer(folder, out, mixed, dtype))
-        for name, (mixed, dtype, *_) in PRECISIONS.items()
-    }
+def _both_hosts(mixed: str, dtype: torch.dtype | None, folder: Path, out: Path) -> Any:
+    return _loop(folder, mixed, dtype), _trainer(folder, out, mixed, dtype)
 
 
-def test_ten_steps_under_both_hosts_equal_one_process_in_every_precision(checkpoints, tmp_path):
-    by_hand = {name: _by_hand(checkpoints["llama"], 2, *dtypes) for name, (_, _, *dtypes) in PRECISIONS.items()}
+def test_ten_steps_under_both_hosts_equal_one_process_in_every_precision(folders, tmp_path):
+    by_hand = {name: _by_hand(folders["llama"], 2, *dtypes) for name, (_, _, *dtypes) in PRECISIONS.items()}
     exact, *_ = by_hand["fp32"]
     assert exact[-1] < exact[0] - 0.05, "the run learns, so a wrong gradient would show"
-    for found in run_ranks(_both_hosts, 2, checkpoints["llama"], tmp_path):
+    cases = {name: partial(_both_hosts, mixed, dtype) for name, (mixed, dtype, *_) in PRECISIONS.items()}
+    for found in run_ranks(run_cases, 2, cases, folders["llama"], tmp_path):
         for name, (losses, first, weights) in by_hand.items():
             loop, trainer = found[name]
             same(torch.tensor(trainer[0]), torch.tensor(loop[0]))
-            assert _apart(trainer[1], loop[2]) == 0, "both hosts, to the last bit"
+            assert apart(trainer[1], loop[2]) == 0, "both hosts, to the last bit"
             if name == "fp32":
                 # The same numbers added in another order, over ten AdamW steps (measured: 5e-6).
                 close(torch.tensor(loop[0]), torch.tensor(losses))
-                assert _apart(loop[2], weights) < 5e-5
+                assert apart(loop[2], weights) < 5e-5
                 continue
             # One step: fp32 masters agree to the last bit or two; bf16 ones to one rounding of the weight and of the
             # step (1e-2), as the clip's coefficient may round to its neighbour. From then on a weight may round to its
@@ -206,89 +165,81 @@ def test_ten_steps_under_both_hosts_equal_one_process_in_every_precision(checkpo
             torch.testing.assert_close(torch.tensor(loop[0]), torch.tensor(exact), rtol=5e-3, atol=0)
 
 
-def _fp16(folder):
+def fp16_without_a_scaler(folder: Path) -> None:
+    if local_device().type != "cpu":
+        return
+    accelerator = new_accelerator(mixed_precision="fp16")
+    with pytest.raises(ConfigError, match=r"fp16.*needs a scaled loss.*not for cpu.*Use 'bf16'"):
+        accelerator.prepare(from_pretrained(folder, accelerator=accelerator))
+    accelerator.prepare(from_pretrained(folder, accelerator=accelerator).requires_grad_(False))  # evaluation is fine
+
+
+def fp16_with_a_scaler(folder: Path) -> list[float]:
+    accelerator = new_accelerator(mixed_precision="fp16")
     if local_device().type == "cpu":
-        accelerator = _accelerator(mixed_precision="fp16")
-        model = from_pretrained(folder, accelerator=accelerator)
-        with pytest.raises(ConfigError, match=r"fp16.*needs a scaled loss.*not for cpu.*Use 'bf16'"):
-            accelerator.prepare(model)
-        accelerator.prepare(
-            from_pretrained(folder, accelerator=accelerator).requires_grad_(False)
-        )  # evaluation is fine
         accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu"), True  # what Accelerate has on GPUs
         adopt(accelerator, sync_each_batch=True)
-    else:
-        accelerator = _accelerator(mixed_precision="fp16")
-    policy = HybridPolicy(replicate=("model.norm",))
-    model = from_pretrained(folder, accelerator=accelerator, policy=policy)
+    model = from_pretrained(folder, accelerator=accelerator, policy=HybridPolicy(replicate=("model.norm",)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     model, optimizer = accelerator.prepare(model.train(), optimizer)
-    losses = []
-    for batch in DataLoader(_rows(STEPS * 2 * ROWS), batch_size=2 * ROWS):
-        part = slice(dist.get_rank() * ROWS, (dist.get_rank() + 1) * ROWS)
-        loss = model(**_on_device({key: value[part] for key, value in batch.items()})).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    part = slice(dist.get_rank() * ROWS, (dist.get_rank() + 1) * ROWS)
+    batches = [{k: v[part] for k, v in batch.items()} for batch in batches_of(make_rows(STEPS * 2 * ROWS), 2 * ROWS)]
+    losses = train(model, optimizer, batches, accelerator=accelerator, clip=CLIP)
     assert not optimizer.step_was_skipped and accelerator.scaler.get_scale() == 2.0**16
     # one rank alone overflows: all skip the step, and all scale less
-    before = _whole(model)
-    (model(**_on_device(batch)).loss * (float("inf") if dist.get_rank() == 0 else 1.0)).backward()
+    before = full_parameters(model)
+    (model(**batches[-1]).loss * (float("inf") if dist.get_rank() == 0 else 1.0)).backward()
     accelerator.clip_grad_norm_(model.parameters(), CLIP)
     optimizer.step()
-    assert (
-        optimizer.step_was_skipped and accelerator.scaler.get_scale() == 2.0**15 and _apart(_whole(model), before) == 0
-    )
+    assert optimizer.step_was_skipped and accelerator.scaler.get_scale() == 2.0**15
+    assert apart(full_parameters(model), before) == 0
     return losses
 
 
-def test_fp16_scales_the_loss_where_a_scaler_is_and_is_refused_where_none_is(checkpoints):
-    expected, *_ = _by_hand(checkpoints["llama"], 2, torch.float32, torch.float32)
-    for losses in run_ranks(_fp16, 2, checkpoints["llama"]):
+def test_fp16_scales_the_loss_where_a_scaler_is_and_is_refused_where_none_is(folders):
+    expected, *_ = _by_hand(folders["llama"], 2, torch.float32, torch.float32)
+    for found in run_ranks(run_cases, 2, [fp16_without_a_scaler, fp16_with_a_scaler], folders["llama"]):
         # fp16 keeps 11 bits where fp32 keeps 24, over ten AdamW steps (measured: 1e-3).
-        torch.testing.assert_close(losses, expected, rtol=5e-3, atol=0)
+        torch.testing.assert_close(found["fp16 with a scaler"], expected, rtol=5e-3, atol=0)
 
 
 # ---- clipping: one norm over plain and sharded parameters ----
 
 
-def _clipping(folder, out):
-    policy = HybridPolicy(replicate=("model.norm", "model.layers.0.input_layernorm"))
-    accelerator = _accelerator(fsdp_plugin=HybridFSDPPlugin(policy=policy))
-    rows = _rows(4 * ROWS)
-    mine = next(iter(DataLoader(rows[dist.get_rank() * ROWS :], batch_size=ROWS)))
-    found = {}
-    for name in ("mixed", "offloaded"):
-        offload = CPUOffloadPolicy() if name == "offloaded" else None
-        model = from_pretrained(folder, accelerator=accelerator, policy=policy, offload_policy=offload)
-        assert sum(not isinstance(p, DTensor) for p in model.parameters()) == 2
-        model = accelerator.prepare(model.train())
-        accelerator.backward(model(**_on_device(mine)).loss)
-        norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
-        assert type(norm) is torch.Tensor
-        gradients = {key: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for key, p in _named(model)}
-        found[name] = norm.item(), {key: gradient.cpu() for key, gradient in gradients.items()}
-    args = _arguments(out, max_steps=1)
-    _accelerator(fsdp_plugin=HybridFSDPPlugin(policy=policy))
-    trainer = ShardedTrainer(model=AutoModelForCausalLM.from_pretrained(folder), args=args, train_dataset=rows)
+CLIPPED = HybridPolicy(replicate=("model.norm", "model.layers.0.input_layernorm"))
+
+
+def _clipping(offload: bool, folder: Path, out: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """The norm, and every gradient after it was clipped."""
+    accelerator = new_accelerator(fsdp_plugin=HybridFSDPPlugin(policy=CLIPPED))
+    policy = CPUOffloadPolicy() if offload else None
+    model = from_pretrained(folder, accelerator=accelerator, policy=CLIPPED, offload_policy=policy)
+    assert sum(not isinstance(p, DTensor) for p in model.parameters()) == 2
+    model = accelerator.prepare(model.train())
+    accelerator.backward(model(**batches_of(make_rows(4 * ROWS)[dist.get_rank() * ROWS :], ROWS)[0]).loss)
+    norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+    assert type(norm) is torch.Tensor
+    return norm.item(), full_gradients(model)
+
+
+def _clipping_by_the_trainer(folder: Path, out: Path) -> float:
+    args = in_order(out, max_steps=1)
+    new_accelerator(fsdp_plugin=HybridFSDPPlugin(policy=CLIPPED))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(4 * ROWS))
     trainer.train()
     assert sum(not isinstance(p, DTensor) for p in trainer.model.parameters()) == 2
-    found["Trainer"] = next(float(e["grad_norm"]) for e in trainer.state.log_history if "grad_norm" in e)
-    return found
+    return float(logged(trainer, "grad_norm")[0])
 
 
-def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.grad is not None]
-
-
-def test_complaint_25_clipping_takes_one_norm_over_plain_and_sharded_gradients(checkpoints, tmp_path):
-    plain = AutoModelForCausalLM.from_pretrained(checkpoints["llama"]).train()
-    plain(**next(iter(DataLoader(_rows(2 * ROWS), batch_size=2 * ROWS)))).loss.backward()
+def test_complaint_25_clipping_takes_one_norm_over_plain_and_sharded_gradients(folders, tmp_path):
+    plain = AutoModelForCausalLM.from_pretrained(folders["llama"]).train()
+    plain(**batches_of(make_rows(2 * ROWS), 2 * ROWS)[0]).loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP).item()
     assert norm > CLIP, "there is something to clip"
-    for found in run_ranks(_clipping, 2, checkpoints["llama"], tmp_path):
+    cases = {"mixed": partial(_clipping, False), "offloaded": partial(_clipping, True)}
+    cases["Trainer"] = _clipping_by_the_trainer
+    for found in run_ranks(run_cases, 2, cases, folders["llama"], tmp_path):
         assert found["Trainer"] == pytest.approx(norm, rel=1e-4)
         for name in ("mixed", "offloaded"):
             assert found[name][0] == pytest.approx(norm, rel=1e-5)
@@ -301,60 +252,60 @@ def test_complaint_25_clipping_takes_one_norm_over_plain_and_sharded_gradients(c
 # ---- accumulation ----
 
 
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {key: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).cpu() for key, p in _named(model)}
+SPLITS = ([[4], [4]], [[1, 3], [2, 2]], [[1, 1, 1], [1, 2, 2]])
+"""Rows of each micro-batch of each rank."""
 
 
-def _splits(folder, out):
-    """The gradients of the same 8 ragged rows in a loop, and the weights after one step of the Trainer, split three
-    ways."""
-    rank, rows = dist.get_rank(), _rows(8, ragged=True)
-    accelerator = _accelerator()
-    loop = {}
-    for split in ([[4], [4]], [[1, 3], [2, 2]], [[1, 1, 1], [1, 2, 2]]):  # rows of each micro-batch of each rank
-        model = accelerator.prepare(from_pretrained(folder, accelerator=accelerator).train())
-        mine = rows[: sum(split[0])] if rank == 0 else rows[sum(split[0]) :]
-        batches, start = [], 0
-        for size in split[rank]:
-            batches.append(_on_device(next(iter(DataLoader(mine[start : start + size], batch_size=size)))))
-            start += size
-        trained_tokens = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
-        items = accelerator.reduce(trained_tokens.float(), "mean")
-        losses = []
-        for batch in batches:
-            loss = model(**batch, num_items_in_batch=items).loss
-            accelerator.backward(loss)
-            losses.append(loss.detach())
-        loop[str(split)] = accelerator.reduce(torch.stack(losses).sum(), "mean").item(), _gradients(model)
-    trained = {}
-    for size, steps in ((4, 1), (2, 2), (1, 4)):
-        args = _arguments(
-            out, max_steps=1, max_grad_norm=0, optim="sgd", learning_rate=1.0, weight_decay=0.0,
-            per_device_train_batch_size=size, gradient_accumulation_steps=steps,
-        )  # fmt: skip
-        accelerator = _accelerator()
-        trainer = ShardedTrainer(model=from_pretrained(folder, accelerator=accelerator), args=args, train_dataset=rows)
-        trainer.train()
-        trained[size] = _whole(trainer.model)
-    return loop, trained
+def _split_in_a_loop(split: list[list[int]], folder: Path, out: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """The mean loss and the gradients of 8 ragged rows."""
+    rank, rows = dist.get_rank(), make_rows(8, ragged=True)
+    accelerator = new_accelerator()
+    model = accelerator.prepare(from_pretrained(folder, accelerator=accelerator).train())
+    mine = rows[: sum(split[0])] if rank == 0 else rows[sum(split[0]) :]
+    batches, start = [], 0
+    for size in split[rank]:
+        batches.append(batches_of(mine[start : start + size], size)[0])
+        start += size
+    trained_tokens = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+    items = accelerator.reduce(trained_tokens.float(), "mean")
+    losses = []
+    for batch in batches:
+        loss = model(**batch, num_items_in_batch=items).loss
+        accelerator.backward(loss)
+        losses.append(loss.detach())
+    return accelerator.reduce(torch.stack(losses).sum(), "mean").item(), full_gradients(model)
 
 
-def test_complaint_29_the_same_tokens_split_otherwise_give_the_same_gradients(checkpoints, tmp_path):
-    plain = AutoModelForCausalLM.from_pretrained(checkpoints["llama"]).train()
-    start = _whole(plain)
-    loss = plain(**next(iter(DataLoader(_rows(8, ragged=True), batch_size=8)))).loss
+def _split_by_the_trainer(size: int, steps: int, folder: Path, out: Path) -> dict[str, torch.Tensor]:
+    """The weights after one step on the same rows."""
+    args = in_order(
+        out, max_steps=1, max_grad_norm=0, optim="sgd", learning_rate=1.0, weight_decay=0.0,
+        per_device_train_batch_size=size, gradient_accumulation_steps=steps,
+    )  # fmt: skip
+    model = from_pretrained(folder, accelerator=new_accelerator())
+    trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(8, ragged=True))
+    trainer.train()
+    return full_parameters(trainer.model)
+
+
+def test_complaint_29_the_same_tokens_split_otherwise_give_the_same_gradients(folders, tmp_path):
+    plain = AutoModelForCausalLM.from_pretrained(folders["llama"]).train()
+    start = full_parameters(plain)
+    loss = plain(**batches_of(make_rows(8, ragged=True), 8)[0]).loss
     loss.backward()
-    for loop, trained in run_ranks(_splits, 2, checkpoints["llama"], tmp_path):
-        for split, (mean, gradients) in loop.items():
-            assert mean == pytest.approx(loss.item(), rel=1e-6), split
+    in_a_loop = {f"loop {split}": partial(_split_in_a_loop, split) for split in SPLITS}
+    by_the_trainer = {f"Trainer {size}": partial(_split_by_the_trainer, size, 4 // size) for size in (4, 2, 1)}
+    for found in run_ranks(run_cases, 2, in_a_loop | by_the_trainer, folders["llama"], tmp_path):
+        for name in in_a_loop:
+            mean, gradients = found[name]
+            assert mean == pytest.approx(loss.item(), rel=1e-6), name
             for key, parameter in plain.named_parameters():
-                torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-4, atol=1e-7, msg=f"{split} {key}")
-        for size, weights in trained.items():
+                torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-4, atol=1e-7, msg=f"{name} {key}")
+        for name in by_the_trainer:
             for key, parameter in plain.named_parameters():
-                step = (
-                    start[key] - weights[key]
-                )  # a step of 1 by SGD is the gradient, rounded at the size of the weight
-                torch.testing.assert_close(step, parameter.grad, rtol=1e-4, atol=2e-7, msg=f"{size} {key}")
+                # a step of 1 by SGD is the gradient, rounded at the size of the weight
+                step = start[key] - found[name][key]
+                torch.testing.assert_close(step, parameter.grad, rtol=1e-4, atol=2e-7, msg=f"{name} {key}")
 
 
 def _kept(model: nn.Module) -> tuple[int, int]:
@@ -378,214 +329,247 @@ class _Watch(TrainerCallback):
         self.kept = _kept(model)
 
 
-def _between_micro_batches(folder, out):
-    rows = _rows(8 * ROWS)
-    batch = _on_device(next(iter(DataLoader(rows, batch_size=ROWS))))
-    found = {}
-    settings = {
-        "default": {"gradient_accumulation_steps": 2},
-        "asked": {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)},
+def _between_micro_batches(settings: dict[str, Any], folder: Path, out: Path) -> tuple[Any, ...]:
+    """What is kept after one of two micro-batches, after both, and the gradients then."""
+    batch = batches_of(make_rows(ROWS), ROWS)[0]
+    accelerator = new_accelerator(mixed_precision="bf16", **settings)
+    model = accelerator.prepare(from_pretrained(folder, accelerator=accelerator).train())
+    kept = []
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+        kept.append(_kept(model))
+    return *kept, full_gradients(model)
+
+
+def _between_micro_batches_of_the_trainer(config: dict[str, Any], folder: Path, out: Path) -> tuple[int, int]:
+    args = in_order(out, max_steps=1, gradient_accumulation_steps=2, accelerator_config=config)
+    watch = _Watch()
+    model = from_pretrained(folder, accelerator=new_accelerator())
+    ShardedTrainer(model=model, args=args, train_dataset=make_rows(8 * ROWS), callbacks=[watch]).train()
+    return watch.kept
+
+
+def test_complaint_30_no_whole_gradients_are_kept_between_micro_batches_unless_asked(folders, tmp_path):
+    count = AutoModelForCausalLM.from_pretrained(folders["llama"]).num_parameters()
+    cases = {
+        "default": partial(_between_micro_batches, {"gradient_accumulation_steps": 2}),
+        "asked": partial(
+            _between_micro_batches, {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)}
+        ),
+        "Trainer": partial(_between_micro_batches_of_the_trainer, {}),
+        "Trainer asked": partial(
+            _between_micro_batches_of_the_trainer, {"gradient_accumulation_kwargs": {"sync_each_batch": False}}
+        ),
     }
-    for name, setting in settings.items():
-        accelerator = _accelerator(mixed_precision="bf16", **setting)
-        model = accelerator.prepare(from_pretrained(folder, accelerator=accelerator).train())
-        with accelerator.accumulate(model):
-            accelerator.backward(model(**batch).loss)
-        found[name] = _kept(model)
-        with accelerator.accumulate(model):
-            accelerator.backward(model(**batch).loss)
-        found[f"{name} at the end"] = _kept(model)
-        found[f"{name} gradients"] = _gradients(model)
-    for name, asked in (("Trainer", None), ("Trainer asked", {"sync_each_batch": False})):
-        config = {"gradient_accumulation_kwargs": asked} if asked else {}
-        args = _arguments(out, max_steps=1, gradient_accumulation_steps=2, accelerator_config=config)
-        watch = _Watch()
-        model = from_pretrained(folder, accelerator=_accelerator())
-        ShardedTrainer(model=model, args=args, train_dataset=rows, callbacks=[watch]).train()
-        found[name] = watch.kept
-    return found
-
-
-def test_complaint_30_no_whole_gradients_are_kept_between_micro_batches_unless_asked(checkpoints, tmp_path):
-    count = AutoModelForCausalLM.from_pretrained(checkpoints["llama"]).num_parameters()
-    first, second = run_ranks(_between_micro_batches, 2, checkpoints["llama"], tmp_path)
-    for name in ("default", "default at the end", "asked at the end", "Trainer"):
-        assert first[name][0] == second[name][0] == 0, name
-        assert first[name][1] + second[name][1] == count, f"{name}: every gradient, in shards"
-    for name in ("asked", "Trainer asked"):
-        assert first[name] == second[name] == (count, 0), f"{name}: each rank keeps all of them whole"
-    for key, gradient in first["asked gradients"].items():
+    first, second = run_ranks(run_cases, 2, cases, folders["llama"], tmp_path)
+    for name, one, other in (
+        ("default", first["default"][0], second["default"][0]),
+        ("default at the end", first["default"][1], second["default"][1]),
+        ("asked at the end", first["asked"][1], second["asked"][1]),
+        ("Trainer", first["Trainer"], second["Trainer"]),
+    ):
+        assert one[0] == other[0] == 0, name
+        assert one[1] + other[1] == count, f"{name}: every gradient, in shards"
+    assert first["asked"][0] == second["asked"][0] == (count, 0), "each rank keeps all of them whole"
+    assert first["Trainer asked"] == second["Trainer asked"] == (count, 0), "by the Trainer too"
+    for key, gradient in first["asked"][2].items():
         # Averaged twice and added in fp32, or added in fp32 and averaged once.
-        torch.testing.assert_close(first["default gradients"][key], gradient, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(first["default"][2][key], gradient, rtol=1e-5, atol=1e-7)
 
 
 # ---- activation checkpointing and compilation ----
 
 
-class _Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+def _calls(model: nn.Module) -> list[int]:
+    """Grows whenever the first block's attention runs."""
+    calls: list[int] = []
+    model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
+    return calls
 
 
-def _checkpointed(folder, out):
-    messages = _Messages()
-    logging.getLogger("transformers").addHandler(messages)
-    found = {}
-    batch = _on_device(next(iter(DataLoader(_rows(4 * ROWS)[dist.get_rank() * ROWS :], batch_size=ROWS))))
-    for name, on in (("off", False), ("plugin", True)):
-        accelerator = _accelerator(fsdp_plugin=HybridFSDPPlugin(activation_checkpointing=on))
-        model = from_pretrained(folder, accelerator=accelerator).train()
-        calls = []
-        model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        model = accelerator.prepare(model)
-        assert model.config.use_cache is False, "a model that is trained keeps no cache"
-        output = model(**batch)
+@contextmanager
+def _no_word_about_a_cache() -> Iterator[None]:
+    """What transformers would warn of once for each layer."""
+    handler = Mock(level=logging.WARNING)
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    texts = [call.args[0].getMessage() for call in handler.handle.call_args_list]
+    assert not [text for text in texts if "cache" in text.lower()], texts
+
+
+def _checkpointed_in_a_loop(on: bool, folder: Path, out: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    accelerator = new_accelerator(fsdp_plugin=HybridFSDPPlugin(activation_checkpointing=on))
+    model = from_pretrained(folder, accelerator=accelerator).train()
+    calls = _calls(model)
+    model = accelerator.prepare(model)
+    assert model.config.use_cache is False, "a model that is trained keeps no cache"
+    with _no_word_about_a_cache():
+        output = model(**batches_of(make_rows(4 * ROWS)[dist.get_rank() * ROWS :], ROWS)[0])
         assert output.past_key_values is None
         accelerator.backward(output.loss)
-        found[name] = len(calls), _gradients(model)
-    # the Trainer: its own switch, FSDP's, both, and the reentrant kind
-    rows = _rows(4 * ROWS)
-    for name, fsdp, own in (("Trainer, FSDP's", True, False), ("Trainer, its own", False, True)):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        fsdp_config = {"version": 2, "activation_checkpointing": fsdp}
-        args = _arguments(out, max_steps=1, fsdp="full_shard", fsdp_config=fsdp_config, gradient_checkpointing=own)
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        calls = []
-        model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        trainer = ShardedTrainer(model=model, args=args, train_dataset=rows)
+    return len(calls), full_gradients(model)
+
+
+def _checkpointed_trainer(fsdp: bool, own: bool, folder: Path, out: Path) -> tuple[ShardedTrainer, list[int]]:
+    """By FSDP's switch or by the Trainer's own."""
+    config = {"version": 2, "activation_checkpointing": fsdp}
+    args = in_order(out, max_steps=1, fsdp="full_shard", fsdp_config=config, gradient_checkpointing=own)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    calls = _calls(model)
+    return ShardedTrainer(model=model, args=args, train_dataset=make_rows(4 * ROWS)), calls
+
+
+def _checkpointed_by_the_trainer(fsdp: bool, folder: Path, out: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    with _no_word_about_a_cache():
+        trainer, calls = _checkpointed_trainer(fsdp, not fsdp, folder, out)
         trainer.train()
-        found[name] = len(calls), _whole(trainer.model)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    args = _arguments(out, fsdp="full_shard", fsdp_config=fsdp_config | {"activation_checkpointing": True},
-                      gradient_checkpointing=True)  # fmt: skip
+    return len(calls), full_parameters(trainer.model)
+
+
+def _both_switches(folder: Path, out: Path) -> None:
     with pytest.raises(ValueError, match=r"activation.checkpointing.*can't .*[Uu]se FSDP's activation.checkpointing"):
-        ShardedTrainer(model=AutoModelForCausalLM.from_pretrained(folder), args=args, train_dataset=rows)
-    assert not [text for text in messages.texts if "cache" in text.lower()], messages.texts
-    return found
+        _checkpointed_trainer(True, True, folder, out)
 
 
-def test_complaint_28_activations_are_recomputed_once_by_one_switch(checkpoints, tmp_path):
-    for found in run_ranks(_checkpointed, 2, checkpoints["llama"], tmp_path):
+def test_complaint_28_activations_are_recomputed_once_by_one_switch(folders, tmp_path):
+    cases = {
+        "off": partial(_checkpointed_in_a_loop, False),
+        "plugin": partial(_checkpointed_in_a_loop, True),
+        "Trainer, FSDP's": partial(_checkpointed_by_the_trainer, True),
+        "Trainer, its own": partial(_checkpointed_by_the_trainer, False),
+        "Trainer, both": _both_switches,
+    }
+    for found in run_ranks(run_cases, 2, cases, folders["llama"], tmp_path):
         assert found["off"][0] == 1
         for name in ("plugin", "Trainer, FSDP's", "Trainer, its own"):
             assert found[name][0] == 2, f"{name}: forward, and once more in backward"
         for key, gradient in found["off"][1].items():
             same(found["plugin"][1][key], gradient, msg=key)
-        assert _apart(found["Trainer, FSDP's"][1], found["Trainer, its own"][1]) == 0
+        assert apart(found["Trainer, FSDP's"][1], found["Trainer, its own"][1]) == 0
 
 
-def _compiled(folder, out):
-    torch._dynamo.config.error_on_recompile = False
-    found = {}
-    loader = DataLoader(_rows(3 * 2 * ROWS), batch_size=ROWS)
-    for name, setting in (("eager", {}), ("compiled", {"dynamo_backend": "aot_eager"})):
-        plugin = HybridFSDPPlugin(activation_checkpointing=True)
-        accelerator = _accelerator(fsdp_plugin=plugin, **setting)
-        model = from_pretrained(folder, accelerator=accelerator)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer, batches = accelerator.prepare(model.train(), optimizer, loader)
-        assert (sharding_of(model).compile is not None) == (name == "compiled")
-        losses = []
-        for batch in batches:
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        found[name] = losses
+def _losses_in_a_loop(compiled: bool, folder: Path, out: Path) -> list[float]:
+    settings = {"dynamo_backend": "aot_eager"} if compiled else {}
+    accelerator = new_accelerator(fsdp_plugin=HybridFSDPPlugin(activation_checkpointing=True), **settings)
+    model = from_pretrained(folder, accelerator=accelerator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(make_rows(3 * 2 * ROWS), batch_size=ROWS)
+    model, optimizer, batches = accelerator.prepare(model.train(), optimizer, loader)
+    assert (sharding_of(model).compile is not None) == compiled
+    losses = train(model, optimizer, batches, accelerator=accelerator)
+    if not compiled:
+        return losses
     assert [n for n, m in model.named_modules() if m._compiled_call_impl] == ["model.layers.0", "model.layers.1"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "both layers share one graph"
-    tokens = model.eval().generate(batch["input_ids"][:1, : 3 + dist.get_rank()], max_new_tokens=4, do_sample=False)
+    prompt = batches_of(make_rows(1), 1)[0]["input_ids"][:, : 3 + dist.get_rank()]
+    tokens = model.eval().generate(prompt, max_new_tokens=4, do_sample=False)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "generation is not compiled"
     accelerator.save_model(model, out)
     reopened = AutoModelForCausalLM.from_pretrained(out)
-    assert torch.equal(
-        reopened.generate(batch["input_ids"][:1, : 3 + dist.get_rank()], max_new_tokens=4, do_sample=False), tokens
-    )
+    assert torch.equal(reopened.generate(prompt, max_new_tokens=4, do_sample=False), tokens)
+    return losses
+
+
+def _compiled_as_a_whole(folder: Path, out: Path) -> None:
+    accelerator = new_accelerator(dynamo_backend="aot_eager")
     with pytest.raises(ConfigError, match=r"compiled as a whole.*dynamo_backend"):
         accelerator.prepare(torch.compile(AutoModelForCausalLM.from_pretrained(folder)))
-    # by hand, with options
-    model = from_pretrained(folder, accelerator=_accelerator(), compile={"backend": "eager"})
+
+
+def _compiled_by_hand(folder: Path, out: Path) -> None:
+    model = from_pretrained(folder, accelerator=new_accelerator(), compile={"backend": "eager"})
     assert sharding_of(model).compile == {"backend": "eager"} and "block by block, eager" in describe_sharding(model)
-    # the Trainer's own switch, on a model that was sharded before
-    args = _arguments(out, max_steps=2, torch_compile=True, torch_compile_backend="aot_eager")
-    model = from_pretrained(folder, accelerator=_accelerator())
-    trainer = ShardedTrainer(model=model, args=args, train_dataset=_rows(4 * ROWS))
+
+
+def _compiled_by_the_trainer(folder: Path, out: Path) -> float:
+    """Its own switch, on a model that was sharded before; the loss of the first step."""
+    args = in_order(
+        out,
+        max_steps=2,
+        torch_compile=True,
+        torch_compile_backend="aot_eager",
+        optim="adamw_torch",
+    )
+    model = from_pretrained(folder, accelerator=new_accelerator())
+    trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(4 * ROWS))
     trainer.train()
     assert sharding_of(model).compile["backend"] == "aot_eager"
-    found["Trainer"] = trainer.state.log_history[0]["loss"]
-    return found
+    return logged(trainer)[0]
 
 
-def test_blocks_are_compiled_in_place_and_train_alike(checkpoints, tmp_path):
-    first, second = run_ranks(_compiled, 2, checkpoints["llama"], tmp_path)
-    for found in (first, second):
+def test_blocks_are_compiled_in_place_and_train_alike(folders, tmp_path):
+    cases = {
+        "eager": partial(_losses_in_a_loop, False),
+        "compiled": partial(_losses_in_a_loop, True),
+        "as a whole": _compiled_as_a_whole,
+        "by hand": _compiled_by_hand,
+        "Trainer": _compiled_by_the_trainer,
+    }
+    for found in run_ranks(run_cases, 2, cases, folders["llama"], tmp_path):
         close(torch.tensor(found["compiled"]), torch.tensor(found["eager"]))
-    assert first["Trainer"] == pytest.approx((first["eager"][0] + second["eager"][0]) / 2, rel=1e-4)
+        assert found["Trainer"] == pytest.approx(found["eager"][0], rel=1e-4)
 
 
 # ---- offload, evaluation, generation and callbacks between steps ----
 
 
-def _between_steps(folder, out, offload):
-    """Training that is interrupted by all that reads a model, and training that is not: both go the same way."""
+def _evaluate_and_generate(model: Any, batch: dict[str, torch.Tensor]) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(**batch)
+    seen: list[int] = []
+    hook = model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    _generate(model, batch)
+    hook.remove()
+    assert seen[1] == 1, "generation keeps its cache, though training has none"
+    model.train()
+
+
+def _generate(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Ranks finish at different times."""
     rank = dist.get_rank()
-    found = {}
-    for name in ("quiet", "busy"):
-        accelerator = _accelerator(fsdp_plugin=HybridFSDPPlugin(cpu_offload=offload))
-        model = from_pretrained(folder, accelerator=accelerator)
-        assert isinstance(sharding_of(model).offload_policy, CPUOffloadPolicy) == offload
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-        loader = DataLoader(_rows(STEPS * 2 * ROWS), batch_size=ROWS)
-        model, optimizer, loader = accelerator.prepare(model.train(), optimizer, loader)
-        average = [p.detach().clone() for p in model.parameters()]
-        losses = []
-        for step, batch in enumerate(loader):
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(accelerator.reduce(loss.detach(), "mean").item())
-            for mean, parameter in zip(average, model.parameters(), strict=True):
-                mean.lerp_(parameter.detach(), 0.1)
-            if name == "busy" and step % 4 == 0:
-                model.eval()
-                with torch.no_grad():
-                    model(**batch)
-                seen = []
-                hook = model.model.layers[0].register_forward_pre_hook(
-                    lambda _, args, seen=seen: seen.append(args[0].shape[1])
-                )
-                prompt = batch["input_ids"][:1, : 2 + 3 * rank]  # ranks finish at different times
-                tokens = model.generate(prompt, max_new_tokens=3 + rank, do_sample=False)
-                hook.remove()
-                assert seen[1] == 1, "generation keeps its cache, though training has none"
-                model.train()
-        found[name] = losses, [a.full_tensor() for a in average if isinstance(a, DTensor)], _whole(model)
+    return model.generate(batch["input_ids"][:1, : 2 + 3 * rank], max_new_tokens=3 + rank, do_sample=False)
+
+
+def _ten_steps(busy: bool, offload: bool, folder: Path, out: Path) -> tuple[Any, ...]:
+    """Losses, moving averages and weights; a busy run is interrupted by all that reads a model."""
+    accelerator = new_accelerator(fsdp_plugin=HybridFSDPPlugin(cpu_offload=offload))
+    model = from_pretrained(folder, accelerator=accelerator)
+    assert isinstance(sharding_of(model).offload_policy, CPUOffloadPolicy) == offload
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    loader = DataLoader(make_rows(STEPS * 2 * ROWS), batch_size=ROWS)
+    model, optimizer, loader = accelerator.prepare(model.train(), optimizer, loader)
+    average = [p.detach().clone() for p in model.parameters()]
+    losses = []
+    for step, batch in enumerate(loader):
+        losses += train(model, optimizer, [batch], accelerator=accelerator, clip=CLIP)
+        for mean, parameter in zip(average, model.parameters(), strict=True):
+            mean.lerp_(parameter.detach(), 0.1)
+        if busy and step % 4 == 0:
+            _evaluate_and_generate(model, batch)
+    weights = full_parameters(model)
     accelerator.save_model(model, out)
     reopened = AutoModelForCausalLM.from_pretrained(out).to(local_device())
-    assert _apart(_whole(reopened), found["busy"][2]) == 0
-    model.eval()
-    tokens = model.generate(prompt, max_new_tokens=3 + rank, do_sample=False)
-    assert torch.equal(reopened.generate(prompt, max_new_tokens=3 + rank, do_sample=False), tokens)
-    return found
+    assert apart(full_parameters(reopened), weights) == 0
+    assert torch.equal(_generate(reopened, batch), _generate(model.eval(), batch))
+    return losses, [full(a) for a in average], weights
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_what_reads_a_model_between_steps_changes_nothing(checkpoints, tmp_path, offload):
-    losses, _, weights = _by_hand(checkpoints["tied"], 2, torch.float32, torch.float32)
-    for found in run_ranks(_between_steps, 2, checkpoints["tied"], tmp_path, offload):
+def test_what_reads_a_model_between_steps_changes_nothing(folders, tmp_path, offload):
+    losses, _, weights = _by_hand(folders["tied"], 2, torch.float32, torch.float32)
+    cases = {"quiet": partial(_ten_steps, False), "busy": partial(_ten_steps, True)}
+    for found in run_ranks(run_cases, 2, cases, offload, folders["tied"], tmp_path):
         close(torch.tensor(found["quiet"][0]), torch.tensor(losses))
-        assert _apart(found["quiet"][2], weights) < 5e-5
+        assert apart(found["quiet"][2], weights) < 5e-5
         same(found["busy"][0], found["quiet"][0])
         for mean, quiet in zip(found["busy"][1], found["quiet"][1], strict=True):
             same(mean, quiet)
-        assert _apart(found["busy"][2], found["quiet"][2]) == 0
+        assert apart(found["busy"][2], found["quiet"][2]) == 0
 
 
 # ---- optimizers ----
@@ -593,22 +577,19 @@ def test_what_reads_a_model_between_steps_changes_nothing(checkpoints, tmp_path,
 
 def _optimizers(folder):
     """Weights after three steps of each optimizer, made before or after sharding, with no decay of norms."""
-    batches = list(DataLoader(_rows(3 * 2 * ROWS), batch_size=2 * ROWS))
     part = slice(dist.get_rank() * ROWS, (dist.get_rank() + 1) * ROWS)
+    batches = [{k: v[part] for k, v in batch.items()} for batch in batches_of(make_rows(3 * 2 * ROWS), 2 * ROWS)]
     found = {}
     for name, make in OPTIMIZERS.items():
         for when in ("before", "after"):
-            accelerator = _accelerator()
+            accelerator = new_accelerator()
             if when == "before":
                 model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").to(local_device())
             else:
                 model = from_pretrained(folder, accelerator=accelerator, experts_implementation="eager")
             model, optimizer = accelerator.prepare(model.train(), make(_groups(model)))
-            for batch in batches:
-                accelerator.backward(model(**_on_device({k: v[part] for k, v in batch.items()})).loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            found[name, when] = _whole(model)
+            train(model, optimizer, batches, accelerator=accelerator)
+            found[name, when] = full_parameters(model)
     for kind in (torch.optim.Adafactor, transformers.Adafactor):
         with pytest.raises(ConfigError, match=r"Adafactor of .* cannot step sharded parameters .*AdamW8bit"):
             accelerator.prepare(kind(model.parameters()))
@@ -628,21 +609,17 @@ OPTIMIZERS = {
 }
 
 
-def test_optimizers_made_before_or_after_sharding_step_as_on_one_process(checkpoints):
-    batches = list(DataLoader(_rows(3 * 2 * ROWS), batch_size=2 * ROWS))
+def test_optimizers_made_before_or_after_sharding_step_as_on_one_process(folders):
+    batches = batches_of(make_rows(3 * 2 * ROWS), 2 * ROWS)
     expected = {}
     for name, make in OPTIMIZERS.items():
-        plain = AutoModelForCausalLM.from_pretrained(checkpoints["qwen2_moe"], experts_implementation="eager").train()
-        optimizer = make(_groups(plain))
-        for batch in batches:
-            plain(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        expected[name] = _whole(plain)
-    for found in run_ranks(_optimizers, 2, checkpoints["qwen2_moe"]):
+        plain = AutoModelForCausalLM.from_pretrained(folders["qwen2_moe"], experts_implementation="eager").train()
+        train(plain, make(_groups(plain)), batches)
+        expected[name] = full_parameters(plain)
+    for found in run_ranks(_optimizers, 2, folders["qwen2_moe"]):
         for (name, when), weights in found.items():
             # Three steps in fp32; Adam divides by small numbers (measured: 6e-6, fused 3e-5, SGD 1e-7).
-            assert _apart(weights, expected[name]) < 1e-4, f"{name}, made {when} sharding"
+            assert apart(weights, expected[name]) < 1e-4, f"{name}, made {when} sharding"
 
 
 # ---- replicas, and what would train wrongly ----
@@ -653,42 +630,49 @@ def _replicas(folder, shards):
     if shards > 1:
         return _loop(folder, parallelism_config=config)
     with pytest.raises(ValueError, match=r"no dimension for FSDP to shard across"):  # Accelerate's own words
-        _accelerator(parallelism_config=config)
+        new_accelerator(parallelism_config=config)
     return _loop(folder, mesh=ParallelDims(dp_replicate_size=2).build_mesh(local_device().type))  # replicas alone
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_ten_steps_of_hybrid_sharding_equal_one_process(checkpoints, shards):
-    losses, _, weights = _by_hand(checkpoints["tied"], 2 * shards, torch.float32, torch.float32)
-    for found in run_ranks(_replicas, 2 * shards, checkpoints["tied"], shards):
+def test_ten_steps_of_hybrid_sharding_equal_one_process(folders, shards):
+    losses, _, weights = _by_hand(folders["tied"], 2 * shards, torch.float32, torch.float32)
+    for found in run_ranks(_replicas, 2 * shards, folders["tied"], shards):
         close(torch.tensor(found[0]), torch.tensor(losses))
-        assert _apart(found[2], weights) < 5e-5
+        assert apart(found[2], weights) < 5e-5
 
 
-def _refused(folder):
-    accelerator = _accelerator()
-    mesh = ParallelDims().build_mesh(local_device().type)
+def never_loaded(folder: Path) -> None:
+    accelerator = new_accelerator()
     meta = build_meta_model(folder)
     optimizer = torch.optim.AdamW(meta.parameters())
-    shard_model(meta, make_wrap_plan(meta), mesh=mesh)
+    shard_model(meta, make_wrap_plan(meta), mesh=ParallelDims().build_mesh(local_device().type))
     with pytest.raises(ConfigError, match=r"21 parameters of .* are on meta .*never loaded.*load_weights"):
         accelerator.prepare(meta)
     load_weights(meta, folder)
     with pytest.raises(ConfigError, match=r"21 of the 21 parameters of AdamW belong to no prepared model"):
         accelerator.prepare(meta, optimizer)
+
+
+def a_unit_beside_the_plan(folder: Path) -> None:
+    accelerator = new_accelerator()
     model = from_pretrained(folder, accelerator=accelerator)
+    mesh = ParallelDims().build_mesh(local_device().type)
     model.add_module("extra", fully_shard(nn.Linear(2, 2, device=local_device()), mesh=mesh))
     units = len(sharding_of(model).plan.units)
     with pytest.raises(ConfigError, match=rf"{units + 1} FSDP units and a plan of {units}.*beside the plan"):
         accelerator.prepare(model)
-    whole = AutoModelForCausalLM.from_pretrained(folder)
+
+
+def sharded_in_part(folder: Path) -> None:
+    whole, mesh = AutoModelForCausalLM.from_pretrained(folder), ParallelDims().build_mesh(local_device().type)
     fully_shard(whole.model.layers[0], mesh=mesh)
     with pytest.raises(ConfigError, match=r"sharded already"):
         shard_model(whole, make_wrap_plan(whole), mesh=mesh)
 
 
-def test_models_that_would_train_wrongly_are_refused_on_every_rank(checkpoints):
-    run_ranks(_refused, 2, checkpoints["llama"])
+def test_models_that_would_train_wrongly_are_refused_on_every_rank(folders):
+    run_ranks(run_cases, 2, [never_loaded, a_unit_beside_the_plan, sharded_in_part], folders["llama"])
 
 
 def test_gloo_is_started_beside_the_devices_own_backend():

@@ -13,13 +13,12 @@ from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
     Trainer,
-    TrainingArguments,
 )
 from trl import (
     DPOConfig,
@@ -35,8 +34,9 @@ from trl import (
 )
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator, sharding_of
-from tests._checkpoints import make_checkpoint, make_model
-from tests._dist import run_ranks
+from tests._checkpoints import make_model
+from tests._dist import run_cases, run_ranks
+from tests._training import arguments, logged, num_units
 
 STEPS = 4
 ROWS = STEPS * 4
@@ -88,13 +88,7 @@ TRAINERS = {
 
 def _arguments(task: str, folder: Path, **settings: Any) -> Any:
     _, config, own = TRAINERS[task]
-    defaults = {
-        "max_steps": STEPS, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "max_grad_norm": 0.5,
-        "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "per_device_train_batch_size": 2, "bf16": False, "warmup_steps": 0,
-    }  # fmt: skip
-    return config(output_dir=str(folder), **{**defaults, **own, **settings})
+    return arguments(folder, config, **{"max_steps": STEPS, "learning_rate": 1e-3, "bf16": False, **own, **settings})
 
 
 def _model(task: str, source: Path, accelerator: Any = None) -> Any:
@@ -117,64 +111,56 @@ def _trainer(task: str, model: Any, folder: Path, *, mixed: bool, extra: Any = N
     return kind(model=model, args=args, train_dataset=rows, processing_class=_tokenizer(), **extra)
 
 
-def _losses(trainer: Any) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 def _one_process(task: str, source: Path, folder: Path, extra: Any = None, **settings: Any) -> list[float]:
     model = _model(task, source)
     trainer = _trainer(task, model, folder, mixed=False, extra=extra, per_device_train_batch_size=4, **settings)
     trainer.train()
-    return _losses(trainer)
-
-
-def _units(model: Any) -> int:
-    return len({m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)})
+    return logged(trainer)
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    made = {kind: make_checkpoint(kind, folder / kind) for kind in ("llama", "tied")}
+def checkpoints(folders, tmp_path_factory) -> dict[str, Path]:
     torch.manual_seed(0)
-    scored = AutoModelForSequenceClassification.from_pretrained(made["llama"], num_labels=1)
-    scored.save_pretrained(folder / "reward")
-    return made | {"reward": folder / "reward"}
+    scored = AutoModelForSequenceClassification.from_pretrained(folders["llama"], num_labels=1)
+    scored.save_pretrained(reward := tmp_path_factory.mktemp("reward"))
+    return {"llama": folders["llama"], "tied": folders["tied"], "reward": reward}
 
 
 # ---- the five trainers, a plain model and one of from_pretrained ----
 
+ROUTES = ("plain", "sharded")
 SOURCES = {"sft": "tied", "dpo": "tied", "kto": "llama", "reward": "reward"}
 
 
-def _every_trainer(sources, folder):
-    losses = {}
-    for task, kind in SOURCES.items():
-        for route in ("plain", "sharded"):
-            model = _model(task, sources[kind], make_accelerator(cpu=True) if route == "sharded" else None)
-            trainer = _trainer(task, model, folder / task / route, mixed=True)
-            trainer.train()
-            losses[task, route] = _losses(trainer)
-            plan = sharding_of(trainer.model).plan
-            assert _units(trainer.model) == len(plan.units) > 2
-            if task in ("dpo", "kto"):
-                reference = trainer.ref_model
-                assert sharding_of(reference).plan.digest == plan.digest, "policy and reference have one plan"
-                assert _units(reference) == len(plan.units)
-                assert not any(p.requires_grad for p in reference.parameters()) and not reference.training
-    # a head that is in no file, made by the name of its module: the same on any number of ranks, sharded and trained
+def _one_trainer(task, route, sources, folder):
+    kind = SOURCES[task]
+    model = _model(task, sources[kind], make_accelerator(cpu=True) if route == "sharded" else None)
+    trainer = _trainer(task, model, folder / task / route, mixed=True)
+    trainer.train()
+    plan = sharding_of(trainer.model).plan
+    assert num_units(trainer.model) == len(plan.units) > 2
+    if task in ("dpo", "kto"):
+        reference = trainer.ref_model
+        assert sharding_of(reference).plan.digest == plan.digest, "policy and reference have one plan"
+        assert num_units(reference) == len(plan.units)
+        assert not any(p.requires_grad for p in reference.parameters()) and not reference.training
+    return logged(trainer)
+
+
+def _fresh_head(sources, folder):
+    """In no file, made by the name of its module: the same on any number of ranks, sharded and trained."""
     model = _model("reward", sources["tied"], make_accelerator(cpu=True))
     before = model.score.weight.full_tensor().clone()
-    trainer = _trainer("reward", model, folder / "fresh", mixed=True, max_steps=1)
-    trainer.train()
+    _trainer("reward", model, folder / "fresh", mixed=True, max_steps=1).train()
     assert model.score.weight.requires_grad and not torch.equal(model.score.weight.full_tensor(), before)
-    losses["fresh head"] = before.tolist()
-    return losses
+    return before.tolist()
 
 
 @pytest.fixture(scope="module")
-def sharded(checkpoints, tmp_path_factory) -> list[dict[tuple[str, str], list[float]]]:
-    return run_ranks(_every_trainer, 2, checkpoints, tmp_path_factory.mktemp("trl"), timeout_s=240)
+def sharded(checkpoints, tmp_path_factory) -> list[dict[str, list[float]]]:
+    cases = {f"{task}, {route}": partial(_one_trainer, task, route) for task in SOURCES for route in ROUTES}
+    cases["fresh head"] = _fresh_head
+    return run_ranks(run_cases, 2, cases, checkpoints, tmp_path_factory.mktemp("trl"), timeout_s=240)
 
 
 @pytest.mark.parametrize("task", SOURCES)
@@ -182,64 +168,85 @@ def test_complaint_31_a_trl_trainer_equals_its_own_one_process_run(checkpoints, 
     expected = _one_process(task, checkpoints[SOURCES[task]], tmp_path)
     assert len(expected) == STEPS
     for rank in sharded:
-        close(rank[task, "plain"], expected)
-        close(rank[task, "sharded"], expected)
+        for route in ROUTES:
+            close(rank[f"{task}, {route}"], expected)
         assert rank["fresh head"] == sharded[0]["fresh head"]
 
 
 # ---- reference models ----
 
 
-def _references(sources, folder):
-    """Every way to a reference model; each a short run, by name."""
-    losses = {}
+def _short_run(folder, model, extra=None, **settings):
+    trainer = _trainer("dpo", model, folder / "run", mixed=True, extra=extra, max_steps=2, **settings)
+    trainer.train()
+    return trainer
 
-    def train(name, model, extra=None, **settings):
-        trainer = _trainer("dpo", model, folder / name, mixed=True, extra=extra, max_steps=2, **settings)
-        trainer.train()
-        losses[name] = _losses(trainer)
-        return trainer
 
+def given_sharded(sources, folder):
     accelerator = make_accelerator(cpu=True)
     policy, reference = (_model("dpo", sources["tied"], accelerator) for _ in range(2))
-    trainer = train("given, sharded", policy, {"ref_model": reference})
+    trainer = _short_run(folder, policy, {"ref_model": reference})
     assert trainer.ref_model is reference and sharding_of(reference).plan.digest == sharding_of(policy).plan.digest
-    trainer = train("given, plain", _model("dpo", sources["tied"]), {"ref_model": _model("dpo", sources["tied"])})
-    assert _units(trainer.ref_model) == len(sharding_of(trainer.model).plan.units)
-    # TRL hashes the plain reference, shards it, runs it over the data set, and drops it again
+    with pytest.raises(ConfigError, match=r"precompute_ref_log_probs needs a plain ref_model"):
+        _short_run(folder, policy, {"ref_model": reference}, precompute_ref_log_probs=True)
+    return logged(trainer)
+
+
+def given_plain(sources, folder):
+    reference = _model("dpo", sources["tied"])
+    trainer = _short_run(folder, _model("dpo", sources["tied"]), {"ref_model": reference})
+    assert num_units(trainer.ref_model) == len(sharding_of(trainer.model).plan.units)
+    return logged(trainer)
+
+
+def precomputed(sources, folder):
+    """TRL hashes the plain reference, shards it, runs it over the data set, and drops it again."""
     rows = {"rows": sources["rows"], "precompute_ref_log_probs": True}
-    trainer = train("precomputed", _model("dpo", sources["tied"], accelerator), **rows)
+    trainer = _short_run(folder, _model("dpo", sources["tied"], make_accelerator(cpu=True)), **rows)
     assert trainer.ref_model is None
-    trainer = train(
-        "synced", _model("dpo", sources["tied"], accelerator), sync_ref_model=True, ref_model_sync_steps=1,
-        ref_model_mixup_alpha=1.0,
-    )  # fmt: skip
+    return logged(trainer)
+
+
+def synced(sources, folder):
+    sync = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+    trainer = _short_run(folder, _model("dpo", sources["tied"], make_accelerator(cpu=True)), **sync)
     for mine, theirs in zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True):
         assert torch.equal(mine.to_local(), theirs.to_local()), "the reference follows the policy, shard by shard"
-    torch.manual_seed(0)
-    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    trainer = train("adapter off", _model("dpo", sources["tied"]), {"peft_config": adapter})
-    assert trainer.ref_model is None and _units(trainer.model) == len(sharding_of(trainer.model).plan.units) > 2
+    return logged(trainer)
 
+
+def adapter_off(sources, folder):
+    torch.manual_seed(0)
+    trainer = _short_run(folder, _model("dpo", sources["tied"]), {"peft_config": adapter()})
+    assert trainer.ref_model is None and num_units(trainer.model) == len(sharding_of(trainer.model).plan.units) > 2
+    return logged(trainer)
+
+
+def sharded_as_one_unit(sources, folder):
     alone = fully_shard(_model("dpo", sources["tied"]))
+    model = _model("dpo", sources["tied"], make_accelerator(cpu=True))
     with pytest.raises(ConfigError, match=r"ref_model is sharded as 1 unit.*from_pretrained"):
-        train("one unit", _model("dpo", sources["tied"], accelerator), {"ref_model": alone})
-    with pytest.raises(ConfigError, match=r"precompute_ref_log_probs needs a plain ref_model"):
-        train("hash", policy, {"ref_model": reference}, precompute_ref_log_probs=True)
-    return losses
+        _short_run(folder, model, {"ref_model": alone})
+
+
+def adapter() -> LoraConfig:
+    return LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+REFERENCES = (given_sharded, given_plain, precomputed, synced, adapter_off, sharded_as_one_unit)
 
 
 def test_complaint_31_reference_models_given_loaded_synced_precomputed_or_with_the_adapter_off(checkpoints, tmp_path):
     _rows("dpo").save_to_disk(tmp_path / "rows")  # the cache of precomputed values lies beside it, one for all ranks
-    results = run_ranks(_references, 2, checkpoints | {"rows": tmp_path / "rows"}, tmp_path, timeout_s=240)
+    sources = checkpoints | {"rows": tmp_path / "rows"}
+    results = run_ranks(run_cases, 2, REFERENCES, sources, tmp_path, timeout_s=240)
     expected = _one_process("dpo", checkpoints["tied"], tmp_path / "one", max_steps=2)
     for losses in results:
-        for name in ("given, sharded", "given, plain", "precomputed"):
+        for name in ("given sharded", "given plain", "precomputed"):
             close(losses[name], expected)
         assert losses["synced"][0] == pytest.approx(expected[0]) and losses["synced"][1] != pytest.approx(expected[1])
     torch.manual_seed(0)
-    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    expected = _one_process("dpo", checkpoints["tied"], tmp_path / "lora", {"peft_config": adapter}, max_steps=2)
+    expected = _one_process("dpo", checkpoints["tied"], tmp_path / "lora", {"peft_config": adapter()}, max_steps=2)
     for losses in results:
         close(losses["adapter off"], expected)
 
@@ -260,13 +267,11 @@ class Distiller(FSDPTrainerMixin, Trainer):
 
 
 def _rank_0_reads(sources, folder):
-    args = TrainingArguments(
-        str(folder), max_steps=1, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True
-    )
+    args = arguments(folder, max_steps=1)
     model, teacher, reference = (_model("dpo", sources["tied"]) for _ in range(3))
     row = {"input_ids": torch.arange(3, 15), "labels": torch.arange(3, 15)}
     trainer = Distiller(model, args, train_dataset=[row] * 4, teacher=teacher.bfloat16())
-    assert _units(teacher) > 2 and not _units(model), (
+    assert num_units(teacher) > 2 and not num_units(model), (
         "a teacher is sharded where it is set, the model where it is trained"
     )
     trainer.ref_model = reference
@@ -275,7 +280,9 @@ def _rank_0_reads(sources, folder):
     trainer.look()
     plan = sharding_of(model).plan
     for frozen in (trainer.teacher_model, trainer.ref_model):
-        assert sharding_of(frozen).plan.digest == plan.digest and _units(frozen) == _units(model) == len(plan.units)
+        assert sharding_of(frozen).plan.digest == plan.digest and num_units(frozen) == num_units(model) == len(
+            plan.units
+        )
         assert not any(p.requires_grad for p in frozen.parameters()) and not frozen.training
         with torch.no_grad():
             frozen(row["input_ids"][None])
@@ -313,10 +320,10 @@ def _generate(sources, folder, mixed):
     trainer = _trainer("grpo", model, folder, mixed=mixed, extra=rewards)
     trainer.train()
     if mixed:
-        assert _units(trainer.ref_model) == _units(trainer.model) == len(sharding_of(trainer.model).plan.units)
-        assert _units(trainer.reward_funcs[1]) == len(sharding_of(trainer.reward_funcs[1]).plan.units) > 2
+        assert num_units(trainer.ref_model) == num_units(trainer.model) == len(sharding_of(trainer.model).plan.units)
+        assert num_units(trainer.reward_funcs[1]) == len(sharding_of(trainer.reward_funcs[1]).plan.units) > 2
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    return _losses(trainer), rewards
+    return logged(trainer), rewards
 
 
 def test_grpo_generates_scores_and_trains_on_shards_as_under_ddp(checkpoints, tmp_path):
@@ -338,7 +345,7 @@ def _two_models(sources):
     names = []
     for model in (llama, gpt2):
         model(torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
-        assert _units(model) == len(sharding_of(model).plan.units)
+        assert num_units(model) == len(sharding_of(model).plan.units)
         names.append(str(sharding_of(model).plan))
     return names
 

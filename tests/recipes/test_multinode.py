@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from tests._checkpoints import make_checkpoint
+from tests._training import make_rows, train
 
 STEPS = 4
 # Sharded and plain runs add the same numbers in another order; over four AdamW steps that stays below 1e-5 (measured).
@@ -21,7 +22,7 @@ SCRIPT = """
 import os, sys, torch, torch.distributed as dist
 from torch.utils.data import DataLoader
 from hf_fsdp_tools import CheckpointError, from_pretrained, make_accelerator, save_pretrained
-from tests.recipes.test_multinode import rows
+from tests._training import make_rows
 
 source, shared = sys.argv[1:]
 accelerator = make_accelerator(cpu=True)
@@ -29,7 +30,7 @@ print("WHERE", os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["LOCAL_W
       os.environ["MASTER_ADDR"])
 model = from_pretrained(source, accelerator=accelerator)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-model, optimizer, loader = accelerator.prepare(model.train(), optimizer, DataLoader(rows(), batch_size=2))
+model, optimizer, loader = accelerator.prepare(model.train(), optimizer, DataLoader(make_rows(16), batch_size=2))
 for batch in loader:
     loss = model(**batch).loss
     accelerator.backward(loss)
@@ -52,23 +53,11 @@ os._exit(0)
 """
 
 
-def rows() -> list[dict[str, torch.Tensor]]:
-    ids = torch.randint(3, 9, (STEPS * 4, 12), generator=torch.Generator().manual_seed(2))
-    return [{"input_ids": row, "labels": row} for row in ids]
-
-
 def one_process(folder: Path) -> list[float]:
     model = AutoModelForCausalLM.from_pretrained(folder).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for batch in DataLoader(rows(), batch_size=4):
-        loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(make_rows(STEPS * 4), batch_size=4), clip=0.5
+    )
 
 
 def launch(rank: int, port: int, folder: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -14,6 +14,7 @@ from hf_fsdp_tools.planning.make_plan import STEPS, make_wrap_plan
 from hf_fsdp_tools.planning.rules import check_wrap_plan
 from tests._checkpoints import make_checkpoint, make_model
 from tests._dist import run_ranks
+from tests._training import train
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "extending.md").read_text()
@@ -82,23 +83,13 @@ def test_another_trainer(tmp_path: Path) -> None:
 
     plain = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     begun = {key: tensor.clone() for key, tensor in plain.state_dict().items()}
-    _plain_loop(plain, batches)
+    train(plain.train(), torch.optim.AdamW(plain.parameters(), lr=1e-3), batches, clip=1.0)
     torch.testing.assert_close(trained, dict(plain.state_dict()))
     assert not torch.equal(trained["lm_head.weight"], begun["lm_head.weight"])
 
 
 def _train(folder: Path, out: Path, batches: list[dict[str, torch.Tensor]]) -> None:
     run_section("Another trainer", folder=folder, out=out, batches=batches)
-
-
-def _plain_loop(model: LlamaForCausalLM, batches: list[dict[str, torch.Tensor]]) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model.train()
-    for batch in batches:
-        model(**batch).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def test_every_section_is_run_and_every_name_is_there() -> None:

@@ -2,7 +2,6 @@
 
 import pickle
 import shutil
-import struct
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -89,45 +88,60 @@ def rezipped(source: Path, target: Path, method: int, **changed: bytes) -> Path:
     return target
 
 
-def test_what_is_refused_and_why(tmp_path: Path) -> None:
-    good, marker = tmp_path / "good.bin", tmp_path / "ran"
-    torch.save(state_dict(), good)
-    content = good.read_bytes()
-    files = {
-        name: tmp_path / f"{name}.bin" for name in ("old", "code", "short", "expanded", "number", "list", "sparse")
-    }
-    torch.save(state_dict(), files["old"], _use_new_zipfile_serialization=False)
-    torch.save({"a": torch.ones(2), "b": Runs(marker)}, files["code"])
-    files["short"].write_bytes(content[: len(content) // 2])
-    torch.save({"a": torch.ones(3).expand(4, 3)}, files["expanded"])
-    torch.save({"a": torch.ones(3), "epoch": 3}, files["number"])
-    torch.save([torch.ones(3)], files["list"])
-    torch.save({"a": torch.ones(3, 3).to_sparse()}, files["sparse"])
-    compressed = rezipped(good, tmp_path / "compressed.bin", zipfile.ZIP_DEFLATED)
-    big_endian = rezipped(good, tmp_path / "big.bin", zipfile.ZIP_STORED, byteorder=b"big")
-    text = tmp_path / "text.bin"
-    text.write_text("version https://git-lfs.github.com/spec/v1")
-    (tmp_path / "empty.bin").write_bytes(b"")
-    raw_pickle = tmp_path / "raw.bin"
-    raw_pickle.write_bytes(pickle.dumps(Runs(marker)))
-    for file, said in [
-        (files["old"], r"older, convert it once: torch\.save\(torch\.load"),
-        (files["code"], "could run code, so it was not opened .*GLOBAL.*Convert it to safetensors"),
-        (files["short"], "is no complete zip archive.*download or save it again"),
-        (files["expanded"], "'a' is an expanded tensor.*contiguous copy"),
-        (files["number"], r"no tensors: 'epoch' \(int\); expected the state dict of a model alone"),
-        (files["list"], "holds a list, expected a dict"),
-        (files["sparse"], "'a' is no plain dense tensor"),
-        (compressed, "'a': its 96 bytes are not in an uncompressed record"),
-        (big_endian, "big"),
-        (text, "is a pointer of git-lfs.*Run `git lfs pull`"),
-        (tmp_path / "empty.bin", "is empty, expected a zip archive"),
-        (raw_pickle, "is no zip archive"),
-        (tmp_path / "absent.bin", "cannot be read.*Check the path"),
-    ]:
-        with pytest.raises(CheckpointError, match=said):
-            parse_pickled(file)
-    assert not marker.exists(), "code of the file was run"
+REFUSED: dict[str, tuple[Any, str]] = {
+    "an older format": (
+        lambda file: torch.save(state_dict(), file, _use_new_zipfile_serialization=False),
+        r"older, convert it once: torch\.save\(torch\.load",
+    ),
+    "code": (
+        lambda file: torch.save({"a": torch.ones(2), "b": Runs(file.with_name("ran"))}, file),
+        "could run code, so it was not opened .*GLOBAL.*Convert it to safetensors",
+    ),
+    "half": (
+        lambda file: file.write_bytes(saved(file).read_bytes()[: saved(file).stat().st_size // 2]),
+        "is no complete zip archive.*download or save it again",
+    ),
+    "expanded": (
+        lambda file: torch.save({"a": torch.ones(3).expand(4, 3)}, file),
+        "'a' is an expanded tensor.*contiguous copy",
+    ),
+    "a number": (
+        lambda file: torch.save({"a": torch.ones(3), "epoch": 3}, file),
+        r"no tensors: 'epoch' \(int\); expected the state dict of a model alone",
+    ),
+    "a list": (lambda file: torch.save([torch.ones(3)], file), "holds a list, expected a dict"),
+    "sparse": (lambda file: torch.save({"a": torch.ones(3, 3).to_sparse()}, file), "'a' is no plain dense tensor"),
+    "compressed": (
+        lambda file: rezipped(saved(file), file, zipfile.ZIP_DEFLATED),
+        "'a': its 96 bytes are not in an uncompressed record",
+    ),
+    "big-endian": (lambda file: rezipped(saved(file), file, zipfile.ZIP_STORED, byteorder=b"big"), "big"),
+    "git-lfs": (
+        lambda file: file.write_text("version https://git-lfs.github.com/spec/v1"),
+        "is a pointer of git-lfs.*Run `git lfs pull`",
+    ),
+    "empty": (lambda file: file.write_bytes(b""), "is empty, expected a zip archive"),
+    "a plain pickle": (
+        lambda file: file.write_bytes(pickle.dumps(Runs(file.with_name("ran")))),
+        "is no zip archive",
+    ),
+    "absent": (lambda file: None, "cannot be read.*Check the path"),
+}
+
+
+def saved(beside: Path) -> Path:
+    """A good file beside another."""
+    torch.save(state_dict(), beside.with_name("good.bin"))
+    return beside.with_name("good.bin")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_and_why(tmp_path: Path, name: str) -> None:
+    make, said = REFUSED[name]
+    make(tmp_path / "bad.bin")
+    with pytest.raises(CheckpointError, match=said):
+        parse_pickled(tmp_path / "bad.bin")
+    assert not (tmp_path / "ran").exists(), "code of the file was run"
 
 
 def test_a_place_that_torch_works_out_wrongly_is_not_believed(tmp_path: Path) -> None:
@@ -221,4 +235,3 @@ def test_a_plain_model_is_filled_from_a_bin_file_as_from_safetensors(tmp_path: P
     first, second = (m.state_dict() for m in models)
     assert all(torch.equal(second[key], tensor) for key, tensor in first.items())
     assert reports[1].bytes_read == reports[0].bytes_read and reports[1].missing_keys == reports[0].missing_keys
-    assert struct.calcsize("<26xHH") == 30  # what a zip record's header has before its name

@@ -1,10 +1,11 @@
 """Storage that does not answer is named, with file, position and seconds; what answers is not."""
 
-import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,7 +13,64 @@ from hf_fsdp_tools.distributed import watch
 from hf_fsdp_tools.distributed.watch import watched
 
 
-@pytest.fixture(autouse=True)
+class Over(Exception):
+    """The end of a rehearsal."""
+
+
+class Rehearsal:
+    """The watch on a clock that nobody waits for."""
+
+    def __init__(self) -> None:
+        self.now, self.end, self.at = 0.0, 0.0, lambda: None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now > self.end:
+            raise Over
+        self.at()
+
+    def run(self, end: float, at: Callable[[], object] = lambda: None) -> list[str]:
+        """What is warned of up to that time; `at` is called before each look."""
+        self.end, self.at = end, at
+        with warnings.catch_warnings(record=True) as told, pytest.raises(Over):
+            warnings.simplefilter("always")
+            watch._watch()
+        return [str(warning.message) for warning in told]
+
+
+@pytest.fixture
+def rehearsal(monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
+    monkeypatch.setattr(watch, "time", clock := Rehearsal())
+    monkeypatch.setattr(watch, "_watcher", Mock(is_alive=lambda: True))  # no thread: `run` is it
+    return clock
+
+
+def test_a_call_that_does_not_end_is_named_again_after_twice_the_time(rehearsal: Rehearsal) -> None:
+    with watched(Path("weights"), 1234):
+        told = rehearsal.run(200)
+    said = [f"weights: no answer at byte 1,234 for {seconds} s" for seconds in (30, 60, 120)]
+    assert [text.split(";")[0] for text in told] == said
+    assert all("still waiting. Check the storage" in text for text in told)
+
+
+def test_short_calls_are_not_named_however_many(rehearsal: Rehearsal) -> None:
+    """Two of 20 s at a time, for ten minutes."""
+    with ExitStack() as stack:
+
+        def begin_anew() -> None:
+            if rehearsal.now % 20 == 0:
+                stack.close()
+                stack.enter_context(watched(Path("weights")))
+                stack.enter_context(watched(Path("within")))
+
+        begin_anew()
+        assert rehearsal.run(600, begin_anew) == []
+
+
+@pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(watch, "_WARN_S", 0.2)
     monkeypatch.setattr(watch, "_POLL_S", 0.02)
@@ -22,26 +80,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not watch._under_way
 
 
-def test_a_call_that_does_not_end_is_named_again_after_twice_the_time() -> None:
-    with pytest.warns(UserWarning, match="weights: no answer at byte 1,234 for 0 s; still waiting. Check the") as told:
-        end = threading.Event()
-        with watched(Path("weights"), 1234):
-            deadline = time.monotonic() + 20
-            while len(told) < 2 and not end.wait(0.05) and time.monotonic() < deadline:
-                continue
-    assert len(told) >= 2
-
-
-def test_short_calls_are_not_named_however_many(recwarn: pytest.WarningsRecorder) -> None:
-    begin = time.monotonic()
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        while time.monotonic() - begin < 0.5:
-            with watched(Path("weights")), watched(Path("within")):
-                time.sleep(0.001)
-    assert not recwarn.list
-
-
+@pytest.mark.usefixtures("impatient")
 def test_the_watch_begins_again_after_it_has_ended() -> None:
     for _ in range(2):
         with pytest.warns(UserWarning, match="slow: no answer") as told, watched(Path("slow")):

@@ -9,21 +9,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import hf_fsdp_tools
 from hf_fsdp_tools import FSDPToolsError, HybridPolicy, from_pretrained, load_weights, save_pretrained, sharding_of
 from hf_fsdp_tools.distributed.mesh import ParallelDims
-from tests._checkpoints import make_checkpoint
+from tests._checkpoints import assert_same_model, full, make_checkpoint
 from tests._dist import run_ranks
 from tests._hub import fake_hub
 
 KINDS = ("llama", "tied", "gpt2", "mixtral", "qwen2_moe", "deepseek_v3")
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _equals_plain(folders, dtype):
@@ -32,12 +27,7 @@ def _equals_plain(folders, dtype):
         model, report = from_pretrained(folder, dtype=dtype, output_loading_info=True)
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         assert not model.training and model.generation_config.to_dict() == plain.generation_config.to_dict()
-        expected = dict(plain.named_parameters()) | dict(plain.named_buffers())
-        found = dict(model.named_parameters()) | dict(model.named_buffers())
-        assert found.keys() == expected.keys()
-        for name, tensor in found.items():
-            assert tensor.dtype == expected[name].dtype, name
-            assert torch.equal(_whole(tensor), expected[name]), name
+        assert_same_model(model, plain)
         tied += model.get_output_embeddings().weight is model.get_input_embeddings().weight
         assert not report.missing_keys and not report.unexpected_keys
         assert report.read_ratio <= 1.01
@@ -45,25 +35,9 @@ def _equals_plain(folders, dtype):
 
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, None), (2, None), (3, torch.bfloat16)])
-def test_every_parameter_and_buffer_equals_plain_from_pretrained(tmp_path, ranks, dtype):
-    folders = [make_checkpoint(kind, tmp_path / kind) for kind in KINDS]
-    for tied in run_ranks(_equals_plain, ranks, folders, dtype):
+def test_every_parameter_and_buffer_equals_plain_from_pretrained(folders, ranks, dtype):
+    for tied in run_ranks(_equals_plain, ranks, [folders[kind] for kind in KINDS], dtype):
         assert tied == 2, "tied and gpt2 share one tensor, the others do not"
-
-
-def _new_head(folder):
-    model, report = from_pretrained(
-        folder, auto_class=AutoModelForSequenceClassification, num_labels=5, output_loading_info=True
-    )
-    assert report.missing_keys == ("score.weight",) and report.unexpected_keys == ("lm_head.weight",)
-    return model.score.weight.full_tensor().detach()
-
-
-def test_a_new_head_is_the_same_whatever_the_number_of_ranks(tmp_path):
-    folder = make_checkpoint("llama", tmp_path)
-    heads = [head for ranks in (1, 2, 3) for head in run_ranks(_new_head, ranks, folder)]
-    assert heads[0].shape == (5, 48) and heads[0].std() > 0
-    assert all(torch.equal(head, heads[0]) for head in heads)
 
 
 def _all_new(folder):
@@ -198,7 +172,7 @@ def _written_out(folder):
         exec(code.replace("Qwen/Qwen3-8B", name), names)
         assert names["report"].total["bytes_read"] <= 1.01 * names["checkpoint"].index.num_bytes, "one replica reads"
         for key, tensor in names["model"].state_dict().items():
-            assert torch.equal(_whole(tensor), plain[key]), key
+            assert torch.equal(full(tensor), plain[key]), key
 
 
 def test_the_road_can_be_written_out_from_public_names(tmp_path, monkeypatch):

@@ -8,31 +8,20 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer
 
-from hf_fsdp_tools import FSDPTrainerMixin, from_pretrained, save_pretrained
+from hf_fsdp_tools import from_pretrained, save_pretrained
 from hf_fsdp_tools.errors import ConfigError
-from tests._checkpoints import make_checkpoint
+from tests._checkpoints import full_state, make_checkpoint
 from tests._dist import run_ranks
+from tests._training import ShardedTrainer, arguments
 
 ROWS = torch.arange(8 * 12).reshape(8, 12) % 90
 
 
-class ShardedTrainer(FSDPTrainerMixin, Trainer):
-    pass
-
-
 def smoothed_loss(cls: type[Trainer], model: nn.Module, folder: Path, rows: int) -> float:
-    args = TrainingArguments(
-        str(folder / "out"),
-        label_smoothing_factor=0.2,
-        per_device_train_batch_size=rows,
-        max_steps=1,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        seed=0,
+    args = arguments(
+        folder / "out", label_smoothing_factor=0.2, per_device_train_batch_size=rows, max_steps=1, learning_rate=5e-5
     )
     data = [{"input_ids": row, "labels": row} for row in ROWS]
     trainer: Any = cls(model=model, args=args, train_dataset=data)
@@ -49,9 +38,9 @@ def look_at(folder: Path) -> dict[str, Any]:
     model: Any = from_pretrained(folder)
     name = type(model).__name__, type(model.model.layers[0]).__name__
     refused = refusal(model, folder)
-    whole = {key: tensor.full_tensor() for key, tensor in model.state_dict().items()}
+    state = full_state(model)
     if torch.distributed.get_rank() == 0:
-        model.save_pretrained(folder / "whole", state_dict=whole)  # Accelerate's documented way
+        model.save_pretrained(folder / "whole", state_dict=state)  # Accelerate's documented way
     adapted: Any = from_pretrained(folder, peft_config=LoraConfig(r=2, target_modules=["q_proj"]))
     refused_adapter = refusal(adapted, folder)
     save_pretrained(adapted, folder / "adapter")

@@ -1,0 +1,149 @@
+"""What tests of training share: rows, a loop, Accelerators as in a new process, TrainingArguments, gathered weights."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
+from transformers import CLIPConfig, CLIPModel, Trainer, TrainingArguments
+
+from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
+from hf_fsdp_tools.distributed.mesh import local_device
+from tests._checkpoints import full
+
+__all__ = [
+    "ShardedTrainer",
+    "apart",
+    "arguments",
+    "batches_of",
+    "clip_loss",
+    "full_gradients",
+    "full_parameters",
+    "logged",
+    "make_rows",
+    "new_accelerator",
+    "num_units",
+    "on_device",
+    "tiny_clip",
+    "train",
+]
+
+
+class ShardedTrainer(FSDPTrainerMixin, Trainer):
+    """The Trainer as the README has it."""
+
+
+def make_rows(count: int, *, ragged: bool = False) -> list[dict[str, torch.Tensor]]:
+    """Rows of six words, soon learned; ragged ones train on 1 to 11 of their tokens."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, 9, (count, 12), generator=generator)
+    labels = ids.clone()
+    if ragged:
+        for row, kept in zip(labels, torch.randint(2, 13, (count,), generator=generator), strict=True):
+            row[int(kept) :] = -100
+    return [{"input_ids": i, "labels": row} for i, row in zip(ids, labels, strict=True)]
+
+
+def on_device(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value.to(local_device()) for key, value in batch.items()}
+
+
+def batches_of(rows: list[dict[str, torch.Tensor]], size: int) -> list[dict[str, torch.Tensor]]:
+    """All batches of that size, in order, on this rank's device."""
+    return [on_device(batch) for batch in DataLoader(rows, batch_size=size)]  # type: ignore[arg-type]
+
+
+def new_accelerator(**settings: Any) -> Accelerator:
+    """An Accelerator as in a new process: its state is shared by all of a process, which goes through several here."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return make_accelerator(cpu=local_device().type == "cpu", **settings)
+
+
+def train(
+    model: Any,
+    optimizer: Any,
+    batches: Iterable[dict[str, torch.Tensor]],
+    *,
+    accelerator: Accelerator | None = None,
+    clip: float | None = None,
+) -> list[float]:
+    """One step for each batch; the losses, with an accelerator their means over the ranks."""
+    losses = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward() if accelerator is None else accelerator.backward(loss)
+        if clip is not None:
+            (accelerator or nn.utils).clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((loss if accelerator is None else accelerator.reduce(loss.detach(), "mean")).item())
+    return losses
+
+
+def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, **settings: Any) -> Any:
+    """Quick steps, every loss logged, nothing saved; each setting may be another.
+
+    Args:
+        kind: `TrainingArguments`, or a config of TRL.
+    """
+    defaults = {
+        "max_steps": 10, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": 0.5,
+        "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
+        "per_device_train_batch_size": 2, "use_cpu": local_device().type == "cpu", "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return kind(output_dir=str(folder), **{**defaults, **settings})
+
+
+def logged(trainer: Any, key: str = "loss") -> list[float]:
+    """Every value of that name in the Trainer's history."""
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def num_units(model: nn.Module) -> int:
+    """FSDP2's units, by its own records: modules of one unit count as one."""
+    return len({module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)})
+
+
+def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all parameters, gathered, in fp32 on the CPU."""
+    return {name: full(parameter).float().clone() for name, parameter in model.named_parameters()}
+
+
+def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients that there are, gathered, on the CPU."""
+    return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest difference between two models' weights, which have the same names."""
+    assert found.keys() == expected.keys()
+    return max((found[name] - expected[name]).abs().max().item() for name in expected)
+
+
+# ---- a model with a parameter of no dimension ----
+
+
+def tiny_clip() -> CLIPModel:
+    """CLIP, in evaluation mode; its `logit_scale` is a scalar."""
+    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = CLIPConfig(
+        text_config=tower | {"vocab_size": 31, "max_position_embeddings": 12, "eos_token_id": 2},
+        vision_config=tower | {"image_size": 8, "patch_size": 4},
+        projection_dim=8,
+    )
+    torch.manual_seed(0)
+    return CLIPModel(config).eval()
+
+
+def clip_loss(model: nn.Module, seed: int) -> torch.Tensor:
+    """The loss of two random pairs of text and image."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 31, (2, 6), generator=generator)
+    pixels = torch.randn(2, 3, 8, 8, generator=generator)
+    return model(input_ids=ids, pixel_values=pixels, return_loss=True).loss
