@@ -1,8 +1,8 @@
 """A wrap plan for every architecture that transformers registers, checked by rules written apart from the planner.
 
-    python benchmarks/census.py                         # every type: main, base, sequence and token classification
-    class python benchmarks/census.py --only llama t5 swin    # some types; --classes main: the main class only python
-    benchmarks/census.py --output benchmarks/results/census.csv
+    python benchmarks/census.py                         # every type, four classes of each (--classes main: one)
+    python benchmarks/census.py --only llama t5 swin    # some types
+    python benchmarks/census.py --output benchmarks/results/census.csv
 
 Each model is built on the meta device in bf16 from its default configuration (repaired where the default cannot be
 built), in a process of its own with a time limit. A plan passes when `fully_shard` over 8 ranks (fake process group)
@@ -273,8 +273,7 @@ def sharding_error(model: nn.Module, units: list[Unit], ignored: set[int]) -> li
 
 
 def accelerate_units(model: Any, *, by_size: bool = False) -> list[Unit]:
-    """Accelerate 1.15's FSDP2 with TRANSFORMER_BASED_WRAP and the model's own `_no_split_modules`, or
-    SIZE_BASED_WRAP."""
+    """Units of Accelerate 1.15's FSDP2: TRANSFORMER_BASED_WRAP by `_no_split_modules`, or SIZE_BASED_WRAP."""
     from accelerate.utils.dataclasses import get_module_class_from_name
     from accelerate.utils.fsdp_utils import _find_final_norm, get_module_children_bottom_up
 

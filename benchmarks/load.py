@@ -1,39 +1,35 @@
-"""Every way to load a Hugging Face checkpoint into FSDP2 shards, side by side in one run, beside the limit of the
-machine.
+"""Load a Hugging Face checkpoint into FSDP2 shards in every known way, in one run, beside the limit of the machine.
 
-    python benchmarks/load.py --size-gb 0.05 --runs 1        # a quick look; without options 3 GB per model
-    python benchmarks/load.py --models dense --cache cold --ranks 2 --records load.jsonl     # some cells, kept as JSON
-    lines python benchmarks/load.py --report load.jsonl --output benchmarks/results/load.md        # all that was kept
-    python benchmarks/load.py --device cuda --models dense 8b --ranks 1                      # to GPUs, one per rank
+    python benchmarks/load.py --size-gb 0.05 --runs 1         # a quick look; without options 3 GB per model
+    python benchmarks/load.py --models dense --cache cold --ranks 2 --records load.jsonl      # some cells, kept as JSON
+    python benchmarks/load.py --report load.jsonl --output benchmarks/results/load.md         # a table of all
+    python benchmarks/load.py --device cuda --models dense 8b --ranks 1                       # to GPUs, one per rank
 
 It writes its own checkpoints (real architectures, random bf16 weights, several files) and keeps them for the next run.
 Each load runs in fresh processes, the loaders in turn (A B C, B C A, …), so that a slow minute hits all: on GPUs over
 NCCL where there is one for each rank, otherwise on the CPU over gloo. The clock starts at a barrier, after imports,
-process group and a first load of a tiny checkpoint (which imports the rest), and stops at a barrier after every page of
+process group and a first load of a tiny checkpoint (which imports the rest). It stops at a barrier after every page of
 every local shard on the host has been touched once, because some loaders only map files, and after all that was queued
 on the GPU is done.
 
---alone           instead: rank 3 of 8 alone on its machine, where no neighbour warms the page cache (a fake process
-group) --slow-storage    instead: a request for data takes 5 ms and 10 ms per MB more (100 MB/s per stream), cached or
-not, and with
-          --shared-mb-s all requests of all ranks together bring no more than that. Ours runs as it is, and with fewer
-          and more requests in flight, with that delay put on each of its read calls. The last row replays the pattern
-          of mapped files, as safetensors gives them to transformers: 4 threads fault the rank's slices in, and each
-          fault brings in 128 KiB (Linux' read-ahead on network file systems). Nothing but those reads is counted there,
-          which is generous.
---replicas 2      with --slow-storage: HSDP, where as many ranks want each byte
+--alone         instead: rank 3 of 8 alone on its machine, where no neighbour warms the page cache (a fake group)
+--slow-storage  instead: a request for data takes 5 ms and 10 ms per MB more (100 MB/s per stream), cached or not; with
+                --shared-mb-s all requests of all ranks together bring no more than that. Ours runs as it is, and with
+                fewer and more requests in flight, with that delay put on each of its read calls. The last row replays
+                the pattern of mapped files, as safetensors gives them to transformers: 4 threads fault the rank's
+                slices in, and each fault brings in 128 KiB (Linux' read-ahead on network file systems). Nothing but
+                those reads is counted there, which is generous.
+--replicas 2    with --slow-storage: HSDP, where as many ranks want each byte
 
 limit     as many bytes as the rank's share, by `pread` on 4 threads (or one per core) from one contiguous part of each
-file
-          into fresh memory; for fp32, which takes twice the memory, the other half is faulted in as well. To a GPU: the
-          slower of reading them into buffers that are used again and again, and copying as many from such pinned
-          buffers
+          file into fresh memory; for fp32, which takes twice the memory, the other half is faulted in as well. To a
+          GPU: the slower of reading them into buffers that are used again and again, and copying as many from such
+          pinned buffers
 read()    bytes that came through read calls; neither mapped files nor what ranks send each other count here
 disk      bytes that came from the disk, mapped files included, charged to the rank that met them first
-above     highest resident memory minus what was resident before minus the local shards; mapped files count where
-touched GPU       highest memory allocated on the GPU minus what was before minus the shards; pinned host memory, at its
-highest result    every parameter and buffer, non-persistent ones too, against plain `from_pretrained`, by checksums
-over all ranks
+above     highest resident memory minus what was resident before minus the local shards; mapped files count if touched
+GPU       highest memory allocated on the GPU minus what was before minus the shards; pinned host memory, at its highest
+result    every parameter and buffer, non-persistent ones too, against plain `from_pretrained`, by checksums
 """
 
 import argparse
@@ -49,9 +45,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error")
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-    "1"  # looking for GPUs does not start CUDA, which would not survive a fork
-)
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # looking for GPUs must not start CUDA, which survives no fork
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch

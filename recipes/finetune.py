@@ -11,9 +11,8 @@ A real one; every option of TRL's SFTConfig works (`--help` lists them):
         --model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/Capybara --learning_rate 1e-5 --max_length 4096
 
 LoRA: `--use_peft --lora_target_modules all-linear --lora_r 16` (TRL's options; the base stays in its stored dtype). The
-    adapter is saved; `--merge_adapters` writes a checkpoint that needs no PEFT. QLoRA: `--load_in_4bit` besides
-    (bitsandbytes;
-`--bnb_4bit_quant_type`, `--use_bnb_nested_quant`), a quarter of the bytes of a bf16 base.
+adapter is saved; `--merge_adapters` writes a checkpoint that needs no PEFT. QLoRA: `--load_in_4bit` besides
+(bitsandbytes; `--bnb_4bit_quant_type`, `--use_bnb_nested_quant`), a quarter of the bytes of a bf16 base.
 
 `--dataset_name` is a hub name, a folder, or a .jsonl/.json/.csv/.parquet/.txt file with a column `text`, `messages`, or
 `prompt` and `completion`. Quick start on 2 CPU cores: evaluation loss falls from about 7.6 to below 4.5 in two minutes.
@@ -142,8 +141,7 @@ def main() -> None:
 
 def parse_arguments() -> tuple[ScriptArguments, SFTConfig, ModelArguments]:
     parser = TrlParser((ScriptArguments, SFTConfig, ModelArguments))
-    # The launch config decides precision, device and activation checkpointing; the last checkpoint is written in any
-    # case.
+    # The launch config decides precision, device and activation checkpointing. The last checkpoint is always written.
     checkpointing = next(
         name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(SFTConfig, name)
     )

@@ -137,8 +137,7 @@ def checksums(model: nn.Module) -> Figures:
 
 
 def reference(job: Job) -> list[Figures]:
-    """Checksums of plain `from_pretrained` on the CPU and, for a GPU, there too: sines and powers of buffers may
-    differ."""
+    """Checksums of plain `from_pretrained` on the CPU and, for a GPU, there too, since sines of buffers may differ."""
     devices: list[dict[str, Any]] = [{}, {"device_map": {"": "cuda:0"}}] if job.device == "cuda" else [{}]
     return [
         checksums(AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype, **device)) for device in devices

@@ -44,8 +44,7 @@ def llama_8b() -> hf.PreTrainedConfig:
 
 
 def config_of_size(kind: str, num_bytes: float) -> hf.PreTrainedConfig:
-    """The widest model of about that many bytes in bf16 that has at least 8 layers; of "8b" that model, or a tiny
-    one."""
+    """The widest model of about that many bytes in bf16 with at least 8 layers; of "8b" that model, or a tiny one."""
     if kind == "8b":
         return llama_8b() if num_bytes > 1e9 else config_of("dense", 128, 2)
     for width in (2048, 1536, 1024, 768, 512, 256, 128):

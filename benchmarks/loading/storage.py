@@ -1,5 +1,4 @@
-"""Slow storage, simulated: each read call takes as long as it would there, whether the page cache has the bytes or
-not."""
+"""Slow storage, simulated: each read call takes as long as it would there, cached or not."""
 
 import fcntl
 import mmap
