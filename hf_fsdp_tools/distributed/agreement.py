@@ -46,9 +46,12 @@ def all_ranks(value: T, doing: str = "exchanging values", *, ranks: Sequence[int
 
 
 def shared_rng_state() -> torch.Tensor:
-    """The state of rank 0's default generator on the CPU, on every rank. All ranks must call; nothing is drawn."""
-    state = torch.get_rng_state() if rank_and_size()[0] == 0 else None
-    shared = all_ranks(state, "sharing the random state")[0]
+    """The state of rank 0's default generator on the CPU, on every rank; this rank's own under the "fake" backend.
+
+    Every rank must call. Nothing is drawn.
+    """
+    is_first = rounds_of() is None or rank_and_size()[0] == 0
+    shared = all_ranks(torch.get_rng_state() if is_first else None, "sharing the random state")[0]
     assert shared is not None
     return shared
 
