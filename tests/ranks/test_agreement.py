@@ -10,11 +10,13 @@ import warnings
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
 from hf_fsdp_tools import CheckpointError, RanksError
 from hf_fsdp_tools.distributed import rounds
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, shared_rng_state, shared_seed
 from hf_fsdp_tools.distributed.rounds import patience
 from hf_fsdp_tools.distributed.watch import watched
 from tests._dist import run_cases, run_ranks
@@ -160,10 +162,12 @@ def test_a_call_by_some_ranks_alone_is_named():
 
 SCRIPT = """
 import sys, time
+import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 from datetime import timedelta
 from hf_fsdp_tools.distributed import rounds
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, shared_rng_state, shared_seed
 rounds._BEAT_S, rounds._LOST_S = 0.2, 3.0
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timedelta(seconds=60))
@@ -205,3 +209,17 @@ def test_a_rank_that_was_killed_or_stopped_ends_the_others(sent, said):
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+def test_any_rank_of_a_fake_group_draws_from_its_own_random_state():
+    dist.init_process_group("fake", rank=3, world_size=8)
+    try:
+        seeds = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            seeds.append(shared_seed(None))
+        assert seeds[0] != seeds[1]
+        assert torch.equal(shared_rng_state(), torch.get_rng_state())
+        assert shared_seed(5) == 5
+    finally:
+        dist.destroy_process_group()

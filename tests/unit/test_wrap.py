@@ -15,7 +15,6 @@ import transformers as t
 from torch import nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
-from hf_fsdp_tools.distributed.agreement import shared_rng_state, shared_seed
 from hf_fsdp_tools.errors import BlockDetectionError, WrapPlanError
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
@@ -431,14 +430,3 @@ def test_a_plan_changed_by_hand_is_checked_rule_by_rule() -> None:
     for fact, wrong in cases.items():
         assert fact in " ".join(check_wrap_plan(model, wrong))
     assert check_wrap_plan(model, plan) == ()
-
-
-def test_any_rank_of_a_fake_group_draws_from_its_own_random_state() -> None:
-    dist.init_process_group("fake", rank=3, world_size=8)
-    try:
-        torch.manual_seed(1)
-        assert shared_seed(None) != (torch.manual_seed(2), shared_seed(None))[1]
-        assert torch.equal(shared_rng_state(), torch.get_rng_state())
-        assert shared_seed(5) == 5
-    finally:
-        dist.destroy_process_group()
