@@ -90,8 +90,8 @@ def load_weights(
     Every rank of the default process group must call; without a group, one process loads all. The ranks exchange errors
     and the figures of the report, and under HSDP shards along the replicate axis.
 
-    Where storage does not answer, a warning names file and position after 30 s; the timeout of the process group ends
-    the job.
+    Where storage does not answer, a warning names file and position after 30 s; ranks that wait for such a rank raise
+    `RanksError` after ten minutes without progress.
 
     A load that fails can be tried again. Tensors that were on meta are on meta again and their memory is free;
     floating-point tensors that had storage before become NaN if reading had begun.
