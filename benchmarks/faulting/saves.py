@@ -1,0 +1,311 @@
+"""Every kind of save: the older one, the one that is struck, and what is found afterwards."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import ProjectConfiguration
+from peft import LoraConfig, PeftModel
+from torch import nn
+from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
+
+from hf_fsdp_tools import CheckpointError, from_pretrained, save_pretrained
+from tests._checkpoints import full
+from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
+
+from .strike import Strike, watch_files
+
+__all__ = [
+    "SAVES",
+    "Save",
+    "digest_of_training",
+    "digest_of_values",
+    "look_at",
+    "quiet_trainer",
+    "save_first",
+    "save_struck",
+    "train_and_save",
+]
+
+Ready = Callable[[], None]
+"""Called on every rank just before the save that is struck."""
+
+STEPS = 4
+_SEVERAL, _ONE = "60KB", "1GB"
+
+
+@dataclass(frozen=True)
+class Save:
+    """One kind of save. All functions run on every rank; `models` holds the checkpoints `a` and `b`."""
+
+    name: str
+    first: Callable[[Path, Path], str]
+    """Makes the older save in a folder; its digest."""
+
+    again: Callable[[Path, Path, Ready], str]
+    """Saves over it; the digest of what it saves."""
+
+    found: Callable[[Path, Path], list[str]]
+    """A digest by each way to open the folder, or "error: …"."""
+
+
+# ---- run by ranks ----
+
+
+def save_first(kind: Save, models: Path, out: Path) -> str:
+    return kind.first(models, out / "out")
+
+
+def save_struck(kind: Save, models: Path, out: Path, strike: Strike | None) -> tuple[str, int]:
+    """The digest of what was saved, and how many file events this rank had, if it lives to tell."""
+    seen = 0
+
+    def happened(what: str) -> None:
+        nonlocal seen
+        seen += 1
+        if strike is not None and seen == strike.event:
+            (out.parent / f"{out.name}.event").write_text(what)
+            os.kill(os.getpid(), strike.signal)
+
+    def ready() -> None:
+        dist.barrier()
+        if strike is None or strike.rank == dist.get_rank():
+            watch_files(out.resolve(), happened)
+
+    return kind.again(models, out / "out", ready), seen
+
+
+def look_at(kind: Save, models: Path, outs: list[Path]) -> list[tuple[list[str], int]]:
+    """What each way of opening finds in each folder, and how many hidden files are left after one more save."""
+    seen = []
+    for out in outs:
+        found = kind.found(models, out / "out")
+        left = 0
+        if kind.first is not _nothing:
+            kind.again(models, out / "out", dist.barrier)
+            left = sum(path.name.startswith(".") and path.name != ".metadata" for path in out.rglob("*"))
+        seen.append((found, left))
+    return seen
+
+
+# ---- save_pretrained ----
+
+
+def _save_model(models: Path, name: str, out: Path, size: str) -> str:
+    model = from_pretrained(models / name, accelerator=new_accelerator())
+    save_pretrained(model, out, max_shard_size=size)
+    return digest_of_values(model.named_parameters())
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """`save_pretrained` of model b over model a."""
+
+    before: str
+    after: str
+
+    def first(self, models: Path, out: Path) -> str:
+        return _save_model(models, "a", out, self.before)
+
+    def again(self, models: Path, out: Path, ready: Ready) -> str:
+        model = from_pretrained(models / "b", accelerator=new_accelerator())
+        ready()
+        save_pretrained(model, out, max_shard_size=self.after)
+        return digest_of_values(model.named_parameters())
+
+    def found(self, models: Path, out: Path) -> list[str]:
+        ours = _tried(lambda: digest_of_values(from_pretrained(out, accelerator=new_accelerator()).named_parameters()))
+        return [_tried(lambda: digest_of_values(AutoModelForCausalLM.from_pretrained(out).named_parameters())), ours]
+
+
+def _adapted(models: Path, seed: int) -> nn.Module:
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(seed)
+    return from_pretrained(models / "a", accelerator=new_accelerator(), peft_config=config)
+
+
+def _adapter_first(models: Path, out: Path) -> str:
+    model = _adapted(models, 1)
+    save_pretrained(model, out)
+    return digest_of_values(_adapter_of(model))
+
+
+def _adapter_again(models: Path, out: Path, ready: Ready) -> str:
+    model = _adapted(models, 2)
+    ready()
+    save_pretrained(model, out)
+    return digest_of_values(_adapter_of(model))
+
+
+def _adapter_found(models: Path, out: Path) -> list[str]:
+    def plainly() -> str:
+        base = AutoModelForCausalLM.from_pretrained(models / "a")
+        return digest_of_values(_adapter_of(PeftModel.from_pretrained(base, str(out))))
+
+    ours = _tried(lambda: digest_of_values(_adapter_of(from_pretrained(out, accelerator=new_accelerator()))))
+    return [_tried(plainly), ours]
+
+
+def _adapter_of(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    return ((name, parameter) for name, parameter in model.named_parameters() if "lora_" in name)
+
+
+# ---- save_state ----
+
+
+@dataclass(frozen=True)
+class _State:
+    """`Accelerator.save_state` after one step, and after two."""
+
+    automatic: bool
+
+    def _after(self, models: Path, out: Path, steps: int, *, load: bool = False) -> tuple[Any, str]:
+        """The Accelerator, and the digest of its training, after some steps."""
+        naming = ProjectConfiguration(str(out), automatic_checkpoint_naming=self.automatic, total_limit=2)
+        accelerator = new_accelerator(project_config=naming)
+        model = from_pretrained(models / "a", accelerator=accelerator)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        if load:
+            accelerator.load_state(None if self.automatic else out)
+        for row in make_rows(steps):
+            accelerator.backward(model(**{key: value[None] for key, value in row.items()}).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return accelerator, digest_of_training(model, optimizer)
+
+    def first(self, models: Path, out: Path) -> str:
+        accelerator, digest = self._after(models, out, 1)
+        for _ in range(2 if self.automatic else 1):  # under automatic naming, the next save deletes the first
+            accelerator.save_state(None if self.automatic else out)
+        return digest
+
+    def again(self, models: Path, out: Path, ready: Ready) -> str:
+        accelerator, digest = self._after(models, out, 2)
+        numbers = [int(path.name.rpartition("_")[2]) for path in out.glob("checkpoints/checkpoint_*")]
+        accelerator.project_configuration.iteration = 1 + max(numbers, default=-1)
+        ready()
+        accelerator.save_state(None if self.automatic else out)
+        return digest
+
+    def found(self, models: Path, out: Path) -> list[str]:
+        return [_tried(lambda: self._after(models, out, 0, load=True)[1])]
+
+
+# ---- the Trainer ----
+
+
+class _Saves(TrainerCallback):
+    """Notes in a file outside of the folder which checkpoints were said to be saved."""
+
+    def __init__(self, notes: Path) -> None:
+        self.notes = notes
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            with open(self.notes, "a") as stream:
+                stream.write(f"{state.global_step}\n")
+
+
+def quiet_trainer(models: Path, args: Any, **settings: Any) -> ShardedTrainer:
+    """A Trainer of model a that prints no log."""
+    model = from_pretrained(models / "a", accelerator=new_accelerator())
+    trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(16), **settings)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _nothing(models: Path, out: Path) -> str:
+    return "nothing"
+
+
+@dataclass(frozen=True)
+class _Training:
+    """A Trainer that saves after every step, and goes on from the last checkpoint."""
+
+    limit: int
+
+    def _trainer(self, models: Path, out: Path) -> Any:
+        settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": self.limit, "max_steps": STEPS}
+        return quiet_trainer(models, arguments(out, **settings), callbacks=[_Saves(out.with_suffix(".notes"))])
+
+    def again(self, models: Path, out: Path, ready: Ready) -> str:
+        trainer = self._trainer(models, out)
+        ready()
+        trainer.train()
+        return digest_of_training(trainer.model, trainer.optimizer)
+
+    def found(self, models: Path, out: Path) -> list[str]:
+        def resumed() -> str:
+            trainer = self._trainer(models, out)
+            saved_before = out.with_suffix(".notes").exists()
+            try:
+                trainer.train(resume_from_checkpoint=True)
+            except (CheckpointError, ValueError):
+                if saved_before:
+                    raise
+                return "nothing"  # no save was complete yet
+            return digest_of_training(trainer.model, trainer.optimizer)
+
+        return [_tried(resumed)]
+
+
+def train_and_save(models: Path, out: Path) -> None:
+    """A state of Accelerate's (`state`) and a Trainer's checkpoints (`out/checkpoint-2`), after two steps."""
+    _State(False).again(models, out / "state", dist.barrier)
+    quiet_trainer(models, arguments(out / "out", save_strategy="steps", save_steps=2, max_steps=2)).train()
+
+
+def _kind(name: str, of: Any) -> Save:
+    return Save(name, getattr(of, "first", _nothing), of.again, of.found)
+
+
+SAVES = {
+    save.name: save
+    for save in (
+        _kind("save_pretrained, as many files", _Whole(_SEVERAL, _SEVERAL)),
+        _kind("save_pretrained, fewer files", _Whole(_SEVERAL, "120KB")),
+        _kind("save_pretrained, files over one", _Whole(_ONE, _SEVERAL)),
+        _kind("save_pretrained, one over files", _Whole(_SEVERAL, _ONE)),
+        _kind("save_pretrained, one over one", _Whole(_ONE, _ONE)),
+        Save("save_pretrained, adapter", _adapter_first, _adapter_again, _adapter_found),
+        _kind("save_state, one name", _State(False)),
+        _kind("save_state, total_limit=2", _State(True)),
+        _kind("Trainer, save_total_limit=2", _Training(2)),
+        _kind("Trainer, save_total_limit=1", _Training(1)),
+    )
+}
+
+
+# ---- digests ----
+
+
+def digest_of_values(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """A hash of all values, gathered. Every rank must call."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
+        found.update(name.encode() + full(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def digest_of_training(model: nn.Module, optimizer: Any) -> str:
+    """A hash of weights and optimizer state."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    state = [
+        (f"{names[parameter]} {key}", value)
+        for parameter, values in optimizer.state.items()
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor)
+    ]
+    return digest_of_values([*model.named_parameters(), *state])
+
+
+def _tried(look: Callable[[], str]) -> str:
+    try:
+        return look()
+    except Exception as error:
+        return f"error: {type(error).__name__}: {str(error)[:300]}"

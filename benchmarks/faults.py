@@ -1,0 +1,198 @@
+"""Attack what the package promises of saves, states, checkpoints and ranks, and count what was lost.
+
+    python benchmarks/faults.py                                       # everything, about an hour on 2 cores
+    python benchmarks/faults.py --only kills --tries 3                # a part of it, three kills per kind of save
+    python benchmarks/faults.py --records faults.jsonl --report docs/reliability.md    # put the table into a document
+
+kills      SIGKILL of one of 2 ranks just before one of its file events, while each kind of save replaces an older one.
+           The events are spread over the whole save. What is found afterwards by plain transformers (PEFT for adapters)
+           and by this package is compared with the older and the newer one, all values, by a hash; of a Trainer, the
+           end of the resumed training with the end of an uninterrupted one, optimizer included. Then it is saved once
+           more, and hidden files that are still there are counted.
+stopped    SIGKILL or SIGSTOP of one of 2 ranks at a random moment of loading, preparing and saving. How long the other
+           rank goes on, and what it says.
+files      each file of a checkpoint and of a training state removed, cut, overwritten and changed in single bytes.
+code       each pickled file of a checkpoint and of a training state replaced by one that writes a file when unpickled.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from faulting.files import attack_code, attack_files
+from faulting.saves import SAVES, Save, look_at, save_first, save_struck
+from faulting.stopped import ROADS, stop
+from faulting.strike import Strike
+
+from tests._checkpoints import make_checkpoint
+from tests._dist import hide_gpus, run_ranks
+
+Row = dict[str, Any]
+BEGIN, END = "<!-- made by benchmarks/faults.py -->", "<!-- end -->"
+
+
+# ---- kills ----
+
+
+def kills(models: Path, work: Path, tries: int, draw: random.Random, names: list[str]) -> Iterator[Row]:
+    """One row per kind of save."""
+    for kind in SAVES.values():
+        if names and not any(name in kind.name for name in names):
+            continue
+        folder = work / "kills"
+        shutil.rmtree(folder, ignore_errors=True)
+        yield {"part": "kills", "what": kind.name, **kill(kind, models, folder, tries, draw)}
+
+
+def kill(kind: Save, models: Path, folder: Path, tries: int, draw: random.Random) -> Row:
+    """Strike a save so many times; what was found, and what was left."""
+    older = folder / "older"
+    older.mkdir(parents=True)
+    old = run_ranks(save_first, 2, kind, models, older)[0]
+    whole = shutil.copytree(older, folder / "whole")
+    counted = run_ranks(save_struck, 2, kind, models, whole, None)
+    new = counted[0][0]
+    outs, others = [], Counter[str]()
+    for i in range(tries):
+        # Rank 0 does more: it alone gives files their names; the other may do nothing (adapters).
+        rank = draw.choice([rank for rank in (0, 0, 1) if counted[rank][1]])
+        events = counted[rank][1]
+        event = 1 + (i * events // tries + draw.randrange(max(events // tries, 1))) % events
+        out = shutil.copytree(older, folder / f"try-{i}")
+        try:
+            run_ranks(save_struck, 2, kind, models, out, Strike(rank, event, signal.SIGKILL))
+            others["the save was over"] += 1
+        except AssertionError as error:
+            others[said(str(error), 1 - rank)] += 1
+        outs.append(out)
+    looks = run_ranks(look_at, 2, kind, models, outs, timeout_s=60 + 30 * tries)[0]
+    verdicts = Counter(verdict(found, old, new) for found, _ in looks)
+    bad = [(out, found) for out, (found, _) in zip(outs, looks, strict=True) if verdict(found, old, new) == "lost"]
+    return {
+        "tries": tries, "events": [events for _, events in counted], "found": dict(verdicts),
+        "left over": sum(left for _, left in looks), "other rank": dict(others),
+        "lost": [[out.with_name(f"{out.name}.event").read_text(), found] for out, found in bad],
+    }  # fmt: skip
+
+
+def verdict(found: list[str], old: str, new: str) -> str:
+    """Old or new, where every way to open the folder says the same; "lost" otherwise."""
+    names = {old: "old", new: "new"}
+    one = {names.get(digest, "lost") for digest in found}
+    return one.pop() if len(one) == 1 else "lost"
+
+
+def said(failure: str, rank: int) -> str:
+    """The kind of error with which that rank ended, of the text about failed ranks."""
+    text = failure.partition(f"--- rank {rank} ")[2].partition("--- rank ")[0]
+    if not text or "was killed" in text.splitlines()[0]:
+        return "waited until the end" if text else "ended well"
+    last = [line for line in text.splitlines() if line and not line.startswith((" ", "Traceback"))]
+    named = [line for line in last if line.split(":")[0].rpartition(".")[2].endswith(("Error", "Stop", "Elsewhere"))]
+    return (named or last)[-1].split(":")[0].rpartition(".")[2]
+
+
+# ---- the document ----
+
+
+def report(rows: list[Row], about: str) -> str:
+    """The tables of all parts."""
+    lines = [about, ""]
+    if kills := [row for row in rows if row["part"] == "kills"]:
+        lines += ["| Save struck by SIGKILL | kills | old | new | lost | hidden files left by the next save |"]
+        lines += ["|---|---|---|---|---|---|"]
+        for row in kills:
+            found = [str(row["found"].get(name, 0)) for name in ("old", "new", "lost")]
+            lines += [f"| {' | '.join([row['what'], str(row['tries']), *found, str(row['left over'])])} |"]
+        lines += [""]
+    if stops := [row for row in rows if row["part"] == "stopped"]:
+        lines += [
+            "| One rank struck while | signal | times | the other ended with | after at most |",
+            "|---|---|---|---|---|",
+        ]
+        for row in stops:
+            ends = ", ".join(f"{name}: {count}" for name, count in row["other rank"].items())
+            lines += [f"| {row['what']} | {row['signal']} | {row['tries']} | {ends} | {row['longest_s']:.0f} s |"]
+        lines += [""]
+    if files := [row for row in rows if row["part"] in ("files", "code")]:
+        outcomes = sorted({outcome for row in files for outcome in row["outcomes"]})
+        lines += [f"| Damaged | files | {' | '.join(outcomes)} |", "|---" * (len(outcomes) + 2) + "|"]
+        for row in files:
+            counts = [str(row["outcomes"].get(outcome, 0)) for outcome in outcomes]
+            lines += [f"| {row['what']} | {row['tries']} | {' | '.join(counts)} |"]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def put_into(document: Path, text: str) -> None:
+    """Replace what stands between the two marks of a document."""
+    whole = document.read_text(encoding="utf-8")
+    before, _, rest = whole.partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise SystemExit(f"{document} has no lines {BEGIN!r} and {END!r} between which the table belongs.")
+    document.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def about() -> str:
+    """Where and with what the attacks were made."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "peft"))
+    command = f"python benchmarks/faults.py {' '.join(sys.argv[1:])}".strip()
+    return f"{date.today()}; {versions}; 2 ranks over gloo on {len(os.sched_getaffinity(0))} cores. `{command}`"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=["kills", "stopped", "files", "code"], default=[])
+    parser.add_argument("--kinds", nargs="+", default=[], help="of saves: words of their names")
+    parser.add_argument("--tries", type=int, default=16, help="of each kind of save; other parts in proportion")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--records", type=Path, help="JSON lines to which rows are added; with --report they are read")
+    parser.add_argument("--report", type=Path, help="attack nothing; put the table of the records into this document")
+    args = parser.parse_args()
+    if args.report:
+        rows = [json.loads(line) for line in args.records.read_text().splitlines()]
+        put_into(args.report, report(rows, rows[-1]["about"]))
+        return
+    hide_gpus()
+    draw = random.Random(args.seed)
+    parts = args.only or ["kills", "stopped", "files", "code"]
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        work = Path(folder)
+        models = work / "models"
+        for seed, name in enumerate("ab"):
+            make_checkpoint("llama", models / name, seed=seed)
+        for part in parts:
+            attacks = {
+                "kills": lambda: kills(models, work, args.tries, draw, args.kinds),
+                "stopped": lambda: (row for road in ROADS for row in stop(road, models, work, args.tries // 4, draw)),
+                "files": lambda: attack_files(models, work, draw),
+                "code": lambda: attack_code(models, work),
+            }[part]()
+            for row in attacks:
+                rows.append(row | {"about": about()})
+                print(json.dumps(row), flush=True)
+                if args.records:
+                    with open(args.records, "a") as stream:
+                        stream.write(json.dumps(rows[-1]) + "\n")
+    print(report(rows, about()))
+
+
+if __name__ == "__main__":
+    main()
