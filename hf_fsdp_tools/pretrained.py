@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from hf_fsdp_tools.checkpoint.fingerprint import refuse_other_contents
 from hf_fsdp_tools.checkpoint.formats.dcp import find_dcp_folder
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.checkpoint.report import LoadReport
 from hf_fsdp_tools.checkpoint.vocabulary import resize_vocabulary
-from hf_fsdp_tools.distributed.agreement import agreed, opened, refuse_other_commits
+from hf_fsdp_tools.distributed.agreement import agreed, opened, same_on_all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
@@ -31,6 +32,9 @@ from hf_fsdp_tools.sharding.adapters import add_adapter, load_adapter
 from hf_fsdp_tools.sharding.shard import shard_model
 
 __all__ = ["Checkpoint", "PretrainedOptions", "from_pretrained", "open_checkpoint", "shard_arguments"]
+
+_FREE_ON_EACH_RANK = ("requests_in_flight", "progress")
+"""Arguments of `load_weights` that may differ between ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +78,11 @@ def open_checkpoint(
         hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
 
     Every rank of the default process group must call; without a group, this process opens for itself. One rank of each
-    node asks the hub, and the others read its cache. The ranks exchange errors and the commit.
+    node asks the hub, and the others read its cache. The ranks exchange errors, and digests of what they have opened
+    (`refuse_other_contents`).
 
     Raises:
-        CheckpointError: the checkpoint is absent or damaged, or nodes got different commits of it; the same on every
+        CheckpointError: the checkpoint is absent or damaged, or nodes have different copies of it; the same on every
             rank.
     """
     name = fspath(name_or_path)
@@ -85,13 +90,14 @@ def open_checkpoint(
     home, asked = base or (name, here)
     read = partial(_open, home, trust_remote_code, allow_pickle)
     own_config, index, generation_config = opened("opening the checkpoint", home, read, asked)
-    refuse_other_commits(home, index.commit)
     if config is not None and not isinstance(config, PreTrainedConfig):
         look = partial(_load_other_config, config, trust_remote_code)
         config = opened("opening the config", config, look, {})
+    config = own_config if config is None else config
+    refuse_other_contents(index, config, generation_config, {"is an adapter": base is not None})
     return Checkpoint(
         name=home,
-        config=own_config if config is None else config,
+        config=config,
         index=index,
         generation_config=generation_config,
         adapter=name if base else None,
@@ -216,21 +222,46 @@ def from_pretrained(
             `subfolder`); `ignore_mismatched_sizes`; for the config or the model (`num_labels`, `attn_implementation`,
             …), as in `build_meta_model`. Arguments that ask for nothing are left out; others are refused by name.
 
-    Every rank must call, under `torchrun`, `accelerate launch`, or alone. The ranks exchange errors, the commit, the
-    plan's digest and the figures of the report, and under HSDP shards. Each node fetches a hub checkpoint once.
+    Every rank must call, under `torchrun`, `accelerate launch`, or alone, with equal arguments but for names of folders
+    and how to fetch. The ranks exchange errors, digests of the arguments, the checkpoint and the plan, and the figures
+    of the report, and under HSDP shards. Each node fetches a hub checkpoint once.
 
     Raises:
-        CheckpointError: the checkpoint is absent, damaged, or does not fit the model; on all ranks alike.
-        ConfigError, WrapPlanError, MeshError: as the steps say.
+        CheckpointError: the checkpoint is absent, damaged, not the same on all ranks, or does not fit the model; on all
+            ranks alike.
+        RanksError: a rank does not come, is lost, or makes no progress for ten minutes (see `patience`).
+        ConfigError, WrapPlanError, MeshError: as the steps say; on all ranks alike.
     """
-    given = sort_arguments(kwargs)
-    dtype = as_dtype(dtype, torch_dtype)
+    # 1 the mesh, and settings of the accelerator where the caller gave none
+    if accelerator is None and mesh is None:
+        mesh = ParallelDims().build_mesh()
+    with agreed("checking the arguments of from_pretrained"):
+        given = sort_arguments(kwargs)
+        dtype = as_dtype(dtype, torch_dtype)
+        _check_accelerator(accelerator)
     load_kwargs = {**given.load, **(load_kwargs or {})}
-    # 1 settings of the accelerator, where the caller gave none
     mesh, mp_policy, offload_policy, activation_checkpointing = _from_accelerator(
         accelerator, mesh, mp_policy, offload_policy, activation_checkpointing
     )
-    mesh = mesh if mesh is not None else ParallelDims().build_mesh()
+    same_on_all_ranks(
+        "loading the model",
+        peft_config=peft_config,
+        is_trainable=is_trainable,
+        auto_class=auto_class,
+        policy=policy,
+        dtype=dtype,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+        num_tokens=num_tokens,
+        pad_to_multiple_of=pad_to_multiple_of,
+        mean_resizing=mean_resizing,
+        allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code,
+        load_kwargs={name: value for name, value in load_kwargs.items() if name not in _FREE_ON_EACH_RANK},
+        model_kwargs=given.model,
+    )
     # 2 config and headers of the checkpoint
     checkpoint = open_checkpoint(
         name_or_path, config=config, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle, **given.hub
@@ -353,6 +384,21 @@ def _from_accelerator(
     """The arguments, with those that are None taken from the accelerator's FSDP plugin; accelerate is not imported."""
     if accelerator is None:
         return mesh, mp_policy, offload_policy, activation_checkpointing
+    given = shard_arguments(accelerator, mesh)
+    if activation_checkpointing is None:
+        activation_checkpointing = given["activation_checkpointing"]
+    return (
+        given["mesh"],
+        mp_policy or given["mp_policy"],
+        offload_policy or given["offload_policy"],
+        activation_checkpointing,
+    )
+
+
+def _check_accelerator(accelerator: Any) -> None:
+    """Refuse an accelerator that does not run FSDP2, or whose plugin cannot be honoured."""
+    if accelerator is None:
+        return
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if not hasattr(accelerator.state, "distributed_type"):
         raise ConfigError(
@@ -371,15 +417,6 @@ def _from_accelerator(
             f"A plain {type(plugin).__name__} looks for layers by class names that sharding changes. Give it "
             "auto_wrap_policy='no_wrap' and no activation_checkpointing, or use make_accelerator()."
         )
-    given = shard_arguments(accelerator, mesh)
-    if activation_checkpointing is None:
-        activation_checkpointing = given["activation_checkpointing"]
-    return (
-        given["mesh"],
-        mp_policy or given["mp_policy"],
-        offload_policy or given["offload_policy"],
-        activation_checkpointing,
-    )
 
 
 def shard_arguments(accelerator: Any, mesh: DeviceMesh | None = None) -> dict[str, Any]:
