@@ -81,7 +81,22 @@ class StoppedElsewhere(Exception):
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """In this block, a rank that others wait for may make no progress for so long (10 minutes by default)."""
+    """In this block, a rank that others wait for may make no progress for so long (10 minutes by default).
+
+        with patience(3600):
+            model = from_pretrained("org/model-on-a-slow-disk")
+
+    Ranks that wait warn of one without progress after 30 s, of one that is in no call of this package after 10 s, and
+    again after each doubling; then all raise the same `RanksError`. Bytes that a rank reads, writes or downloads are
+    progress, so that long work that moves is waited for without end. A process that was stopped in a call, or whose
+    machine is gone, is given up after 60 s; one that has ended, within seconds.
+
+    A rank that stops inside a collective of the process group (a forward pass, gradients, weights that are broadcast or
+    gathered) is given up by the group's own timeout (`InitProcessGroupKwargs(timeout=…)`, `ddp_timeout`).
+
+    Args:
+        seconds: the same on every rank.
+    """
     token = _patience_s.set(seconds)
     try:
         yield
