@@ -174,7 +174,7 @@ def load_weights(
             fill_added(model, match.added, added_tokens, seed)
     report = _report(model, match, filled, watch, seconds)
     log_keys(model, report)
-    return report.with_ranks(all_ranks(report.figures()))
+    return report.with_ranks(all_ranks(report.figures(), "adding up the report"))
 
 
 def _report(

@@ -205,7 +205,7 @@ def _as_data(value: Any) -> Any:
         return f"{value.__module__}.{value.__qualname__}"
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(digest := getattr(value, "digest", None), str):
-        return {"kind": kind, "digest": digest}
+        return {"kind": kind, "digest": digest[:16]}
     if is_dataclass(value):
         return {"kind": kind} | {field.name: _as_data(getattr(value, field.name, None)) for field in fields(value)}
     if callable(getattr(value, "to_dict", None)):

@@ -348,13 +348,13 @@ class _Others:
         return _since(self._progress, rank, -1 if beat is None else beat["progress"])
 
     def _lost(self, rank: int, beat: dict[str, Any] | None) -> str:
+        ended = f"rank {rank} has ended: it failed, and says why, or did not make this call, which every rank must make"
         if self._store.check([f"{self._prefix}/ended/{rank}"]):
-            return f"rank {rank} has ended without this call, which every rank must make; if it failed, it says why"
-        key = f"{self._prefix}/who/{rank}"
-        if self._store.check([key]):
+            return ended
+        if self._store.check([key := f"{self._prefix}/who/{rank}"]):
             host, process = json.loads(self._store.get(key))
             if host == socket.gethostname() and not _is_alive(process):
-                return f"rank {rank} has ended (process {process})"
+                return ended
         silent_s = 0.0 if beat is None or not beat["doing"] else _since(self._counts, rank, beat["count"])
         return f"rank {rank} gives no sign of life for {silent_s:.0f} s" if silent_s > _LOST_S else ""
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -109,7 +110,18 @@ def an_adapter_that_one_rank_cannot_read(root: Path) -> None:
     assert "rank 1: " in refusal(lambda: from_pretrained(mine(folder, root / "absent")))
 
 
+def loading_and_saving_need_no_collective(root: Path) -> None:
+    """A process group without a backend for CPUs loads and saves as well."""
+    mesh = ParallelDims().build_mesh("cpu")
+    with ExitStack() as stack:
+        for name in ("all_gather_object", "broadcast_object_list", "gather_object", "all_reduce", "broadcast", "send"):
+            stack.enter_context(patch.object(dist, name, side_effect=AssertionError(f"{name} was called")))
+        model = from_pretrained(root / "good", mesh=mesh)
+        save_pretrained(model, root / "saved")
+
+
 FILES = (
+    loading_and_saving_need_no_collective,
     other_weights,
     other_config,
     other_header,
