@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the table below
     from hf_fsdp_tools.checkpoint.index import CheckpointIndex as CheckpointIndex
     from hf_fsdp_tools.checkpoint.load import load_weights as load_weights
+    from hf_fsdp_tools.checkpoint.opening import Checkpoint as Checkpoint
+    from hf_fsdp_tools.checkpoint.opening import open_checkpoint as open_checkpoint
     from hf_fsdp_tools.checkpoint.report import LoadReport as LoadReport
     from hf_fsdp_tools.checkpoint.report import SaveReport as SaveReport
     from hf_fsdp_tools.checkpoint.resize import resize_token_embeddings as resize_token_embeddings
@@ -24,6 +26,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.diagnostics.diagnosis import diagnose as diagnose
     from hf_fsdp_tools.diagnostics.findings import Finding as Finding
     from hf_fsdp_tools.distributed.mesh import ParallelDims as ParallelDims
+    from hf_fsdp_tools.distributed.rounds import patience as patience
     from hf_fsdp_tools.errors import BlockDetectionError as BlockDetectionError
     from hf_fsdp_tools.errors import CheckpointError as CheckpointError
     from hf_fsdp_tools.errors import ConfigError as ConfigError
@@ -47,9 +50,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.planning.plan import WrapUnit as WrapUnit
     from hf_fsdp_tools.planning.policy import HybridPolicy as HybridPolicy
     from hf_fsdp_tools.planning.rules import check_wrap_plan as check_wrap_plan
-    from hf_fsdp_tools.pretrained import Checkpoint as Checkpoint
     from hf_fsdp_tools.pretrained import from_pretrained as from_pretrained
-    from hf_fsdp_tools.pretrained import open_checkpoint as open_checkpoint
     from hf_fsdp_tools.sharding.adapters import add_adapter as add_adapter
     from hf_fsdp_tools.sharding.adapters import load_adapter as load_adapter
     from hf_fsdp_tools.sharding.adapters import shard_added as shard_added
@@ -61,6 +62,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
 _NAMES_OF = {
     "checkpoint.index": ("CheckpointIndex",),
     "checkpoint.load": ("load_weights",),
+    "checkpoint.opening": ("Checkpoint", "open_checkpoint"),
     "checkpoint.report": ("LoadReport", "SaveReport"),
     "checkpoint.resize": ("resize_token_embeddings",),
     "checkpoint.save": ("save_pretrained",),
@@ -68,6 +70,7 @@ _NAMES_OF = {
     "diagnostics.diagnosis": ("Diagnosis", "diagnose"),
     "diagnostics.findings": ("Finding",),
     "distributed.mesh": ("ParallelDims",),
+    "distributed.rounds": ("patience",),
     "errors": (
         "BlockDetectionError",
         "CheckpointError",
@@ -89,7 +92,7 @@ _NAMES_OF = {
     "planning.plan": ("WrapPlan", "WrapUnit"),
     "planning.policy": ("HybridPolicy",),
     "planning.rules": ("check_wrap_plan",),
-    "pretrained": ("Checkpoint", "from_pretrained", "open_checkpoint"),
+    "pretrained": ("from_pretrained",),
     "sharding.adapters": ("add_adapter", "load_adapter", "shard_added"),
     "sharding.describe": ("describe_sharding",),
     "sharding.shard": ("Sharding", "shard_model", "sharding_of"),

@@ -1,102 +1,32 @@
-"""Load a model by name into shards (`from_pretrained`), or only open its checkpoint; each step is a public function."""
+"""Load a model by name into shards (`from_pretrained`); each step is a public function."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
-from os import PathLike, fspath
-from pathlib import Path
+from os import PathLike
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_fsdp_tools.checkpoint.formats.dcp import find_dcp_folder
-from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.checkpoint.opening import Checkpoint, open_checkpoint
 from hf_fsdp_tools.checkpoint.report import LoadReport
 from hf_fsdp_tools.checkpoint.vocabulary import resize_vocabulary
-from hf_fsdp_tools.distributed.agreement import agreed, opened, refuse_other_commits
+from hf_fsdp_tools.distributed.agreement import agreed, same_on_all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims
-from hf_fsdp_tools.distributed.watch import watched
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.hub import fetch, local_path
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.arguments import as_dtype, sort_arguments
-from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype, load_config
+from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.adapters import add_adapter, load_adapter
 from hf_fsdp_tools.sharding.shard import shard_model
 
-__all__ = ["Checkpoint", "PretrainedOptions", "from_pretrained", "open_checkpoint", "shard_arguments"]
+__all__ = ["PretrainedOptions", "from_pretrained", "shard_arguments"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A checkpoint that was opened and not read: config and headers, from one commit of the hub."""
-
-    name: str
-    """Hub name or folder; of an adapter, those of its base."""
-
-    config: PreTrainedConfig
-    """The model's configuration."""
-
-    index: CheckpointIndex
-    """File, dtype and byte range of every key."""
-
-    generation_config: GenerationConfig | None
-    """The checkpoint's own generation settings; None without any."""
-
-    adapter: str | None
-    """Hub name or folder of the PEFT adapter, if an adapter was opened; None for a model."""
-
-    hub_kwargs: Mapping[str, Any]
-    """Arguments that fetch more files of the same commit."""
-
-
-def open_checkpoint(
-    name_or_path: str | PathLike[str],
-    *,
-    config: PreTrainedConfig | str | PathLike[str] | None = None,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
-    **hub_kwargs: Any,
-) -> Checkpoint:
-    """Open a checkpoint, or the base of a PEFT adapter: read its config and the headers of its files, no weights.
-
-    Args:
-        name_or_path: as for `from_pretrained`.
-        config: in place of the checkpoint's own.
-        trust_remote_code: use a config class that comes with the checkpoint (of an adapter, with its base).
-        allow_pickle: read legacy `.bin` files where there are no safetensors.
-        hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
-
-    Every rank of the default process group must call; without a group, this process opens for itself. One rank of each
-    node asks the hub, and the others read its cache. The ranks exchange errors and the commit.
-
-    Raises:
-        CheckpointError: the checkpoint is absent or damaged, or nodes got different commits of it; the same on every
-            rank.
-    """
-    name = fspath(name_or_path)
-    here, base = opened("looking for the checkpoint", name, partial(_find_base, name), hub_kwargs)
-    home, asked = base or (name, here)
-    read = partial(_open, home, trust_remote_code, allow_pickle)
-    own_config, index, generation_config = opened("opening the checkpoint", home, read, asked)
-    refuse_other_commits(home, index.commit)
-    if config is not None and not isinstance(config, PreTrainedConfig):
-        look = partial(_load_other_config, config, trust_remote_code)
-        config = opened("opening the config", config, look, {})
-    return Checkpoint(
-        name=home,
-        config=own_config if config is None else config,
-        index=index,
-        generation_config=generation_config,
-        adapter=name if base else None,
-        hub_kwargs=here,
-    )
+_FREE_ON_EACH_RANK = ("requests_in_flight", "progress")
+"""Arguments of `load_weights` that may differ between ranks."""
 
 
 class PretrainedOptions(TypedDict, total=False):
@@ -216,21 +146,46 @@ def from_pretrained(
             `subfolder`); `ignore_mismatched_sizes`; for the config or the model (`num_labels`, `attn_implementation`,
             …), as in `build_meta_model`. Arguments that ask for nothing are left out; others are refused by name.
 
-    Every rank must call, under `torchrun`, `accelerate launch`, or alone. The ranks exchange errors, the commit, the
-    plan's digest and the figures of the report, and under HSDP shards. Each node fetches a hub checkpoint once.
+    Every rank must call, under `torchrun`, `accelerate launch`, or alone, with equal arguments but for names of folders
+    and how to fetch. The ranks exchange errors, digests of the arguments, the checkpoint and the plan, and the figures
+    of the report, and under HSDP shards. Each node fetches a hub checkpoint once.
 
     Raises:
-        CheckpointError: the checkpoint is absent, damaged, or does not fit the model; on all ranks alike.
-        ConfigError, WrapPlanError, MeshError: as the steps say.
+        CheckpointError: the checkpoint is absent, damaged, not the same on all ranks, or does not fit the model; on all
+            ranks alike.
+        RanksError: a rank does not come, is lost, or makes no progress for ten minutes (see `patience`).
+        ConfigError, WrapPlanError, MeshError: as the steps say; on all ranks alike.
     """
-    given = sort_arguments(kwargs)
-    dtype = as_dtype(dtype, torch_dtype)
+    # 1 the mesh, and settings of the accelerator where the caller gave none
+    if accelerator is None and mesh is None:
+        mesh = ParallelDims().build_mesh()
+    with agreed("checking the arguments of from_pretrained"):
+        given = sort_arguments(kwargs)
+        dtype = as_dtype(dtype, torch_dtype)
+        _check_accelerator(accelerator)
     load_kwargs = {**given.load, **(load_kwargs or {})}
-    # 1 settings of the accelerator, where the caller gave none
     mesh, mp_policy, offload_policy, activation_checkpointing = _from_accelerator(
         accelerator, mesh, mp_policy, offload_policy, activation_checkpointing
     )
-    mesh = mesh if mesh is not None else ParallelDims().build_mesh()
+    same_on_all_ranks(
+        "loading the model",
+        peft_config=peft_config,
+        is_trainable=is_trainable,
+        auto_class=auto_class,
+        policy=policy,
+        dtype=dtype,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+        num_tokens=num_tokens,
+        pad_to_multiple_of=pad_to_multiple_of,
+        mean_resizing=mean_resizing,
+        allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code,
+        load_kwargs={name: value for name, value in load_kwargs.items() if name not in _FREE_ON_EACH_RANK},
+        model_kwargs=given.model,
+    )
     # 2 config and headers of the checkpoint
     checkpoint = open_checkpoint(
         name_or_path, config=config, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle, **given.hub
@@ -278,54 +233,6 @@ def from_pretrained(
     return (model, report) if output_loading_info else model
 
 
-def _find_base(name: str, hub_kwargs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, dict[str, Any]] | None]:
-    """Arguments that fetch the same commit again; and, of an adapter, its base with the arguments to fetch it."""
-    with watched(Path(name)):
-        path = local_path(name)
-    if path is None:
-        folder, pinned = fetch(name, "*config.json", **hub_kwargs)
-    else:
-        folder, pinned = path / (hub_kwargs.get("subfolder") or ""), {}
-    here, file = hub_kwargs | pinned, folder / "adapter_config.json"
-    with watched(file):
-        if not file.is_file() or (folder / "config.json").is_file():
-            return here, None
-    try:
-        written: dict[str, Any] = json.loads(file.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{str(file)!r} is not JSON: {error}. Copy the adapter again.") from error
-    base = written.get("base_model_name_or_path")
-    if not base:
-        raise CheckpointError(
-            f"The adapter {name!r} names no base model (base_model_name_or_path in {file.name}). Write the base's "
-            "name or folder there, or load the base and call load_adapter(model, folder)."
-        )
-    revision = {"revision": written["revision"]} if written.get("revision") else {}
-    kept = {key: value for key, value in hub_kwargs.items() if key not in ("revision", "subfolder")}
-    return here, (base, kept | revision)
-
-
-def _open(
-    name: str, trust_remote_code: bool, allow_pickle: bool, hub_kwargs: dict[str, Any]
-) -> tuple[PreTrainedConfig, CheckpointIndex, GenerationConfig | None]:
-    """Config, index and generation config of a checkpoint; of a hub name, all from one commit."""
-    with watched(Path(name)):
-        home = _config_home(name)
-    config = load_config(home, trust_remote_code=trust_remote_code, **hub_kwargs)
-    commit = {"revision": config._commit_hash} if config._commit_hash else {}
-    index = CheckpointIndex.open(name, allow_pickle=allow_pickle, **hub_kwargs | commit)
-    try:
-        # Of a hub name, it was fetched with the config if it exists.
-        fetched = hub_kwargs | commit | ({"local_files_only": True} if commit else {})
-        return config, index, GenerationConfig.from_pretrained(local_path(home) or home, **fetched)
-    except OSError:
-        return config, index, None  # without generation_config.json, a model makes one from its config
-
-
-def _load_other_config(config: str | PathLike[str], trust_remote_code: bool, asked: dict[str, Any]) -> PreTrainedConfig:
-    return load_config(config, trust_remote_code=trust_remote_code, **asked)
-
-
 def _chosen_dtype(
     dtype: torch.dtype | str | None,
     checkpoint: Checkpoint,
@@ -353,6 +260,21 @@ def _from_accelerator(
     """The arguments, with those that are None taken from the accelerator's FSDP plugin; accelerate is not imported."""
     if accelerator is None:
         return mesh, mp_policy, offload_policy, activation_checkpointing
+    given = shard_arguments(accelerator, mesh)
+    if activation_checkpointing is None:
+        activation_checkpointing = given["activation_checkpointing"]
+    return (
+        given["mesh"],
+        mp_policy or given["mp_policy"],
+        offload_policy or given["offload_policy"],
+        activation_checkpointing,
+    )
+
+
+def _check_accelerator(accelerator: Any) -> None:
+    """Refuse an accelerator that does not run FSDP2, or whose plugin cannot be honoured."""
+    if accelerator is None:
+        return
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if not hasattr(accelerator.state, "distributed_type"):
         raise ConfigError(
@@ -371,15 +293,6 @@ def _from_accelerator(
             f"A plain {type(plugin).__name__} looks for layers by class names that sharding changes. Give it "
             "auto_wrap_policy='no_wrap' and no activation_checkpointing, or use make_accelerator()."
         )
-    given = shard_arguments(accelerator, mesh)
-    if activation_checkpointing is None:
-        activation_checkpointing = given["activation_checkpointing"]
-    return (
-        given["mesh"],
-        mp_policy or given["mp_policy"],
-        offload_policy or given["offload_policy"],
-        activation_checkpointing,
-    )
 
 
 def shard_arguments(accelerator: Any, mesh: DeviceMesh | None = None) -> dict[str, Any]:
@@ -407,12 +320,3 @@ def _policy_from(accelerator: Any, model: PreTrainedModel) -> HybridPolicy:
     plugin: Any = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
     policy: HybridPolicy = plugin.policy_for(model) if hasattr(plugin, "policy_for") else HybridPolicy()
     return policy
-
-
-def _config_home(name: str) -> str:
-    """Where the config is: for a DCP folder without one, the nearest of two folders above; else the name itself."""
-    folder = local_path(name)
-    if folder is None or not folder.is_dir() or (folder / "config.json").is_file() or find_dcp_folder(folder) is None:
-        return name
-    above = list(folder.absolute().parents)[:2]
-    return next((str(path) for path in above if (path / "config.json").is_file()), name)

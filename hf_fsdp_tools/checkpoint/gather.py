@@ -29,7 +29,7 @@ def gather_to_first(tensor: torch.Tensor, *, staging_bytes: int) -> torch.Tensor
             whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     parts = list(_bounded_parts(tensor, staging_bytes)) if is_first_replica(tensor) else []
     device = torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
-    for sender, boxes in enumerate(all_ranks([box for box, _ in parts])):
+    for sender, boxes in enumerate(all_ranks([box for box, _ in parts], "gathering a tensor")):
         for i, box in enumerate(boxes):
             if rank == sender:
                 part = parts[i][1]

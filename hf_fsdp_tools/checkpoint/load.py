@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.checkpoint.conversion import set_conversions
 from hf_fsdp_tools.checkpoint.fill import Filled, fill_shards
+from hf_fsdp_tools.checkpoint.fingerprint import refuse_other_contents
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.io.files import REQUESTS_IN_FLIGHT
 from hf_fsdp_tools.checkpoint.match import Match, check_ties, match_checkpoint, refuse_not_finite
@@ -25,7 +26,7 @@ from hf_fsdp_tools.distributed.agreement import (
     all_ranks,
     opened,
     rank_and_size,
-    refuse_other_commits,
+    same_on_all_ranks,
     shared_seed,
 )
 from hf_fsdp_tools.errors import ConfigError
@@ -87,8 +88,10 @@ def load_weights(
         hub_kwargs: `allow_pickle` (for legacy `.bin` files), `revision`, `token`, `cache_dir`, `local_files_only`,
             `subfolder`, as for `CheckpointIndex.open`.
 
-    Every rank of the default process group must call; without a group, one process loads all. The ranks exchange errors
-    and the figures of the report, and under HSDP shards along the replicate axis.
+    Every rank of the default process group must call, with equal arguments but for `path_or_repo`,
+    `requests_in_flight`, `progress` and how to fetch; without a group, one process loads all. The ranks exchange
+    errors, digests of the arguments and of the checkpoint (`refuse_other_contents`), and the figures of the report;
+    under HSDP also shards, along the replicate axis.
 
     Where storage does not answer, a warning names file and position after 30 s; ranks that wait for such a rank raise
     `RanksError` after ten minutes without progress.
@@ -99,22 +102,35 @@ def load_weights(
     Raises:
         CheckpointError: the checkpoint is absent or damaged, or does not fit; the same on every rank, and before
             anything is changed unless reading itself fails.
-        ConfigError: `staging_bytes` or `requests_in_flight` is too small, or `dtype` differs from that of parameters
-            with storage.
+        ConfigError: `staging_bytes` or `requests_in_flight` is too small, `dtype` differs from that of parameters with
+            storage, or arguments differ between ranks; the same on every rank.
     """
-    if staging_bytes < 2**20:
-        raise ConfigError(f"staging_bytes is {staging_bytes}; it must be at least {2**20} (1 MiB).")
-    if requests_in_flight < 1:
-        raise ConfigError(f"requests_in_flight is {requests_in_flight}; it must be 1 or more.")
-    _refuse_other_dtype(model, dtype)
+    with agreed("checking the arguments of load_weights"):
+        if staging_bytes < 2**20:
+            raise ConfigError(f"staging_bytes is {staging_bytes}; it must be at least {2**20} (1 MiB).")
+        if requests_in_flight < 1:
+            raise ConfigError(f"requests_in_flight is {requests_in_flight}; it must be 1 or more.")
+        if isinstance(path_or_repo, CheckpointIndex) and hub_kwargs:
+            raise ConfigError(f"load_weights has no {', '.join(sorted(hub_kwargs))} for a checkpoint that is open.")
+        _refuse_other_dtype(model, dtype)
+    same_on_all_ranks(
+        "loading weights",
+        dtype=dtype,
+        device=device,
+        ignore_mismatched_sizes=ignore_mismatched_sizes,
+        strict=strict,
+        added_tokens=added_tokens,
+        check_finite=check_finite,
+        seed=seed,
+        staging_bytes=staging_bytes,
+        allow_pickle=hub_kwargs.get("allow_pickle", False),
+    )
     reshard_units(model)
     seconds: dict[str, float] = {}
     watch = MemoryWatch()
     with _timed(seconds, "plan"):
         if isinstance(path_or_repo, CheckpointIndex):
             index = path_or_repo
-            if hub_kwargs:
-                raise ConfigError(f"load_weights has no {', '.join(sorted(hub_kwargs))} for a checkpoint that is open.")
         else:
             index = opened(
                 "opening the checkpoint",  # the same text on all ranks, whatever name each gave
@@ -122,7 +138,7 @@ def load_weights(
                 lambda asked: CheckpointIndex.open(path_or_repo, **asked),
                 hub_kwargs,
             )
-            refuse_other_commits(path_or_repo, index.commit)
+        refuse_other_contents(index)
         with agreed("matching the checkpoint with the model"):
             match = match_checkpoint(
                 model,
@@ -158,7 +174,7 @@ def load_weights(
             fill_added(model, match.added, added_tokens, seed)
     report = _report(model, match, filled, watch, seconds)
     log_keys(model, report)
-    return report.with_ranks(all_ranks(report.figures()))
+    return report.with_ranks(all_ranks(report.figures(), "adding up the report"))
 
 
 def _report(

@@ -147,9 +147,10 @@ def _old_parts(tensor: torch.Tensor, rows: AddedRows) -> Iterator[tuple[Box, tor
 
 def _exact_mean(key: str, tensor: torch.Tensor, rows: AddedRows) -> torch.Tensor:
     """The mean of the old rows, bit for bit the same for any sharding, because a sum of integers has no order."""
+    doing = "averaging the rows of a vocabulary"
     parts = list(_old_parts(tensor, rows))
     finite = all(bool(torch.isfinite(part).all()) for _, part in parts)
-    peaks = all_ranks(max((float(part.abs().max()) for _, part in parts), default=0.0) if finite else None)
+    peaks = all_ranks(max((float(part.abs().max()) for _, part in parts), default=0.0) if finite else None, doing)
     if None in peaks:
         raise CheckpointError(
             f"{key!r} holds values that are not finite, so its rows have no mean. "
@@ -165,5 +166,5 @@ def _exact_mean(key: str, tensor: torch.Tensor, rows: AddedRows) -> torch.Tensor
         by_token = part.movedim(rows.dim, 0)
         for slab in torch.split(by_token, max(1, _SLAB_ELEMENTS * by_token.shape[0] // by_token.numel())):
             total[place] += (slab.double() / unit).round().to(torch.int64).sum(0).cpu()
-    total = torch.stack(all_ranks(total)).sum(0)
+    total = torch.stack(all_ranks(total, doing)).sum(0)
     return (total.double() * unit / rows.start).to(tensor.dtype).unsqueeze(rows.dim)

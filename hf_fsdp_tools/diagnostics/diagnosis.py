@@ -35,6 +35,8 @@ __all__ = ["Diagnosis", "diagnose"]
 
 _SEVERITIES = ("error", "warning", "info")
 
+_DOING = "diagnosing the model"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
@@ -85,7 +87,7 @@ def diagnose(
         WrapPlanError: `policy` does not fit the model.
         FSDPToolsError: another rank could not look at its model.
     """
-    world_size = len(all_ranks(None))
+    world_size = len(all_ranks(None, _DOING))
     # 1 the findings of this rank
     report, failure = None, None
     try:
@@ -93,7 +95,7 @@ def diagnose(
     except Exception as error:  # raised again below, once the other ranks know of it
         failure = error
     # 2 no rank waits for one that failed
-    failures = all_ranks(repr(failure) if failure is not None else None)
+    failures = all_ranks(repr(failure) if failure is not None else None, _DOING)
     if failure is not None:
         raise failure
     for rank, text in enumerate(failures):
@@ -101,11 +103,11 @@ def diagnose(
             raise FSDPToolsError(f"Rank {rank} could not look at its model: {text}. Cure that rank first.")
     assert report is not None
     # 3 the findings of all ranks together
-    findings = _merged_findings(all_ranks(report.findings))
+    findings = _merged_findings(all_ranks(report.findings, _DOING))
     findings += _differences_between_ranks(report)
-    findings += _counted_findings(all_ranks(report.counts), report.num_parameters)
+    findings += _counted_findings(all_ranks(report.counts, _DOING), report.num_parameters)
     findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
-    return Diagnosis(findings=tuple(findings), units=all_ranks(report.units)[0])
+    return Diagnosis(findings=tuple(findings), units=all_ranks(report.units, _DOING)[0])
 
 
 # ---- the findings of one rank ----
@@ -254,12 +256,12 @@ def _differences_between_ranks(report: _Report) -> Iterator[Finding]:
 
 def _differing(table: dict[str, str]) -> list[str]:
     """One line for the ranks whose tables differ from rank 0's alike; the same lines on every rank."""
-    digests = all_ranks(zlib.crc32(json.dumps(sorted(table.items())).encode()))
+    digests = all_ranks(zlib.crc32(json.dumps(sorted(table.items())).encode()), _DOING)
     if len(set(digests)) == 1:
         return []
-    line = _difference(all_ranks(table if rank_and_size()[0] == 0 else {})[0], table)
+    line = _difference(all_ranks(table if rank_and_size()[0] == 0 else {}, _DOING)[0], table)
     alike: dict[str, list[int]] = {}
-    for rank, other in enumerate(all_ranks(line)):
+    for rank, other in enumerate(all_ranks(line, _DOING)):
         if other:
             alike.setdefault(other, []).append(rank)
     return [f"{_ranks(ranks)}: {line}" for line, ranks in alike.items()]

@@ -1,22 +1,39 @@
 """Let all ranks go on together, or stop together with the same error, so that none waits for another."""
 
+import hashlib
+import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import partial
 from os import PathLike
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from hf_fsdp_tools import errors
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.distributed.rounds import StoppedElsewhere, rounds_of
 from hf_fsdp_tools.distributed.watch import watched
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.errors import ConfigError, FSDPToolsError, RanksError
 from hf_fsdp_tools.hub import local_path
+from hf_fsdp_tools.text import listed, listed_lines
 
-__all__ = ["agreed", "all_ranks", "opened", "rank_and_size", "refuse_other_commits", "shared_rng_state", "shared_seed"]
+__all__ = [
+    "agreed",
+    "all_ranks",
+    "by_rank",
+    "opened",
+    "rank_and_size",
+    "same_on_all_ranks",
+    "shared_rng_state",
+    "shared_seed",
+]
 
 T = TypeVar("T")
 
@@ -63,23 +80,25 @@ def shared_seed(seed: int | None) -> int:
 
 
 @contextmanager
-def agreed(doing: str, where: str | PathLike[str] = "") -> Iterator[None]:
-    """Run a block on every rank; if it fails on some rank, raise a `CheckpointError` on all ranks.
+def agreed(doing: str, where: str | PathLike[str] = "", *, ranks: Sequence[int] | None = None) -> Iterator[None]:
+    """Run a block on every rank; if it fails on some rank, raise the same error on all ranks.
 
     Every rank must enter. Blocks may be nested, and a block may exchange values (`all_ranks`): the ranks that wait
     there for a rank that fails learn of it at once. A block must not run collectives of a process group, which would
-    not learn of it. A rank whose own error is no `CheckpointError` (a mistake in this package, memory exhausted) raises
-    that error; the other ranks say which rank it was.
+    not learn of it. A rank whose own error is not of this package (a mistake in it, memory exhausted) raises that
+    error; the other ranks raise a `CheckpointError` that says which rank it was.
 
     Args:
         doing: what the block does, for messages; the same on every rank: "reading the checkpoint".
         where: a path for messages, which may differ between ranks.
+        ranks: the ranks that enter; None means all ranks of the default process group.
 
     Raises:
-        CheckpointError: the block failed on some rank; the same on every rank.
+        FSDPToolsError: the block failed on some rank; of the kind that the first such rank raised, and with the same
+            message on every rank.
         RanksError: a rank does not come, is lost, or is in another call.
     """
-    rounds = rounds_of()
+    rounds = rounds_of(ranks)
     if rounds is None:
         yield
         return
@@ -90,22 +109,117 @@ def agreed(doing: str, where: str | PathLike[str] = "") -> Iterator[None]:
         except StoppedElsewhere as stop:
             if stop.scope is not scope:
                 raise
+        except RanksError as error:  # the ranks have stopped together, and would wait here for one that is lost
+            rounds.give_up(scope, str(error))
+            raise
         except Exception as error:
             failure = error
             rounds.fail(scope)
-        text = str(failure) if isinstance(failure, CheckpointError) else repr(failure) if failure else None
-        texts = rounds.exchange(text, doing, ends=scope)
-    if failure is not None and not isinstance(failure, CheckpointError):
+        told = rounds.exchange(_as_told(failure), doing, ends=scope)
+    if failure is not None and not isinstance(failure, FSDPToolsError):
         raise failure
-    failed = [rank for rank, text in enumerate(texts) if text is not None]
+    failed = {rank: one for rank, one in zip(rounds.ranks, told, strict=True) if one is not None}
     if not failed:
         return
-    messages = list(dict.fromkeys(text for text in texts if text is not None))
-    if len(failed) == len(texts) and len(messages) == 1:
-        raise CheckpointError(messages[0]) from failure
-    lines = [f"rank {', '.join(str(r) for r in failed if texts[r] == m)}: {m}" for m in messages]
+    kind = getattr(errors, next(iter(failed.values()))[0])
+    texts = list(dict.fromkeys(text for _, text in failed.values()))
+    if len(failed) == len(told) and len(texts) == 1:
+        raise kind(texts[0]) from failure
+    lines = [f"rank {listed([str(r) for r in failed if failed[r][1] == text], 8)}: {text}" for text in texts]
     what = f"{doing[:1].upper()}{doing[1:]}{f' ({str(where)!r})' if where else ''}"
-    raise CheckpointError(f"{what} failed on {len(failed)} of {len(texts)} ranks.\n" + "\n".join(lines)) from failure
+    raise kind(f"{what} failed on {len(failed)} of {len(told)} ranks.\n{listed_lines(lines, head='')}") from failure
+
+
+def _as_told(failure: Exception | None) -> tuple[str, str] | None:
+    """The name of the error that the other ranks raise, and its text."""
+    if failure is None:
+        return None
+    if isinstance(failure, FSDPToolsError):
+        return type(failure).__name__, str(failure)
+    return "CheckpointError", repr(failure)
+
+
+def same_on_all_ranks(doing: str, *, ranks: Sequence[int] | None = None, **arguments: Any) -> None:
+    """Refuse ranks that give one call different arguments, with which they would run unequal collectives.
+
+    Arguments are compared by value: policies, configs and other dataclasses by their fields, classes and functions by
+    their names, a plan by its digest, a mesh by its ranks; of other objects, the class.
+
+    Args:
+        doing: what the ranks do, for messages; the same on every rank: "loading the model".
+        ranks: the ranks that call; None means all ranks of the default process group.
+        arguments: by their names. Leave out what may differ between ranks: paths, tokens, devices with an index.
+
+    Every rank must call. The ranks exchange one digest of 64 bytes, and the arguments only where the digests differ.
+
+    Raises:
+        ConfigError: some differ; each is named with the values that ranks gave. The same on every rank.
+    """
+    rounds = rounds_of(ranks)
+    if rounds is None:
+        return
+    given = {name: _as_data(value) for name, value in arguments.items()}
+    digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+    if len(set(rounds.exchange(digest, doing))) == 1:
+        return
+    every = [dict(_leaves(one)) for one in rounds.exchange(given, doing)]
+    found = {name: [one.get(name, "not given") for one in every] for name in sorted(set().union(*every))}
+    differing = [f"{name} is {by_rank(told, rounds.ranks)}" for name, told in found.items() if len(set(told)) > 1]
+    raise ConfigError(
+        f"While {doing}, the ranks give different arguments: {listed(differing, separator='; ')}. Give the same on "
+        "every rank."
+    )
+
+
+def by_rank(told: Sequence[str], ranks: Sequence[int] | None = None) -> str:
+    """Which ranks told what, for messages: "a on rank 0, b on rank 1, 2".
+
+    Args:
+        told: by the ranks, in their order.
+        ranks: None means all.
+    """
+    ranks = range(len(told)) if ranks is None else ranks
+    which = {text: [rank for rank, one in zip(ranks, told, strict=True) if one == text] for text in told}
+    return listed(f"{text[:80]}{'…' * (len(text) > 80)} on rank {listed(found)}" for text, found in which.items())
+
+
+def _as_data(value: Any) -> Any:
+    """A value as data for JSON that is equal where the value means the same, without addresses in memory."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (torch.dtype, PurePath, Enum)):
+        return str(value)
+    if isinstance(value, torch.device):
+        return value.type
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(_as_data(one), sort_keys=True) for one in value)
+    if isinstance(value, (list, tuple)):
+        return [_as_data(one) for one in value]
+    if isinstance(value, Mapping):
+        return {str(name): _as_data(one) for name, one in value.items()}
+    if isinstance(value, partial):
+        return [_as_data(value.func), _as_data(value.args), _as_data(value.keywords)]
+    if isinstance(value, DeviceMesh):
+        return [value.device_type, list(value.mesh_dim_names or ()), value.mesh.tolist()]
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(digest := getattr(value, "digest", None), str):
+        return {"kind": kind, "digest": digest[:16]}
+    if is_dataclass(value):
+        return {"kind": kind} | {field.name: _as_data(getattr(value, field.name, None)) for field in fields(value)}
+    if callable(getattr(value, "to_dict", None)):
+        return {"kind": kind, **_as_data(value.to_dict())}
+    return kind
+
+
+def _leaves(data: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """The values within mappings, each by its path."""
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from _leaves(value, f"{name}.{key}" if name else key)
+    else:
+        yield name, json.dumps(data)
 
 
 def opened(
@@ -141,20 +255,3 @@ def opened(
         if not is_first:
             result.append(open_it({**hub_kwargs, "local_files_only": True}))
     return result[0]
-
-
-def refuse_other_commits(name_or_path: str | PathLike[str], commit: str | None) -> None:
-    """Refuse a hub name of which nodes got different commits, by a push meanwhile or from an old cache.
-
-    Every rank must call; the ranks gather the commits.
-
-    Raises:
-        CheckpointError: the commits differ; the same on every rank.
-    """
-    commits = all_ranks(commit)
-    if len(set(commits)) > 1:
-        found = ", ".join(f"{c or 'a local folder'} on rank {commits.index(c)}" for c in dict.fromkeys(commits))
-        raise CheckpointError(
-            f"{str(name_or_path)!r} is not the same on all nodes: {found}. Give one commit as revision, or download "
-            "it first and give the folder."
-        )

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -88,13 +89,26 @@ def backends(device_type: str, own: str) -> str:
     return "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{own}"
 
 
-def ensure_process_group(device_type: str) -> None:
+def ensure_process_group(
+    device_type: str,
+    *,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    init_method: str | None = None,
+) -> None:
     """Start the default process group unless one runs: gloo for the CPU, otherwise the device's own backend and gloo.
+
+    Args:
+        device_type: "cpu", or that of this machine's accelerator.
+        timeout: of each collective; None is torch's own (30 minutes for gloo, 10 for NCCL).
+        backend: None means as above.
+        init_method: as for `torch.distributed.init_process_group`; None reads the launcher's variables.
 
     Every rank must call. A process without a launcher becomes a world of 1.
 
     Raises:
-        MeshError: this process has no device of its own, or variables of the launcher are absent.
+        MeshError: this process has no device of its own, variables of the launcher are absent, or `srun` or `mpirun`
+            started several processes that would each train alone.
     """
     if dist.is_initialized():
         return
@@ -108,12 +122,35 @@ def ensure_process_group(device_type: str) -> None:
             )
         torch.accelerator.set_device_index(device.index)
     own = dist.get_default_backend_for_device(device)
-    backend = backends(device.type, own)
+    backend = backend or backends(device.type, own)
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        _refuse_many_alone()
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's own list of exports
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return
     absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if absent:
         raise MeshError(f"Not set: {', '.join(absent)}. Start the script with `accelerate launch` or `torchrun`.")
-    dist.init_process_group(backend)
+    dist.init_process_group(backend, init_method=init_method, timeout=timeout)
+
+
+_STEPS = {
+    "SLURM_STEP_NUM_TASKS": "srun",  # not SLURM_NTASKS, which the shells of salloc and sbatch have too
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "MV2_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpirun",
+}
+"""Variables that tell a process how many were started with it, and by whom (Slurm, Open MPI, MVAPICH2, MPICH)."""
+
+
+def _refuse_many_alone() -> None:
+    """Refuse to be a world of 1 where a launcher that sets no RANK has started more processes than this one."""
+    for name, launcher in _STEPS.items():
+        if (count := os.environ.get(name, "")).isdigit() and int(count) > 1:
+            raise MeshError(
+                f"{launcher} has started {count} processes ({name}) and RANK is not set, so that each would train "
+                f"alone. Start one process on each node, and let torchrun start the others: {launcher} "
+                f"{'--ntasks-per-node=1' if launcher == 'srun' else '--map-by ppr:1:node'} torchrun "
+                "--nnodes=NODES --nproc-per-node=GPUS --rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500 script.py. "
+                "Or set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process."
+            )

@@ -11,13 +11,17 @@ The first ranks to arrive look at the beats of those that are missing: they warn
 in the end give up for all ranks alike.
 """
 
+import atexit
+import contextlib
 import hashlib
 import json
 import os
 import pickle
 import socket
+import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -56,7 +60,10 @@ _LOST_S = 60.0
 """How long a rank that has beaten may be silent: its process was stopped, or its machine is gone. (assumed)"""
 
 _POLL_S = (0.0002, 0.05)
-"""Between two looks at the store: at first, and at most."""
+"""Between two looks at the store: at first, and at most on up to 100 ranks. More ranks look less often."""
+
+_POLLS_PER_S = 2000
+"""How many looks of all ranks together the store is asked for in a second: a tenth of what one answers."""
 
 _WATCHERS = 2
 """How many of the ranks that wait look at the others; if all did, the store would be asked N times for N ranks."""
@@ -74,7 +81,22 @@ class StoppedElsewhere(Exception):
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """In this block, a rank that others wait for may make no progress for so long (10 minutes by default)."""
+    """In this block, a rank that others wait for may make no progress for so long (10 minutes by default).
+
+        with patience(3600):
+            model = from_pretrained("org/model-on-a-slow-disk")
+
+    Ranks that wait warn of one without progress after 30 s, of one that is in no call of this package after 10 s, and
+    again after each doubling; then all raise the same `RanksError`. Bytes that a rank reads, writes or downloads are
+    progress, so that long work that moves is waited for without end. A process that was stopped in a call, or whose
+    machine is gone, is given up after 60 s; one that has ended, within seconds.
+
+    A rank that stops inside a collective of the process group (a forward pass, gradients, weights that are broadcast or
+    gathered) is given up by the group's own timeout (`InitProcessGroupKwargs(timeout=…)`, `ddp_timeout`).
+
+    Args:
+        seconds: the same on every rank.
+    """
     token = _patience_s.set(seconds)
     try:
         yield
@@ -122,7 +144,7 @@ class Rounds:
     """
 
     def __init__(self, store: Any, rank: int, ranks: tuple[int, ...]) -> None:
-        self._store, self._rank, self._ranks = store, rank, ranks
+        self._store, self._rank, self.ranks = store, rank, ranks
         name = hashlib.sha256(json.dumps(ranks).encode()).hexdigest()[:16]
         # A group that is started again over the same store must not find the keys of its former life.
         life = (store.add(f"hf_fsdp_tools/{name}/lives", 1) - 1) // len(ranks)
@@ -132,6 +154,12 @@ class Rounds:
         self._former: str | None = None
         self._beat = _Beat(store, f"{self._prefix}/beat/{rank}")
         store.set(f"{self._prefix}/who/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
+        atexit.register(self._say_goodbye)
+
+    def _say_goodbye(self) -> None:
+        """Let those that wait for this rank know that its script is over."""
+        with suppress(RuntimeError):  # the store is gone: nobody waits
+            self._store.set(f"{self._prefix}/ended/{self._rank}", b"")
 
     @contextmanager
     def scope(self, doing: str) -> Iterator[Scope]:
@@ -148,7 +176,13 @@ class Rounds:
 
     def fail(self, scope: Scope) -> None:
         """Tell those that wait in a round within the scope that this rank failed in it."""
-        self._store.set(f"{scope.path}/failed", b"")
+        with _store_errors():
+            self._store.set(f"{scope.path}/failed", b"")
+
+    def give_up(self, scope: Scope, problem: str) -> None:
+        """Tell those that come to the end of the scope later that nobody waits for them there, and why."""
+        with suppress(RuntimeError):  # the store is gone, as they will see
+            self._store.set(f"{scope.path}/end/gave up", problem)
 
     def exchange(self, value: Any, doing: str, *, ends: Scope | None = None) -> list[Any]:
         """Every rank's value, in the order of the ranks. All must call; values are pickled.
@@ -168,21 +202,21 @@ class Rounds:
             self._store.set(f"{path}/{self._rank}", pickle.dumps((doing, value)))
             place = self._store.add(f"{path}/count", 1)
             self._refuse_given_up(path)
-            if place == len(self._ranks):
-                told = [self._store.get(f"{path}/{rank}") for rank in self._ranks]
-                self._store.set(f"{path}/joined", pickle.dumps(told))
+            if place == len(self.ranks):
+                told = self._store.multi_get([f"{path}/{rank}" for rank in self.ranks])
+                self._store.set(f"{path}/joined", _join(told))
                 if self._former is not None:  # all ranks have read it, or they would not have come here
                     for key in ("count", "joined"):
                         self._store.delete_key(f"{self._former}/{key}")
             else:
                 self._wait(path, place, doing, around)
-            said = [pickle.loads(one) for one in pickle.loads(self._store.get(f"{path}/joined"))]
+            said = _split(self._store.get(f"{path}/joined"))
             self._store.delete_key(f"{path}/{self._rank}")
         self._former = path
         if len({other for other, _ in said}) > 1:
             raise RanksError(
                 "The ranks are in different calls: "
-                + listed((f"rank {r} is {other}" for r, (other, _) in zip(self._ranks, said, strict=True)), 8)
+                + listed((f"rank {r} is {other}" for r, (other, _) in zip(self.ranks, said, strict=True)), 8)
                 + ". Call the same functions in the same order on every rank."
             )
         return [value for _, value in said]
@@ -199,7 +233,7 @@ class Rounds:
     def _wait(self, path: str, place: int, doing: str, around: list[Scope]) -> None:
         """Return when the round is joined."""
         since_s, pause_s, looked_s = time.monotonic(), _POLL_S[0], time.monotonic()
-        others = _Others(self._store, self._prefix, path, self._ranks)
+        others = _Others(self._store, self._prefix, path, self.ranks)
         while not self._store.check([f"{path}/joined"]):
             for scope in around:
                 if self._store.check([f"{scope.path}/failed"]):
@@ -214,7 +248,20 @@ class Rounds:
                 if now_s - since_s > 4 * max(_patience_s.get(), _LOST_S):  # who should have looked is gone, too
                     raise RanksError(f"While {doing}: the other ranks have not come, and those that look are gone.")
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _POLL_S[1])
+            pause_s = min(2 * pause_s, max(_POLL_S[1], len(self.ranks) / _POLLS_PER_S))
+
+
+def _join(told: list[bytes]) -> bytes:
+    """The values of all ranks as one; equal values, as most rounds have, are kept once."""
+    distinct = list(dict.fromkeys(told))
+    places = {value: place for place, value in enumerate(distinct)}
+    return pickle.dumps((distinct, [places[value] for value in told]))
+
+
+def _split(joined: bytes) -> list[Any]:
+    """The values that `_join` joined; each rank's is an object of its own."""
+    distinct, places = pickle.loads(joined)
+    return [pickle.loads(distinct[place]) for place in places]
 
 
 class _Beat:
@@ -286,7 +333,8 @@ class _Others:
             longest_s = max((quiet[rank] for rank in ranks), default=0.0)
             if is_first and longest_s > self._warn_s[kind]:
                 self._warn_s[kind] = 2 * longest_s
-                warnings.warn(f"Still {doing}, {longest_s:.0f} s without progress. {told}.", stacklevel=2)
+                text = f"Still {doing}, {longest_s:.0f} s without progress. {told}."
+                warnings.warn(text, stacklevel=_frames_of_package())
                 break
         return ""
 
@@ -300,11 +348,13 @@ class _Others:
         return _since(self._progress, rank, -1 if beat is None else beat["progress"])
 
     def _lost(self, rank: int, beat: dict[str, Any] | None) -> str:
-        key = f"{self._prefix}/who/{rank}"
-        if self._store.check([key]):
+        ended = f"rank {rank} has ended: it failed, and says why, or did not make this call, which every rank must make"
+        if self._store.check([f"{self._prefix}/ended/{rank}"]):
+            return ended
+        if self._store.check([key := f"{self._prefix}/who/{rank}"]):
             host, process = json.loads(self._store.get(key))
             if host == socket.gethostname() and not _is_alive(process):
-                return f"rank {rank} has ended (process {process})"
+                return ended
         silent_s = 0.0 if beat is None or not beat["doing"] else _since(self._counts, rank, beat["count"])
         return f"rank {rank} gives no sign of life for {silent_s:.0f} s" if silent_s > _LOST_S else ""
 
@@ -321,6 +371,13 @@ def _since(seen: dict[int, tuple[int, float]], rank: int, value: int) -> float:
     if seen.get(rank, (None, 0.0))[0] != value:
         seen[rank] = (value, now_s)
     return now_s - seen[rank][1]
+
+
+def _frames_of_package() -> int:
+    """The `stacklevel` with which a caller's warning names the line outside of this package that called it."""
+    own = (str(Path(__file__).parents[1]), contextlib.__file__)
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1))]
+    return next((level for level, file in enumerate(files, 1) if not file.startswith(own)), 1)
 
 
 def _is_alive(process: int) -> bool:

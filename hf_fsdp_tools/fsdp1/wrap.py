@@ -22,7 +22,7 @@ from hf_fsdp_tools.checkpoint.conversion import copy_conversions
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.checkpoint.report import LoadReport, MemoryWatch
-from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.distributed.agreement import all_ranks, same_on_all_ranks
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view, replicas_of
@@ -31,7 +31,6 @@ from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.allocate import with_storage
 from hf_fsdp_tools.sharding.hooks import average_gradients
-from hf_fsdp_tools.sharding.shard import agree_on_plan
 from hf_fsdp_tools.text import listed
 
 __all__ = ["load_weights_fsdp1", "wrap_fsdp1"]
@@ -80,12 +79,13 @@ def wrap_fsdp1(
         initialize: False leaves the storage of a meta model uninitialised, to be filled by `load_weights_fsdp1`.
         seed: of the initialisation.
 
-    Every rank must call. The ranks exchange the plan's digest; with `sync_module_states`, rank 0 broadcasts the
-    weights.
+    Every rank must call. The ranks exchange a digest of plan and arguments; with `sync_module_states`, rank 0
+    broadcasts the weights.
 
     Raises:
-        WrapPlanError: the plan does not fit the model or FSDP1, or differs between ranks.
-        ConfigError: torch cannot honour a setting here, or would silently honour it wrongly.
+        WrapPlanError: the plan does not fit the model or FSDP1.
+        ConfigError: plan or arguments differ between ranks; or torch cannot honour a setting here, or would silently
+            honour it wrongly.
         CheckpointError: the model's own code leaves a parameter uninitialised; pass `initialize=False` and load a
             checkpoint.
     """
@@ -97,7 +97,18 @@ def wrap_fsdp1(
     policy = hybrid_auto_wrap_policy(model, plan=plan)
     _check_requires_grad(policy, model, use_orig_params)
     meta_keys = _meta_keys(model)
-    _agree(plan, has_meta=bool(meta_keys), sync_module_states=sync_module_states)
+    same_on_all_ranks(
+        "wrapping the model",
+        plan=plan,
+        sharding_strategy=sharding_strategy,
+        mixed_precision=mixed_precision,
+        cpu_offload=cpu_offload,
+        use_orig_params=use_orig_params,
+        sync_module_states=sync_module_states,
+        initialize=initialize,
+        seed=seed,
+    )
+    _agree_on_storage(has_meta=bool(meta_keys), sync_module_states=sync_module_states)
     ignored = _place_ignored(model, policy, device)
     with warnings.catch_warnings():  # torch says per unit what _check_requires_grad said once
         warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad", category=UserWarning)
@@ -228,10 +239,9 @@ def _check_requires_grad(policy: HybridAutoWrapPolicy, model: nn.Module, use_ori
     )
 
 
-def _agree(plan: WrapPlan, *, has_meta: bool, sync_module_states: bool) -> None:
-    """Refuse ranks with different plans, or with some models on meta and others not; the same on every rank."""
-    agree_on_plan(plan)
-    told = all_ranks(has_meta)
+def _agree_on_storage(*, has_meta: bool, sync_module_states: bool) -> None:
+    """Refuse ranks of which some have the model on meta and others not; the same on every rank."""
+    told = all_ranks(has_meta, "wrapping the model")
     on_meta = [rank for rank, is_on_meta in enumerate(told) if is_on_meta]
     if sync_module_states and told[0]:
         raise ConfigError(

@@ -1,6 +1,8 @@
 """Start Accelerate's shared state with FSDP in it, and make an Accelerator from it."""
 
 import os
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import accelerate
@@ -8,7 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DataLoaderConfiguration, DynamoBackend, TorchDynamoPlugin
+from accelerate.utils import DataLoaderConfiguration, DynamoBackend, InitProcessGroupKwargs, TorchDynamoPlugin
 
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device
 from hf_fsdp_tools.errors import ConfigError
@@ -37,7 +39,8 @@ def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerat
         fsdp_plugin: None makes one from the variables that `accelerate launch` sets.
         accelerate_kwargs: passed to `Accelerator`. `cpu=True` runs on the CPU of a machine with GPUs. `dynamo_backend`
             or `dynamo_plugin` compile the plan's blocks in place. Without `dataloader_config`, loaders that shuffle
-            do so by seed and epoch (`use_seedable_sampler`).
+            do so by seed and epoch (`use_seedable_sampler`). An `InitProcessGroupKwargs` in `kwargs_handlers` gives
+            timeout, backend and init method of the process group that is started here.
 
     Every rank must call; starts the process group if none is running.
 
@@ -57,6 +60,7 @@ def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerat
         parallelism_config=accelerate_kwargs.get("parallelism_config"),
         dynamo_plugin=accelerate_kwargs.get("dynamo_plugin")
         or TorchDynamoPlugin(backend=accelerate_kwargs.get("dynamo_backend")),
+        group=_group_options(accelerate_kwargs.get("kwargs_handlers")),
     )
     # As the Trainer does: the order of shuffled rows follows from seed and epoch, so a resumed run gets the same one.
     accelerate_kwargs.setdefault("dataloader_config", DataLoaderConfiguration(use_seedable_sampler=True))
@@ -71,6 +75,7 @@ def start_state(
     cpu: bool,
     parallelism_config: Any,
     dynamo_plugin: TorchDynamoPlugin | None = None,
+    group: Mapping[str, Any] | None = None,
 ) -> None:
     """Start Accelerate's shared state with FSDP in it, before an Accelerator is made.
 
@@ -85,6 +90,7 @@ def start_state(
         cpu: run on the CPU of a machine with GPUs.
         parallelism_config: as for `Accelerator`; None reads the launcher's variables.
         dynamo_plugin: how to compile; None compiles nothing.
+        group: timeout, backend and init method of the process group, if it is started here.
 
     Every rank must call; starts the process group if none is running.
 
@@ -106,10 +112,11 @@ def start_state(
     if PartialState._shared_state and PartialState().distributed_type == DistributedType.NO and _is_launched():
         PartialState._reset_state()  # TrainingArguments without use_cpu made it, where each process would train alone
     if not cpu:
-        ensure_process_group(local_device().type)  # with gloo beside NCCL, which Accelerate does on some variables only
-    PartialState(cpu=cpu)
+        # with gloo beside NCCL, which Accelerate does on some variables only
+        ensure_process_group(local_device().type, **group or {})
+    PartialState(cpu=cpu, **(group or {}) if cpu else {})
     if PartialState().distributed_type == DistributedType.NO:
-        ensure_process_group("cpu" if cpu else local_device().type)
+        ensure_process_group("cpu" if cpu else local_device().type, **group or {})
     if parallelism_config is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
         parallelism_config = ParallelismConfig()  # fills itself from the variables beside that one
     state = AcceleratorState(
@@ -129,6 +136,20 @@ def start_state(
         state.fsdp_plugin = plugin
     _check_state(plugin)
     _check_axes(state.parallelism_config)
+
+
+def _group_options(handlers: Iterable[Any] | None) -> dict[str, Any]:
+    """What an `InitProcessGroupKwargs` asks for; warns where the process group runs already and keeps its own."""
+    asked = next((handler for handler in handlers or () if isinstance(handler, InitProcessGroupKwargs)), None)
+    options: dict[str, Any] = asked.to_kwargs() if asked is not None else {}
+    if options and dist.is_initialized() and not AcceleratorState._shared_state:
+        warnings.warn(
+            f"InitProcessGroupKwargs({', '.join(f'{name}={value}' for name, value in options.items())}) comes too "
+            "late: the process group runs already, and keeps its own settings. Call make_accelerator() before anything "
+            "else starts a group, or give them to what starts it (TrainingArguments has ddp_timeout).",
+            stacklevel=3,
+        )
+    return options
 
 
 def _check_state(plugin: HybridFSDPPlugin) -> None:

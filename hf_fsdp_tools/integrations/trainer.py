@@ -104,6 +104,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
             cpu=args.use_cpu,
             parallelism_config=args.parallelism_config,
             dynamo_plugin=TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode),
+            group={"timeout": args.ddp_timeout_delta},
         )
         # The Trainer refuses save_only_model, because its own sharded checkpoints hold no weights that one could open.
         asked, args.save_only_model = args.save_only_model, False

@@ -6,7 +6,7 @@ has the same units with and without them.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from os import PathLike, fspath
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from hf_fsdp_tools.distributed.agreement import opened, shared_rng_state
+from hf_fsdp_tools.distributed.agreement import agreed, opened, same_on_all_ranks, shared_rng_state
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.linear4bit import mark_weights, packed_linears, refuse_cast_weights
@@ -29,7 +29,7 @@ from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters, release
 from hf_fsdp_tools.sharding.hf_interface import refuse_plain_save
 from hf_fsdp_tools.sharding.hooks import average_gradients, is_averaged
-from hf_fsdp_tools.sharding.shard import Sharding, agree_on_plan, apply_sharding, sharded_module, sharding_of
+from hf_fsdp_tools.sharding.shard import Sharding, apply_sharding, sharded_module, sharding_of
 from hf_fsdp_tools.text import first_line
 
 __all__ = ["add_adapter", "load_adapter", "shard_added"]
@@ -52,13 +52,16 @@ def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "defa
         adapter_name: name of the adapter in PEFT.
         seed: of the adapter's initial values, as in `torch.manual_seed`; None takes the random state of rank 0.
 
-    Every rank must call. The ranks exchange the plan's digest; rank 0 sends the adapter's values.
+    Every rank must call, with equal arguments. The ranks exchange errors, and digests of the arguments and the plan;
+    rank 0 sends the adapter's values.
 
     Raises:
-        ConfigError: the adapter needs whole weights of the base, or PEFT cannot make it (it fits no module, …).
+        ConfigError: the adapter needs whole weights of the base, PEFT cannot make it (it fits no module, …), or
+            arguments differ between ranks; the same on every rank.
     """
+    same_on_all_ranks("adding an adapter", peft_config=peft_config, adapter_name=adapter_name, seed=seed)
     _refuse_whole_base(peft_config, model)
-    with _seeded(seed), _on_shards(peft_config), _one_axis(model):
+    with _seeded(seed), _one_axis(model), _made_alike(peft_config), _on_shards(peft_config):
         adapted = _peft().get_peft_model(model, peft_config, adapter_name)
     shard_added(adapted)
     return adapted.eval()
@@ -77,19 +80,24 @@ def load_adapter(
         is_trainable: whether the adapter is trainable; it is frozen otherwise, as in `PeftModel.from_pretrained`.
         hub_kwargs: `revision`, `token`, `cache_dir`, `subfolder`.
 
-    Every rank must call. The ranks exchange errors and the plan's digest; rank 0 sends the adapter's values.
+    Every rank must call, with equal arguments but for the name of a folder. The ranks exchange errors, and digests of
+    the adapter's config and of the plan; rank 0 sends the adapter's values.
 
     Raises:
-        CheckpointError: there is no such adapter, or the hub does not give it; the same on every rank.
-        ConfigError: the adapter cannot be added (see `add_adapter`), or its files are incomplete.
+        CheckpointError: there is no such adapter, a rank cannot read it, or the hub does not give it; the same on every
+            rank.
+        ConfigError: the adapter cannot be added (see `add_adapter`), its files are incomplete, or the configs of ranks
+            differ; the same on every rank.
     """
     peft = _peft()
     folder = opened("opening the adapter", name_or_path, partial(_adapter_folder, fspath(name_or_path)), hub_kwargs)
-    config = peft.PeftConfig.from_pretrained(folder)
-    if getattr(config, "init_lora_weights", None) == "eva":
-        config.init_lora_weights = True  # the files hold the values
-    _refuse_whole_base(config, model)
-    with _on_shards(config), _one_axis(model):
+    with agreed("reading the adapter"):
+        config = _checked_config(folder)
+        if getattr(config, "init_lora_weights", None) == "eva":
+            config.init_lora_weights = True  # the files hold the values
+        _refuse_whole_base(config, model)
+    same_on_all_ranks("adding an adapter", peft_config=config, is_trainable=is_trainable)
+    with _one_axis(model), _made_alike(config), _on_shards(config):
         adapted = peft.PeftModel.from_pretrained(
             model, folder, config=config, is_trainable=is_trainable, torch_device="cpu"
         )
@@ -157,6 +165,19 @@ def _adapter_folder(name: str, hub_kwargs: dict[str, Any]) -> str:
     return str(folder)
 
 
+def _checked_config(folder: str) -> Any:
+    """The config of an adapter whose files PEFT can read; it reads them once more when it makes the adapter."""
+    try:
+        config = _peft().PeftConfig.from_pretrained(folder)
+        _peft().load_peft_weights(folder, device="cpu")
+    except Exception as error:  # of PEFT, json, safetensors, pickle: a damaged file has many
+        raise CheckpointError(
+            f"PEFT cannot read the adapter in {folder!r} ({type(error).__name__}: {first_line(error)}). Save, copy or "
+            "download it again."
+        ) from error
+    return config
+
+
 def _peft() -> Any:
     try:
         import peft
@@ -186,6 +207,15 @@ def _seeded(seed: int | None) -> Iterator[None]:
     with torch.random.fork_rng(devices=()):
         torch.set_rng_state(state)
         yield
+
+
+def _made_alike(config: Any) -> AbstractContextManager[None]:
+    """A block in which PEFT makes an adapter on all ranks or on none.
+
+    DoRA's norms are computed by collectives, which must not run in such a block: there a rank that fails alone leaves
+    the others waiting for as long as the process group does.
+    """
+    return nullcontext() if getattr(config, "use_dora", False) else agreed("making the adapter")
 
 
 @contextmanager
@@ -252,7 +282,7 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
     """Take FSDP2 off, and apply it again with the added modules; parameters that were sharded keep their shards."""
     _check_shapes(base)
     plan = laid_over(sharding.plan, base)
-    agree_on_plan(plan, sharding.mesh)
+    same_on_all_ranks("sharding what was added", ranks=sorted(sharding.mesh.mesh.flatten().tolist()), plan=plan)
     release(base)
     kept = {base.get_parameter(name) for name in plan.replicated}
     places = [

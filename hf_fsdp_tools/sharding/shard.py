@@ -1,5 +1,6 @@
 """Shard a model by a wrap plan with FSDP2: activation checkpointing first, then every unit, the root last."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from hf_fsdp_tools.distributed.agreement import all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.agreement import agreed, same_on_all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.modeling.linear4bit import refuse_cast
@@ -22,11 +23,10 @@ from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, count_units
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks, average_gradients
 from hf_fsdp_tools.sharding.placement import choose_placement
-from hf_fsdp_tools.text import listed
+from hf_fsdp_tools.text import dtype_name
 
 __all__ = [
     "Sharding",
-    "agree_on_plan",
     "apply_sharding",
     "compile_sharded",
     "remember_sharding",
@@ -91,21 +91,38 @@ def shard_model(
             memory for about a third more computation. Turns `use_cache` off.
         compile: compile each block in place, True or with options for `torch.compile` (`{"mode": "max-autotune"}`).
 
-    Every rank of the mesh must call. The ranks exchange the plan's digest (64 bytes each) before anything is sharded.
+    Every rank of the mesh must call, with equal arguments. The ranks exchange errors, and one digest of the plan, the
+    other arguments and the dtypes of the parameters, before anything is sharded.
 
     Raises:
-        WrapPlanError: the plan breaks a rule for this model, or differs between ranks.
+        WrapPlanError: the plan breaks a rule for this model.
         ConfigError: the model or a part of it is sharded already, it cannot checkpoint activations, CPU offload lacks a
-            backend for CPUs, or `mp_policy` would cast 4-bit weights.
+            backend for CPUs, `mp_policy` would cast 4-bit weights, or plan, arguments or dtypes differ between ranks.
+            As every error, the same on every rank.
     """
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ConfigError(f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is.")
-    if problems := check_wrap_plan(model, plan):
-        raise WrapPlanError(f"The plan does not fit {type(model).__name__}: " + "; ".join(problems))
     mesh = _without_names(mesh if mesh is not None else ParallelDims().build_mesh())
-    agree_on_plan(plan, mesh)
-    offload_policy = _offload_policy(offload_policy, mesh)
-    refuse_cast(model, mp_policy.param_dtype if mp_policy else None)
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    with agreed("checking the plan", ranks=ranks):
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise ConfigError(
+                f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is."
+            )
+        if problems := check_wrap_plan(model, plan):
+            raise WrapPlanError(f"The plan does not fit {type(model).__name__}: " + "; ".join(problems))
+        offload_policy = _offload_policy(offload_policy, mesh)
+        refuse_cast(model, mp_policy.param_dtype if mp_policy else None)
+        if activation_checkpointing:
+            _check_checkpointing(model)
+    same_on_all_ranks(
+        "sharding the model",
+        ranks=ranks,
+        plan=plan,
+        parameters=Counter(dtype_name(parameter.dtype) for parameter in model.parameters()),
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+    )
     if activation_checkpointing:
         _checkpoint_activations(model)
     options = None if compile is False else {} if compile is True else dict(compile)
@@ -168,24 +185,6 @@ def _without_names(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh=mesh.mesh)
 
 
-def agree_on_plan(plan: WrapPlan, mesh: DeviceMesh | None = None) -> None:
-    """Refuse ranks with different plans, which would call unequal collectives and hang.
-
-    Every rank of the mesh must call (None: of the default process group); the ranks exchange the plan's digest.
-
-    Raises:
-        WrapPlanError: the plans differ; the same on every rank.
-    """
-    ranks = None if mesh is None else sorted(mesh.mesh.flatten().tolist())
-    told = all_ranks((rank_and_size()[0], plan.digest), "comparing wrap plans", ranks=ranks)
-    (first, digest), *others = told
-    if odd := [f"rank {rank} has {other[:12]}" for rank, other in others if other != digest]:
-        raise WrapPlanError(
-            f"The wrap plan differs between ranks: rank {first} has {digest[:12]}, {listed(odd)}. Build the same "
-            "model with the same policy on every rank; compare `plan.to_json()` of each."
-        )
-
-
 def _offload_policy(policy: OffloadPolicy | None, mesh: DeviceMesh) -> OffloadPolicy:
     """The offload policy for a mesh: without pinned memory on CPUs, and refused without a backend for CPUs.
 
@@ -206,12 +205,15 @@ def _offload_policy(policy: OffloadPolicy | None, mesh: DeviceMesh) -> OffloadPo
     return policy
 
 
-def _checkpoint_activations(model: nn.Module) -> None:
+def _check_checkpointing(model: nn.Module) -> None:
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ConfigError(
             f"{type(model).__name__} cannot checkpoint activations (supports_gradient_checkpointing is not set). "
             "Turn activation_checkpointing off, or wrap its blocks with torch's checkpoint_wrapper before sharding."
         )
+
+
+def _checkpoint_activations(model: nn.Module) -> None:
     turn_cache_off(model)  # a cache would keep activations that are to be recomputed
     if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.20
         model.activation_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # transformers' own

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from datetime import timedelta
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
-from hf_fsdp_tools import CheckpointError, RanksError
+from hf_fsdp_tools import CheckpointError, ConfigError, RanksError
 from hf_fsdp_tools.distributed import rounds
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, shared_rng_state, shared_seed
 from hf_fsdp_tools.distributed.rounds import patience
@@ -119,6 +120,39 @@ def a_rank_that_moves_is_waited_for():
                 pass
 
 
+def a_rank_whose_library_reads_and_writes_is_waited_for():
+    """A download of a library, of which no part is watched, is progress too."""
+    with patience(3), agreed("downloading"):
+        if dist.get_rank() == 0:
+            with tempfile.TemporaryFile() as file:
+                for _ in range(70):
+                    file.write(bytes(2**21))
+                    file.seek(0)
+                    time.sleep(0.1)
+
+
+def a_lost_rank_is_waited_for_once_however_deep_the_blocks():
+    """Ranks 0 and 1 give rank 2 up in the inner block, and do not wait for it again where the outer blocks end."""
+    rounds._ABSENT_S = 0.5
+    begin = time.monotonic()
+    with patience(2), pytest.raises(RanksError, match="While reading a part"), agreed("loading"), agreed("reading"):
+        if dist.get_rank() == 2:
+            time.sleep(5)
+        with agreed("reading a part"):
+            pass
+    assert time.monotonic() - begin < 12
+    assert all_ranks(dist.get_rank()) == [0, 1, 2]
+
+
+def all_ranks_raise_the_same_kind_of_error():
+    def fail():
+        with agreed("checking"), agreed("checking a part"):
+            if dist.get_rank() > 0:
+                raise ConfigError("no such policy")
+
+    assert same_error(ConfigError, fail) == "Checking a part failed on 2 of 3 ranks.\nrank 1, 2: no such policy"
+
+
 def a_group_that_is_started_again_begins_anew():
     all_ranks("of the first life")
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -138,6 +172,9 @@ CASES = (
     different_calls_are_named,
     some_ranks_exchange_among_themselves,
     a_rank_that_moves_is_waited_for,
+    a_rank_whose_library_reads_and_writes_is_waited_for,
+    a_lost_rank_is_waited_for_once_however_deep_the_blocks,
+    all_ranks_raise_the_same_kind_of_error,
 )
 
 
@@ -183,7 +220,7 @@ with agreed("saving the model"):
 @pytest.mark.parametrize(
     ("sent", "said"),
     [
-        (signal.SIGKILL, r"While saving the model: rank 2 has ended \(process \d+\)"),
+        (signal.SIGKILL, r"While saving the model: rank 2 has ended: it failed, and says why"),
         (signal.SIGSTOP, r"While saving the model: rank 2 gives no sign of life for [34] s"),
     ],
 )

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_fsdp_tools import (
-    CheckpointError,
     ConfigError,
     HybridFSDPPlugin,
     HybridPolicy,
@@ -126,15 +125,14 @@ def sharded_on_rank_1_and_loaded_on_rank_0(folder):
         accelerator.prepare(half if rank else make_model("tied"))
     if rank:
         half.model.norm.to("meta")
-    with pytest.raises(ValueError, match=r"rank 1: .*meta|meta") as one:
+    with pytest.raises(ConfigError, match=r"failed on 1 of 2 ranks.\nrank 1: .* on meta"):
         accelerator.prepare(half)
-    assert isinstance(one.value, ConfigError if rank else CheckpointError)
 
 
 def another_policy_on_each_rank(folder):
     accelerator = make_accelerator(cpu=True)
     accelerator.state.fsdp_plugin.policy = HybridPolicy(reshard_after_forward={"*": bool(dist.get_rank())})
-    with pytest.raises(ValueError, match=r"The wrap plan differs between ranks"):
+    with pytest.raises(ValueError, match=r"different arguments: plan.digest is"):
         accelerator.prepare(AutoModelForCausalLM.from_pretrained(folder))
 
 

@@ -1,0 +1,200 @@
+"""Ranks that open different files or give different arguments stop with one error on all, and none waits."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from hf_fsdp_tools import ConfigError, FSDPToolsError, HybridPolicy
+from hf_fsdp_tools.checkpoint import fingerprint
+from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.checkpoint.save import save_pretrained
+from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.pretrained import from_pretrained
+from hf_fsdp_tools.sharding.adapters import add_adapter
+from hf_fsdp_tools.sharding.shard import shard_model
+from tests._checkpoints import make_checkpoint, make_model, sharded_meta_model
+from tests._dist import run_cases, run_ranks
+
+
+def refusal(call: Callable[[], object], kind: type[Exception] = FSDPToolsError) -> str:
+    """The message of the error that the call raises on every rank: the same kind and text on all, and soon."""
+    start = time.monotonic()
+    with pytest.raises(kind) as caught:
+        call()
+    assert time.monotonic() - start < 30
+    told = all_ranks((type(caught.value).__name__, str(caught.value)))
+    assert len(set(told)) == 1, told
+    return told[0][1]
+
+
+def mine(first: Any, second: Any) -> Any:
+    """What this rank is given."""
+    return second if dist.get_rank() else first
+
+
+# ---- other files ----
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, copies as they lie on the disks of other nodes, and an adapter."""
+    root = tmp_path_factory.mktemp("copies")
+    good = make_checkpoint("llama", root / "good")
+    make_checkpoint("llama", root / "other weights", seed=1)
+    shutil.copytree(good, root / "equal", copy_function=shutil.copyfile)
+    config = Path(shutil.copytree(good, root / "other config"), "config.json")
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.1'))
+    file = sorted(shutil.copytree(good, root / "other header").glob("*.safetensors"))[0]
+    tensors = load_file(file)
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, file, {"format": "pt"})
+    for file in (file for file in Path(shutil.copytree(good, root / "one tensor")).glob("*.safetensors")):
+        tensors = {n: t + ("layers.0.mlp.up_proj" in n) for n, t in load_file(file).items()}
+        save_file(tensors, file, {"format": "pt"})
+    return root
+
+
+def other_weights(root: Path) -> None:
+    for other in ("other weights", "one tensor"):
+        for load in (from_pretrained, lambda folder: load_weights(sharded_meta_model("llama", root / "good"), folder)):
+            message = refusal(lambda load=load, other=other: load(mine(root / "good", root / other)))
+            assert message.startswith(f"{str(root / 'good')!r} is not the same on all nodes: its content is "), message
+            assert message.count(f"(host {os.uname().nodename}) on rank ") == 2
+            assert "copy one folder to all nodes again" in message
+
+
+def other_config(root: Path) -> None:
+    message = refusal(lambda: from_pretrained(mine(root / "good", root / "other config")))
+    assert "is not the same on all nodes: its config is " in message
+
+
+def other_header(root: Path) -> None:
+    message = refusal(lambda: from_pretrained(mine(root / "good", root / "other header")))
+    assert "is not the same on all nodes: its header of the weight files is " in message
+
+
+def equal_copies_are_loaded(root: Path) -> None:
+    with patch.object(fingerprint, "_samples", wraps=fingerprint._samples) as sampled:
+        from_pretrained(root / "good")
+        assert not sampled.called, "one file for all ranks is not sampled"
+        from_pretrained(mine(root / "good", root / "equal"))
+        assert sampled.called, "each copy is read once"
+
+
+def an_adapter_that_one_rank_cannot_read(root: Path) -> None:
+    folder = root / f"adapter {dist.get_rank()}"
+    if dist.get_rank() == 0:
+        os.makedirs(root / "adapter 1")
+    model = add_adapter(from_pretrained(root / "good"), LoraConfig(r=2, target_modules=["q_proj"]))
+    save_pretrained(model, root / "adapter 0")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        shutil.copytree(root / "adapter 0", folder, dirs_exist_ok=True)
+        os.truncate(folder / "adapter_model.safetensors", 100)
+    message = refusal(lambda: from_pretrained(folder))
+    assert "failed on 1 of 2 ranks.\nrank 1: " in message
+    assert "rank 1: " in refusal(lambda: from_pretrained(mine(folder, root / "absent")))
+
+
+def loading_and_saving_need_no_collective(root: Path) -> None:
+    """A process group without a backend for CPUs loads and saves as well."""
+    mesh = ParallelDims().build_mesh("cpu")
+    with ExitStack() as stack:
+        for name in ("all_gather_object", "broadcast_object_list", "gather_object", "all_reduce", "broadcast", "send"):
+            stack.enter_context(patch.object(dist, name, side_effect=AssertionError(f"{name} was called")))
+        model = from_pretrained(root / "good", mesh=mesh)
+        save_pretrained(model, root / "saved")
+
+
+FILES = (
+    loading_and_saving_need_no_collective,
+    other_weights,
+    other_config,
+    other_header,
+    equal_copies_are_loaded,
+    an_adapter_that_one_rank_cannot_read,
+)
+
+
+def test_copies_that_differ_are_refused(copies: Path) -> None:
+    run_ranks(run_cases, 2, FILES, copies)
+
+
+# ---- other arguments ----
+
+
+DIFFERING: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "dtype": ({}, {"dtype": "bfloat16"}, r'dtype is null on rank 0, "torch.bfloat16" on rank 1'),
+    "mp_policy": (
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+        r'mp_policy.reduce_dtype is null on rank 0, "torch.float32" on rank 1. Give the same on every rank',
+    ),
+    "offload_policy": ({}, {"offload_policy": CPUOffloadPolicy()}, "offload_policy"),
+    "peft_config": (
+        {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])},
+        {"peft_config": LoraConfig(r=8, target_modules=["q_proj", "v_proj"])},
+        "peft_config.r is 4 on rank 0, 8 on rank 1",
+    ),
+    "policy": ({}, {"policy": HybridPolicy(reshard_after_forward={"*": False})}, "policy"),
+    "auto_class": ({}, {"auto_class": AutoModelForSequenceClassification}, "auto_class"),
+    "num_tokens": ({"num_tokens": 80}, {}, "num_tokens is 80 on rank 0, null on rank 1"),
+    "check_finite": ({}, {"load_kwargs": {"check_finite": True}}, "load_kwargs.check_finite is not given on rank 0"),
+    "seed": ({"load_kwargs": {"seed": 1}}, {"load_kwargs": {"seed": 2}}, "load_kwargs.seed is 1 on rank 0, 2 on"),
+    "staging_bytes": ({}, {"load_kwargs": {"staging_bytes": 2**21}}, "load_kwargs.staging_bytes"),
+    "an argument of the config": ({}, {"num_labels": 7}, "model_kwargs.num_labels"),
+    "a misspelt argument": ({}, {"device_map": "auto"}, "rank 1: from_pretrained cannot honour device_map='auto'"),
+    "an accelerator": ({}, {"dtype": "int8"}, "rank 1: dtype='int8' is no floating-point dtype"),
+}  # fmt: skip
+
+
+def give_other_arguments(folder: Path, name: str) -> None:
+    first, second, expected = DIFFERING[name]
+    assert expected in refusal(lambda: from_pretrained(folder, **mine(first, second)), ConfigError)
+
+
+def too_small_a_staging_buffer_on_one_rank(folder: Path) -> None:
+    model = sharded_meta_model("llama", folder)
+    message = refusal(lambda: load_weights(model, folder, staging_bytes=mine(2**21, 5)), ConfigError)
+    assert "rank 1: staging_bytes is 5; it must be at least 1048576" in message
+    load_weights(model, folder)
+
+
+def other_dtypes_of_a_model_to_shard(folder: Path) -> None:
+    model = make_model("llama", dtype=mine(torch.float32, torch.bfloat16))
+    mesh = ParallelDims().build_mesh("cpu")
+    assert "parameters.bfloat16" in refusal(lambda: shard_model(model, make_wrap_plan(model), mesh=mesh), ConfigError)
+
+
+def a_policy_with_functions_is_equal_on_all_ranks(folder: Path) -> None:
+    from_pretrained(folder, policy=HybridPolicy(units=(lambda fqn, module: None,)), auto_class=AutoModelForCausalLM)
+
+
+def give_arguments(folder: Path) -> None:
+    from functools import partial
+
+    cases: dict[str, Callable[..., None]] = {name: partial(give_other_arguments, name=name) for name in DIFFERING}
+    alone = (
+        too_small_a_staging_buffer_on_one_rank,
+        other_dtypes_of_a_model_to_shard,
+        a_policy_with_functions_is_equal_on_all_ranks,
+    )
+    run_cases(cases | {case.__name__: case for case in alone}, folder)
+
+
+def test_arguments_that_differ_are_named(copies: Path) -> None:
+    run_ranks(give_arguments, 2, copies / "good")

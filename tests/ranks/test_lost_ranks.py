@@ -1,0 +1,130 @@
+"""A rank that is stopped or killed in a load, a prepare or a save ends the others, with one message."""
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_fsdp_tools import RanksError
+from hf_fsdp_tools.checkpoint.save import save_pretrained
+from hf_fsdp_tools.distributed import rounds
+from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.integrations import accelerator as accelerators
+from hf_fsdp_tools.integrations.state import make_accelerator
+from hf_fsdp_tools.pretrained import from_pretrained
+from tests._checkpoints import make_model
+from tests._dist import run_cases, run_ranks
+
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def once(sent: signal.Signals, function: Callable[..., object]) -> Callable[..., object]:
+    """The function, in which rank 1 first lives for a second, so that it is known to be there, and gets a signal."""
+    left = [sent] if dist.get_rank() == 1 else []
+
+    def instead(*args: object, **kwargs: object) -> object:
+        if left:
+            time.sleep(1)
+            os.kill(os.getpid(), left.pop())
+        return function(*args, **kwargs)
+
+    return instead
+
+
+def load(folder: Path, sent: signal.Signals) -> None:
+    with patch("os.preadv", once(sent, os.preadv)):
+        from_pretrained(folder)
+
+
+def prepare(folder: Path, sent: signal.Signals) -> None:
+    with patch.object(accelerators, "check_native", once(sent, accelerators.check_native)):
+        make_accelerator(cpu=True).prepare(make_model("llama"))
+
+
+def save(folder: Path, sent: signal.Signals) -> None:
+    model = from_pretrained(folder)
+    with patch("os.pwritev", once(sent, os.pwritev)):
+        save_pretrained(model, folder.with_name("saved"))
+
+
+ROADS = {"load": (load, "reading the checkpoint"), "prepare": (prepare, "preparing Llama"), "save": (save, "writing")}
+
+
+def stop_on(road: str, folder: Path) -> None:
+    """Rank 0 lets rank 1 go on when it has given it up; rank 1 then learns that it was."""
+    rounds._BEAT_S, rounds._LOST_S = 0.2, 3.0
+    pids = all_ranks(os.getpid())
+    call, doing = ROADS[road]
+    with pytest.raises(RanksError) as caught:
+        try:
+            call(folder, signal.SIGSTOP)
+        finally:
+            if dist.get_rank() == 0:
+                os.kill(pids[1], signal.SIGCONT)
+    said = rf"While {doing}.*: rank 1 gives no sign of life for \d+ s. The others stop."
+    assert re.match(said, str(caught.value)), caught.value
+    assert len(set(all_ranks(str(caught.value)))) == 1
+
+
+def stop_on_the_way_to_load(folder: Path) -> None:
+    stop_on("load", folder)
+
+
+def stop_on_the_way_to_prepare(folder: Path) -> None:
+    stop_on("prepare", folder)
+
+
+def stop_on_the_way_to_save(folder: Path) -> None:
+    stop_on("save", folder)
+
+
+STOPS = (stop_on_the_way_to_load, stop_on_the_way_to_prepare, stop_on_the_way_to_save)
+
+
+def test_a_stopped_rank_ends_the_others_and_learns_of_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    folder.symlink_to(folders["llama"])
+    run_ranks(run_cases, 2, STOPS, folder)
+
+
+def live(rank: int, port: int, road: str, folder: Path) -> None:
+    """The life of a rank, which leaves the message of its error behind."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    rounds._BEAT_S = 0.2
+    with pytest.raises(RanksError) as caught:
+        ROADS[road][0](folder, signal.SIGKILL)
+    folder.with_name("said").write_text(str(caught.value))
+    os._exit(0)  # without a farewell to a group that is broken
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_a_killed_rank_ends_the_others(road: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    folder.symlink_to(folders["llama"])
+    port = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=10)).port
+    ranks = [CONTEXT.Process(target=live, args=(rank, port, road, folder), daemon=True) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    try:
+        ranks[0].join(60)
+        assert (ranks[0].exitcode, ranks[1].exitcode) == (0, -signal.SIGKILL)
+        said = (tmp_path / "said").read_text()
+        expected = rf"While {ROADS[road][1]}.*: rank 1 has ended: it failed, and says why, or did not make"
+        assert re.match(expected, said), said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
