@@ -1,6 +1,5 @@
 """Load a model by name into shards (`from_pretrained`), or only open its checkpoint; each step is a public function."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.arguments import as_dtype, sort_arguments
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype, load_config
+from hf_fsdp_tools.modeling.small_files import load_generation_config, read_adapter_config
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.adapters import add_adapter, load_adapter
@@ -208,7 +208,8 @@ def from_pretrained(
         mean_resizing: new rows are the mean of the old ones; False: the model's own initialisation.
         allow_pickle: read legacy `pytorch_model*.bin` where there are no safetensors; no code of the file is run.
         output_loading_info: return `(model, LoadReport)`.
-        trust_remote_code: run model code that comes with the checkpoint.
+        trust_remote_code: run model code that comes with the checkpoint; of an adapter, with the base that its files
+            name.
         config: in place of the checkpoint's own; a value, a name or a folder.
         torch_dtype: the older name of `dtype`.
         load_kwargs: passed to `load_weights` (`seed`, `staging_bytes`, `check_finite`, …).
@@ -248,6 +249,7 @@ def from_pretrained(
             auto_class=auto_class,
             dtype=_chosen_dtype(dtype, checkpoint, mp_policy, is_frozen, given.model),
             trust_remote_code=trust_remote_code,
+            stored_tensors=len(checkpoint.index.tensors),
             **given.model,
         )
         if checkpoint.generation_config is not None and model.can_generate():
@@ -286,19 +288,17 @@ def _find_base(name: str, hub_kwargs: dict[str, Any]) -> tuple[dict[str, Any], t
         folder, pinned = fetch(name, "*config.json", **hub_kwargs)
     else:
         folder, pinned = path / (hub_kwargs.get("subfolder") or ""), {}
-    here, file = hub_kwargs | pinned, folder / "adapter_config.json"
-    with watched(file):
-        if not file.is_file() or (folder / "config.json").is_file():
-            return here, None
-    try:
-        written: dict[str, Any] = json.loads(file.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{str(file)!r} is not JSON: {error}. Copy the adapter again.") from error
+    here = hub_kwargs | pinned
+    with watched(folder):
+        is_model = (folder / "config.json").is_file()
+    written = None if is_model else read_adapter_config(folder)
+    if written is None:
+        return here, None
     base = written.get("base_model_name_or_path")
     if not base:
         raise CheckpointError(
-            f"The adapter {name!r} names no base model (base_model_name_or_path in {file.name}). Write the base's "
-            "name or folder there, or load the base and call load_adapter(model, folder)."
+            f"The adapter {name!r} names no base model (base_model_name_or_path in adapter_config.json). Write the "
+            "base's name or folder there, or load the base and call load_adapter(model, folder)."
         )
     revision = {"revision": written["revision"]} if written.get("revision") else {}
     kept = {key: value for key, value in hub_kwargs.items() if key not in ("revision", "subfolder")}
@@ -314,12 +314,12 @@ def _open(
     config = load_config(home, trust_remote_code=trust_remote_code, **hub_kwargs)
     commit = {"revision": config._commit_hash} if config._commit_hash else {}
     index = CheckpointIndex.open(name, allow_pickle=allow_pickle, **hub_kwargs | commit)
-    try:
-        # Of a hub name, it was fetched with the config if it exists.
-        fetched = hub_kwargs | commit | ({"local_files_only": True} if commit else {})
-        return config, index, GenerationConfig.from_pretrained(local_path(home) or home, **fetched)
-    except OSError:
-        return config, index, None  # without generation_config.json, a model makes one from its config
+    path = local_path(home)
+    if path is None:  # it was fetched with the config if it exists
+        folder, _ = fetch(home, **hub_kwargs | commit | {"local_files_only": True})
+    else:
+        folder = path / (hub_kwargs.get("subfolder") or "")
+    return config, index, load_generation_config(folder)
 
 
 def _load_other_config(config: str | PathLike[str], trust_remote_code: bool, asked: dict[str, Any]) -> PreTrainedConfig:

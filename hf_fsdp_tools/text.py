@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from itertools import islice
 from reprlib import Repr
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ __all__ = [
     "cut",
     "dtype_name",
     "first_line",
+    "first_lines",
     "listed",
     "listed_lines",
     "merge_alike",
@@ -32,10 +34,15 @@ def cut(text: str, most: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, cut to 300 characters, without a full stop; its type where it says
+    """The first line of an error's message, cut to 300 characters, without a full stop; its type if it says nothing."""
+    return first_lines(error, 1)
+
+
+def first_lines(error: BaseException, most: int = 2) -> str:
+    """The first lines of an error's message as one, cut to 300 characters, without a full stop; its type if it says
     nothing."""
-    lines = (line.strip() for line in str(error)[:10_000].splitlines())
-    return cut(next(filter(None, lines), type(error).__name__), 300).rstrip(".")
+    lines = filter(None, (line.strip() for line in str(error)[:10_000].splitlines()))
+    return cut(" ".join(islice(lines, most)) or type(error).__name__, 300).rstrip(".")
 
 
 def quoted(value: Any) -> str:

@@ -229,7 +229,7 @@ def _check_entry(file: Path, key: str, entry: Any) -> None:
     _expect(file, quoted(key), isinstance(chunks, (list, tuple)), "list of chunks", chunks)
     for chunk in chunks or ():
         parts = (getattr(chunk, "offsets", None), getattr(chunk, "sizes", None))
-        is_chunk = all(_is_sizes(part) and len(part) == len(size) for part in parts)
+        is_chunk = all(_is_sizes(part) and len(part or ()) == len(size) for part in parts)
         _expect(file, quoted(key), is_chunk, "chunk", parts)
 
 
