@@ -24,9 +24,10 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.arguments import as_dtype, sort_arguments
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype, load_config
-from hf_fsdp_tools.modeling.small_files import load_generation_config, read_adapter_config
+from hf_fsdp_tools.modeling.untrusted import load_generation_config
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.sharding.adapter_files import read_adapter_config
 from hf_fsdp_tools.sharding.adapters import add_adapter, load_adapter
 from hf_fsdp_tools.sharding.shard import shard_model
 

@@ -28,7 +28,7 @@ def cut(text: str, most: int) -> str:
     """A text of at most `most` characters: the beginning and the end of a longer one."""
     if len(text) <= most:
         return text
-    note = f" … {len(text) - most:,} characters more … "
+    note = f" … ({len(text):,} characters in all) … "
     kept = most - len(note)
     return text[: kept - kept // 3] + note + text[-(kept // 3) :]
 

@@ -16,7 +16,7 @@ from transformers import initialization as init
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.linear4bit import make_quantizer, pack_weights, replace_linears
-from hf_fsdp_tools.modeling.small_files import check_json_object, understood
+from hf_fsdp_tools.modeling.untrusted import check_json_object, understood
 from hf_fsdp_tools.text import first_line, first_lines, listed, quoted
 
 __all__ = ["build_meta_model", "config_dtype", "load_config"]
@@ -72,7 +72,7 @@ def _of_config(config: PreTrainedConfig) -> str:
 
 
 def _check_config_file(file: Path) -> None:
-    """Refuse a configuration that is no JSON object, or that names a dtype, also of a part, that torch does not have."""
+    """Refuse a configuration that is no JSON object, or in which some dtype is none that torch has."""
     content = check_json_object(file)
     for part in (content, *(value for value in content.values() if isinstance(value, dict))):
         for dtype in (part.get("dtype"), part.get("torch_dtype")):

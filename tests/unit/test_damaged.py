@@ -11,14 +11,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools.checkpoint.formats.dcp import METADATA
 from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.pretrained import open_checkpoint
+from hf_fsdp_tools.sharding import adapter_files
+from hf_fsdp_tools.sharding.adapter_files import refuse_endless_patterns
+from hf_fsdp_tools.sharding.adapters import load_adapter
+from hf_fsdp_tools.text import quoted
 from tests._checkpoints import make_checkpoint, make_model, pickled_copy
 
 Damage = Callable[[Path], object]
@@ -247,3 +253,157 @@ def test_one_error_names_file_fact_and_cure(good: dict[str, Path], tmp_path: Pat
 @pytest.mark.parametrize("kind", ["files", "dcp", "bin"])
 def test_what_is_not_damaged_loads(good: dict[str, Path], kind: str) -> None:
     use(good[kind])
+
+
+# ---- adapters ----
+
+
+@pytest.fixture(scope="module")
+def adapter(good: dict[str, Path]) -> Path:
+    model = AutoModelForCausalLM.from_pretrained(good["files"])
+    folder = good["files"].parent / "adapter"
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.save_pretrained(folder)
+    return folder
+
+
+def adapter_config(**changed: Any) -> Damage:
+    def damage(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+    return damage
+
+
+def truncated(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+class Runs:
+    """Unpickled, it would write a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+def pickled(value: Callable[[Path], Any], method: int = zipfile.ZIP_STORED) -> Damage:
+    """The weights as a `.bin` file."""
+
+    def damage(folder: Path) -> None:
+        (folder / "adapter_model.safetensors").unlink()
+        torch.save(value(folder), folder / "saved")
+        with (
+            zipfile.ZipFile(folder / "saved") as old,
+            zipfile.ZipFile(folder / "adapter_model.bin", "w", method) as new,
+        ):
+            for entry in old.infolist():
+                new.writestr(entry.filename, old.read(entry))
+
+    return damage
+
+
+def of_other_shape(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    save_file({key: torch.ones(2, 2) for key in load_file(file)}, file)
+
+
+DAMAGED_ADAPTERS: dict[str, tuple[Damage, str]] = {
+    "base a number": (
+        adapter_config(base_model_name_or_path=3),
+        r"base_model_name_or_path is 3, expected a name",
+    ),
+    "base a list": (
+        adapter_config(base_model_name_or_path=["a"]),
+        r"base_model_name_or_path is \['a'\], expected",
+    ),
+    "config a list": (text("adapter_config.json", "[]"), r"adapter_config\.json: expected a JSON object, found \[\]"),
+    "unknown type": (
+        adapter_config(peft_type="EVIL"),
+        r"config\.json: cannot be used by PEFT: KeyError: 'EVIL'",
+    ),
+    "rank a text": (adapter_config(r="many"), r"PEFT cannot make"),
+    "truncated": (truncated, r"adapter_model\.safetensors: cannot be read as the weights of an adapter: Safetensor"),
+    "no weights": (
+        lambda f: (f / "adapter_model.safetensors").unlink(),
+        r"No weights in .*: expected adapter_model\.sa",
+    ),
+    "code": (pickled(lambda f: {"a": Runs(f / "ran")}), r"adapter_model\.bin: cannot be read.*UnpicklingError"),
+    "deflated": (
+        pickled(lambda f: {"a": torch.ones(3)}, zipfile.ZIP_DEFLATED),
+        r"model\.bin: .* is compressed",
+    ),
+    "a module to import": (
+        adapter_config(megatron_config={}, megatron_core="antigravity"),
+        r"megatron_core is 'antigravity', expected 'megatron\.core'",
+    ),
+    "an endless pattern": (
+        adapter_config(target_modules=r"(([a-z_.0-9])+)+\$"),
+        r"adapter_config\.json: matching .* takes more than 1 s\. Write the names",
+    ),
+    "no pattern": (adapter_config(target_modules="(.*"), r"'\(\.\*' is no regular expression: .*unterminated"),
+    "another shape": (of_other_shape, r"The adapter does not fit the model: .*size mismatch.*Load the base that it"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_ADAPTERS)
+def test_a_damaged_adapter_is_one_error_and_leaves_the_model_as_it_was(
+    good: dict[str, Path], adapter: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage, said = DAMAGED_ADAPTERS[name]
+    folder = Path(shutil.copytree(adapter, tmp_path / "damaged"))
+    damage(folder)
+    monkeypatch.setattr(adapter_files, "_MATCHING_S", 1.0)
+    model = AutoModelForCausalLM.from_pretrained(good["files"])
+    before = described(model)
+    with pytest.raises((CheckpointError, ConfigError), match=said) as caught:
+        load_adapter(model, folder)
+    assert len(str(caught.value)) < MOST_CHARACTERS
+    assert described(model) == before and not (folder / "ran").exists()
+    assert load_adapter(model, adapter).base_model.model is model, "and the good one can be added"
+
+
+def described(model: torch.nn.Module) -> list[Any]:
+    modules = [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    return [modules, hooks, [(name, id(p), p.requires_grad) for name, p in model.named_parameters()]]
+
+
+@pytest.mark.parametrize("name", ["base a number", "base a list", "config a list", "a module to import"])
+def test_a_damaged_adapter_is_refused_before_its_base_is_looked_for(adapter: Path, tmp_path: Path, name: str) -> None:
+    damage, said = DAMAGED_ADAPTERS[name]
+    folder = Path(shutil.copytree(adapter, tmp_path / "damaged"))
+    damage(folder)
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(folder)
+
+
+def test_patterns_of_usual_adapters_are_matched_in_no_time(tmp_path: Path) -> None:
+    names = [f"model.layers.{i}.self_attn.q_proj" for i in range(100)]
+    refuse_endless_patterns(tmp_path, [r".*\.layers\.[0-9]+\..*(q|v)_proj", "q_proj", None, 3], names)
+
+
+# ---- what passes every check and is large all the same ----
+
+
+def test_messages_are_bounded_whatever_they_quote() -> None:
+    assert str(CheckpointError("short")) == "short" and str(CheckpointError()) == ""
+    line = str(CheckpointError("file: " + "x" * 10**6 + ". The cure."))
+    assert len(line) == 2000 and line.startswith("file: xxx") and line.endswith("xxx. The cure.")
+    assert "(1,000,017 characters in all)" in line
+    lines = str(CheckpointError("\n".join(f"line {i}" for i in range(1000)))).split("\n")
+    assert len(lines) == 100 and lines[0] == "line 0" and lines[-1] == "line 999" and "… 901 lines more …" in lines
+    again = pickle.loads(pickle.dumps(CheckpointError("y" * 5000)))
+    assert str(again) == str(CheckpointError("y" * 5000)), "an error that travels is not cut twice"
+
+
+def test_a_quote_takes_no_time_and_no_place() -> None:
+    assert quoted("a") == "'a'" and quoted(None) == "None" and quoted((1, "b")) == "(1, 'b')"
+    assert quoted(True) == "True" and quoted(b"ab") == "b'ab'" and quoted(torch.Size([2, 3])) == "[2, 3]"
+    assert quoted(Metadata(state_dict_metadata={}, planner_data=doubled(60))) == "<Metadata>"
+    assert quoted(10**5000) == "<an integer of 16610 bits>"
+    for large in ("x" * 10**7, list(range(10**6)), {str(i): i for i in range(1000)}, doubled(60), b"x" * 10**7):
+        assert len(quoted(large)) <= 160

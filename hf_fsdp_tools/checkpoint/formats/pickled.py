@@ -9,7 +9,6 @@ import io
 import os
 import struct
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -21,6 +20,7 @@ from hf_fsdp_tools.checkpoint.formats.stored import MAX_KEY_LENGTH, StoredTensor
 from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.modeling.untrusted import refuse_compressed
 from hf_fsdp_tools.text import cut, first_line, listed, quoted
 
 __all__ = ["check_value", "locate_chunk", "parse_pickled"]
@@ -182,7 +182,7 @@ def _records(file: Path, window: _Window) -> dict[int, int]:
             orders = {archive.open(e).read(16) for e in entries if e.filename.endswith("byteorder")}
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
         raise _damaged(file, f"is no complete zip archive: {first_line(error)}") from error
-    _refuse_inflated(file, entries)
+    refuse_compressed(file, entries)
     if orders - {b"little"}:  # torch would swap the bytes of a meta tensor, which has none, and crash (2.13)
         raise CheckpointError(
             f"{file}: has byte order {listed(map(quoted, orders))}, expected little. "
@@ -195,18 +195,6 @@ def _records(file: Path, window: _Window) -> dict[int, int]:
         if len(head) == 30:
             found[entry.header_offset + 30 + sum(_LOCAL_HEADER.unpack(head))] = entry.file_size
     return found
-
-
-def _refuse_inflated(file: Path, entries: Iterable[zipfile.ZipInfo]) -> None:
-    """Refuse compressed records: torch.save writes none, and a few kB of them can become any number of GB when read."""
-    for entry in entries:
-        is_stored = entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == entry.file_size
-        if not is_stored:
-            raise CheckpointError(
-                f"{file}: {quoted(entry.filename)} is compressed ({entry.file_size:,} bytes in "
-                f"{entry.compress_size:,}), expected an uncompressed record of the archive, as torch.save writes it. "
-                "Where you trust its source, save it again: torch.save(torch.load(file, weights_only=True), file)."
-            )
 
 
 def _locate_tensor(file: Path, key: str, tensor: torch.Tensor, records: dict[int, int], start: int) -> StoredTensor:

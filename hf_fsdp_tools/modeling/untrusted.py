@@ -1,7 +1,8 @@
-"""What the small JSON files of a checkpoint say, or one error that names the file: its content is not trusted."""
+"""What files beside the weights say, or one error that names the file: nothing in them is trusted."""
 
 import json
-from collections.abc import Iterator, Mapping
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,12 @@ from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.text import first_lines, quoted
 
-__all__ = ["check_json_object", "load_generation_config", "read_adapter_config", "understood"]
+__all__ = [
+    "check_json_object",
+    "load_generation_config",
+    "refuse_compressed",
+    "understood",
+]
 
 _MAX_BYTES = 100_000_000
 """Bytes of the largest file that is parsed: what the header of a safetensors file may have."""
@@ -81,20 +87,17 @@ def load_generation_config(folder: Path) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
 
 
-def read_adapter_config(folder: Path) -> Mapping[str, Any] | None:
-    """The `adapter_config.json` of a folder, with base and revision as texts; None where it has none.
+def refuse_compressed(file: Path, records: Iterable[zipfile.ZipInfo]) -> None:
+    """Refuse compressed records of a `torch.save` archive: a few kB of them can become any number of GB when read.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: names the first one; `torch.save` writes none.
     """
-    file = folder / "adapter_config.json"
-    with watched(file):
-        if not file.is_file():
-            return None
-    written = check_json_object(file)
-    for key in ("base_model_name_or_path", "revision"):
-        if not isinstance(written.get(key), (str, type(None))):
+    for record in records:
+        is_stored = record.compress_type == zipfile.ZIP_STORED and record.compress_size == record.file_size
+        if not is_stored:
             raise CheckpointError(
-                f"{file}: {key} is {quoted(written[key])}, expected a name. Copy the adapter again, or write it there."
+                f"{file}: {quoted(record.filename)} is compressed ({record.file_size:,} bytes in "
+                f"{record.compress_size:,}), expected an uncompressed record of the archive, as torch.save writes it. "
+                "Where you trust its source, save it again: torch.save(torch.load(file, weights_only=True), file)."
             )
-    return written
