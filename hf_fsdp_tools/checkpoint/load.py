@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from os import PathLike
 from typing import Any
 
@@ -116,6 +117,8 @@ def load_weights(
             if hub_kwargs:
                 raise ConfigError(f"load_weights has no {', '.join(sorted(hub_kwargs))} for a checkpoint that is open.")
         else:
+            if unknown := hub_kwargs.keys() - signature(CheckpointIndex.open).parameters.keys():
+                raise ConfigError(f"load_weights has no argument {', '.join(sorted(unknown))}. Correct the name.")
             index = opened(
                 "opening the checkpoint",  # the same text on all ranks, whatever name each gave
                 path_or_repo,

@@ -1,5 +1,6 @@
 """Files that are damaged, or legal and absurd: one error that names file, fact and cure, in bounded time and length."""
 
+import cProfile
 import json
 import pickle
 import shutil
@@ -16,8 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from transformers import AutoModelForCausalLM
 
+from hf_fsdp_tools.checkpoint.formats import dcp as dcp_format
 from hf_fsdp_tools.checkpoint.formats.dcp import METADATA
+from hf_fsdp_tools.checkpoint.formats.safetensors import parse_header
+from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.distributed import watch
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.pretrained import open_checkpoint
@@ -25,7 +30,7 @@ from hf_fsdp_tools.sharding import adapter_files
 from hf_fsdp_tools.sharding.adapter_files import refuse_endless_patterns
 from hf_fsdp_tools.sharding.adapters import load_adapter
 from hf_fsdp_tools.text import quoted
-from tests._checkpoints import make_checkpoint, make_model, pickled_copy
+from tests._checkpoints import make_checkpoint, make_model, pickled_copy, stored_tensors
 
 Damage = Callable[[Path], object]
 
@@ -253,6 +258,74 @@ def test_one_error_names_file_fact_and_cure(good: dict[str, Path], tmp_path: Pat
 @pytest.mark.parametrize("kind", ["files", "dcp", "bin"])
 def test_what_is_not_damaged_loads(good: dict[str, Path], kind: str) -> None:
     use(good[kind])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.complex64])
+def test_values_of_another_kind_are_not_called_quantised(good: dict[str, Path], tmp_path: Path, dtype: Any) -> None:
+    tensors = stored_tensors(good["files"])
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(dtype)
+    save_file(tensors, tmp_path / "model.safetensors")
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(CheckpointError, match="holds other values than floating-point numbers") as caught:
+        load_weights(build_meta_model(good["files"]), tmp_path)
+    assert f"'lm_head.weight' holds {name}, expected floating-point" in str(caught.value)
+    assert "uanti" not in str(caught.value) and "convert these tensors once" in str(caught.value)
+
+
+def test_a_name_that_no_argument_has_is_refused(good: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="load_weights has no argument check_finit, read_timout_s"):
+        load_weights(build_meta_model(good["files"]), good["files"], check_finit=True, read_timout_s=5)
+
+
+def test_one_layer_too_many_is_reported_and_not_refused(good: dict[str, Path], tmp_path: Path) -> None:
+    """Fewer layers than the files hold, or some more, are the user's choice, as in transformers."""
+    folder = Path(shutil.copytree(good["files"], tmp_path / "other"))
+    for layers in (1, 30):
+        config(num_hidden_layers=layers)(folder)
+        use(folder)
+
+
+# ---- time ----
+
+
+def test_a_million_empty_tensors_take_time_in_proportion(tmp_path: Path) -> None:
+    """Each entry of a header is looked at a fixed number of times; nothing is searched in the others."""
+
+    def calls(count: int) -> int:
+        entries = {f"a{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(count)}
+        text = json.dumps(entries).encode()
+        file = tmp_path / f"{count}.safetensors"
+        file.write_bytes(len(text).to_bytes(8, "little") + text)
+        with cProfile.Profile() as profile:
+            found, _ = parse_header(file)
+        assert [tensor.key for tensor in found] == list(entries)
+        return sum(entry.callcount for entry in profile.getstats())
+
+    few, many = calls(1000), calls(10_000)
+    assert many < 11 * few
+
+
+def test_a_slow_parse_is_not_put_down_to_the_storage(
+    good: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever takes long once the bytes are there is not watched."""
+    under_way: list[str] = []
+
+    def slow(function: Any) -> Any:
+        def looked_at(*args: Any, **kwargs: Any) -> Any:
+            under_way.append(watch.waited_for())
+            return function(*args, **kwargs)
+
+        return looked_at
+
+    monkeypatch.setattr("json.loads", slow(json.loads))
+    monkeypatch.setattr("torch.load", slow(torch.load))
+    monkeypatch.setattr("hf_fsdp_tools.checkpoint.formats.dcp._unpickle", slow(dcp_format._unpickle))
+    for kind in ("files", "bin", "dcp"):
+        under_way.clear()
+        CheckpointIndex.open(good[kind], allow_pickle=True)
+        build_meta_model(good[kind])
+        assert under_way and not any(under_way), kind
 
 
 # ---- adapters ----
