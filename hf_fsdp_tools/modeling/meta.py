@@ -23,8 +23,11 @@ __all__ = ["build_meta_model", "config_dtype", "load_config"]
 
 _CURE = "Use the config.json that belongs to the checkpoint: copy or download it again."
 
-_MOST_MODULES = 500_000
+_MOST_MODULES = 250_000
 """Of any model; Kimi K2, with all of its experts apart, has about 120,000. (assumed)"""
+
+_COUNTS_OF_LAYERS = ("block", "blocks", "depth", "depths", "layer", "layers")
+"""How names of configurations end that count layers."""
 
 _SPARE_MODULES, _MODULES_PER_TENSOR = 10_000, 20
 """Of a model whose files are known: what takes seconds to build, and several times what there is for each tensor in any
@@ -72,15 +75,25 @@ def _of_config(config: PreTrainedConfig) -> str:
 
 
 def _check_config_file(file: Path) -> None:
-    """Refuse a configuration that is no JSON object, or in which some dtype is none that torch has."""
+    """Refuse a configuration that is no JSON object, or names a dtype that torch lacks or an absurd number of layers.
+
+    Classes of configurations make lists with an entry for each layer, before any module is made.
+    """
     content = check_json_object(file)
-    for part in (content, *(value for value in content.values() if isinstance(value, dict))):
-        for dtype in (part.get("dtype"), part.get("torch_dtype")):
-            is_dtype = dtype == "auto" or isinstance(
-                getattr(torch, str(dtype).removeprefix("torch."), None), torch.dtype
-            )
-            if isinstance(dtype, str) and not is_dtype:
-                raise CheckpointError(f"{file}: names the dtype {quoted(dtype)}, which torch does not have. {_CURE}")
+    parts = [value for key, value in content.items() if isinstance(value, dict) and key != "quantization_config"]
+    for part in (content, *parts):
+        for key, value in part.items():
+            if key in ("dtype", "torch_dtype") and isinstance(value, str) and value != "auto":
+                found = getattr(torch, value.removeprefix("torch."), None)
+                if not isinstance(found, torch.dtype):
+                    raise CheckpointError(
+                        f"{file}: names the dtype {quoted(value)}, which torch does not have. {_CURE}"
+                    )
+            elif key.endswith(_COUNTS_OF_LAYERS) and type(value) is int and value > _MOST_MODULES:
+                raise CheckpointError(
+                    f"{file}: {quoted(key)} is {quoted(value)}, and no model has more than {_MOST_MODULES:,} modules. "
+                    f"{_CURE}"
+                )
 
 
 def config_dtype(config: PreTrainedConfig) -> torch.dtype | None:

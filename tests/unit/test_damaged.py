@@ -159,10 +159,15 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
     ),
     "unknown dtype": ("files", config(dtype="float99"), r"config\.json: names the dtype 'float99'"),
     "a function as dtype": ("files", config(dtype="load"), r"config\.json: names the dtype 'load'"),
-    "ten million layers": (
+    "ten thousand layers": (
         "files",
-        config(num_hidden_layers=10**7),
-        r"more than 10,420 modules \(num_hidden_layers is 10000000\); the files hold 21 tensors\. Use the config\.json",
+        config(num_hidden_layers=10**4),
+        r"more than 10,420 modules \(num_hidden_layers is 10000\); the files hold 21 tensors\. Use the config\.json",
+    ),
+    "more layers than fit into memory": (
+        "files",
+        config(num_hidden_layers=10**12),
+        r"config\.json: 'num_hidden_layers' is 1000000000000, and no model has more than 250,000 modules",
     ),
     "generation config a list": (
         "files",
