@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from transformers import initialization as init
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.linear4bit import make_quantizer, pack_weights, replace_linears
-from hf_fsdp_tools.modeling.untrusted import check_json_object, understood
+from hf_fsdp_tools.modeling.untrusted import read_json_object, understood
 from hf_fsdp_tools.text import first_line, first_lines, listed, quoted
 
 __all__ = ["build_meta_model", "config_dtype", "load_config"]
@@ -43,8 +43,8 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
             `local_files_only`, …).
 
     Raises:
-        CheckpointError: there is no such folder, it has no `config.json`, or the hub does not give it.
-        ConfigError: the configuration is not JSON, or its `model_type` is unknown to the installed transformers.
+        CheckpointError: there is no such folder, it has no `config.json`, the hub does not give it, or it is damaged.
+        ConfigError: its `model_type` is unknown to the installed transformers, or transformers refuses what it says.
     """
     if isinstance(name_or_config, PreTrainedConfig):
         with understood(_of_config(name_or_config), _CURE):
@@ -79,7 +79,7 @@ def _check_config_file(file: Path) -> None:
 
     Classes of configurations make lists with an entry for each layer, before any module is made.
     """
-    content = check_json_object(file)
+    content = read_json_object(file)
     parts = [value for key, value in content.items() if isinstance(value, dict) and key != "quantization_config"]
     for part in (content, *parts):
         for key, value in part.items():
@@ -144,7 +144,7 @@ def build_meta_model(
     for name in [name for name in model_kwargs if hasattr(config, name) and not name.endswith("_implementation")]:
         setattr(config, name, model_kwargs.pop(name))
     is_model_class = isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel)
-    with understood(f"{_of_config(config)} to build a model", _CURE), _at_most(config, stored_tensors):
+    with _built_by_transformers(config, auto_class), _at_most(config, stored_tensors):
         try:
             # linspace stays real: code that calls .item() while a model is built would fail on meta tensors.
             with torch.device("meta"), init.meta_device_safe_creation_ops():
@@ -175,6 +175,16 @@ def build_meta_model(
     model.eval()
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def _built_by_transformers(config: PreTrainedConfig, auto_class: Any) -> AbstractContextManager[None]:
+    """For a block that builds a model: errors are the config's, unless the model's class is the caller's own."""
+    if isinstance(auto_class, type) and not auto_class.__module__.startswith("transformers."):
+        return nullcontext()
+    what = f"{_of_config(config)} to build a model"
+    if config.name_or_path:
+        return understood(what, _CURE)
+    return understood(what, "Correct the configuration.", ConfigError)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.text import first_lines, quoted
 
 __all__ = [
-    "check_json_object",
     "load_generation_config",
+    "read_json_object",
     "refuse_compressed",
     "understood",
 ]
@@ -25,8 +25,8 @@ _MAX_BYTES = 100_000_000
 
 
 @contextmanager
-def understood(what: str, cure: str) -> Iterator[None]:
-    """Turn whatever a library raises over the content of a file into one `CheckpointError`.
+def understood(what: str, cure: str, kind: type[FSDPToolsError] = CheckpointError) -> Iterator[None]:
+    """Turn whatever a library raises over the content of a file into one error of this package.
 
     transformers, PEFT and torch check little of what a file says, and fail anywhere and with any error where it is
     wrong. So a block holds calls of these libraries alone, and no code of this package, whose mistakes must show.
@@ -35,9 +35,10 @@ def understood(what: str, cure: str) -> Iterator[None]:
     Args:
         what: begins the message: "The configuration of 'folder' cannot be used".
         cure: ends the message, as a sentence.
+        kind: of the error.
 
     Raises:
-        CheckpointError: the block raised.
+        CheckpointError: the block raised; or another `kind`.
         ConfigError: the block needs a package that is not installed.
     """
     try:
@@ -47,10 +48,10 @@ def understood(what: str, cure: str) -> Iterator[None]:
     except ImportError as error:
         raise ConfigError(f"{what}: {first_lines(error)}. Install what is missing.") from error
     except Exception as error:
-        raise CheckpointError(f"{what}: {type(error).__name__}: {first_lines(error)}. {cure}") from error
+        raise kind(f"{what}: {type(error).__name__}: {first_lines(error)}. {cure}") from error
 
 
-def check_json_object(file: Path) -> Mapping[str, Any]:
+def read_json_object(file: Path) -> Mapping[str, Any]:
     """The content of a JSON file that must hold an object.
 
     Raises:
@@ -82,7 +83,7 @@ def load_generation_config(folder: Path) -> GenerationConfig | None:
     with watched(file):
         if not file.is_file():
             return None
-    check_json_object(file)
+    read_json_object(file)
     with understood(f"{file}: cannot be used", "Save it again, or remove it."):
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
 

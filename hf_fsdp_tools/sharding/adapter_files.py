@@ -11,7 +11,7 @@ from typing import Any
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import fetch, local_path
-from hf_fsdp_tools.modeling.untrusted import check_json_object, refuse_compressed, understood
+from hf_fsdp_tools.modeling.untrusted import read_json_object, refuse_compressed, understood
 from hf_fsdp_tools.text import quoted
 
 __all__ = ["open_adapter", "read_adapter_config", "refuse_endless_patterns"]
@@ -77,7 +77,7 @@ def read_adapter_config(folder: Path) -> Mapping[str, Any] | None:
     with watched(file):
         if not file.is_file():
             return None
-    written = check_json_object(file)
+    written = read_json_object(file)
     for key in ("base_model_name_or_path", "revision"):
         if not isinstance(written.get(key), (str, type(None))):
             raise CheckpointError(
