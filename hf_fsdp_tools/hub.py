@@ -41,7 +41,7 @@ def local_path(name_or_path: str | PathLike[str]) -> Path | None:
         raise CheckpointError(f"The name of a checkpoint is empty ({name!r}). Give a local folder or a hub name.")
     path = Path(os.path.expanduser(name))
     can_be_on_hub = not name.startswith((".", "~", "/")) and name.count("/") <= 1 and "\\" not in name
-    return None if can_be_on_hub and not path.exists() else path
+    return None if can_be_on_hub and not os.path.exists(path) else path  # False for a name of any length
 
 
 def fetch(

@@ -138,7 +138,8 @@ def from_pretrained(
         mean_resizing: new rows are the mean of the old ones; False: the model's own initialisation.
         allow_pickle: read legacy `pytorch_model*.bin` where there are no safetensors; no code of the file is run.
         output_loading_info: return `(model, LoadReport)`.
-        trust_remote_code: run model code that comes with the checkpoint.
+        trust_remote_code: run model code that comes with the checkpoint; of an adapter, with the base that its files
+            name.
         config: in place of the checkpoint's own; a value, a name or a folder.
         torch_dtype: the older name of `dtype`.
         load_kwargs: passed to `load_weights` (`seed`, `staging_bytes`, `check_finite`, …).
@@ -203,6 +204,7 @@ def from_pretrained(
             auto_class=auto_class,
             dtype=_chosen_dtype(dtype, checkpoint, mp_policy, is_frozen, given.model),
             trust_remote_code=trust_remote_code,
+            stored_tensors=len(checkpoint.index.tensors),
             **given.model,
         )
         if checkpoint.generation_config is not None and model.can_generate():

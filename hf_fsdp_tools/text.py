@@ -2,27 +2,78 @@
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from itertools import islice
+from reprlib import Repr
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "cut",
     "dtype_name",
     "first_line",
+    "first_lines",
     "listed",
     "listed_lines",
     "merge_alike",
     "merge_names",
+    "quoted",
     "show_bytes",
     "show_count",
 ]
 
 
+def cut(text: str, most: int) -> str:
+    """A text of at most `most` characters: the beginning and the end of a longer one."""
+    if len(text) <= most:
+        return text
+    note = f" … ({len(text):,} characters in all) … "
+    kept = most - len(note)
+    return text[: kept - kept // 3] + note + text[-(kept // 3) :]
+
+
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, without a full stop; the error's type where it says nothing."""
-    lines = (line.strip() for line in str(error).splitlines())
-    return next(filter(None, lines), type(error).__name__).rstrip(".")
+    """The first line of an error's message, cut to 300 characters, without a full stop; its type if it says nothing."""
+    return first_lines(error, 1)
+
+
+def first_lines(error: BaseException, most: int = 2) -> str:
+    """The first lines of an error's message as one, cut to 300 characters, without a full stop; its type if it says
+    nothing."""
+    lines = filter(None, (line.strip() for line in str(error)[:10_000].splitlines()))
+    return cut(" ".join(islice(lines, most)) or type(error).__name__, 300).rstrip(".")
+
+
+def quoted(value: Any) -> str:
+    """The `repr` of a value from a file in at most 160 characters, in bounded time, however long or nested it is.
+
+    Of an object that is neither a plain value nor a list or dict of these, the type alone.
+    """
+    return cut(_REPR.repr(value), 160)
+
+
+class _BoundedRepr(Repr):
+    """Numbers, texts, lists and dicts as Python writes them, each cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 120
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to write out thousands of digits."""
+        return str(x) if x.bit_length() < 400 else f"<an integer of {x.bit_length()} bits>"
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        """An object may hold anything, so only plain values are written out."""
+        if isinstance(x, tuple):
+            return self.repr_list(list(x), level)
+        if isinstance(x, bytes):
+            return repr(x[: self.maxother])
+        return repr(x) if x is None or isinstance(x, (bool, float)) else f"<{type(x).__name__}>"
+
+
+_REPR = _BoundedRepr()
 
 
 def show_bytes(num_bytes: int) -> str:

@@ -16,8 +16,8 @@ import hf_fsdp_tools
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
 ROOMS = (
-    "errors",
     "text",
+    "errors",
     "hub",
     "distributed",
     "modeling",

@@ -14,12 +14,12 @@ import torch
 
 from hf_fsdp_tools.checkpoint.formats.dcp import METADATA, find_dcp_folder, model_part, parse_dcp
 from hf_fsdp_tools.checkpoint.formats.pickled import locate_chunk, parse_pickled
-from hf_fsdp_tools.checkpoint.formats.safetensors import MAX_HEADER_BYTES, parse_header, parse_json, shortened
+from hf_fsdp_tools.checkpoint.formats.safetensors import MAX_HEADER_BYTES, parse_header, parse_json
 from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, StoredTensor, TensorChunk, leaves_folder
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import fetch, local_path
-from hf_fsdp_tools.text import listed, listed_lines
+from hf_fsdp_tools.text import listed, listed_lines, quoted
 
 __all__ = ["CheckpointIndex"]
 
@@ -179,15 +179,16 @@ class CheckpointIndex:
         if saved is not None:
             return cls._from_dcp(name, saved)
         with watched(folder):
-            files, listed = _weight_files(folder, allow_pickle)
+            files, listing = _weight_files(folder, allow_pickle)
+        listed = _read_listing(listing) if listing else None
+        files = list(listed.files.values()) if listed else files
         index = cls._from_files(name, files, listed)
         return replace(index, is_model_state=True) if files == [folder / ACCELERATE_PICKLED] else index
 
     @classmethod
     def _from_dcp(cls, name: str, folder: Path) -> "CheckpointIndex":
         """Index all tensors of a DCP folder; `of_model` picks the model's later."""
-        with watched(folder / METADATA):
-            found, num_bytes = parse_dcp(folder)
+        found, num_bytes = parse_dcp(folder)
         tensors = MappingProxyType({tensor.key: tensor for _, tensor in found})
         return cls(name=name, tensors=tensors, header_bytes=num_bytes, is_model_state=True, _saved=dict(found))
 
@@ -199,8 +200,7 @@ class CheckpointIndex:
         header_bytes = listed.num_bytes if listed else 0
         for file in files:
             try:
-                with watched(file):
-                    found, num_bytes = parse_pickled(file) if _is_pickled(file) else parse_header(file)
+                found, num_bytes = parse_pickled(file) if _is_pickled(file) else parse_header(file)
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
@@ -271,14 +271,14 @@ def _has_safetensors(folder: Path) -> bool:
     return any(not file.name.startswith("adapter_") for file in folder.glob("*.safetensors*"))
 
 
-def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[Path], _Listing | None]:
-    """The weight files of a folder, and its index file if there is one; with the precedence of transformers."""
+def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[Path], Path | None]:
+    """The weight files of a folder, or the index file that names them; with the precedence of transformers."""
     if not folder.is_dir():
         raise CheckpointError(f"No such folder: {str(folder)!r}. Give a folder with {WEIGHTS}, or a hub name.")
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS], None
     if (folder / WEIGHTS_INDEX).is_file():
-        return _listed_files(folder / WEIGHTS_INDEX, ".safetensors")
+        return [], folder / WEIGHTS_INDEX
     plain = [f for f in sorted(folder.glob("*.safetensors")) if not f.name.startswith("adapter_")]
     if plain:
         return plain, None
@@ -289,7 +289,7 @@ def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[Path], _Listin
     if (folder / ACCELERATE_PICKLED).is_file():
         return [folder / ACCELERATE_PICKLED], None
     if (folder / PICKLED_INDEX).is_file():
-        return _listed_files(folder / PICKLED_INDEX, ".bin")
+        return [], folder / PICKLED_INDEX
     found = listed(sorted(f.name for f in folder.iterdir()), 10) or "nothing"
     cure = "Give the folder that save_pretrained wrote."
     if any(folder.glob("*.distcp")):
@@ -300,34 +300,33 @@ def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[Path], _Listin
     )
 
 
-def _listed_files(file: Path, suffix: str) -> tuple[list[Path], _Listing]:
-    listing = _read_listing(file, suffix)
-    return list(listing.files.values()), listing
-
-
-def _read_listing(file: Path, suffix: str) -> _Listing:
+def _read_listing(file: Path) -> _Listing:
     """Parse and check an index file; a name that leaves the folder or is not there is refused."""
-    if (size := file.stat().st_size) > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{file}: is {size} bytes long; an index has at most {MAX_HEADER_BYTES}. Save it again.")
-    text = file.read_bytes()
+    suffix = Path(file.name.removesuffix(".index.json")).suffix
+    with watched(file):
+        if (size := file.stat().st_size) > MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"{file}: is {size} bytes long; an index has at most {MAX_HEADER_BYTES}. Save it again."
+            )
+        text = file.read_bytes()
     content = parse_json(file, text)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise CheckpointError(
-            f"{file}: expected a 'weight_map' from keys to file names, found {shortened(weight_map)}."
-        )
+        raise CheckpointError(f"{file}: expected a 'weight_map' from keys to file names, found {quoted(weight_map)}.")
     counts = Counter(weight_map.values())
     files = {name: file.parent / name for name in sorted(counts)}
     problems = []
     for name, place in files.items():
+        with watched(place):
+            is_there = not leaves_folder(name) and place.is_file()
         if leaves_folder(name) or not name.endswith(suffix):
             problems.append(
-                f"{file}: names the file {shortened(name)}; expected a {suffix[1:]} file inside the folder. Where you "
+                f"{file}: names the file {quoted(name)}; expected a {suffix[1:]} file inside the folder. Where you "
                 "trust its source, put the file there and name it so."
             )
-        elif not place.is_file():
+        elif not is_there:
             problems.append(
-                f"{file}: names {shortened(name)} for {counts[name]} tensors, which {_instead(place)}. "
+                f"{file}: names {quoted(name)} for {counts[name]} tensors, which {_instead(place)}. "
                 "Download or save it again."
             )
     if problems:
@@ -338,7 +337,7 @@ def _read_listing(file: Path, suffix: str) -> _Listing:
 def _instead(file: Path) -> str:
     """Why a file that should hold weights cannot, as the end of a sentence."""
     if file.is_symlink():
-        return f"is a link that leads nowhere ({shortened(os.readlink(file))})"
+        return f"is a link that leads nowhere ({quoted(os.readlink(file))})"
     return "is no file" if file.exists() else "is not there"
 
 

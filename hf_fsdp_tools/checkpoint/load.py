@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from os import PathLike
 from typing import Any
 
@@ -132,6 +133,8 @@ def load_weights(
         if isinstance(path_or_repo, CheckpointIndex):
             index = path_or_repo
         else:
+            if unknown := hub_kwargs.keys() - signature(CheckpointIndex.open).parameters.keys():
+                raise ConfigError(f"load_weights has no argument {', '.join(sorted(unknown))}. Correct the name.")
             index = opened(
                 "opening the checkpoint",  # the same text on all ranks, whatever name each gave
                 path_or_repo,

@@ -238,6 +238,9 @@ def _bounded_boxes(box: Box, dtype: torch.dtype, num_bytes: int) -> Iterator[Box
 _SLAB_ELEMENTS = 2**22
 """Values that are checked at a time, which bounds the check's memory to a few MiB. (assumed)"""
 
+_OF_8_BITS = (torch.int8, torch.uint8)
+"""Dtypes that values of a quantised weight have under the weight's own name; packed ones have names of their own."""
+
 _CURE = (
     "Dequantise it once: load it with from_pretrained, call model.dequantize(), save it, remove quantization_config."
 )
@@ -268,6 +271,11 @@ def _refuse_quantized(model: nn.Module, load_map: LoadMap, index: CheckpointInde
         f"{t.file}: {t.key!r} holds {dtype_name(t.dtype)}, expected floating-point values for {target!r}"
         for t, target in packed
     )
+    if method is None and all(t.key == target and t.dtype not in _OF_8_BITS for t, target in packed):
+        raise CheckpointError(
+            f"The checkpoint {index.name!r} holds other values than floating-point numbers where the model has these.\n"
+            f"{rows}\nUse the checkpoint that belongs to the model, or convert these tensors once and save it again."
+        )
     says = f"quantised ({method})" if method else "quantised, although its config has no quantization_config"
     raise CheckpointError(
         f"The checkpoint {index.name!r} is {says}; only floating-point checkpoints, and 4-bit ones of bitsandbytes, "
@@ -315,10 +323,13 @@ def _packed_tensors(
         packed += [(t, key) for t in made_of if not t.dtype.is_floating_point]
         if all(t.dtype.itemsize == 1 for t in made_of):
             beside[key.rpartition(".")[0]] = key
+    by_suffix = {suffix: key for name, key in reversed(beside.items()) for suffix in _suffixes(name)}
     used = {source for tensor in load_map.tensors.values() for source in tensor.sources}
     for t in (t for t in stored.values() if used.isdisjoint(t.sources) and t.shape):
+        # The same module, or one whose name differs in the prefix of a base model only.
         module = t.key.rpartition(".")[0]
-        target = next((key for name, key in beside.items() if _is_same_module(name, module)), None)
+        same = (by_suffix.get(module), *(beside.get(name) for name in _suffixes(module)))
+        target = next(filter(None, same), None) if module else None
         if target is not None and (
             target in load_map.tensors or t.dtype.itemsize == 1 or not t.dtype.is_floating_point
         ):
@@ -326,9 +337,10 @@ def _packed_tensors(
     return packed
 
 
-def _is_same_module(name: str, stored: str) -> bool:
-    """Whether two module names are equal, or differ in the prefix of a base model only."""
-    return bool(stored) and (name == stored or name.endswith(f".{stored}") or stored.endswith(f".{name}"))
+def _suffixes(name: str) -> list[str]:
+    """A dotted name, and what is left of it without its first part, its first two parts, …"""
+    parts = name.split(".")
+    return [".".join(parts[i:]) for i in range(len(parts))]
 
 
 def _quantization_method(model: nn.Module) -> str | None:

@@ -1,6 +1,5 @@
 """Open a checkpoint by name, with its config and, for an adapter, its base: headers are read, weights are not."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,8 @@ from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.meta import load_config
+from hf_fsdp_tools.modeling.untrusted import load_generation_config
+from hf_fsdp_tools.sharding.adapter_files import read_adapter_config
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
@@ -98,19 +99,17 @@ def _find_base(name: str, hub_kwargs: dict[str, Any]) -> tuple[dict[str, Any], t
         folder, pinned = fetch(name, "*config.json", **hub_kwargs)
     else:
         folder, pinned = path / (hub_kwargs.get("subfolder") or ""), {}
-    here, file = hub_kwargs | pinned, folder / "adapter_config.json"
-    with watched(file):
-        if not file.is_file() or (folder / "config.json").is_file():
-            return here, None
-    try:
-        written: dict[str, Any] = json.loads(file.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{str(file)!r} is not JSON: {error}. Copy the adapter again.") from error
+    here = hub_kwargs | pinned
+    with watched(folder):
+        is_model = (folder / "config.json").is_file()
+    written = None if is_model else read_adapter_config(folder)
+    if written is None:
+        return here, None
     base = written.get("base_model_name_or_path")
     if not base:
         raise CheckpointError(
-            f"The adapter {name!r} names no base model (base_model_name_or_path in {file.name}). Write the base's "
-            "name or folder there, or load the base and call load_adapter(model, folder)."
+            f"The adapter {name!r} names no base model (base_model_name_or_path in adapter_config.json). Write the "
+            "base's name or folder there, or load the base and call load_adapter(model, folder)."
         )
     revision = {"revision": written["revision"]} if written.get("revision") else {}
     kept = {key: value for key, value in hub_kwargs.items() if key not in ("revision", "subfolder")}
@@ -126,12 +125,12 @@ def _open(
     config = load_config(home, trust_remote_code=trust_remote_code, **hub_kwargs)
     commit = {"revision": config._commit_hash} if config._commit_hash else {}
     index = CheckpointIndex.open(name, allow_pickle=allow_pickle, **hub_kwargs | commit)
-    try:
-        # Of a hub name, it was fetched with the config if it exists.
-        fetched = hub_kwargs | commit | ({"local_files_only": True} if commit else {})
-        return config, index, GenerationConfig.from_pretrained(local_path(home) or home, **fetched)
-    except OSError:
-        return config, index, None  # without generation_config.json, a model makes one from its config
+    path = local_path(home)
+    if path is None:  # it was fetched with the config if it exists
+        folder, _ = fetch(home, **hub_kwargs | commit | {"local_files_only": True})
+    else:
+        folder = path / (hub_kwargs.get("subfolder") or "")
+    return config, index, load_generation_config(folder)
 
 
 def _load_other_config(config: str | PathLike[str], trust_remote_code: bool, asked: dict[str, Any]) -> PreTrainedConfig:

@@ -1,23 +1,37 @@
 """A model with shapes and no storage, built from its configuration as `from_pretrained` builds it."""
 
 import copy
-import os
 import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
-from hf_fsdp_tools.distributed.watch import watched
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.linear4bit import make_quantizer, pack_weights, replace_linears
-from hf_fsdp_tools.text import first_line, listed
+from hf_fsdp_tools.modeling.untrusted import read_json_object, understood
+from hf_fsdp_tools.text import first_line, first_lines, listed, quoted
 
 __all__ = ["build_meta_model", "config_dtype", "load_config"]
+
+_CURE = "Use the config.json that belongs to the checkpoint: copy or download it again."
+
+_MOST_MODULES = 250_000
+"""Of any model; Kimi K2, with all of its experts apart, has about 120,000. (assumed)"""
+
+_COUNTS_OF_LAYERS = ("block", "blocks", "depth", "depths", "layer", "layers")
+"""How names of configurations end that count layers."""
+
+_SPARE_MODULES, _MODULES_PER_TENSOR = 10_000, 20
+"""Of a model whose files are known: what takes seconds to build, and several times what there is for each tensor in any
+architecture (2 for Llama). (assumed)"""
 
 
 def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kwargs: Any) -> PreTrainedConfig:
@@ -29,11 +43,12 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
             `local_files_only`, …).
 
     Raises:
-        CheckpointError: there is no such folder, it has no `config.json`, or the hub does not give it.
-        ConfigError: the configuration is not JSON, or its `model_type` is unknown to the installed transformers.
+        CheckpointError: there is no such folder, it has no `config.json`, the hub does not give it, or it is damaged.
+        ConfigError: its `model_type` is unknown to the installed transformers, or transformers refuses what it says.
     """
     if isinstance(name_or_config, PreTrainedConfig):
-        return copy.deepcopy(name_or_config)
+        with understood(_of_config(name_or_config), _CURE):
+            return copy.deepcopy(name_or_config)
     name = fspath(name_or_config)
     path = local_path(name)
     if path is None:
@@ -41,16 +56,44 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
         commit = hub_kwargs["revision"]
     else:
         _check_config_is_there(path)
-        name, commit = os.path.expanduser(name), None
-    try:
-        with watched(Path(name)):
+        _check_config_file(path if path.is_file() else path / (hub_kwargs.get("subfolder") or "") / "config.json")
+        name, commit = str(path), None
+    with understood(f"The configuration of {name!r} cannot be used", _CURE):
+        try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(name, **hub_kwargs)
-    except ValueError as error:
-        raise ConfigError(f"The configuration of {name!r} cannot be used: {first_line(error)}.") from error
-    except OSError as error:
-        raise CheckpointError(f"The configuration in {name!r} cannot be read: {first_line(error)}.") from error
+        except ValueError as error:
+            raise ConfigError(f"The configuration of {name!r} cannot be used: {first_lines(error)}.") from error
+        except OSError as error:
+            raise CheckpointError(f"The configuration in {name!r} cannot be read: {first_lines(error)}.") from error
     config._commit_hash = commit  # older versions of transformers set it; never written to a file
     return config
+
+
+def _of_config(config: PreTrainedConfig) -> str:
+    name = config.name_or_path
+    return f"The configuration of {name!r} cannot be used" if name else f"The {type(config).__name__} cannot be used"
+
+
+def _check_config_file(file: Path) -> None:
+    """Refuse a configuration that is no JSON object, or names a dtype that torch lacks or an absurd number of layers.
+
+    Classes of configurations make lists with an entry for each layer, before any module is made.
+    """
+    content = read_json_object(file)
+    parts = [value for key, value in content.items() if isinstance(value, dict) and key != "quantization_config"]
+    for part in (content, *parts):
+        for key, value in part.items():
+            if key in ("dtype", "torch_dtype") and isinstance(value, str) and value != "auto":
+                found = getattr(torch, value.removeprefix("torch."), None)
+                if not isinstance(found, torch.dtype):
+                    raise CheckpointError(
+                        f"{file}: names the dtype {quoted(value)}, which torch does not have. {_CURE}"
+                    )
+            elif key.endswith(_COUNTS_OF_LAYERS) and type(value) is int and value > _MOST_MODULES:
+                raise CheckpointError(
+                    f"{file}: {quoted(key)} is {quoted(value)}, and no model has more than {_MOST_MODULES:,} modules. "
+                    f"{_CURE}"
+                )
 
 
 def config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
@@ -69,6 +112,7 @@ def build_meta_model(
     auto_class: Any = AutoModelForCausalLM,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
+    stored_tensors: int | None = None,
     **model_kwargs: Any,
 ) -> PreTrainedModel:
     """Build a model whose parameters and buffers have shapes and dtypes but no storage, whatever its size.
@@ -81,6 +125,8 @@ def build_meta_model(
         auto_class: the `AutoModelFor…` class, or a model class itself.
         dtype: of the floating-point parameters; None means the config's dtype, or float32 if it has none.
         trust_remote_code: run model code that comes with the checkpoint.
+        stored_tensors: how many tensors the model's files hold, where that is known: a configuration of far more
+            modules is refused before they are made.
         model_kwargs: attributes of the config are set there (`num_labels`, …), other keywords go to the model
             (`attn_implementation`, …). `quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)` makes linear
             layers 4-bit layers of bitsandbytes, with weights of the packed shape.
@@ -88,7 +134,7 @@ def build_meta_model(
     Any rank may call; no rank communicates.
 
     Raises:
-        CheckpointError: the configuration cannot be found.
+        CheckpointError: the configuration cannot be found, or no model can be made of what it says.
         ConfigError: the architecture is unknown, `auto_class` has no model for it, a keyword fits neither config nor
             model, or the quantisation cannot be sharded.
     """
@@ -98,24 +144,29 @@ def build_meta_model(
     for name in [name for name in model_kwargs if hasattr(config, name) and not name.endswith("_implementation")]:
         setattr(config, name, model_kwargs.pop(name))
     is_model_class = isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel)
-    try:
-        # linspace stays real: code that calls .item() while a model is built would fail on meta tensors.
-        with torch.device("meta"), init.meta_device_safe_creation_ops():
-            if is_model_class:
-                model = auto_class._from_config(config, dtype=dtype, **model_kwargs)
-            else:
-                model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs)
-    except TypeError as error:
-        if not model_kwargs:
+    with _built_by_transformers(config, auto_class), _at_most(config, stored_tensors):
+        try:
+            # linspace stays real: code that calls .item() while a model is built would fail on meta tensors.
+            with torch.device("meta"), init.meta_device_safe_creation_ops():
+                if is_model_class:
+                    model = auto_class._from_config(config, dtype=dtype, **model_kwargs)
+                else:
+                    model = auto_class.from_config(
+                        config, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
+                    )
+        except TypeError as error:
+            if not model_kwargs:
+                raise
+            raise ConfigError(
+                f"{', '.join(model_kwargs)} fit neither the config nor the model: {first_line(error)}."
+            ) from error
+        except FSDPToolsError:
             raise
-        raise ConfigError(
-            f"{', '.join(model_kwargs)} fit neither the config nor the model: {first_line(error)}."
-        ) from error
-    except ValueError as error:
-        raise ConfigError(
-            f"{getattr(auto_class, '__name__', auto_class)} has no model for {type(config).__name__}: "
-            f"{first_line(error)}. Choose another auto_class (AutoModel always has the base model)."
-        ) from error
+        except ValueError as error:
+            raise ConfigError(
+                f"{getattr(auto_class, '__name__', auto_class)} has no model for {type(config).__name__}: "
+                f"{first_line(error)}. Choose another auto_class (AutoModel always has the base model)."
+            ) from error
     if quantizer is not None:
         replace_linears(model, quantizer, dtype)
     _keep_in_fp32(model, dtype)
@@ -124,6 +175,42 @@ def build_meta_model(
     model.eval()
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def _built_by_transformers(config: PreTrainedConfig, auto_class: Any) -> AbstractContextManager[None]:
+    """For a block that builds a model: errors are the config's, unless the model's class is the caller's own."""
+    if isinstance(auto_class, type) and not auto_class.__module__.startswith("transformers."):
+        return nullcontext()
+    what = f"{_of_config(config)} to build a model"
+    if config.name_or_path:
+        return understood(what, _CURE)
+    return understood(what, "Correct the configuration.", ConfigError)
+
+
+@contextmanager
+def _at_most(config: PreTrainedConfig, stored_tensors: int | None) -> Iterator[None]:
+    """Stop the block where it makes more modules than a model has whose files hold so many tensors."""
+    most = _MOST_MODULES
+    if stored_tensors is not None:
+        most = min(most, _SPARE_MODULES + _MODULES_PER_TENSOR * stored_tensors)
+    made = 0
+
+    def count(*_: object) -> None:
+        nonlocal made
+        made += 1
+        if made > most:
+            layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+            files = "" if stored_tensors is None else f"; the files hold {stored_tensors:,} tensors"
+            raise CheckpointError(
+                f"{_of_config(config)}: it describes a model of more than {most:,} modules (num_hidden_layers is "
+                f"{quoted(layers)}){files}. {_CURE}"
+            )
+
+    handle = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _check_config_is_there(path: Path) -> None:
@@ -154,6 +241,7 @@ def _fetch_config(name: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
             f"No config.json in {name!r}{where} (commit {pinned['revision']}). "
             "Give the name of a transformers model, or its subfolder."
         )
+    _check_config_file(folder / "config.json")
     # Remote code may come from another repository, so only without it is everything in the cache.
     return hub_kwargs | pinned | {"local_files_only": not own_code or pinned["local_files_only"]}
 

@@ -20,22 +20,25 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from hf_fsdp_tools.distributed.agreement import agreed, opened, same_on_all_ranks, shared_rng_state
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.hub import fetch, local_path
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.linear4bit import mark_weights, packed_linears, refuse_cast_weights
 from hf_fsdp_tools.modeling.peft_view import is_wrapper
+from hf_fsdp_tools.sharding.adapter_files import open_adapter
 from hf_fsdp_tools.sharding.adapter_plan import laid_over
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters, release
 from hf_fsdp_tools.sharding.hf_interface import refuse_plain_save
 from hf_fsdp_tools.sharding.hooks import average_gradients, is_averaged
 from hf_fsdp_tools.sharding.shard import Sharding, apply_sharding, sharded_module, sharding_of
-from hf_fsdp_tools.text import first_line
+from hf_fsdp_tools.text import first_line, first_lines
 
 __all__ = ["add_adapter", "load_adapter", "shard_added"]
 
 _NEEDS_BASE = ("corda", "eva", "loftq", "lora_ga", "mica", "olora", "pissa")
 """Values of LoRA's `init_lora_weights` that need whole weights of the base (PEFT 0.21); all but EVA change them too."""
+
+_OF_SHARDS = ("DTensor", "sharding strategy", "size mismatch", "size of tensor", "shape")
+"""Words in torch's errors about whole tensors and shards in one operation."""
 
 
 def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "default", seed: int | None = None) -> Any:
@@ -57,13 +60,14 @@ def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "defa
 
     Raises:
         ConfigError: the adapter needs whole weights of the base, PEFT cannot make it (it fits no module, …), or
-            arguments differ between ranks; the same on every rank.
+            arguments differ between ranks; the same on every rank. The model is then as it was.
     """
     same_on_all_ranks("adding an adapter", peft_config=peft_config, adapter_name=adapter_name, seed=seed)
     _refuse_whole_base(peft_config, model)
-    with _seeded(seed), _one_axis(model), _made_alike(peft_config), _on_shards(peft_config):
-        adapted = _peft().get_peft_model(model, peft_config, adapter_name)
-    shard_added(adapted)
+    with _undone_if_it_fails(model):
+        with _seeded(seed), _one_axis(model), _made_alike(peft_config), _on_shards(peft_config):
+            adapted = _peft().get_peft_model(model, peft_config, adapter_name)
+        shard_added(adapted)
     return adapted.eval()
 
 
@@ -84,24 +88,24 @@ def load_adapter(
     the adapter's config and of the plan; rank 0 sends the adapter's values.
 
     Raises:
-        CheckpointError: there is no such adapter, a rank cannot read it, or the hub does not give it; the same on every
-            rank.
-        ConfigError: the adapter cannot be added (see `add_adapter`), its files are incomplete, or the configs of ranks
-            differ; the same on every rank.
+        CheckpointError: there is no such adapter, the hub does not give it, or it is damaged; the same on every rank.
+        ConfigError: the adapter cannot be added (see `add_adapter`), or the configs of ranks differ; the same on every
+            rank. The model is then as it was.
     """
     peft = _peft()
-    folder = opened("opening the adapter", name_or_path, partial(_adapter_folder, fspath(name_or_path)), hub_kwargs)
-    with agreed("reading the adapter"):
-        config = _checked_config(folder)
-        if getattr(config, "init_lora_weights", None) == "eva":
-            config.init_lora_weights = True  # the files hold the values
-        _refuse_whole_base(config, model)
+    names = [name for name, _ in model.named_modules()]
+    read = partial(open_adapter, peft, fspath(name_or_path), names)
+    folder, config = opened("opening the adapter", name_or_path, read, hub_kwargs)
+    if getattr(config, "init_lora_weights", None) == "eva":
+        config.init_lora_weights = True  # the files hold the values
     same_on_all_ranks("adding an adapter", peft_config=config, is_trainable=is_trainable)
-    with _one_axis(model), _made_alike(config), _on_shards(config):
-        adapted = peft.PeftModel.from_pretrained(
-            model, folder, config=config, is_trainable=is_trainable, torch_device="cpu"
-        )
-    shard_added(adapted)
+    _refuse_whole_base(config, model)
+    with _undone_if_it_fails(model):
+        with _one_axis(model), _made_alike(config), _on_shards(config):
+            adapted = peft.PeftModel.from_pretrained(
+                model, folder, config=config, is_trainable=is_trainable, torch_device="cpu"
+            )
+        shard_added(adapted)
     return adapted.eval()
 
 
@@ -152,32 +156,6 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
 # ---- PEFT on shards ----
 
 
-def _adapter_folder(name: str, hub_kwargs: dict[str, Any]) -> str:
-    """The local folder of an adapter; one on the hub is fetched."""
-    subfolder = hub_kwargs.get("subfolder") or ""
-    path = local_path(name)
-    folder = fetch(name, "adapter_*", **hub_kwargs)[0] if path is None else path / subfolder
-    if not (folder / "adapter_config.json").is_file():
-        raise CheckpointError(
-            f"No adapter_config.json in {name!r}{f', folder {subfolder!r}' if subfolder else ''}. Give a folder that "
-            "save_pretrained wrote for an adapter, or a hub name."
-        )
-    return str(folder)
-
-
-def _checked_config(folder: str) -> Any:
-    """The config of an adapter whose files PEFT can read; it reads them once more when it makes the adapter."""
-    try:
-        config = _peft().PeftConfig.from_pretrained(folder)
-        _peft().load_peft_weights(folder, device="cpu")
-    except Exception as error:  # of PEFT, json, safetensors, pickle: a damaged file has many
-        raise CheckpointError(
-            f"PEFT cannot read the adapter in {folder!r} ({type(error).__name__}: {first_line(error)}). Save, copy or "
-            "download it again."
-        ) from error
-    return config
-
-
 def _peft() -> Any:
     try:
         import peft
@@ -222,7 +200,8 @@ def _made_alike(config: Any) -> AbstractContextManager[None]:
 def _on_shards(config: Any) -> Iterator[None]:
     """Let PEFT compute with whole adapters and shards of the base together (DoRA's norms); translate its errors.
 
-    Errors of the device and of communication pass unchanged.
+    Errors of the device and of communication pass unchanged; gloo and the CPU's allocator raise plain `RuntimeError`s,
+    so that of these only those that speak of shards or shapes are PEFT's.
     """
     kind = getattr(config.peft_type, "value", config.peft_type)
     try:
@@ -233,10 +212,39 @@ def _on_shards(config: Any) -> Iterator[None]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"PEFT cannot make this {kind} adapter: {error}") from error
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+        if type(error) is RuntimeError and not any(word in str(error) for word in _OF_SHARDS):
+            raise
+        if "size mismatch" in str(error):
+            raise ConfigError(
+                f"The adapter does not fit the model: {first_lines(error)}. Load the base that it was trained on."
+            ) from error
         raise ConfigError(
             f"PEFT cannot make a {kind} adapter on a sharded model ({type(error).__name__}: {first_line(error)}). "
             "Make it on the plain model and let prepare() shard the whole."
         ) from error
+
+
+@contextmanager
+def _undone_if_it_fails(model: nn.Module) -> Iterator[None]:
+    """Put the modules, parameters, hooks and attributes of a model back if the block fails: no half of an adapter."""
+    before = [
+        (module, dict(vars(module)), {name: dict(v) for name, v in vars(module).items() if isinstance(v, dict)})
+        for module in model.modules()
+    ]
+    trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        for module, attributes, contents in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, content in contents.items():
+                attributes[name].clear()
+                attributes[name].update(content)
+        for parameter, was_trainable in trainable:
+            parameter.requires_grad_(was_trainable)
+        renew(model)
+        raise
 
 
 @contextmanager

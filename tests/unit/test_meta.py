@@ -61,7 +61,7 @@ def test_errors_name_the_cure(tmp_path):
     with pytest.raises(CheckpointError, match=r"No config\.json in .*found: nothing"):
         build_meta_model(tmp_path)
     (tmp_path / "config.json").write_text("{ no json")
-    with pytest.raises(CheckpointError, match=r"cannot be read: .*config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json: is not JSON: .*Copy or save it again"):
         build_meta_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
     with pytest.raises(ConfigError, match="unheard_of"):
@@ -72,6 +72,19 @@ def test_errors_name_the_cure(tmp_path):
         build_meta_model(LlamaConfig(**TINY), load_in_4bit=True)
     with pytest.raises(ConfigError, match=r"flash fit neither the config nor the model"):
         build_meta_model(LlamaConfig(**TINY), flash=True)
+
+
+def test_a_config_of_the_caller_that_cannot_be_built_is_a_setting_and_a_bug_of_the_callers_class_shows():
+    with pytest.raises(ConfigError, match=r"The LlamaConfig cannot be used to build .*RuntimeError.*Correct the conf"):
+        build_meta_model(LlamaConfig(**TINY | {"vocab_size": -3}))
+
+    class Own(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            raise KeyError("a bug")
+
+    with pytest.raises(KeyError, match="a bug"):
+        build_meta_model(LlamaConfig(**TINY), auto_class=Own)
 
 
 def test_allocate_keeps_ties_dtypes_and_attributes():

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from hf_fsdp_tools.checkpoint.formats.safetensors import refuse_pointer
-from hf_fsdp_tools.checkpoint.formats.stored import StoredTensor, TensorChunk
+from hf_fsdp_tools.checkpoint.formats.stored import MAX_KEY_LENGTH, StoredTensor, TensorChunk
 from hf_fsdp_tools.checkpoint.regions import row_major_strides
+from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.text import first_line, listed
+from hf_fsdp_tools.modeling.untrusted import refuse_compressed
+from hf_fsdp_tools.text import cut, first_line, listed, quoted
 
 __all__ = ["check_value", "locate_chunk", "parse_pickled"]
 
@@ -38,7 +40,9 @@ def parse_pickled(file: Path) -> tuple[list[StoredTensor], int]:
             from before torch 1.6, whose data has no fixed place.
     """
     try:
-        with _Window(file, 0, file.stat().st_size) as window:
+        with watched(file):
+            size = file.stat().st_size
+        with _Window(file, 0, size) as window:
             records = _records(file, window)
             content = _unpickle(file, window)
             num_bytes = window.bytes_read
@@ -46,11 +50,13 @@ def parse_pickled(file: Path) -> tuple[list[StoredTensor], int]:
         raise CheckpointError(f"{file}: cannot be read: {error}. Check the path and its permissions.") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise _damaged(file, f"holds a {type(content).__name__}, expected a dict from names to tensors")
-    others = [f"{key!r} ({type(value).__name__})" for key, value in content.items() if not torch.is_tensor(value)]
+    others = [f"{quoted(key)} ({type(value).__name__})" for key, value in content.items() if not torch.is_tensor(value)]
     if others:
         raise _damaged(
             file, f"holds values that are no tensors: {listed(others)}; expected the state dict of a model alone"
         )
+    if long := next((key for key in content if len(key) > MAX_KEY_LENGTH), None):
+        raise _damaged(file, f"{quoted(long)} has {len(long):,} characters; a name has at most {MAX_KEY_LENGTH:,}")
     return [_locate_tensor(file, key, tensor, records, 0) for key, tensor in content.items()], num_bytes
 
 
@@ -88,18 +94,21 @@ def check_value(file: Path, key: str, offset: int, num_bytes: int) -> None:
     """
     try:
         with _Window(file, offset, num_bytes) as window:
+            _records(file, window)
             _unpickle(file, window)
     except OSError as error:
-        raise CheckpointError(f"{file}: {key!r} cannot be read: {error}. Save it again.") from error
+        raise CheckpointError(f"{file}: {quoted(key)} cannot be read: {error}. Save it again.") from error
     except CheckpointError as error:
-        raise CheckpointError(f"{key!r}: {error}") from error
+        raise CheckpointError(f"{quoted(key)}: {error}") from error
 
 
 class _Window(io.RawIOBase):
     """A part of a file as a file of its own; counts the bytes read."""
 
     def __init__(self, file: Path, start: int, length: int) -> None:
-        self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        with watched(file, start):
+            self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = file
         self._start, self._length, self._position = start, length, 0
         self.bytes_read = 0
 
@@ -120,7 +129,9 @@ class _Window(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._length - self._position))
-        done = os.preadv(self._descriptor, [view[:count]], self._start + self._position) if count else 0
+        position = self._start + self._position
+        with watched(self._file, position):
+            done = os.preadv(self._descriptor, [view[:count]], position) if count else 0
         self._position += done
         self.bytes_read += done
         return done
@@ -141,19 +152,12 @@ def _unpickle(file: Path, window: _Window) -> Any:
         line = next(named, first_line(error))
         raise CheckpointError(
             f"{file}: holds more than tensors, and unpickling it could run code, so it was not opened "
-            f"({line.strip()[:200]}). Convert it to safetensors where you trust its source."
+            f"({cut(line.strip(), 200)}). Convert it to safetensors where you trust its source."
         ) from error
-    except (
-        RuntimeError,
-        ValueError,
-        EOFError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-        IndexError,
-    ) as error:
-        raise _damaged(file, f"cannot be opened by torch.load: {first_line(error)[:200]}") from error
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise _damaged(file, f"cannot be opened by torch.load: {first_line(error)}") from error
 
 
 def _records(file: Path, window: _Window) -> dict[int, int]:
@@ -175,18 +179,21 @@ def _records(file: Path, window: _Window) -> dict[int, int]:
     try:
         with zipfile.ZipFile(window) as archive:
             entries = archive.infolist()
-            orders = {archive.read(e) for e in entries if e.filename.endswith("byteorder")}
+            orders = {archive.open(e).read(16) for e in entries if e.filename.endswith("byteorder")}
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
-        raise _damaged(file, f"is no complete zip archive: {error}") from error
+        raise _damaged(file, f"is no complete zip archive: {first_line(error)}") from error
+    refuse_compressed(file, entries)
     if orders - {b"little"}:  # torch would swap the bytes of a meta tensor, which has none, and crash (2.13)
-        raise CheckpointError(f"{file}: has byte order {orders}, expected little. Save it on a little-endian machine.")
+        raise CheckpointError(
+            f"{file}: has byte order {listed(map(quoted, orders))}, expected little. "
+            "Save it on a little-endian machine."
+        )
     found = {}
     for entry in entries:
-        if entry.compress_type == zipfile.ZIP_STORED:
-            window.seek(entry.header_offset)
-            head = window.read(30) or b""
-            if len(head) == 30:
-                found[entry.header_offset + 30 + sum(_LOCAL_HEADER.unpack(head))] = entry.file_size
+        window.seek(entry.header_offset)
+        head = window.read(30) or b""
+        if len(head) == 30:
+            found[entry.header_offset + 30 + sum(_LOCAL_HEADER.unpack(head))] = entry.file_size
     return found
 
 

@@ -3,19 +3,20 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from reprlib import Repr
 from stat import S_ISREG
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from hf_fsdp_tools.checkpoint.formats.stored import StoredTensor
+from hf_fsdp_tools.checkpoint.formats.stored import MAX_KEY_LENGTH, StoredTensor
+from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.text import quoted
 
-__all__ = ["DTYPES", "MAX_HEADER_BYTES", "parse_header", "parse_json", "refuse_pointer", "shortened"]
+__all__ = ["DTYPES", "MAX_HEADER_BYTES", "parse_header", "parse_json", "refuse_pointer"]
 
 MAX_HEADER_BYTES = 100_000_000
 """Largest header in bytes that the safetensors format allows."""
@@ -57,15 +58,16 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
         CheckpointError: the file cannot be read or its header is wrong; names the first problem.
     """
     try:
-        status = file.stat()
-        if not S_ISREG(status.st_mode):  # opening a named pipe waits for a writer for ever
-            raise OSError("it is not a regular file")
-        size = status.st_size
-        with open(file, "rb") as stream:
-            prefix = stream.read(8)
-            length = int.from_bytes(prefix, "little")
-            sane = len(prefix) == 8 and 8 + length <= size and length <= MAX_HEADER_BYTES
-            text = stream.read(length) if sane else b""
+        with watched(file):
+            status = file.stat()
+            if not S_ISREG(status.st_mode):  # opening a named pipe waits for a writer for ever
+                raise OSError("it is not a regular file")
+            size = status.st_size
+            with open(file, "rb") as stream:
+                prefix = stream.read(8)
+                length = int.from_bytes(prefix, "little")
+                sane = len(prefix) == 8 and 8 + length <= size and length <= MAX_HEADER_BYTES
+                text = stream.read(length) if sane else b""
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}. Check the path and its permissions.") from error
     refuse_pointer(file, prefix)
@@ -75,8 +77,9 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
         raise _damaged(file, f"header length is {length} bytes; the format allows {MAX_HEADER_BYTES}")
     if len(text) < length:
         raise _damaged(file, f"header length is {length} bytes, but the file has {size - 8} bytes after the length")
-    entries = parse_json(file, text)
-    tensors = [_parse_entry(file, key, value, 8 + length) for key, value in entries.items() if key != "__metadata__"]
+    entries = parse_json(file, text, _entry)
+    entries.pop("__metadata__", None)
+    tensors = [_parse_entry(file, key, value, 8 + length) for key, value in entries.items()]
     tensors.sort(key=lambda t: (t.offset, t.num_bytes))
     _check_layout(file, tensors, 8 + length, size)
     return tensors, 8 + length
@@ -96,20 +99,27 @@ def refuse_pointer(file: Path, beginning: bytes) -> None:
         )
 
 
-def parse_json(file: Path, text: bytes) -> dict[str, Any]:
+def parse_json(
+    file: Path, text: bytes, made_of: Callable[[dict[str, Any]], Any] = lambda value: value
+) -> dict[str, Any]:
     """A JSON object, the header of a safetensors file or an index file, as a dict with unique keys.
+
+    Args:
+        file: for messages.
+        text: of the file.
+        made_of: what to keep of each object in the text.
 
     Raises:
         CheckpointError: the text is no JSON object, or a key occurs twice.
     """
     what = "it" if file.suffix == ".json" else "header"
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> Any:
         found = dict(pairs)
         if len(found) < len(pairs):
             twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-            raise json.JSONDecodeError(f"key {shortened(twice)} occurs twice", "", 0)
-        return found
+            raise json.JSONDecodeError(f"key {quoted(twice)} occurs twice", "", 0)
+        return made_of(found)
 
     try:
         entries = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
@@ -124,25 +134,34 @@ def parse_json(file: Path, text: bytes) -> dict[str, Any]:
     return entries
 
 
+def _entry(value: dict[str, Any]) -> Any:
+    """Of an object that describes a tensor, its parts as tuples: a third of the memory and time of dicts and lists."""
+    if not value.keys() >= _PARTS:
+        return value
+    shape, offsets = value["shape"], value["data_offsets"]
+    sizes = (tuple(part) if type(part) is list else part for part in (shape, offsets))
+    return (value["dtype"], *sizes)
+
+
 def _parse_entry(file: Path, key: str, value: Any, data_start: int) -> StoredTensor:
     """One entry of the header, checked by itself."""
-    if not isinstance(value, dict) or not value.keys() >= _PARTS:
-        raise _damaged(file, f"{key!r}: expected dtype, shape and data_offsets, found {shortened(value)}")
-    name, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if type(value) is not tuple:
+        raise _damaged(file, f"{quoted(key)}: expected dtype, shape and data_offsets, found {quoted(value)}")
+    name, shape, offsets = value
+    if len(key) > MAX_KEY_LENGTH:
+        raise _damaged(file, f"{quoted(key)} has {len(key):,} characters; a name has at most {MAX_KEY_LENGTH:,}")
     if not isinstance(name, str) or name not in DTYPES:
-        raise _damaged(file, f"{key!r}: dtype {shortened(name)} is not supported; supported: {', '.join(DTYPES)}")
+        raise _damaged(file, f"{quoted(key)}: dtype {quoted(name)} is not supported; supported: {', '.join(DTYPES)}")
     if not _are_sizes(shape):
-        raise _damaged(file, f"{key!r}: shape {shortened(shape)} is not a list of non-negative integers")
+        raise _damaged(file, f"{quoted(key)}: shape {quoted(shape)} is not a list of non-negative integers")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _damaged(file, f"{key!r}: data_offsets {shortened(offsets)} is not [begin, end]")
+        raise _damaged(file, f"{quoted(key)}: data_offsets {quoted(offsets)} is not [begin, end]")
     begin, end = offsets
     dtype = DTYPES[name]
     num_bytes = math.prod(shape) * dtype.itemsize
     if end - begin != num_bytes:
-        raise _damaged(file, f"{key!r}: {name} {shape} needs {num_bytes} bytes, data_offsets give {end - begin}")
-    return StoredTensor(
-        key=key, file=file, dtype=dtype, shape=tuple(shape), offset=data_start + begin, num_bytes=num_bytes
-    )
+        raise _damaged(file, f"{key!r}: {name} {list(shape)} needs {num_bytes} bytes, data_offsets give {end - begin}")
+    return StoredTensor(key=key, file=file, dtype=dtype, shape=shape, offset=data_start + begin, num_bytes=num_bytes)
 
 
 def _check_layout(file: Path, tensors: list[StoredTensor], data_start: int, size: int) -> None:
@@ -166,16 +185,7 @@ def _check_layout(file: Path, tensors: list[StoredTensor], data_start: int, size
 
 def _are_sizes(value: Any) -> bool:
     """Whether a value is a list of at most 64 integers from 0 to 2**63 - 1: what a shape or a byte range can be."""
-    return isinstance(value, list) and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value)
-
-
-def shortened(value: Any) -> str:
-    """The `repr` of a value cut to about 80 characters, for messages; fast for long and deep values too."""
-    return _REPR.repr(value)[:120]
-
-
-_REPR = Repr()
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
+    return type(value) is tuple and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
 def _damaged(file: Path, fact: str) -> CheckpointError:

@@ -9,7 +9,11 @@ import torch
 
 from hf_fsdp_tools.checkpoint.regions import Box, Piece, View, row_major_strides
 
-__all__ = ["ChunkedTensor", "StoredTensor", "TensorChunk", "leaves_folder"]
+__all__ = ["MAX_KEY_LENGTH", "ChunkedTensor", "StoredTensor", "TensorChunk", "leaves_folder"]
+
+MAX_KEY_LENGTH = 4096
+"""Characters of the longest name of a tensor that is read: names are printed, and nested modules make names of some
+hundred. (assumed)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

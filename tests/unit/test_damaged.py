@@ -1,0 +1,487 @@
+"""Files that are damaged, or legal and absurd: one error that names file, fact and cure, in bounded time and length."""
+
+import cProfile
+import json
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from transformers import AutoModelForCausalLM
+
+from hf_fsdp_tools.checkpoint.formats import dcp as dcp_format
+from hf_fsdp_tools.checkpoint.formats.dcp import METADATA
+from hf_fsdp_tools.checkpoint.formats.safetensors import parse_header
+from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.distributed import watch
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.pretrained import open_checkpoint
+from hf_fsdp_tools.sharding import adapter_files
+from hf_fsdp_tools.sharding.adapter_files import refuse_endless_patterns
+from hf_fsdp_tools.sharding.adapters import load_adapter
+from hf_fsdp_tools.text import quoted
+from tests._checkpoints import make_checkpoint, make_model, pickled_copy, stored_tensors
+
+Damage = Callable[[Path], object]
+
+MOST_CHARACTERS = 1500
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small model in three formats."""
+    root = tmp_path_factory.mktemp("good")
+    files = make_checkpoint("llama", root / "files")
+    dcp.save({"model": make_model("llama").state_dict()}, checkpoint_id=root / "dcp", no_dist=True)
+    shutil.copy(files / "config.json", root / "dcp")
+    return {"files": files, "dcp": root / "dcp", "bin": pickled_copy(files, root / "bin", files=1)}
+
+
+def use(folder: Path) -> None:
+    """Open, build and load, as `from_pretrained` does."""
+    checkpoint = open_checkpoint(folder, allow_pickle=True)
+    model = build_meta_model(checkpoint.config, stored_tensors=len(checkpoint.index.tensors))
+    load_weights(model, checkpoint.index)
+
+
+def config(**changed: Any) -> Damage:
+    """The config with other values."""
+
+    def damage(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+    return damage
+
+
+def text(name: str, content: str) -> Damage:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def header(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """One file of weights, whose header was changed."""
+
+    def damage(folder: Path) -> None:
+        tensors = {key: t for file in sorted(folder.glob("*.safetensors")) for key, t in load_file(file).items()}
+        for file in folder.glob("model*"):
+            file.unlink()
+        entries: dict[str, Any] = {}
+        data = b""
+        for key, tensor in tensors.items():
+            raw = tensor.numpy().tobytes()
+            entries[key] = {
+                "dtype": "F32",
+                "shape": list(tensor.shape),
+                "data_offsets": [len(data), len(data) + len(raw)],
+            }
+            data += raw
+        change(entries)
+        text = json.dumps(entries).encode()
+        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+    return damage
+
+
+def metadata(change: Callable[[Metadata], object]) -> Damage:
+    """The metadata of a DCP folder with other parts."""
+
+    def damage(folder: Path) -> None:
+        content = pickle.loads((folder / METADATA).read_bytes())
+        change(content)
+        (folder / METADATA).write_bytes(pickle.dumps(content))
+
+    return damage
+
+
+KEY = "model.lm_head.weight"
+
+
+def place_of(content: Metadata) -> Any:
+    return next(place for key, place in content.storage_data.items() if key.fqn == KEY)
+
+
+def entry_of(content: Metadata) -> Any:
+    return content.state_dict_metadata[KEY]
+
+
+def doubled(times: int) -> list[Any]:
+    """A list of two references to a list of two references to … : 2**times lists for whoever follows all of them."""
+    value: list[Any] = []
+    for _ in range(times):
+        value = [value, value]
+    return value
+
+
+def rename(entries: dict[str, Any], new: str) -> None:
+    entries[new] = entries.pop("lm_head.weight")
+
+
+def record(name: str, num_bytes: int) -> Damage:
+    """A record of the pickled file is zeros, deflated to a thousandth."""
+
+    def damage(folder: Path) -> None:
+        file = folder / "pytorch_model.bin"
+        with zipfile.ZipFile(file) as old, zipfile.ZipFile(folder / "new", "w", zipfile.ZIP_STORED) as new:
+            for entry in old.infolist():
+                if not entry.filename.endswith(name):
+                    new.writestr(entry.filename, old.read(entry))
+            new.writestr(f"archive/{name}", bytes(num_bytes), zipfile.ZIP_DEFLATED)
+        (folder / "new").replace(file)
+
+    return damage
+
+
+def nested(depth: int) -> str:
+    return '{"model_type": "llama", "a": ' + "[" * depth + "]" * depth + "}"
+
+
+DAMAGED: dict[str, tuple[str, Damage, str]] = {
+    "config nested deeply": ("files", text("config.json", nested(100_000)), r"config\.json: is not JSON: Recursion"),
+    "config a list": ("files", text("config.json", "[1]"), r"config\.json: expected a JSON object, found \[1\]"),
+    "sizes beyond 64 bits": ("files", config(hidden_size=10**30), r"configuration of .*cannot be used.*config\.json"),
+    "negative sizes": ("files", config(hidden_size=-48), r"configuration of .*cannot be used.*config\.json"),
+    "sizes that are texts": ("files", config(hidden_size="abc"), r"configuration of .*hidden_size.*config\.json"),
+    "no attention heads": ("files", config(num_attention_heads=0), r"configuration of .*ZeroDivision.*config\.json"),
+    "unknown rope": (
+        "files",
+        config(rope_parameters={"rope_type": "nonsense", "rope_theta": 1e4}),
+        r"configuration of .*'nonsense'.*config\.json",
+    ),
+    "unknown dtype": ("files", config(dtype="float99"), r"config\.json: names the dtype 'float99'"),
+    "a function as dtype": ("files", config(dtype="load"), r"config\.json: names the dtype 'load'"),
+    "ten thousand layers": (
+        "files",
+        config(num_hidden_layers=10**4),
+        r"more than 10,420 modules \(num_hidden_layers is 10000\); the files hold 21 tensors\. Use the config\.json",
+    ),
+    "more layers than fit into memory": (
+        "files",
+        config(num_hidden_layers=10**12),
+        r"config\.json: 'num_hidden_layers' is 1000000000000, and no model has more than 250,000 modules",
+    ),
+    "generation config a list": (
+        "files",
+        text("generation_config.json", "[]"),
+        r"generation_config\.json: expected a JSON object, found \[\]",
+    ),
+    "generation config no JSON": (
+        "files",
+        text("generation_config.json", "{ no json"),
+        r"generation_config\.json: is not JSON",
+    ),
+    "a name of 50 MB": (
+        "files",
+        header(lambda entries: rename(entries, "a" * 50_000_000)),
+        r"model\.safetensors: 'aaa.*aaa' has 50,000,000 characters; a name has at most 4,096",
+    ),
+    "a dtype of 50 MB": (
+        "files",
+        header(lambda entries: entries["lm_head.weight"].update(dtype="b" * 50_000_000)),
+        r"'lm_head\.weight': dtype 'bbb.*' is not supported",
+    ),
+    "a place that is a text": (
+        "dcp",
+        metadata(lambda content: setattr(place_of(content), "offset", "7")),
+        r"\.metadata: 'model\.lm_head\.weight': expected a byte range as DCP writes it, found \('7', \d+\)",
+    ),
+    "no properties": (
+        "dcp",
+        metadata(lambda content: setattr(entry_of(content), "properties", None)),
+        r"\.metadata: 'model\.lm_head\.weight': expected a dtype as DCP writes it, found None",
+    ),
+    "no size": (
+        "dcp",
+        metadata(lambda content: setattr(entry_of(content), "size", None)),
+        r"'model\.lm_head\.weight': expected a size as DCP writes it, found None",
+    ),
+    "chunks of other dimensions": (
+        "dcp",
+        metadata(lambda content: setattr(entry_of(content).chunks[0], "sizes", torch.Size([3]))),
+        r"'model\.lm_head\.weight': expected a chunk as DCP writes it",
+    ),
+    "chunks that are a number": (
+        "dcp",
+        metadata(lambda content: setattr(entry_of(content), "chunks", 5)),
+        r"expected a list of chunks as DCP writes it, found 5",
+    ),
+    "storage that is a list": (
+        "dcp",
+        metadata(lambda content: setattr(content, "storage_data", [1])),
+        r"storage_data is a list, expected a dict",
+    ),
+    "a path of nested lists": (
+        "dcp",
+        metadata(lambda content: content.planner_data.update({KEY: ("model", doubled(40))})),
+        r"'model\.lm_head\.weight': expected a path as DCP writes it, found \('model', ",
+    ),
+    "a file name of nested lists": (
+        "dcp",
+        metadata(lambda content: setattr(place_of(content), "relative_path", doubled(40))),
+        r"expected a place as DCP writes it",
+    ),
+    "a name in DCP that is a number": (
+        "dcp",
+        metadata(lambda content: content.state_dict_metadata.update({0: entry_of(content)})),
+        r"\.metadata: 0 is no name of a tensor",
+    ),
+    "a place under a name that is a number": (
+        "dcp",
+        metadata(lambda content: content.storage_data.update({MetadataIndex(3): place_of(content)})),  # type: ignore[arg-type]
+        r"expected a key of storage_data as DCP writes it",
+    ),
+    "a byte order of 50 MB, deflated": (
+        "bin",
+        record("byteorder", 50_000_000),
+        r"'archive/byteorder' is compressed \(50,000,000 bytes in [\d,]+\), expected an uncompressed record",
+    ),
+    "a pickle of 50 MB, deflated": ("bin", record("data.pkl", 50_000_000), r"'archive/data\.pkl' is compressed"),
+}
+"""The format, what is done to it, and what the error says."""
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_one_error_names_file_fact_and_cure(good: dict[str, Path], tmp_path: Path, name: str) -> None:
+    kind, damage, said = DAMAGED[name]
+    folder = Path(shutil.copytree(good[kind], tmp_path / "damaged"))
+    damage(folder)
+    with pytest.raises((CheckpointError, ConfigError), match=said) as caught:
+        use(folder)
+    message = str(caught.value)
+    assert str(folder) in message and len(message) < MOST_CHARACTERS and message.count("\n") < 5, message
+
+
+@pytest.mark.parametrize("kind", ["files", "dcp", "bin"])
+def test_what_is_not_damaged_loads(good: dict[str, Path], kind: str) -> None:
+    use(good[kind])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.complex64])
+def test_values_of_another_kind_are_not_called_quantised(good: dict[str, Path], tmp_path: Path, dtype: Any) -> None:
+    tensors = stored_tensors(good["files"])
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(dtype)
+    save_file(tensors, tmp_path / "model.safetensors")
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(CheckpointError, match="holds other values than floating-point numbers") as caught:
+        load_weights(build_meta_model(good["files"]), tmp_path)
+    assert f"'lm_head.weight' holds {name}, expected floating-point" in str(caught.value)
+    assert "uanti" not in str(caught.value) and "convert these tensors once" in str(caught.value)
+
+
+def test_a_name_that_no_argument_has_is_refused(good: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="load_weights has no argument check_finit, read_timout_s"):
+        load_weights(build_meta_model(good["files"]), good["files"], check_finit=True, read_timout_s=5)
+
+
+def test_one_layer_too_many_is_reported_and_not_refused(good: dict[str, Path], tmp_path: Path) -> None:
+    """Fewer layers than the files hold, or some more, are the user's choice, as in transformers."""
+    folder = Path(shutil.copytree(good["files"], tmp_path / "other"))
+    for layers in (1, 30):
+        config(num_hidden_layers=layers)(folder)
+        use(folder)
+
+
+# ---- time ----
+
+
+def test_a_million_empty_tensors_take_time_in_proportion(tmp_path: Path) -> None:
+    """Each entry of a header is looked at a fixed number of times; nothing is searched in the others."""
+
+    def calls(count: int) -> int:
+        entries = {f"a{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(count)}
+        text = json.dumps(entries).encode()
+        file = tmp_path / f"{count}.safetensors"
+        file.write_bytes(len(text).to_bytes(8, "little") + text)
+        with cProfile.Profile() as profile:
+            found, _ = parse_header(file)
+        assert [tensor.key for tensor in found] == list(entries)
+        return sum(entry.callcount for entry in profile.getstats())
+
+    few, many = calls(1000), calls(10_000)
+    assert many < 11 * few
+
+
+def test_a_slow_parse_is_not_put_down_to_the_storage(
+    good: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever takes long once the bytes are there is not watched."""
+    under_way: list[str] = []
+
+    def slow(function: Any) -> Any:
+        def looked_at(*args: Any, **kwargs: Any) -> Any:
+            under_way.append(watch.waited_for())
+            return function(*args, **kwargs)
+
+        return looked_at
+
+    monkeypatch.setattr("json.loads", slow(json.loads))
+    monkeypatch.setattr("torch.load", slow(torch.load))
+    monkeypatch.setattr("hf_fsdp_tools.checkpoint.formats.dcp._unpickle", slow(dcp_format._unpickle))
+    for kind in ("files", "bin", "dcp"):
+        under_way.clear()
+        CheckpointIndex.open(good[kind], allow_pickle=True)
+        build_meta_model(good[kind])
+        assert under_way and not any(under_way), kind
+
+
+# ---- adapters ----
+
+
+@pytest.fixture(scope="module")
+def adapter(good: dict[str, Path]) -> Path:
+    model = AutoModelForCausalLM.from_pretrained(good["files"])
+    folder = good["files"].parent / "adapter"
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.save_pretrained(folder)
+    return folder
+
+
+def adapter_config(**changed: Any) -> Damage:
+    def damage(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+    return damage
+
+
+def truncated(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+class Runs:
+    """Unpickled, it would write a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+def pickled(value: Callable[[Path], Any], method: int = zipfile.ZIP_STORED) -> Damage:
+    """The weights as a `.bin` file."""
+
+    def damage(folder: Path) -> None:
+        (folder / "adapter_model.safetensors").unlink()
+        torch.save(value(folder), folder / "saved")
+        with (
+            zipfile.ZipFile(folder / "saved") as old,
+            zipfile.ZipFile(folder / "adapter_model.bin", "w", method) as new,
+        ):
+            for entry in old.infolist():
+                new.writestr(entry.filename, old.read(entry))
+
+    return damage
+
+
+def of_other_shape(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    save_file({key: torch.ones(2, 2) for key in load_file(file)}, file)
+
+
+DAMAGED_ADAPTERS: dict[str, tuple[Damage, str]] = {
+    "base a number": (
+        adapter_config(base_model_name_or_path=3),
+        r"base_model_name_or_path is 3, expected a name",
+    ),
+    "base a list": (
+        adapter_config(base_model_name_or_path=["a"]),
+        r"base_model_name_or_path is \['a'\], expected",
+    ),
+    "config a list": (text("adapter_config.json", "[]"), r"adapter_config\.json: expected a JSON object, found \[\]"),
+    "unknown type": (
+        adapter_config(peft_type="EVIL"),
+        r"config\.json: cannot be used by PEFT: KeyError: 'EVIL'",
+    ),
+    "rank a text": (adapter_config(r="many"), r"PEFT cannot make"),
+    "truncated": (truncated, r"adapter_model\.safetensors: cannot be read as the weights of an adapter: Safetensor"),
+    "no weights": (
+        lambda f: (f / "adapter_model.safetensors").unlink(),
+        r"No weights in .*: expected adapter_model\.sa",
+    ),
+    "code": (pickled(lambda f: {"a": Runs(f / "ran")}), r"adapter_model\.bin: cannot be read.*UnpicklingError"),
+    "deflated": (
+        pickled(lambda f: {"a": torch.ones(3)}, zipfile.ZIP_DEFLATED),
+        r"model\.bin: .* is compressed",
+    ),
+    "a module to import": (
+        adapter_config(megatron_config={}, megatron_core="antigravity"),
+        r"megatron_core is 'antigravity', expected 'megatron\.core'",
+    ),
+    "an endless pattern": (
+        adapter_config(target_modules=r"(([a-z_.0-9])+)+\$"),
+        r"adapter_config\.json: matching .* takes more than 1 s\. Write the names",
+    ),
+    "no pattern": (adapter_config(target_modules="(.*"), r"'\(\.\*' is no regular expression: .*unterminated"),
+    "another shape": (of_other_shape, r"The adapter does not fit the model: .*size mismatch.*Load the base that it"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_ADAPTERS)
+def test_a_damaged_adapter_is_one_error_and_leaves_the_model_as_it_was(
+    good: dict[str, Path], adapter: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage, said = DAMAGED_ADAPTERS[name]
+    folder = Path(shutil.copytree(adapter, tmp_path / "damaged"))
+    damage(folder)
+    monkeypatch.setattr(adapter_files, "_MATCHING_S", 1.0)
+    model = AutoModelForCausalLM.from_pretrained(good["files"])
+    before = described(model)
+    with pytest.raises((CheckpointError, ConfigError), match=said) as caught:
+        load_adapter(model, folder)
+    assert len(str(caught.value)) < MOST_CHARACTERS
+    assert described(model) == before and not (folder / "ran").exists()
+    assert load_adapter(model, adapter).base_model.model is model, "and the good one can be added"
+
+
+def described(model: torch.nn.Module) -> list[Any]:
+    modules = [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    return [modules, hooks, [(name, id(p), p.requires_grad) for name, p in model.named_parameters()]]
+
+
+@pytest.mark.parametrize("name", ["base a number", "base a list", "config a list", "a module to import"])
+def test_a_damaged_adapter_is_refused_before_its_base_is_looked_for(adapter: Path, tmp_path: Path, name: str) -> None:
+    damage, said = DAMAGED_ADAPTERS[name]
+    folder = Path(shutil.copytree(adapter, tmp_path / "damaged"))
+    damage(folder)
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(folder)
+
+
+def test_patterns_of_usual_adapters_are_matched_in_no_time(tmp_path: Path) -> None:
+    names = [f"model.layers.{i}.self_attn.q_proj" for i in range(100)]
+    refuse_endless_patterns(tmp_path, [r".*\.layers\.[0-9]+\..*(q|v)_proj", "q_proj", None, 3], names)
+
+
+# ---- what passes every check and is large all the same ----
+
+
+def test_messages_are_bounded_whatever_they_quote() -> None:
+    assert str(CheckpointError("short")) == "short" and str(CheckpointError()) == ""
+    line = str(CheckpointError("file: " + "x" * 10**6 + ". The cure."))
+    assert len(line) == 2000 and line.startswith("file: xxx") and line.endswith("xxx. The cure.")
+    assert "(1,000,017 characters in all)" in line
+    lines = str(CheckpointError("\n".join(f"line {i}" for i in range(1000)))).split("\n")
+    assert len(lines) == 100 and lines[0] == "line 0" and lines[-1] == "line 999" and "… 901 lines more …" in lines
+    again = pickle.loads(pickle.dumps(CheckpointError("y" * 5000)))
+    assert str(again) == str(CheckpointError("y" * 5000)), "an error that travels is not cut twice"
+
+
+def test_a_quote_takes_no_time_and_no_place() -> None:
+    assert quoted("a") == "'a'" and quoted(None) == "None" and quoted((1, "b")) == "(1, 'b')"
+    assert quoted(True) == "True" and quoted(b"ab") == "b'ab'" and quoted(torch.Size([2, 3])) == "[2, 3]"
+    assert quoted(Metadata(state_dict_metadata={}, planner_data=doubled(60))) == "<Metadata>"
+    assert quoted(10**5000) == "<an integer of 16610 bits>"
+    for large in ("x" * 10**7, list(range(10**6)), {str(i): i for i in range(1000)}, doubled(60), b"x" * 10**7):
+        assert len(quoted(large)) <= 160
