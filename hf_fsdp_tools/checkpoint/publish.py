@@ -79,10 +79,6 @@ class _Renames:
             os.replace(source, target)
             self._undo.append(target.unlink)
 
-    def keep(self) -> None:
-        """Do not undo the renames so far: the switch is made."""
-        self._undo.clear()
-
     def take_away(self, target: Path, to: Path | None = None) -> None:
         """Let a name have no file."""
         kept = to or self._kept / str(len(self._undo))
@@ -159,17 +155,17 @@ def publish_weights(
         for path in sorted(beside, key=lambda path: str(path) == CONFIG):
             is_bridge = names_weights and str(path) == CONFIG
             renames.replace((draft.path if is_bridge else draft.beside) / path, folder / path)
-        if names_weights:
-            renames.keep()
         if is_shadowed:
-            (folder / WEIGHTS).unlink()
+            renames.take_away(folder / WEIGHTS)
+        elif names_weights:
+            renames.replace(draft.path / last, folder / last)
         else:
             os.replace(draft.path / last, folder / last)
         if names_weights:
             os.replace(draft.beside / CONFIG, folder / CONFIG)
     kept = {*names.values(), last}
     outdated = {*former, *unseen.values()} - kept
-    _remove_former(folder, sorted(outdated, key=lambda name: name != WEIGHTS_INDEX))
+    _remove_former(folder, sorted(outdated, key=lambda name: (name != WEIGHTS_INDEX, name)))
     return tuple(names.values())
 
 
