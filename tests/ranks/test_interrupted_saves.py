@@ -22,7 +22,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from hf_fsdp_tools import CheckpointError, from_pretrained, save_pretrained
+from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained, save_pretrained
 from hf_fsdp_tools.checkpoint.draft import Draft
 from hf_fsdp_tools.checkpoint.io.files import write_transfers
 from hf_fsdp_tools.checkpoint.load import load_weights
@@ -395,7 +395,7 @@ class NoTokenizer:
 
 
 def refused(save: Callable[[], object], match: str) -> str:
-    with pytest.raises(CheckpointError, match=match) as caught:
+    with pytest.raises(CheckpointError, match=f"(?s){match}") as caught:
         save()
     return str(caught.value)
 
@@ -452,7 +452,16 @@ def peft_cannot_tell_what_belongs_to_an_adapter(_: Any, adapter: Any, target: Pa
         return refused(lambda: save_pretrained(adapter, target), "save the adapter to .*the hub is down")
 
 
+def peft_cannot_merge_on_one_rank(_: Any, adapter: Any, target: Path) -> str:
+    fault = ValueError("cannot be merged") if dist.get_rank() == 1 else None
+    merge = patch.object(peft.tuners.lora.Linear, "merge", autospec=True, side_effect=fault)
+    with merge, pytest.raises(ConfigError, match=r"(?s)PEFT cannot merge .*rank 1: cannot be merged") as caught:
+        save_pretrained(adapter, target, merge_adapters=True)
+    return str(caught.value)
+
+
 FAULTS = [
+    peft_cannot_merge_on_one_rank,
     tokenizer_cannot_be_saved,
     folder_is_removed_meanwhile,
     folder_is_removed_while_bytes_are_synced,
