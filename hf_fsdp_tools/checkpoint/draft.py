@@ -115,10 +115,12 @@ def _remove_if_killed(path: Path, now_s: float) -> None:
             "there."
         )
     if not (is_free and owner.get("boot") == _boot()):
-        changes = [path, *path.rglob("*")]
-        with suppress(OSError):
-            if now_s - max(change.lstat().st_mtime for change in changes) < _FORGOTTEN_S:
-                return
+        try:
+            changed_s = max(change.lstat().st_mtime for change in (path, *path.rglob("*")))
+        except OSError:  # it changes just now
+            return
+        if now_s - changed_s < _FORGOTTEN_S:
+            return
     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -80,7 +80,7 @@ class _Renames:
             self._undo.append(target.unlink)
 
     def take_away(self, target: Path, to: Path | None = None) -> None:
-        """Let a name have no file."""
+        """Let a name have no file; the file goes `to` there, or into the hidden folder, which is removed."""
         kept = to or self._kept / str(len(self._undo))
         os.replace(target, kept)
         self._undo.append(partial(os.replace, kept, target))
@@ -233,4 +233,4 @@ def _is_own_base(draft: Draft) -> bool:
     """Whether the base of the staged adapter is the model in the folder itself."""
     configs = sorted(draft.beside.rglob(_ADAPTER_CONFIG), key=lambda path: len(path.parts))
     base = str(json.loads(configs[0].read_text("utf-8")).get("base_model_name_or_path") or "") if configs else ""
-    return Path(base).is_dir() and base != "" and Path(base).samefile(draft.folder)
+    return base != "" and Path(base).is_dir() and Path(base).samefile(draft.folder)

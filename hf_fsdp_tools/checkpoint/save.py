@@ -117,14 +117,7 @@ def save_pretrained(
                 _create_files(layout, folder)
         with agreed("opening the folder", folder):
             _check_visible(layout, folder)
-        in_place = [t for key, parts in transfers.items() if key not in to_gather for t in parts]
-        with agreed("writing the checkpoint", folder):
-            stats = write_transfers(in_place, staging_bytes=staging_bytes)
-        for key in to_gather:
-            stats += _write_gathered(model, key, layout, staging_bytes)
-        with agreed("syncing the checkpoint", folder), save_errors(folder):
-            # Rank 0 has written to every file: headers and what was gathered.
-            sync_files(map(layout.path, layout.files) if rank == 0 else {t.file: None for t in in_place})
+        stats = _write_all(model, layout, transfers, to_gather, folder, staging_bytes)
         written = sum(all_ranks(stats.num_bytes))
         assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
         names: tuple[str, ...] = ()
@@ -133,6 +126,7 @@ def save_pretrained(
                 weight_map = {key: place.file for key, place in layout.places.items()}
                 sizes = {"total_parameters": _num_parameters(model), "total_size": layout.num_bytes}
                 names = publish_weights(draft, layout.files, weight_map, sizes)
+                draft.end()  # before any rank goes on
         names = all_ranks(names)[0]
     finally:
         if rank == 0:
@@ -265,6 +259,27 @@ def _transfers(key: str, place: Place, state: Mapping[str, torch.Tensor], layout
                     strides=strides,
                     memory=held.as_strided(view.length, view.strides, held.storage_offset() + view.offset),
                 )
+
+
+def _write_all(
+    model: nn.Module,
+    layout: Layout,
+    transfers: Mapping[str, list[Transfer]],
+    to_gather: list[str],
+    folder: Path,
+    staging_bytes: int,
+) -> TransferStats:
+    """Write and sync this rank's bytes: in place first, then, on rank 0, what is gathered. Every rank must call."""
+    in_place = [t for key, parts in transfers.items() if key not in to_gather for t in parts]
+    with agreed("writing the checkpoint", folder):
+        stats = write_transfers(in_place, staging_bytes=staging_bytes)
+    for key in to_gather:
+        stats += _write_gathered(model, key, layout, staging_bytes)
+    with agreed("syncing the checkpoint", folder), save_errors(folder):
+        # Rank 0 has written to every file: headers, and what was gathered.
+        is_first = rank_and_size()[0] == 0
+        sync_files(map(layout.path, layout.files) if is_first else dict.fromkeys(t.file for t in in_place))
+    return stats
 
 
 def _is_scattered(transfers: list[Transfer]) -> bool:

@@ -63,6 +63,7 @@ def save_adapter(
                     if tokenizer is not None:
                         tokenizer.save_pretrained(draft.beside)
                 publish_adapter(draft)
+                draft.end()  # before any rank goes on
     finally:
         if rank == 0:
             draft.end()
