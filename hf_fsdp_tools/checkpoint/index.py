@@ -16,6 +16,7 @@ from hf_fsdp_tools.checkpoint.formats.dcp import METADATA, find_dcp_folder, mode
 from hf_fsdp_tools.checkpoint.formats.pickled import locate_chunk, parse_pickled
 from hf_fsdp_tools.checkpoint.formats.safetensors import MAX_HEADER_BYTES, parse_header, parse_json
 from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, StoredTensor, TensorChunk, leaves_folder
+from hf_fsdp_tools.checkpoint.unfinished import named_in_config, refuse_incomplete, stamps
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import fetch, local_path
@@ -173,7 +174,17 @@ class CheckpointIndex:
 
     @classmethod
     def _from_folder(cls, name: str, folder: Path, allow_pickle: bool) -> "CheckpointIndex":
-        """Index the checkpoint of a folder, of whatever kind."""
+        """Index the checkpoint of a folder, of whatever kind; once more if a save has replaced it meanwhile."""
+        before = stamps(folder, WEIGHTS, WEIGHTS_INDEX)
+        try:
+            return cls._from_folder_as_is(name, folder, allow_pickle)
+        except (CheckpointError, OSError):
+            if stamps(folder, WEIGHTS, WEIGHTS_INDEX) == before:
+                raise
+        return cls._from_folder_as_is(name, folder, allow_pickle)
+
+    @classmethod
+    def _from_folder_as_is(cls, name: str, folder: Path, allow_pickle: bool) -> "CheckpointIndex":
         with watched(folder):
             saved = None if _has_safetensors(folder) else find_dcp_folder(folder)
         if saved is not None:
@@ -275,12 +286,15 @@ def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[Path], Path | 
     """The weight files of a folder, or the index file that names them; with the precedence of transformers."""
     if not folder.is_dir():
         raise CheckpointError(f"No such folder: {str(folder)!r}. Give a folder with {WEIGHTS}, or a hub name.")
+    if (named := named_in_config(folder)) is not None:
+        return _listed_files(folder / named, ".safetensors") if named.endswith(".json") else ([folder / named], None)
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS], None
     if (folder / WEIGHTS_INDEX).is_file():
         return [], folder / WEIGHTS_INDEX
     plain = [f for f in sorted(folder.glob("*.safetensors")) if not f.name.startswith("adapter_")]
     if plain:
+        refuse_incomplete(plain)
         return plain, None
     if not allow_pickle:
         _refuse_pickled(sorted(folder.glob("pytorch_model*.bin")))

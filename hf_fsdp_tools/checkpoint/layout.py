@@ -14,6 +14,8 @@ from hf_fsdp_tools.checkpoint.conversion import map_saving
 from hf_fsdp_tools.checkpoint.formats.safetensors import DTYPES
 from hf_fsdp_tools.checkpoint.index import WEIGHTS
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.text import dtype_name, listed
 
 __all__ = ["Layout", "Place", "plan_layout"]
 
@@ -47,10 +49,7 @@ class Layout:
     """The files of a checkpoint and the place of every tensor, the same on every rank."""
 
     folder: Path
-    """Folder to save to."""
-
-    mark: str
-    """Part of the temporary file names, drawn by rank 0, so that files of an interrupted save are not mistaken."""
+    """Folder in which the files are made."""
 
     places: Mapping[str, Place]
     """Hub key to place."""
@@ -66,27 +65,28 @@ class Layout:
         """Bytes of tensor data in all files."""
         return sum(self.files.values()) - sum(len(header) for header in self.headers.values())
 
-    def temporary(self, file: str) -> Path:
-        """Path of the file until it is complete."""
-        return self.folder / f".{file}.{self.mark}.incomplete"
+    def path(self, file: str) -> Path:
+        """Path of a file while it is made."""
+        return self.folder / file
 
 
-def plan_layout(
-    model: nn.Module, dtype: torch.dtype | None, max_shard_size: int | str, folder: Path, mark: str
-) -> Layout:
+def plan_layout(model: nn.Module, dtype: torch.dtype | None, max_shard_size: int | str, folder: Path) -> Layout:
     """The layout with keys, dtypes and shapes as transformers saves them, split into files as huggingface_hub splits.
 
     Args:
         model: to save.
         dtype: of floating-point tensors in the files; None keeps the model's.
         max_shard_size: largest file, in bytes or as "5GB".
-        folder: to save to.
-        mark: as in `Layout`.
+        folder: in which the files are made.
 
     No rank communicates.
+
+    Raises:
+        CheckpointError: safetensors has no name for a tensor's dtype.
     """
     tensors = map_saving(model)
     dtypes = {k: dtype if dtype and t.is_floating_point() else t.dtype for k, t in tensors.items()}
+    _refuse_unnamed(dtypes)
     blanks = {k: torch.empty(t.shape, dtype=dtypes[k], device="meta") for k, t in tensors.items()}
     split = split_torch_state_dict_into_shards(
         blanks, filename_pattern=WEIGHTS.replace(".", "{suffix}."), max_shard_size=max_shard_size
@@ -114,4 +114,16 @@ def plan_layout(
         for key in order:
             offset = len(headers[file]) + entries[key]["data_offsets"][0]
             places[key] = Place(tensor=tensors[key], dtype=dtypes[key], file=file, offset=offset)
-    return Layout(folder=folder, mark=mark, places=places, headers=headers, files=files)
+    return Layout(folder=folder, places=places, headers=headers, files=files)
+
+
+def _refuse_unnamed(dtypes: Mapping[str, torch.dtype]) -> None:
+    """Refuse dtypes that a safetensors file cannot hold, of which `float8_e4m3fnuz` and `complex128` are two."""
+    unnamed = {key: dtype for key, dtype in dtypes.items() if dtype not in _DTYPE_NAMES}
+    if unnamed:
+        key, dtype = next(iter(unnamed.items()))
+        cure = "save with dtype=torch.bfloat16" if dtype.is_floating_point else "convert it first"
+        raise CheckpointError(
+            f"{key!r} is {dtype_name(dtype)}, for which safetensors files have no name; so are {len(unnamed)} of "
+            f"{len(dtypes)} tensors. They hold {listed(_DTYPE_NAMES.values(), 20)}: {cure}."
+        )

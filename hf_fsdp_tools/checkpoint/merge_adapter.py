@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.distributed.agreement import agreed
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.peft_view import bare_model, base_of, is_wrapper
@@ -24,10 +25,11 @@ def merged_model(model: nn.Module) -> nn.Module:
     whole, and keeps its shard. Merged weights are new tensors, as large as this rank's shards of the adapted modules;
     all other tensors are the model's own. The result is for saving: it has no FSDP2 hooks to run with.
 
-    Every rank must call; the adapted modules are gathered one after another.
+    Every rank must call; the adapted modules are gathered one after another, and the ranks exchange errors.
 
     Raises:
-        ConfigError: the adapter cannot be merged (prompt methods, 4-bit bases), or an adapter is merged already.
+        ConfigError: the adapter cannot be merged (prompt methods, 4-bit bases), or an adapter is merged already; the
+            same on every rank.
     """
     base = base_of(model)
     if packed_linears(base):
@@ -66,15 +68,31 @@ def _merged_parameters(wrapper: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Pa
     if "modules_to_save" in wrapper._modules:
         return  # trained whole: nothing to compute
     twin = _whole_copy(wrapper)
-    if hasattr(twin, "unload_and_optionally_merge_module"):
-        inside: nn.Module = twin.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
-    else:
-        twin.merge(safe_merge=False, adapter_names=None)
-        inside = twin.get_base_layer()
+    with agreed("merging the adapters"):
+        inside = _merged_by_peft(twin)
     before = bare_model(wrapper).model
     for (name, old), (other, whole) in zip(before.named_parameters(), inside.named_parameters(), strict=True):
         assert name == other, f"PEFT renamed {name} to {other}"
         yield old, nn.Parameter(_shard_like(whole.detach(), old), requires_grad=False)
+
+
+def _merged_by_peft(twin: Any) -> nn.Module:
+    """The module inside a whole wrapper, with the adapter merged into it.
+
+    Raises:
+        CheckpointError: PEFT cannot merge it.
+    """
+    try:
+        if hasattr(twin, "unload_and_optionally_merge_module"):
+            inside: nn.Module = twin.unload_and_optionally_merge_module(
+                merge=True, safe_merge=False, adapter_names=None
+            )
+        else:
+            twin.merge(safe_merge=False, adapter_names=None)
+            inside = twin.get_base_layer()
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    return inside
 
 
 def _shard_like(whole: torch.Tensor, like: nn.Parameter) -> torch.Tensor:

@@ -1,13 +1,10 @@
 """A sharded model back into an ordinary Hugging Face checkpoint: every rank writes its own bytes to the same files."""
 
 import errno
-import json
 import os
-import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,12 +15,13 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from hf_fsdp_tools.checkpoint.conversion import persistent_tensors, revert_group, saved_tensors
+from hf_fsdp_tools.checkpoint.draft import Draft, save_errors, sync_files
 from hf_fsdp_tools.checkpoint.gather import gather_to_first
-from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.checkpoint.io.files import TransferStats, write_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.checkpoint.layout import Layout, Place, plan_layout
 from hf_fsdp_tools.checkpoint.merge_adapter import merged_model
+from hf_fsdp_tools.checkpoint.publish import publish_weights
 from hf_fsdp_tools.checkpoint.regions import row_major_strides, slice_view
 from hf_fsdp_tools.checkpoint.report import SaveReport
 from hf_fsdp_tools.checkpoint.save_adapter import save_adapter
@@ -42,8 +40,6 @@ _MIN_RUN_BYTES = 2048
 """Mean bytes of a run in the file below which a tensor is gathered instead: one system call per run costs more than
 sending the tensor to rank 0. (assumed)"""
 
-_SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-
 
 def save_pretrained(
     model: nn.Module,
@@ -61,8 +57,9 @@ def save_pretrained(
     conversions. Of a PEFT model, the adapter alone is written, as PEFT writes it; or, with `merge_adapters`, a
     checkpoint that needs no PEFT.
 
-    No rank gathers the model. All ranks compute the same layout, rank 0 makes the files at full length, every rank
-    writes its own ranges, and rank 0 gives the files their names once all are complete; the index comes last. Gathered
+    No rank gathers the model. All ranks compute the same layout, rank 0 makes the files at full length in a hidden
+    folder, every rank writes and syncs its own ranges, and rank 0 gives all files their names once they are complete.
+    Until one last rename, whoever opens the folder gets the checkpoint that was there, and then the new one. Gathered
     one at a time, and counted, are tensors whose reverse conversion does more than move data, and tensors that would be
     written in runs of a few bytes.
 
@@ -70,7 +67,10 @@ def save_pretrained(
         model: its config, and generation config if it generates, are written too; `config.dtype` and
             `config.architectures` are set as transformers does.
         folder: made if it is not there; must be on a file system that all ranks see. Weight files of an earlier save
-            are removed.
+            are removed; where there are any, the names of new shards have the save's mark in them
+            (`model.1b0f5e9a-00001-of-00006.safetensors`). Files of another kind of model that would be opened with the
+            new ones are renamed to `*.former`, with a warning: those of an adapter, or `config.json` of full weights
+            that are not the base of the adapter.
         tokenizer: saved beside the model.
         dtype: of floating-point tensors in the files; None keeps the model's. 4-bit weights are saved as bitsandbytes
             does, with their scales, and cannot be cast.
@@ -84,9 +84,9 @@ def save_pretrained(
 
     Raises:
         ConfigError: adapters that cannot be merged, or have no `PeftModel` around them.
-        CheckpointError: the model is on meta; the folder is a file, cannot be written or is not seen by all ranks; the
-            disk is full. The same on every rank. Files of an earlier save are then still there, unless renaming itself
-            fails.
+        CheckpointError: the model is on meta; a tensor has a dtype that safetensors has no name for; the folder is a
+            file, cannot be written or is not seen by all ranks; the disk is full; another job is saving there; config
+            or tokenizer cannot be saved. The same on every rank; what was saved there before is unchanged.
     """
     start = time.perf_counter()
     rank, _ = rank_and_size()
@@ -100,11 +100,11 @@ def save_pretrained(
             f"{type(model).__name__} has adapters without a PeftModel around it (model.add_adapter). Make it with "
             "get_peft_model(model, config) to save the adapter, or save it with merge_adapters=True."
         )
-    mark = all_ranks(secrets.token_hex(4))[0]
+    draft = Draft(folder, all_ranks(secrets.token_hex(4), "beginning the save")[0])
     with agreed("planning the checkpoint"):
         _refuse_meta(model)
         _refuse_cast(model, dtype)
-        layout = plan_layout(model, dtype, max_shard_size, folder, mark)
+        layout = plan_layout(model, dtype, max_shard_size, draft.path)
         transfers = _plan_transfers(model, layout)
         scattered = {key for key, parts in transfers.items() if _is_scattered(parts)}
     # A tensor is gathered by all ranks or by none, so they must agree on which.
@@ -112,26 +112,28 @@ def save_pretrained(
     try:
         with agreed("preparing the save", folder):
             if rank == 0:
-                _create_files(layout)
+                draft.begin()
+                _stage_configs(model, draft, dtype, tokenizer)
+                _create_files(layout, folder)
         with agreed("opening the folder", folder):
-            _check_visible(layout)
-        with agreed("writing the checkpoint", folder):
-            in_place = (t for key, parts in transfers.items() if key not in to_gather for t in parts)
-            stats = write_transfers(in_place, staging_bytes=staging_bytes)
-        for key in to_gather:
-            stats += _write_gathered(model, key, layout, staging_bytes)
+            _check_visible(layout, folder)
+        stats = _write_all(model, layout, transfers, to_gather, folder, staging_bytes)
         written = sum(all_ranks(stats.num_bytes))
         assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
+        names: tuple[str, ...] = ()
         with agreed("finishing the save", folder):
             if rank == 0:
-                _publish(model, layout)
-                _save_configs(model, folder, dtype, tokenizer)
+                weight_map = {key: place.file for key, place in layout.places.items()}
+                sizes = {"total_parameters": _num_parameters(model), "total_size": layout.num_bytes}
+                names = publish_weights(draft, layout.files, weight_map, sizes)
+                draft.end()  # before any rank goes on
+        names = all_ranks(names)[0]
     finally:
         if rank == 0:
-            _discard(layout)
+            draft.end()
     return SaveReport(
         folder=str(folder),
-        files=tuple(layout.files),
+        files=names,
         total_bytes=layout.num_bytes,
         bytes_written=stats.num_bytes,
         gathered_bytes=sum(layout.places[key].num_bytes for key in to_gather),
@@ -162,20 +164,17 @@ def _refuse_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
         )
 
 
-def _create_files(layout: Layout) -> None:
-    """Make the folder, and every file under its temporary name with its header and its full length."""
+def _create_files(layout: Layout, folder: Path) -> None:
+    """Make every file with its header and its full length."""
     try:
-        if layout.folder.exists() and not layout.folder.is_dir():
-            raise CheckpointError(f"{str(layout.folder)!r} is a file; give the name of a folder to save to.")
-        layout.folder.mkdir(parents=True, exist_ok=True)
         for file, size in layout.files.items():
-            with open(layout.temporary(file), "wb") as stream:
+            with open(layout.path(file), "wb") as stream:
                 stream.write(layout.headers[file])
                 stream.flush()
                 _reserve(stream.fileno(), size)
     except OSError as error:
         raise CheckpointError(
-            f"Cannot save to {str(layout.folder)!r}: {error}. {layout.num_bytes} bytes are to be written there; check "
+            f"Cannot save to {str(folder)!r}: {error}. {layout.num_bytes} bytes are to be written there; check "
             "space and permissions, or give another folder."
         ) from error
 
@@ -192,73 +191,38 @@ def _reserve(descriptor: int, size: int) -> None:
     os.ftruncate(descriptor, size)
 
 
-def _check_visible(layout: Layout) -> None:
+def _check_visible(layout: Layout, folder: Path) -> None:
     """Refuse a folder in which this rank does not see the files that rank 0 made."""
     for file, size in layout.files.items():
-        path = layout.temporary(file)
+        path = layout.path(file)
         found = path.stat().st_size if path.exists() else None
         if found != size:
             raise CheckpointError(
-                f"{str(layout.folder)!r} is not the same folder on this rank as on rank 0: {path.name} is "
+                f"{str(folder)!r} is not the same folder on this rank as on rank 0: {path.relative_to(folder)} is "
                 f"{'absent' if found is None else f'{found} bytes long'}, expected {size} bytes. Save to a file system "
                 "that all ranks share."
             )
-
-
-def _publish(model: nn.Module, layout: Layout) -> None:
-    """Give complete files their names, write the index, and remove weight files that only an earlier save had."""
-    kept = set(layout.files)
-    try:
-        for file in layout.files:
-            os.replace(layout.temporary(file), layout.folder / file)
-        if len(layout.files) > 1:
-            index = {
-                "metadata": {"total_parameters": _num_parameters(model), "total_size": layout.num_bytes},
-                "weight_map": {key: place.file for key, place in layout.places.items()},
-            }
-            temporary = layout.temporary(WEIGHTS_INDEX)
-            temporary.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            os.replace(temporary, layout.folder / WEIGHTS_INDEX)
-            kept.add(WEIGHTS_INDEX)
-        for path in layout.folder.iterdir():
-            # model.safetensors and the index too: one that stays would be opened instead of the new files.
-            weights = path.name in (WEIGHTS, WEIGHTS_INDEX) or _SHARD_NAME.fullmatch(path.name)
-            if weights and path.name not in kept:
-                path.unlink()
-    except OSError as error:
-        raise CheckpointError(f"Cannot finish {str(layout.folder)!r}: {error}. Check space and permissions.") from error
 
 
 def _num_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def _discard(layout: Layout) -> None:
-    """Remove files that still have temporary names; there are none after a complete save."""
-    for file in (*layout.files, WEIGHTS_INDEX):
-        with suppress(OSError):  # the error that led here is the one to show
-            layout.temporary(file).unlink(missing_ok=True)
-
-
-def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, tokenizer: Any) -> None:
+def _stage_configs(model: nn.Module, draft: Draft, dtype: torch.dtype | None, tokenizer: Any) -> None:
     """Write everything beside the weights as transformers does: config, generation config, model code, tokenizer."""
-    try:
+    with save_errors(draft.folder, "save config and tokenizer to"):
         if isinstance(model, PreTrainedModel):
             model.config.dtype = dtype_name(dtype or model.dtype)
             model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
             with original_classes(model):  # transformers copies the file of the class, which is torch's under FSDP2
                 if model.is_remote_code():
-                    custom_object_save(model, folder, config=model.config)
+                    custom_object_save(model, draft.beside, config=model.config)
             with with_cache_as_found(model):
-                model.config.save_pretrained(folder)
+                model.config.save_pretrained(draft.beside)
             if model.can_generate():
-                model.generation_config.save_pretrained(folder)
+                model.generation_config.save_pretrained(draft.beside)
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"The weights are in {str(folder)!r}, but config or tokenizer cannot be saved beside them: {error}."
-        ) from error
+            tokenizer.save_pretrained(draft.beside)
 
 
 # ---- bytes ----
@@ -289,12 +253,33 @@ def _transfers(key: str, place: Place, state: Mapping[str, torch.Tensor], layout
                 first = sum(i * s for i, s in zip(start, strides, strict=True))
                 held = held.contiguous()  # a copy only where a rank holds several ranges of one dimension
                 yield Transfer(
-                    file=layout.temporary(place.file),
+                    file=layout.path(place.file),
                     start=place.offset + first * place.dtype.itemsize,
                     dtype=place.dtype,
                     strides=strides,
                     memory=held.as_strided(view.length, view.strides, held.storage_offset() + view.offset),
                 )
+
+
+def _write_all(
+    model: nn.Module,
+    layout: Layout,
+    transfers: Mapping[str, list[Transfer]],
+    to_gather: list[str],
+    folder: Path,
+    staging_bytes: int,
+) -> TransferStats:
+    """Write and sync this rank's bytes: in place first, then, on rank 0, what is gathered. Every rank must call."""
+    in_place = [t for key, parts in transfers.items() if key not in to_gather for t in parts]
+    with agreed("writing the checkpoint", folder):
+        stats = write_transfers(in_place, staging_bytes=staging_bytes)
+    for key in to_gather:
+        stats += _write_gathered(model, key, layout, staging_bytes)
+    with agreed("syncing the checkpoint", folder), save_errors(folder):
+        # Rank 0 has written to every file: headers, and what was gathered.
+        is_first = rank_and_size()[0] == 0
+        sync_files(map(layout.path, layout.files) if is_first else dict.fromkeys(t.file for t in in_place))
+    return stats
 
 
 def _is_scattered(transfers: list[Transfer]) -> bool:
@@ -320,7 +305,7 @@ def _write_gathered(model: nn.Module, key: str, layout: Layout, staging_bytes: i
         if rank_and_size()[0] == 0:
             result = revert_group(model, {name: t for name, t in whole.items() if t is not None})[key]
             transfer = Transfer(
-                file=layout.temporary(place.file),
+                file=layout.path(place.file),
                 start=place.offset,
                 dtype=place.dtype,
                 strides=row_major_strides(result.shape),

@@ -1,5 +1,7 @@
 """Save the adapters of a sharded PEFT model as the folder that PEFT itself writes."""
 
+import secrets
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -8,17 +10,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.checkpoint.draft import Draft, save_errors
 from hf_fsdp_tools.checkpoint.gather import gather_to_first
+from hf_fsdp_tools.checkpoint.publish import ADAPTER_WEIGHTS, publish_adapter
 from hf_fsdp_tools.checkpoint.report import SaveReport
 from hf_fsdp_tools.checkpoint.shards import LocalBoxes
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
-from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.peft_view import bare_model, base_of
 
 __all__ = ["save_adapter"]
 
 _STAGING_BYTES = 64 * 2**20
 """Bytes that a rank sends at a time: the default of `save_pretrained`."""
+
+_CARD = "README.md"
 
 
 def save_adapter(
@@ -38,26 +43,34 @@ def save_adapter(
     Every rank of the default process group must call; the adapters' tensors are gathered.
 
     Raises:
-        CheckpointError: the folder cannot be written; the same on every rank.
+        CheckpointError: the folder cannot be written, another job is saving there, or PEFT cannot write the adapter;
+            the same on every rank. What was saved there before is unchanged.
     """
     start = time.perf_counter()
     rank, _ = rank_and_size()
-    whole = _gather_adapter(model, dtype, keep=rank == 0)
-    with agreed("writing the adapter", folder):
+    draft = Draft(folder, all_ranks(secrets.token_hex(4), "beginning the save")[0])
+    try:
+        with agreed("preparing the save", folder):
+            if rank == 0:
+                draft.begin()
+        whole = _gather_adapter(model, dtype, folder, keep=rank == 0)
+        with agreed("writing the adapter", folder):
+            if rank == 0:
+                with save_errors(folder, "save the adapter to"):
+                    if (folder / _CARD).is_file():  # to which PEFT adds
+                        shutil.copyfile(folder / _CARD, draft.beside / _CARD)
+                    model.save_pretrained(str(draft.beside), state_dict=whole)  # type: ignore[operator]  # PEFT's own
+                    if tokenizer is not None:
+                        tokenizer.save_pretrained(draft.beside)
+                publish_adapter(draft)
+                draft.end()  # before any rank goes on
+    finally:
         if rank == 0:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                model.save_pretrained(str(folder), state_dict=whole)  # type: ignore[operator]  # PEFT's own
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(folder)
-            except OSError as error:
-                raise CheckpointError(
-                    f"Cannot save the adapter to {str(folder)!r}: {error}. Check space and permissions."
-                ) from error
+            draft.end()
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in whole.values())
     return SaveReport(
         folder=str(folder),
-        files=("adapter_model.safetensors",),
+        files=(ADAPTER_WEIGHTS,),
         total_bytes=num_bytes,
         bytes_written=num_bytes if rank == 0 else 0,
         gathered_bytes=num_bytes,
@@ -66,7 +79,9 @@ def save_adapter(
     )
 
 
-def _gather_adapter(model: nn.Module, dtype: torch.dtype | None, *, keep: bool) -> dict[str, torch.Tensor]:
+def _gather_adapter(
+    model: nn.Module, dtype: torch.dtype | None, folder: Path, *, keep: bool
+) -> dict[str, torch.Tensor]:
     """Every tensor that PEFT may write, by name, gathered whole.
 
     PEFT may write tensors that are trained, tensors that the base without adapters does not have (of wrappers and
@@ -75,12 +90,17 @@ def _gather_adapter(model: nn.Module, dtype: torch.dtype | None, *, keep: bool) 
     Args:
         model: a `PeftModel`.
         dtype: of floating-point tensors; None keeps the model's.
+        folder: to save to, for messages.
         keep: True gives the tensors on the CPU, False stand-ins on meta.
     """
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     base = {id(tensor) for tensor in bare_model(base_of(model)).model.state_dict(keep_vars=True).values()}
     # Rank 0 decides for all: PEFT may ask the hub whether the base has the same vocabulary.
-    chosen = all_ranks(_chosen_by_peft(model, state) if keep else None)[0] or frozenset()
+    by_peft = None
+    with agreed("asking PEFT what belongs to the adapter"), save_errors(folder, "save the adapter to"):
+        if keep:
+            by_peft = _chosen_by_peft(model, state)
+    chosen = all_ranks(by_peft)[0] or frozenset()
     whole = {}
     for name, tensor in state.items():
         if tensor.requires_grad or id(tensor) not in base or name in chosen:

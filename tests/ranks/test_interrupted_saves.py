@@ -1,0 +1,531 @@
+"""Whatever happens to a save, the folder holds the former checkpoint or the new one: never parts of both."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+
+from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained, save_pretrained
+from hf_fsdp_tools.checkpoint.draft import Draft
+from hf_fsdp_tools.checkpoint.io.files import write_transfers
+from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from tests._checkpoints import full_state, make_checkpoint, make_model, sharded_meta_model
+from tests._dist import run_cases, run_ranks
+
+_WRITES = {"os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate"}
+_heard: dict[str, Callable[[], None] | None] = {"by": None}
+
+
+def _hear(event: str, args: tuple[Any, ...]) -> None:
+    """Tell the listener before each call of this process that changes the file system."""
+    listener = _heard["by"]
+    opens = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+    is_write = event in _WRITES or opens
+    if listener is not None and is_write:
+        _heard["by"] = None  # what the listener does is not heard
+        try:
+            listener()
+        finally:
+            _heard["by"] = listener
+
+
+@contextmanager
+def hearing(listener: Callable[[], None]) -> Iterator[None]:
+    """Call the listener before each change of the file system. The hook stays, so only in a rank of a test."""
+    if "is added" not in _heard:
+        sys.addaudithook(_hear)
+        _heard["is added"] = None
+    _heard["by"] = listener
+    try:
+        yield
+    finally:
+        _heard["by"] = None
+
+
+def visible(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder outside of hidden folders."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in files
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    }
+
+
+def crash_points(save: Callable[[], object], target: Path, copies: Path) -> int:
+    """Copies of the target, hidden folders included, as a kill at each change of rank 0 would leave it: each other one.
+
+    All ranks call; the number of changes.
+    """
+    seen: list[dict[str, bytes]] = []
+    count = 0
+
+    def copy() -> None:
+        nonlocal count
+        count += 1
+        now = visible(target)
+        if now not in seen:
+            seen.append(now)
+            shutil.copytree(target, copies / f"{len(seen):02d}", symlinks=True)
+
+    if dist.get_rank() == 0:
+        with hearing(copy):
+            save()
+        copy()
+    else:
+        save()
+    dist.barrier()
+    return count
+
+
+# ---- full checkpoints ----
+
+OLD, NEW = 5, 6
+
+SAVES = {
+    # size of the former shards, of the new ones, whether the config differs
+    "shards over as many": ("60KB", "60KB", False),
+    "shards over as many, another config": ("60KB", "60KB", True),
+    "shards over another number": ("60KB", "100KB", False),
+    "a file over shards": ("60KB", "5GB", False),
+    "a file over shards, another config": ("60KB", "5GB", True),
+    "shards over a file": ("5GB", "60KB", False),
+    "shards over a file, another config": ("5GB", "60KB", True),
+    "a file over a file, another config": ("5GB", "5GB", True),
+    "shards in a new folder": (None, "60KB", False),
+}
+
+
+def configured(model: PreTrainedModel, other: bool) -> PreTrainedModel:
+    model.config.rms_norm_eps = 1e-3 if other else 1e-6
+    return model
+
+
+def make_former(target: Path, size: str | None) -> None:
+    configured(make_model("llama", seed=OLD), False).save_pretrained(target, max_shard_size=size)
+
+
+def save_while_it_is_copied(former: str | None, size: str, other: bool, source: Path, root: Path) -> int:
+    model = sharded_meta_model("llama", source)
+    load_weights(model, source)
+    configured(model, other)
+    if dist.get_rank() == 0 and former is not None:
+        make_former(root / "saved", former)
+    dist.barrier()
+    (root / "copies").mkdir(exist_ok=True, parents=True)
+    (root / "saved").mkdir(exist_ok=True, parents=True)
+    return crash_points(
+        lambda: save_pretrained(model, root / "saved", max_shard_size=size), root / "saved", root / "copies"
+    )
+
+
+def every_save(source: Path, root: Path) -> dict[str, int]:
+    def case(name: str) -> Callable[[], int]:
+        return lambda: save_while_it_is_copied(*SAVES[name], source, root / name)
+
+    return run_cases({name: case(name) for name in SAVES})
+
+
+def which(open_it: Callable[[], Any], known: dict[str, PreTrainedModel], other: bool) -> str:
+    """Which model a folder opens as, weights and config; "refused" for none."""
+    try:
+        opened = open_it()
+    except (CheckpointError, OSError, ValueError):
+        return "refused"
+    state = full_state(opened)
+    for name, model in known.items():
+        expected = model.state_dict()
+        if all(torch.equal(state[key], tensor) for key, tensor in expected.items()):
+            eps = 1e-3 if other and name == "new" else 1e-6
+            return name if opened.config.rms_norm_eps == eps else f"{name} with the config of the other"
+    return "a mixture"
+
+
+def test_a_kill_at_any_change_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
+    known = {"old": make_model("llama", seed=OLD), "new": make_model("llama", seed=NEW)}
+    source = make_checkpoint("llama", tmp_path / "source", seed=NEW)
+    counts = run_ranks(every_save, 2, source, tmp_path, timeout_s=240)[0]
+    for name, (former, size, other) in SAVES.items():
+        copies = sorted((tmp_path / name / "copies").iterdir())
+        assert counts[name] > 15 and len(copies) > 2, "the changes were not heard"
+        for open_it in (LlamaForCausalLM.from_pretrained, build_and_load):
+            found = [which(lambda c=copy, o=open_it: o(c), known, other) for copy in copies]
+            first = "old" if former else "refused"
+            switched = found.index("new")
+            assert found == [first] * switched + ["new"] * (len(found) - switched), (name, found)
+        last = tmp_path / name / "saved"
+        assert not [path for path in last.iterdir() if path.name.startswith(".")]
+        index = last / "model.safetensors.index.json"
+        files = set(json.loads(index.read_text())["weight_map"].values()) if size != "5GB" else {"model.safetensors"}
+        assert {path.name for path in last.glob("*.safetensors*")} == files | ({index.name} if size != "5GB" else set())
+
+
+def build_and_load(folder: Path) -> PreTrainedModel:
+    """This package's reader, in one process."""
+    model = build_meta_model(folder, auto_class=AutoModelForCausalLM)
+    load_weights(model, folder, strict=True)
+    return model
+
+
+class FailsOnce:
+    """A listener that fails at the n-th change."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fail_at_each_change(source: Path, root: Path) -> dict[str, tuple[int, int]]:
+    """A save whose n-th change fails, for each n; how many kept the old, and how many saved the new all the same."""
+    results = {}
+    for name in ("shards over as many, another config", "shards over a file"):
+        former, size, other = SAVES[name]
+        target, model = root / name, build_and_load(source)
+        configured(model, other)
+        make_former(target, former)
+        before, kept, saved = visible(target), 0, 0
+        for n in range(1, 60):
+            fault = FailsOnce(n)
+            with hearing(fault), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # an older file that cannot be removed
+                try:
+                    save_pretrained(model, target, max_shard_size=size)
+                    error = None
+                except CheckpointError as raised:
+                    error = raised
+            if error is not None:
+                assert "No space left on device" in str(error)
+                assert visible(target) == before, (name, n)
+                kept += 1
+            else:
+                assert which(lambda t=target: build_and_load(t), {"new": model}, other) == "new", (name, n)
+                shutil.rmtree(target)
+                make_former(target, former)
+                saved += 1
+            if fault.left > 0:
+                break
+        results[name] = (kept, saved)
+    return results
+
+
+def test_a_failure_at_any_change_is_undone(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "source", seed=NEW)
+    (results,) = run_ranks(fail_at_each_change, 1, source, tmp_path, timeout_s=240)
+    for name, (kept, saved) in results.items():
+        assert kept > 5 and 1 < saved < 30, (name, kept, saved)
+
+
+def kill_at_a_rename(source: Path, target: Path) -> None:
+    model, left = build_and_load(source), [3]
+
+    def killed(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(*args)
+
+    rename = os.replace
+    with patch.object(os, "replace", killed):
+        save_pretrained(model, target, max_shard_size="60KB")
+
+
+def test_the_next_save_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    source, target = make_checkpoint("llama", tmp_path / "source", seed=NEW), tmp_path / "saved"
+    make_former(target, "60KB")
+    with pytest.raises(AssertionError, match="was killed"):
+        run_ranks(kill_at_a_rename, 1, source, target)
+    (left,) = target.glob(".*")
+    renamed = list(target.glob("model.*-of-*"))
+    assert len(renamed) == 2 and len(list(left.glob("*.safetensors"))) == 2
+    assert which(lambda: build_and_load(target), {"old": make_model("llama", seed=OLD)}, False) == "old"
+    model, free = build_and_load(source), []
+    look = patch("hf_fsdp_tools.checkpoint.save._create_files", side_effect=lambda *_: free.append(left.exists()))
+    with look, pytest.raises(CheckpointError):
+        save_pretrained(model, target)
+    assert free == [False], "its space is free before files are made"
+    save_pretrained(model, target)
+    assert not list(target.glob(".*")) and [path.name for path in target.glob("*.safetensors*")] == [
+        "model.safetensors"
+    ]
+
+
+# ---- two jobs, and jobs elsewhere ----
+
+
+def test_a_job_that_saves_at_the_same_time_is_refused_and_left_alone(tmp_path: Path) -> None:
+    source, target = make_checkpoint("llama", tmp_path / "source", seed=NEW), tmp_path / "saved"
+    model = build_and_load(source)
+    other = Draft(target, "0123abcd")
+    other.begin()
+    try:
+        with pytest.raises(CheckpointError, match=rf"Another job is saving .*process {os.getpid()} on .*of its own"):
+            save_pretrained(model, target)
+        assert [path.name for path in target.iterdir()] == [other.path.name] and other.beside.is_dir()
+    finally:
+        other.end()
+    assert not target.exists(), "nothing was saved, so nothing is left"
+    save_pretrained(model, target)
+
+
+@pytest.mark.parametrize("why", ["another machine", "no locks", "not begun"])
+def test_leftovers_whose_owner_cannot_be_asked_are_removed_after_an_hour(tmp_path: Path, why: str) -> None:
+    left = tmp_path / ".save-0123abcd.incomplete"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"12345678")
+    if why != "not begun":
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip() if why == "no locks" else "another"
+        (left / "owner.json").write_text(json.dumps({"boot": boot, "process": 1, "host": "other"}))
+
+    def begin() -> None:
+        draft = Draft(tmp_path, "4567abcd")
+        no_locks = patch("fcntl.flock", side_effect=OSError(errno.ENOSYS, "Function not implemented"))
+        with no_locks if why == "no locks" else nullcontext():
+            draft.begin()
+        draft.end()
+
+    begin()
+    assert left.exists()
+    for path in (left, *left.iterdir()):
+        os.utime(path, (time.time() - 4000, time.time() - 4000))
+    begin()
+    assert not left.exists()
+
+
+# ---- adapters ----
+
+
+def tuned(seed: int, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    config = LoraConfig(**{"r": 3, "target_modules": ["q_proj"], "init_lora_weights": False, **options})
+    return get_peft_model(make_model("llama"), config)
+
+
+def open_adapter(folder: Path) -> Any:
+    """The adapter of a folder, by PEFT; refuses a folder that holds none."""
+    if not (folder / "adapter_config.json").exists():
+        raise CheckpointError("no adapter")
+    return PeftModel.from_pretrained(make_model("llama"), folder)
+
+
+def save_adapters(root: Path) -> dict[str, list[str]]:
+    found = {}
+    for name, alpha in (("same config", 8), ("another config", 16)):
+        target, copies = root / name / "saved", root / name / "copies"
+        models = {"old": tuned(OLD, lora_alpha=8), "new": tuned(NEW, lora_alpha=alpha)}
+        models["old"].save_pretrained(str(target))
+        (target / "README.md").write_text("---\nlicense: mit\n---\nmine\n")
+        copies.mkdir()
+        crash_points(lambda m=models, t=target: save_pretrained(m["new"], t), target, copies)
+        found[name] = [which_adapter(copy, models) for copy in sorted(copies.iterdir())]
+        assert "mine" in (target / "README.md").read_text() and "license: mit" in (target / "README.md").read_text()
+        assert not list(target.glob(".*"))
+    return found
+
+
+def which_adapter(folder: Path, models: dict[str, Any]) -> str:
+    try:
+        opened = open_adapter(folder)
+    except CheckpointError:
+        return "refused"
+    state = opened.state_dict()
+    for name, model in models.items():
+        if all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items()):
+            same = opened.peft_config["default"].lora_alpha == model.peft_config["default"].lora_alpha
+            return name if same else f"{name} with the config of the other"
+    return "a mixture"
+
+
+def test_a_kill_leaves_the_old_or_the_new_adapter_and_never_one_with_the_config_of_another(tmp_path: Path) -> None:
+    (found,) = run_ranks(save_adapters, 1, tmp_path)
+    assert found["same config"][0] == "old" and found["same config"][-1] == "new"
+    assert set(found["same config"]) == {"old", "new"}
+    assert found["another config"][0] == "old" and found["another config"][-1] == "new"
+    assert set(found["another config"]) == {"old", "new", "refused"}
+
+
+def test_an_adapter_and_a_full_model_in_one_folder_are_never_opened_together(tmp_path: Path) -> None:
+    base = make_checkpoint("llama", tmp_path / "base", seed=OLD)
+    full_model, adapter = build_and_load(base), tuned(NEW)
+    adapter.peft_config["default"].base_model_name_or_path = str(base)
+    save_pretrained(adapter, tmp_path / "out")
+    with pytest.warns(UserWarning, match=r"adapter_config.json, adapter_model.safetensors would be opened with"):
+        save_pretrained(full_model, tmp_path / "out")
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert opened.state_dict().keys() == full_model.state_dict().keys()
+    with pytest.warns(UserWarning, match=r"whose config.json would be opened with"):
+        save_pretrained(adapter, tmp_path / "out")
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert opened.name_or_path == str(base), "the adapter's base, not what lies beside the adapter"
+    assert (tmp_path / "out" / "model.safetensors").exists(), "it may be somebody's base"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_pretrained(adapter, base)
+    assert AutoModelForCausalLM.from_pretrained(base).name_or_path == str(base), "in the folder of its own base"
+
+
+# ---- errors that are the same on every rank ----
+
+
+class NoTokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        Path(folder, "half.json").write_text("")
+        raise KeyError("vocab")
+
+
+def refused(save: Callable[[], object], match: str) -> str:
+    with pytest.raises(CheckpointError, match=f"(?s){match}") as caught:
+        save()
+    return str(caught.value)
+
+
+def tokenizer_cannot_be_saved(model: Any, _: Any, target: Path) -> str:
+    return refused(lambda: save_pretrained(model, target, tokenizer=NoTokenizer()), "config and tokenizer .*KeyError")
+
+
+def folder_is_removed_meanwhile(model: Any, _: Any, target: Path) -> str:
+    def remove(*_: Any) -> None:
+        if dist.get_rank() == 1:
+            shutil.rmtree(target / "new")
+
+    with patch("hf_fsdp_tools.checkpoint.save.sync_files", remove):
+        return refused(lambda: save_pretrained(model, target / "new"), "Cannot finish .*No such file")
+
+
+def folder_is_removed_while_bytes_are_synced(model: Any, _: Any, target: Path) -> str:
+    def write(*args: Any, **kwargs: Any) -> Any:
+        stats = write_transfers(*args, **kwargs)
+        shutil.rmtree(target / "new", ignore_errors=True)
+        return stats
+
+    with patch("hf_fsdp_tools.checkpoint.save.write_transfers", write):
+        return refused(lambda: save_pretrained(model, target / "new"), "No such file")
+
+
+def name_is_too_long(model: Any, _: Any, target: Path) -> str:
+    save_pretrained(model, target / ("n" * 250))
+    return refused(lambda: save_pretrained(model, target / ("n" * 256)), "Cannot save to .*File name too long")
+
+
+def mount_is_read_only(model: Any, _: Any, target: Path) -> str:
+    with patch.object(os, "mkdir", side_effect=OSError(errno.EROFS, "Read-only file system")):
+        return refused(lambda: save_pretrained(model, target), "Cannot save to .*Read-only file system")
+
+
+def dtype_has_no_name(model: Any, _: Any, target: Path) -> str:
+    for dtype, cure in ((torch.float8_e4m3fnuz, "dtype=torch.bfloat16"), (torch.complex128, "convert it first")):
+        model.register_buffer("odd", torch.zeros(8).to(dtype))
+        said = refused(lambda: save_pretrained(model, target), f"'odd' is {str(dtype)[6:]}, for which .*{cure}")
+    del model.odd
+    return said
+
+
+def disk_is_full_for_an_adapter(_: Any, adapter: Any, target: Path) -> str:
+    full = SafetensorError("Error while serializing: I/O error: No space left on device")
+    with patch.object(peft.peft_model, "safe_save_file", side_effect=full):
+        return refused(lambda: save_pretrained(adapter, target), "save the adapter to .*No space left on device")
+
+
+def peft_cannot_tell_what_belongs_to_an_adapter(_: Any, adapter: Any, target: Path) -> str:
+    with patch.object(peft, "get_peft_model_state_dict", side_effect=RuntimeError("the hub is down")):
+        return refused(lambda: save_pretrained(adapter, target), "save the adapter to .*the hub is down")
+
+
+def peft_cannot_merge_on_one_rank(_: Any, adapter: Any, target: Path) -> str:
+    fault = ValueError("cannot be merged") if dist.get_rank() == 1 else None
+    merge = patch.object(peft.tuners.lora.Linear, "merge", autospec=True, side_effect=fault)
+    with merge, pytest.raises(ConfigError, match=r"(?s)PEFT cannot merge .*rank 1: cannot be merged") as caught:
+        save_pretrained(adapter, target, merge_adapters=True)
+    return str(caught.value)
+
+
+FAULTS = [
+    peft_cannot_merge_on_one_rank,
+    tokenizer_cannot_be_saved,
+    folder_is_removed_meanwhile,
+    folder_is_removed_while_bytes_are_synced,
+    name_is_too_long,
+    mount_is_read_only,
+    dtype_has_no_name,
+    disk_is_full_for_an_adapter,
+    peft_cannot_tell_what_belongs_to_an_adapter,
+]
+
+
+def every_fault(source: Path, target: Path) -> dict[str, str]:
+    model = sharded_meta_model("llama", source)
+    load_weights(model, source)
+    adapter = from_pretrained(source, peft_config=LoraConfig(r=3, target_modules=["q_proj"]))
+    return run_cases(FAULTS, model, adapter, target)
+
+
+def test_what_fails_is_one_error_on_every_rank_and_leaves_what_was_saved(tmp_path: Path) -> None:
+    source, target = make_checkpoint("llama", tmp_path / "source", seed=NEW), tmp_path / "saved"
+    make_former(target, "60KB")
+    tuned(OLD).save_pretrained(str(target))
+    before = visible(target)
+    first, second = run_ranks(every_fault, 2, source, target)
+    assert first == second
+    shutil.rmtree(target / ("n" * 250))
+    assert visible(target) == before and not list(target.glob(".*")) and not (target / "new").exists()
+
+
+# ---- what a power failure leaves ----
+
+
+def record_syncs(source: Path, target: Path) -> list[str]:
+    """What this rank synced and renamed, in order, by name."""
+    model, done = sharded_meta_model("llama", source), []
+    load_weights(model, source)
+    sync, rename, remove = os.fsync, os.replace, os.unlink
+
+    def fsync(descriptor: int) -> None:
+        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        sync(descriptor)
+
+    def replace(old: Any, new: Any) -> None:
+        done.append(f"rename {Path(new).name}")
+        rename(old, new)
+
+    def unlink(path: Any, **options: Any) -> None:
+        done.append(f"remove {Path(path).name}")
+        remove(path, **options)
+
+    with patch.object(os, "fsync", fsync), patch.object(os, "replace", replace), patch.object(os, "unlink", unlink):
+        save_pretrained(model, target, max_shard_size="60KB")
+    return done
+
+
+def test_everything_is_synced_before_it_is_renamed_and_the_folder_before_and_after_the_switch(tmp_path: Path) -> None:
+    source, target = make_checkpoint("llama", tmp_path / "source", seed=NEW), tmp_path / "saved"
+    make_former(target, "60KB")
+    first, second = run_ranks(record_syncs, 2, source, target)
+    files = [f"model-{i:05d}-of-00004.safetensors" for i in range(1, 5)]
+    assert second == [f"sync {file}" for file in files], "each rank that wrote to a file, once"
+    start = first.index("rename " + next(target.glob("*00001-of*")).name)
+    assert {f"sync {file}" for file in files} | {"sync model.safetensors.index.json"} <= set(first[:start])
+    assert not [event for event in first[:start] if not event.startswith("sync")]
+    switch = first.index("rename model.safetensors.index.json")
+    assert "sync saved" in first[start:switch] and first[switch + 1] == "sync saved"
+    assert first[switch + 2 :][:4] == [f"remove {file}" for file in files]
