@@ -364,8 +364,14 @@ def _best(name, source, out):
     trainer.save_model(out / "final")
     assert _equal(trainer.model, AutoModelForCausalLM.from_pretrained(out / "final"))
     if name == "only":
-        with pytest.warns(UserWarning, match="holds no optimizer"):
-            _trainer(_model(source), out, max_steps=3).train(resume_from_checkpoint=True)
+        later = _trainer(_model(source), out, max_steps=3)
+        with pytest.raises(
+            CheckpointError, match=r"lacks the optimizer.*the scheduler.*random states.*allow_incomplete"
+        ):
+            later.train(resume_from_checkpoint=True)
+        later.allow_incomplete = True
+        with pytest.warns(UserWarning, match=r"lacks the optimizer.*anew") if dist.get_rank() == 0 else nullcontext():
+            later.train(resume_from_checkpoint=True)
 
 
 class AsAccelerateSaves(ShardedTrainer):
