@@ -62,6 +62,8 @@ def replacing(folder: Path) -> Iterator[Path]:
                 raise CheckpointError(
                     f"{str(folder)!r} is a mount point, which cannot be replaced. Save to a folder in it."
                 )
+            if folder.exists() and not folder.is_dir():
+                raise CheckpointError(f"{str(folder)!r} is a file; give the name of a folder to save to.")
             if rank == 0:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(_only_job(folder))

@@ -19,7 +19,7 @@ from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.checkpoint.manifest import write_manifest
 from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.distributed.agreement import agreed
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1
 from hf_fsdp_tools.integrations.accelerator import adopt
 from hf_fsdp_tools.integrations.checkpoints import (
@@ -36,7 +36,7 @@ from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import shard_in_place
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
-from hf_fsdp_tools.integrations.saving import saveable
+from hf_fsdp_tools.integrations.saving import remove_marks, saveable
 from hf_fsdp_tools.integrations.settings import plugin_arguments
 from hf_fsdp_tools.integrations.state import start_state
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
@@ -192,7 +192,12 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         self._written = [TRAINER_STATE_NAME]
         with agreed("saving", folder), without_rotation(args), storage_errors("save to", folder):
             super()._save_checkpoint(model, trial)
-        write_manifest(folder, self._written, TRAINER_GLOBS, checksums=self.checksums)
+        try:
+            write_manifest(folder, self._written, TRAINER_GLOBS, checksums=self.checksums)
+        except CheckpointError:
+            if args.should_save:
+                remove_marks(folder)  # without a manifest, the Trainer's own file would declare it complete
+            raise
         with agreed("deleting old checkpoints", folder):
             if args.should_save:
                 rotate(folder, args.save_total_limit, self.state.best_model_checkpoint)
