@@ -39,7 +39,7 @@ from hf_fsdp_tools.integrations.saved_state import (
     owner_of,
     write_state,
 )
-from hf_fsdp_tools.integrations.saving import former_of, remove_checkpoint, replacing, saveable
+from hf_fsdp_tools.integrations.saving import former_of, remove_checkpoint, remove_leftovers, replacing, saveable
 
 __all__ = ["ShardedAccelerator", "ShardedScaler", "adopt"]
 
@@ -142,8 +142,9 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             needed = write_state(self, staging)
             write_manifest(staging, needed, ACCELERATE_GLOBS, checksums=checksums)
         naming.iteration += 1
-        if automatic and naming.total_limit is not None and self.is_main_process:
-            for old in _numbered(folder.parent)[: -naming.total_limit]:
+        if automatic and self.is_main_process:
+            remove_leftovers(folder.parent, "checkpoint_*")
+            for old in _numbered(folder.parent)[: -naming.total_limit] if naming.total_limit else []:
                 remove_checkpoint(old)
         return folder
 

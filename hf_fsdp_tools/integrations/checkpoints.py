@@ -69,19 +69,18 @@ def complete_checkpoint(wanted: str | bool, output_dir: str, *, allowed: Collect
     Raises:
         CheckpointError: `wanted` is incomplete or damaged, or all checkpoints are.
     """
-    chosen, problem = wanted, ""
+    chosen: str | bool = wanted
+    problem = ""
     if rank_and_size()[0] == 0:
-        folders = [Path(path) for path in sort_checkpoints(output_dir)] if Path(output_dir).is_dir() else []
-        problems = {folder: problem_of(folder, allowed) for folder in folders}
-        last = next((folder for folder in reversed(folders) if not problems[folder]), None)
-        newer = folders[folders.index(last) + 1 if last else 0 :]
-        reasons = listed((f"{folder.name} {problems[folder]}" for folder in newer), separator="; ")
+        fact = "" if wanted is True else problem_of(Path(str(wanted)), allowed)
+        if wanted is True or fact:
+            last, reasons = _last_complete(output_dir, allowed)
         if wanted is True:
             chosen = str(last) if last else True
-            problem = "" if last or not folders else f"No checkpoint in {output_dir!r} is complete: {reasons}"
-            if newer and last:
+            problem = f"No checkpoint in {output_dir!r} is complete: {reasons}" if reasons and not last else ""
+            if reasons and last:
                 warnings.warn(f"Resuming from {last.name}: {reasons}.", stacklevel=3)
-        elif fact := problem_of(Path(str(wanted)), allowed):
+        elif fact:
             problem = f"{str(wanted)!r} {fact}"
         if problem:
             none = f"Start anew, or give a complete {PREFIX_CHECKPOINT_DIR} folder"
@@ -90,6 +89,17 @@ def complete_checkpoint(wanted: str | bool, output_dir: str, *, allowed: Collect
     if problem:
         raise CheckpointError(problem)
     return chosen
+
+
+def _last_complete(output_dir: str, allowed: Collection[str]) -> tuple[Path | None, str]:
+    """The last complete checkpoint, and what is wrong with those after it, or with all where none is complete."""
+    problems: list[str] = []
+    folders = sort_checkpoints(output_dir) if Path(output_dir).is_dir() else []
+    for folder in map(Path, reversed(folders)):
+        if not (fact := problem_of(folder, allowed)):
+            return folder, listed(reversed(problems), separator="; ")
+        problems.append(f"{folder.name} {fact}")
+    return None, listed(reversed(problems), separator="; ")
 
 
 def problem_of(folder: Path, allowed: Collection[str] = ()) -> str:

@@ -86,7 +86,8 @@ def write_state(accelerator: Any, folder: Path) -> list[str]:
             save_fsdp_model(plugin, accelerator, model, target, i)
     for i, (optimizer, model) in enumerate(pairs):
         with agreed("saving an optimizer", folder):
-            save_fsdp_optimizer(plugin, accelerator, optimizer, model, target, i)
+            plain = getattr(optimizer, "optimizer", optimizer)  # torch may step it to make its state
+            save_fsdp_optimizer(plugin, accelerator, plain, model, target, i)
     for hook in accelerator._save_model_state_pre_hook.values():
         hook(accelerator._models, [], target)
     rank = accelerator.process_index

@@ -5,7 +5,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from torch import nn
@@ -23,7 +23,7 @@ try:
 except ImportError:  # Windows, where two jobs are not noticed
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["former_of", "remove_checkpoint", "remove_marks", "replacing", "saveable"]
+__all__ = ["former_of", "remove_checkpoint", "remove_leftovers", "remove_marks", "replacing", "saveable"]
 
 _ACCELERATE_FILES = re.compile(
     r"(random_states|pytorch_model_fsdp|optimizer|scheduler|sampler|dl_state_dict|scaler|custom_checkpoint)[_.].*"
@@ -109,6 +109,19 @@ def _only_job(folder: Path) -> Iterator[None]:
             yield
         finally:
             file.unlink(missing_ok=True)
+
+
+def remove_leftovers(parent: Path, pattern: str) -> None:
+    """Delete what killed saves have left in a folder of states; not what another job is writing. For one rank.
+
+    Args:
+        parent: of the states.
+        pattern: of their names.
+    """
+    for path in parent.glob(f".{pattern}.incomplete"):
+        state = path.with_name(path.name[1:].removesuffix(".incomplete"))
+        with suppress(CheckpointError), _only_job(state):  # another job's is none of ours
+            shutil.rmtree(path)
 
 
 def _clear(folder: Path, staging: Path) -> None:

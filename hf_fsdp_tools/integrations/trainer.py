@@ -236,8 +236,8 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         if resume_from_checkpoint:
             allowed = STATE_FILES if self.allow_incomplete else ()
             chosen = complete_checkpoint(resume_from_checkpoint, self.args.output_dir, allowed=allowed)
-            if isinstance(chosen, str):
-                check_checkpoint(self, Path(chosen))
+            if chosen is not True:
+                check_checkpoint(self, Path(str(chosen)))
             resume_from_checkpoint = chosen
         return super().train(resume_from_checkpoint, *args, **kwargs)
 

@@ -263,6 +263,8 @@ FAULTS = (
     (0, "transformers.trainer_callback.TrainerState.save_to_json"),  # what declares a checkpoint complete
     (0, "transformers.trainer.Trainer._save_scaler"),  # what rank 0 does alone before others save random states
     (0, "pathlib.Path.unlink"),  # what rank 0 does alone before the Trainer's own collectives
+    (1, "hf_fsdp_tools.checkpoint.manifest.sync"),  # bringing all to disk
+    (0, "hf_fsdp_tools.checkpoint.manifest.write_durably"),  # the list of files, last of all
 )
 """A rank, and what fails on it alone in the middle of saving."""
 
@@ -297,8 +299,10 @@ def _state_faults(named, source, out):
     if dist.get_rank() == 0:
         (folder / "notes.txt").write_text("a user's own")
     loop.train(1)
-    for target in ("torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data", "random.getstate"):
-        broken = patch(target, _no_space) if dist.get_rank() == 1 else nullcontext()
+    faults = {"torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data": 1, "random.getstate": 1}
+    faults["hf_fsdp_tools.checkpoint.manifest.write_durably"] = 0
+    for target, rank in faults.items():
+        broken = patch(target, _no_space) if dist.get_rank() == rank else nullcontext()
         with broken, pytest.raises(Exception, match="No space left on device"):
             accelerator.save_state(named)
     accelerator.load_state(named)

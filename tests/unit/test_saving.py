@@ -268,6 +268,15 @@ def test_two_jobs_that_save_to_one_folder_are_told_so(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
+def test_what_killed_saves_have_left_beside_numbered_states_is_deleted(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f".checkpoint_{number}.incomplete" / "optimizer_0").mkdir(parents=True)
+    with open(tmp_path / ".checkpoint_2.lock", "a") as of_another:
+        fcntl.flock(of_another, fcntl.LOCK_EX)
+        saving.remove_leftovers(tmp_path, "checkpoint_*")
+    assert {path.name for path in tmp_path.iterdir()} == {".checkpoint_2.incomplete", ".checkpoint_2.lock"}
+
+
 @pytest.mark.parametrize("name", ["x" * 250, "file/state", "file"])
 def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
@@ -285,4 +294,7 @@ def test_no_warning_where_nothing_is_wrong(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint-1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert complete_checkpoint(True, str(tmp_path)) == complete_checkpoint(str(folder), str(tmp_path))
+        assert (
+            complete_checkpoint(True, str(tmp_path)) == complete_checkpoint(str(folder), str(tmp_path)) == str(folder)
+        )
+        assert complete_checkpoint(True, str(tmp_path / "absent")) is True, "the Trainer says that there is none"
