@@ -37,6 +37,7 @@ __all__ = [
     "problem_of",
     "remove_state",
     "rotate",
+    "weights_in",
     "without_rotation",
 ]
 
@@ -44,7 +45,10 @@ STATE_FILES = ("optimizer_0", "optimizer.bin", "optimizer_0/*", SCHEDULER_NAME, 
 """What a Trainer's checkpoint holds beside the model, of this mixin and of the plain Trainer under FSDP; the optimizer
 first."""
 
-_WEIGHTS = ("*.safetensors", "*/adapter_model.safetensors", "pytorch_model*.bin", "pytorch_model_fsdp_0/*")
+_WEIGHTS = (
+    "*.safetensors", "*/adapter_model.safetensors", "pytorch_model*.bin", "adapter_model.bin", "*/adapter_model.bin",
+    "pytorch_model_fsdp_0/*",
+)  # fmt: skip
 """Weights in any form in which a Trainer resumes."""
 
 TRAINER_GLOBS = (*_WEIGHTS, *STATE_FILES, "*.safetensors.index.json", "config.json", "adapter_config.json")
@@ -147,15 +151,20 @@ def check_checkpoint(trainer: Any, folder: Path) -> None:
     refuse_damage(folder)
 
 
+def weights_in(folder: Path) -> list[str]:
+    """Files with weights, of the model or of adapters, by their paths in the folder."""
+    return sorted(path.relative_to(folder).as_posix() for pattern in _WEIGHTS for path in folder.glob(pattern))
+
+
 def _check_weights(folder: Path) -> None:
     """Refuse a folder without weights, and adapters that cannot be opened, which PEFT reads on each rank by itself."""
-    found = [path for pattern in _WEIGHTS for path in folder.glob(pattern)]
+    found = weights_in(folder)
     if not found:
         raise CheckpointError(
             f"{str(folder)!r} holds no weights ({WEIGHTS}, {WEIGHTS_INDEX} and its shards, or an adapter's). Use "
             "another checkpoint."
         )
-    for file in (path for path in found if path.name == "adapter_model.safetensors"):
+    for file in (folder / name for name in found if name.endswith("adapter_model.safetensors")):
         try:
             with safe_open(file, "pt"):
                 pass

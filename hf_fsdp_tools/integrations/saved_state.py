@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.checkpointing import save_accelerator_state, save_custom_state
-from accelerate.utils.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NAME, SCHEDULER_NAME
+from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NAME, SCHEDULER_NAME
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from accelerate.utils.other import load as load_pickled
 from torch import nn
@@ -24,12 +24,9 @@ from hf_fsdp_tools.integrations.resume import (
 
 __all__ = ["ACCELERATE_GLOBS", "check_state", "files_of", "load_schedulers", "owner_of", "write_state"]
 
-_MODEL_NAME = "pytorch_model_fsdp"
-"""Source: accelerate 1.15, utils/constants.py, FSDP_MODEL_NAME."""
-
 ACCELERATE_GLOBS = (
-    f"{_MODEL_NAME}*",
-    f"{_MODEL_NAME}_*/*",
+    f"{FSDP_MODEL_NAME}*",
+    f"{FSDP_MODEL_NAME}_*/*",
     f"{OPTIMIZER_NAME}*",
     f"{OPTIMIZER_NAME}_*/*",
     f"{SCHEDULER_NAME}*.bin",
@@ -102,7 +99,7 @@ def write_state(accelerator: Any, folder: Path) -> list[str]:
         sync(folder / f"{RNG_STATE_NAME}_{rank}.pkl")
     needed = [f"{RNG_STATE_NAME}_{i}.pkl" for i in range(accelerator.num_processes)]
     needed += [name for i in range(len(accelerator._schedulers)) for name in files_of(SCHEDULER_NAME, i)[1:]]
-    kinds = {_MODEL_NAME: len(accelerator._models), OPTIMIZER_NAME: len(pairs)}
+    kinds = {FSDP_MODEL_NAME: len(accelerator._models), OPTIMIZER_NAME: len(pairs)}
     for name, whole in (files_of(kind, i) for kind, count in kinds.items() for i in range(count)):
         if "SHARDED" in str(plugin.state_dict_type):
             needed.append(f"{name}/{METADATA}")
@@ -126,7 +123,7 @@ def check_state(accelerator: Any, folder: Path, *, allow_incomplete: bool) -> se
     with agreed("looking for the parts of the saved state", folder):
         there = {path.name for path in folder.iterdir()}
         local = any("_rank" in name for name in there)  # LOCAL_STATE_DICT, in which each rank has its files
-        models = [files_of(_MODEL_NAME, i) for i in range(len(accelerator._models))]
+        models = [files_of(FSDP_MODEL_NAME, i) for i in range(len(accelerator._models))]
         if lost := [names for names in models if not local and not there.intersection(names)]:
             raise CheckpointError(
                 f"{str(folder)!r} holds {len(models) - len(lost)} of the {len(models)} models that are prepared now: "

@@ -30,6 +30,7 @@ from hf_fsdp_tools.integrations.checkpoints import (
     complete_checkpoint,
     remove_state,
     rotate,
+    weights_in,
     without_rotation,
 )
 from hf_fsdp_tools.integrations.hooks import check_hooks
@@ -94,7 +95,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
     checksums: bool = False
     allow_incomplete: bool = False
     _written: Sequence[str] = ()
-    """Files that this mixin has written to the checkpoint that is being saved."""
+    """Files that this mixin has written to the checkpoint that is being saved, as rank 0 knows them."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Check for each trainer class that transformers still has the methods that are overridden here."""
@@ -173,11 +174,11 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         tokenizer = self.processing_class
         if tokenizer is None:
             tokenizer = getattr(self.data_collator, "tokenizer", None)
-        report = save_pretrained(saveable(self.model), folder, tokenizer=tokenizer)
-        self._written = [*self._written, *report.files]
+        save_pretrained(saveable(self.model), folder, tokenizer=tokenizer)
         with agreed("writing the training arguments", folder), storage_errors("save to", folder):
             if args.should_save:
                 torch.save(as_asked(args), folder / "training_args.bin")
+                self._written = [*self._written, *weights_in(folder)]
         if args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=args.hub_revision)
 

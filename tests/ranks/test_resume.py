@@ -415,6 +415,16 @@ def _native(source):
     return AutoModelForCausalLM.from_pretrained(source, distributed_config=config, attention_dropout=0.1)
 
 
+def adapted_under_another_name(sources, out):
+    def make():
+        torch.manual_seed(5)
+        plain = AutoModelForCausalLM.from_pretrained(sources["llama"], attention_dropout=0.1)
+        return get_peft_model(plain, LORA, adapter_name="mine")
+
+    _goes_on(make, out / "named")
+    assert (out / "named" / "checkpoint-4" / "mine" / "adapter_model.safetensors").is_file()
+
+
 LORA = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
@@ -480,6 +490,7 @@ def accelerates_own_ways_of_saving(sources, out):
 OTHERS = (
     sharded_by_transformers,
     adapted,
+    adapted_under_another_name,
     adapted_after_transformers_sharded_it,
     tensor_parallel_by_transformers,
     accelerates_own_ways_of_saving,
