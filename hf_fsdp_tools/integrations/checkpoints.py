@@ -75,24 +75,30 @@ def complete_checkpoint(wanted: str | bool, output_dir: str, *, allowed: Collect
     """
     chosen: str | bool = wanted
     problem = ""
-    if rank_and_size()[0] == 0:
-        fact = "" if wanted is True else problem_of(Path(str(wanted)), allowed)
-        if wanted is True or fact:
-            last, reasons = _last_complete(output_dir, allowed)
-        if wanted is True:
-            chosen = str(last) if last else True
-            problem = f"No checkpoint in {output_dir!r} is complete: {reasons}" if reasons and not last else ""
-            if reasons and last:
-                warnings.warn(f"Resuming from {last.name}: {reasons}.", stacklevel=3)
-        elif fact:
-            problem = f"{str(wanted)!r} {fact}"
-        if problem:
-            none = f"Start anew, or give a complete {PREFIX_CHECKPOINT_DIR} folder"
-            problem += f". {f'Resume from {str(last)!r}' if last else none}."
+    with agreed("choosing the checkpoint", output_dir):
+        if rank_and_size()[0] == 0:
+            chosen, problem = _choose(wanted, output_dir, allowed)
     chosen, problem = all_ranks((chosen, problem), "choosing the checkpoint")[0]
     if problem:
         raise CheckpointError(problem)
     return chosen
+
+
+def _choose(wanted: str | bool, output_dir: str, allowed: Collection[str]) -> tuple[str | bool, str]:
+    """The checkpoint to resume from; or what is wrong with it, and the cure."""
+    fact = "" if wanted is True else problem_of(Path(str(wanted)), allowed)
+    if wanted is not True and not fact:
+        return wanted, ""
+    last, reasons = _last_complete(output_dir, allowed)
+    if wanted is True and last is not None:
+        if reasons:
+            warnings.warn(f"Resuming from {last.name}: {reasons}.", stacklevel=5)
+        return str(last), ""
+    if wanted is True and not reasons:
+        return True, ""
+    problem = f"{str(wanted)!r} {fact}" if fact else f"No checkpoint in {output_dir!r} is complete: {reasons}"
+    none = f"Start anew, or give a complete {PREFIX_CHECKPOINT_DIR} folder"
+    return wanted, f"{problem}. {none if last is None else f'Resume from {str(last)!r}'}."
 
 
 def _last_complete(output_dir: str, allowed: Collection[str]) -> tuple[Path | None, str]:
@@ -108,6 +114,14 @@ def _last_complete(output_dir: str, allowed: Collection[str]) -> tuple[Path | No
 
 def problem_of(folder: Path, allowed: Collection[str] = ()) -> str:
     """Why a folder is no complete checkpoint of a Trainer, for messages; "" where it is one."""
+    try:
+        return _problem_of_state(folder) or damage_of(folder, allowed)
+    except CheckpointError as error:
+        return f"is damaged: {error}".rstrip(".")
+
+
+def _problem_of_state(folder: Path) -> str:
+    """The same as far as `trainer_state.json` says it."""
     file = folder / TRAINER_STATE_NAME
     try:
         state = TrainerState.load_from_json(str(file))
@@ -117,10 +131,7 @@ def problem_of(folder: Path, allowed: Collection[str] = ()) -> str:
         return f"has a damaged {TRAINER_STATE_NAME} ({first_line(error)})"
     if type(state.global_step) is not int or "global_step" not in file.read_text(encoding="utf-8"):
         return f"has a damaged {TRAINER_STATE_NAME} (no number of steps)"
-    try:
-        return damage_of(folder, allowed)
-    except CheckpointError as error:
-        return f"is damaged. {error}".rstrip(".")
+    return ""
 
 
 def check_checkpoint(trainer: Any, folder: Path) -> None:
@@ -137,6 +148,8 @@ def check_checkpoint(trainer: Any, folder: Path) -> None:
     random_states = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
     absent: dict[str, str] = {}
     with agreed("looking for the parts of the checkpoint", folder), storage_errors("read", folder):
+        if problem := _problem_of_state(folder):  # each rank reads it
+            raise CheckpointError(f"{str(folder)!r} {problem}. Save to a file system that all ranks share.")
         _check_weights(folder)
         if not any((folder / name).exists() for name in STATE_FILES[:2]):
             absent[STATE_FILES[0]] = "the optimizer"

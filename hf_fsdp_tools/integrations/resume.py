@@ -43,7 +43,17 @@ _SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
 _FULL = ("pytorch_model_fsdp.bin", "optimizer.bin")
 """Files that Accelerate writes under FULL_STATE_DICT; source: accelerate 1.15, utils/fsdp_utils.py."""
 
-# ---- reading ----
+_SHARDED_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
+"""The same of any model and optimizer."""
+
+_PICKLED = re.compile(
+    r"((optimizer|pytorch_model_fsdp|scheduler|dl_state_dict)(_\d+)?\.bin|(scheduler|scaler)\.pt"
+    r"|custom_checkpoint_\d+\.pkl)"
+)
+"""Files that are read by `torch.load`; source: accelerate 1.15, checkpointing.py, and transformers 5.17, trainer.py."""
+
+_RANDOM_STATES = (("random_state", "numpy_random_seed", "torch_manual_seed"), ("python", "numpy", "cpu"))
+"""Keys of random states; source: accelerate 1.15, checkpointing.py, and transformers 5.17, trainer.py."""
 
 
 def stored_format(folder: Path) -> str | None:
@@ -79,16 +89,6 @@ def refuse_damage(folder: Path) -> None:
                 _check_random_states(folder / name)
 
 
-_SHARDED_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
-"""Folders that Accelerate writes under SHARDED_STATE_DICT; source: accelerate 1.15, utils/fsdp_utils.py."""
-
-_PICKLED = re.compile(
-    r"((optimizer|pytorch_model_fsdp|scheduler|dl_state_dict)(_\d+)?\.bin|(scheduler|scaler)\.pt"
-    r"|custom_checkpoint_\d+\.pkl)"
-)
-"""Files that are read by `torch.load`; source: accelerate 1.15, checkpointing.py, and transformers 5.17, trainer.py."""
-
-
 def _check_pickle(file: Path, *, mapped: bool = False) -> Any:
     """What is in a file, whose unpickling may run no code; with `mapped`, tensors are not read."""
     try:
@@ -117,10 +117,6 @@ def _check_random_states(file: Path) -> None:
         ) from error
 
 
-_RANDOM_STATES = (("random_state", "numpy_random_seed", "torch_manual_seed"), ("python", "numpy", "cpu"))
-"""Keys of random states; source: accelerate 1.15, checkpointing.py, and transformers 5.17, trainer.py."""
-
-
 def refuse_incomplete(folder: Path, absent: Mapping[str, str], *, allowed: bool, option: str) -> None:
     """Refuse a checkpoint from which a run cannot go on as it was, or warn of it where that is allowed.
 
@@ -135,9 +131,8 @@ def refuse_incomplete(folder: Path, absent: Mapping[str, str], *, allowed: bool,
     Raises:
         CheckpointError: something is absent on some rank and that is not allowed; the same on every rank.
     """
-    found = {
-        file: what for part in all_ranks(dict(absent), "looking for what is absent") for file, what in part.items()
-    }
+    of_ranks = all_ranks(dict(absent), "looking for what is absent")
+    found = {file: what for of_rank in of_ranks for file, what in of_rank.items()}
     if not found:
         return
     lacks = listed(f"{what} ({file})" for file, what in found.items())
@@ -163,11 +158,12 @@ def check_listed(folder: Path, *, allowed: Collection[str] = ()) -> Manifest | N
         CheckpointError: files are absent or were changed; the same on every rank.
     """
     manifest, problem = None, ""
-    if rank_and_size()[0] == 0:
-        try:
-            manifest, problem = read_manifest(folder), damage_of(folder, allowed)
-        except CheckpointError as error:
-            problem = f"is damaged: {error}"
+    with agreed("looking at the checkpoint's files", folder):
+        if rank_and_size()[0] == 0:
+            try:
+                manifest, problem = read_manifest(folder), damage_of(folder, allowed)
+            except CheckpointError as error:
+                problem = f"is damaged: {error}".rstrip(".")
     manifest, problem = all_ranks((manifest, problem), "comparing the checkpoint with its manifest")[0]
     if problem:
         raise CheckpointError(f"{str(folder)!r} {problem}. Use another checkpoint, or copy it again.")

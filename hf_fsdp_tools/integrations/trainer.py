@@ -191,7 +191,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
             if args.should_save:
                 remove_state(folder)
         self._written = [TRAINER_STATE_NAME]
-        with agreed("saving", folder), without_rotation(args), storage_errors("save to", folder):
+        with agreed("saving", folder), without_rotation(args):
             super()._save_checkpoint(model, trial)
         try:
             write_manifest(folder, self._written, TRAINER_GLOBS, checksums=self.checksums)
