@@ -1,7 +1,7 @@
 """An Accelerator that prepares, saves and resumes sharded models; and its loss scaling for fp16."""
 
-import shutil
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.utils.constants import SCALER_NAME
+from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.checkpoint.manifest import write_manifest
 from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
@@ -27,16 +30,16 @@ from hf_fsdp_tools.integrations.model import (
     shard_additions,
     shard_in_place,
 )
-from hf_fsdp_tools.integrations.resume import (
-    awaiting_state,
-    former_of,
-    refuse_code,
-    replacing,
-    saveable,
-    stored_format,
-    using_format,
-    warn_of_other_world,
+from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
+from hf_fsdp_tools.integrations.saved_state import (
+    ACCELERATE_GLOBS,
+    check_state,
+    files_of,
+    load_schedulers,
+    owner_of,
+    write_state,
 )
+from hf_fsdp_tools.integrations.saving import former_of, remove_checkpoint, remove_leftovers, replacing, saveable
 
 __all__ = ["ShardedAccelerator", "ShardedScaler", "adopt"]
 
@@ -98,11 +101,27 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     # ---- saving and resuming ----
 
     def save_state(
-        self, output_dir: str | PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
+        self,
+        output_dir: str | PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        checksums: bool = False,
+        **options: Any,
     ) -> Any:
         """Save as `Accelerator.save_state` does; an interrupted save leaves an older state in the folder as it was.
 
-        Under automatic naming, the oldest states are deleted after the new one is complete. Every rank must call.
+        Models and optimizers may come in any number and order; an optimizer is saved under the names of its parameters.
+        The state is complete with its manifest, which is written last. Under automatic naming, the oldest states are
+        deleted after the new one is complete. Every rank must call.
+
+        Args:
+            output_dir: replaced once every rank has finished; a user's own files in it stay.
+            safe_serialization: as for Accelerate, which does not look at it under FSDP.
+            checksums: read all files again and note their checksums, which `load_state` then compares.
+            options: as for Accelerate, which does not look at them under FSDP.
+
+        Raises:
+            CheckpointError: saving failed on some rank, or another job saves to the folder.
         """
         if self.distributed_type != DistributedType.FSDP:
             return super().save_state(output_dir, safe_serialization, **options)
@@ -119,27 +138,38 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                 raise ConfigError(
                     f"save_state: {str(folder)!r} exists. Set ProjectConfiguration(iteration=…) to go on after it."
                 )
-        naming.automatic_checkpoint_naming, iteration = False, naming.iteration
-        try:
-            with replacing(folder) as staging, using_format(self.state.fsdp_plugin, None):
-                super().save_state(str(staging), safe_serialization, **options)
-            iteration += 1
-        finally:  # a rank whose own part succeeded has counted on
-            naming.automatic_checkpoint_naming, naming.iteration = automatic, iteration
-        if automatic and naming.total_limit is not None and self.is_main_process:
-            for old in _numbered(folder.parent)[: -naming.total_limit]:
-                shutil.rmtree(old)
+        with replacing(folder) as staging, using_format(self.state.fsdp_plugin, None):
+            needed = write_state(self, staging)
+            write_manifest(staging, needed, ACCELERATE_GLOBS, checksums=checksums)
+        naming.iteration += 1
+        if automatic and self.is_main_process:
+            remove_leftovers(folder.parent, "checkpoint_*")
+            for old in _numbered(folder.parent)[: -naming.total_limit] if naming.total_limit else []:
+                remove_checkpoint(old)
         return folder
 
     def load_state(
-        self, input_dir: str | PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
+        self,
+        input_dir: str | PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        *,
+        allow_incomplete: bool = False,
+        **options: Any,
     ) -> None:
         """Load as `Accelerator.load_state` does, from the stored state dict type and on any number of ranks.
 
         Every rank must call.
 
+        Args:
+            input_dir: what `save_state` wrote.
+            load_kwargs: as for Accelerate.
+            allow_incomplete: go on without optimizers, schedulers, loss scale or random states that the folder lacks,
+                with a warning. Models must be there.
+            options: as for Accelerate.
+
         Raises:
-            CheckpointError: there is no such folder, or it holds the state of other parameters.
+            CheckpointError: there is no such folder, it is damaged or lacks something, or it holds the state of other
+                parameters; the same on every rank, before anything is read into the models.
         """
         if self.distributed_type != DistributedType.FSDP:
             super().load_state(input_dir, load_kwargs, **options)
@@ -147,19 +177,28 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             input_dir = next(reversed(_numbered(Path(self.project_dir, "checkpoints"))), None)
         folder = Path(input_dir or "").expanduser()
-        if input_dir is None or not folder.is_dir():
-            former = former_of(folder.resolve())
-            cure = (
-                f"Rename {str(former)!r}, where a save that was cut off left it" if former.is_dir() else "Give another"
-            )
-            raise CheckpointError(f"load_state: there is no folder {str(folder)!r}. {cure}.")
-        refuse_code(folder)
+        with agreed("opening the saved state", folder):
+            if input_dir is None or not folder.is_dir():
+                former = former_of(folder.resolve())
+                there = former.is_dir()
+                cure = f"Rename {str(former)!r}, where a save that was cut off left it" if there else "Give another"
+                raise CheckpointError(f"load_state: there is no folder {str(folder)!r}. {cure}.")
+        absent = check_state(self, folder, allow_incomplete=allow_incomplete)
         with ExitStack() as stack:
-            for i, (model, optimizer) in enumerate(zip(self._models, self._optimizers, strict=False)):
+            optimizers = [
+                (i, optimizer, owner_of(optimizer, self._models))
+                for i, optimizer in enumerate(self._optimizers)
+                if not any(name in absent for name in files_of("optimizer", i))
+            ]
+            for i, optimizer, model in optimizers:
                 stack.enter_context(awaiting_state(model, optimizer, folder, i))
             stack.enter_context(using_format(self.state.fsdp_plugin, stored_format(folder)))
+            stack.enter_context(_apart(self, without_scaler=SCALER_NAME in absent))
             super().load_state(str(folder), load_kwargs, **options)
-        warn_of_other_world(folder, "random_states_*.pkl")
+            for i, optimizer, model in optimizers:
+                plain = getattr(optimizer, "optimizer", optimizer)
+                load_fsdp_optimizer(self.state.fsdp_plugin, self, plain, model, str(folder), i)
+        load_schedulers(self._schedulers, folder, absent, load_kwargs or {})
         self.step = all_ranks(self.step)[0]  # ranks without a file of their own would accumulate out of step
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -215,6 +254,20 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
     prepare_for_training(model, accelerator)
     accelerator._models.append(model)
     model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's own mark
+
+
+@contextmanager
+def _apart(accelerator: Any, *, without_scaler: bool) -> Iterator[None]:
+    """Let Accelerate load all but optimizers and schedulers, which it would pair by their numbers with models."""
+    held = {name: getattr(accelerator, name) for name in ("_optimizers", "_schedulers", "scaler")}
+    accelerator._optimizers, accelerator._schedulers = [], []
+    if without_scaler:
+        accelerator.scaler = None
+    try:
+        yield
+    finally:
+        for name, value in held.items():
+            setattr(accelerator, name, value)
 
 
 def _numbered(folder: Path) -> list[Path]:

@@ -1,36 +1,37 @@
-"""Save states so that an interruption destroys nothing, and read states of another format or number of ranks."""
+"""Read training states: what is complete, what is damaged, and states of another format or number of ranks."""
 
-import json
+import random
 import re
-import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils.constants import OPTIMIZER_NAME
+from accelerate.utils.other import load as load_pickled
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
-from hf_fsdp_tools.checkpoint.formats.dcp import METADATA, check_dcp
+from hf_fsdp_tools.checkpoint.durable import storage_errors
+from hf_fsdp_tools.checkpoint.formats.dcp import METADATA, check_dcp, parse_dcp
+from hf_fsdp_tools.checkpoint.manifest import MANIFEST, Manifest, check_sums, read_manifest
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.modeling.module_tree import plain_name
+from hf_fsdp_tools.text import first_line, listed
 
 __all__ = [
     "awaiting_state",
-    "complete_checkpoint",
-    "former_of",
-    "refuse_code",
-    "replacing",
-    "saveable",
+    "check_listed",
+    "damage_of",
+    "refuse_damage",
+    "refuse_incomplete",
     "stored_format",
     "using_format",
     "warn_of_other_world",
@@ -42,84 +43,17 @@ _SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
 _FULL = ("pytorch_model_fsdp.bin", "optimizer.bin")
 """Files that Accelerate writes under FULL_STATE_DICT; source: accelerate 1.15, utils/fsdp_utils.py."""
 
-_ACCELERATE_FILES = re.compile(
-    r"(random_states|pytorch_model_fsdp|optimizer|scheduler|sampler|dl_state_dict|scaler|custom_checkpoint)[_.].*"
+_SHARDED_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
+"""The same of any model and optimizer."""
+
+_PICKLED = re.compile(
+    r"((optimizer|pytorch_model_fsdp|scheduler|dl_state_dict)(_\d+)?\.bin|(scheduler|scaler)\.pt"
+    r"|custom_checkpoint_\d+\.pkl)"
 )
-"""Files that `save_state` writes, which are deleted with their state; source: accelerate 1.15, checkpointing.py."""
+"""Files that are read by `torch.load`; source: accelerate 1.15, checkpointing.py, and transformers 5.17, trainer.py."""
 
-
-def saveable(model: nn.Module) -> nn.Module:
-    """The model that `save_pretrained` takes: inside `torch.compile`'s wrapper, and FSDP1 as its plain view."""
-    model = getattr(model, "_orig_mod", model)
-    return plain_view(model) if FullyShardedDataParallel.fsdp_modules(model) else model
-
-
-# ---- saving ----
-
-
-@contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """Give a staging folder to write to; it replaces `folder` once every rank has finished.
-
-    Until then an older `folder` stays as it is, whatever happens. Its files of other origin than Accelerate (a user's
-    own) are kept.
-
-    Every rank must enter, and see the same file system; at the end the ranks exchange whether they succeeded.
-
-    Raises:
-        CheckpointError: writing failed on some rank, or the folder cannot be replaced; the same on every rank. A rank
-            whose own error is no `CheckpointError` raises that error.
-    """
-    rank, _ = rank_and_size()
-    folder = folder.resolve()
-    staging = folder.with_name(f".{folder.name}.incomplete")
-    with agreed("making a folder", staging):
-        if folder.is_mount():
-            raise CheckpointError(
-                f"{str(folder)!r} is a mount point, which cannot be replaced. Save to a folder in it."
-            )
-        if rank == 0:
-            if staging.exists():
-                shutil.rmtree(staging)  # left by an interrupted save
-            staging.mkdir(parents=True)
-    with agreed("opening a folder", staging):
-        if not staging.is_dir():
-            raise CheckpointError(
-                f"{str(staging)!r} is not there on this rank. Save to a file system that all ranks share."
-            )
-    with agreed("saving (what was saved before is still there)", folder):
-        yield staging
-    with agreed("finishing the save", folder):
-        if rank == 0:
-            _take_place(staging, folder, former_of(folder))
-
-
-def former_of(folder: Path) -> Path:
-    """The path of an older state between the two renames that replace it."""
-    return folder.with_name(f".{folder.name}.former")
-
-
-def _take_place(staging: Path, folder: Path, former: Path) -> None:
-    """Rename the old folder away and the new one into its place, so that a complete folder exists at any moment."""
-    try:
-        if folder.exists():
-            if former.exists():
-                shutil.rmtree(former)
-            folder.rename(former)
-        staging.rename(folder)
-        if former.exists():
-            for path in former.iterdir():
-                if not (folder / path.name).exists() and not _ACCELERATE_FILES.match(path.name):
-                    path.rename(folder / path.name)
-            shutil.rmtree(former)
-    except OSError as error:
-        raise CheckpointError(
-            f"Cannot finish {str(folder)!r}: {error}. The new state is there or in {staging.name!r} beside it, the "
-            f"former one there or in {former.name!r}."
-        ) from error
-
-
-# ---- reading ----
+_RANDOM_STATES = (("random_state", "numpy_random_seed", "torch_manual_seed"), ("python", "numpy", "cpu"))
+"""Keys of random states; source: accelerate 1.15, checkpointing.py, and transformers 5.17, trainer.py."""
 
 
 def stored_format(folder: Path) -> str | None:
@@ -129,17 +63,136 @@ def stored_format(folder: Path) -> str | None:
     return "FULL_STATE_DICT" if any((folder / name).is_file() for name in _FULL) else None
 
 
-def refuse_code(folder: Path) -> None:
-    """Refuse a training state that would run code when torch reads it, whoever wrote it (see `check_dcp`).
+def refuse_damage(folder: Path) -> None:
+    """Refuse a training state that is damaged, or would run code when torch or Accelerate reads it, whoever wrote it.
 
-    Every rank must call, before anything of the state is read.
+    Read are the DCP folders' metadata and their values that are no tensors (see `check_dcp`), and all files that
+    `torch.load` opens, by each rank those that it is going to open. Every rank must call, before anything else is read.
 
     Raises:
-        CheckpointError: a DCP folder in `folder` is damaged or would run code; the same on every rank.
+        CheckpointError: a file is absent, short, damaged or would run code; the same on every rank.
     """
-    with agreed("checking the saved state", folder):
-        for file in sorted(folder.glob(f"*/{METADATA}")):
-            check_dcp(file.parent)
+    rank, _ = rank_and_size()
+    with agreed("checking the saved state", folder), storage_errors("read", folder):
+        for below in sorted(path for path in folder.iterdir() if _SHARDED_FOLDER.fullmatch(path.name)):
+            if not (below / METADATA).is_file():
+                raise CheckpointError(
+                    f"{str(below)!r} has no {METADATA}, without which nothing is found in it. Use another checkpoint."
+                )
+            check_dcp(below)
+            if rank == 0:
+                parse_dcp(below)  # the same for all ranks: whether the files hold what the metadata says
+        for file in sorted(path for path in folder.iterdir() if _PICKLED.fullmatch(path.name)):
+            _check_pickle(file, mapped=file.name in _FULL)
+        for name in (f"rng_state_{rank}.pth", "rng_state.pth", f"random_states_{rank}.pkl"):
+            if (folder / name).is_file():
+                _check_random_states(folder / name)
+
+
+def _check_pickle(file: Path, *, mapped: bool = False) -> Any:
+    """What is in a file, whose unpickling may run no code; with `mapped`, tensors are not read."""
+    try:
+        options = {"mmap": True} if mapped else {}
+        return load_pickled(file, map_location="cpu", weights_only=True, **options)
+    except Exception as error:  # torch names no class of errors for damaged files
+        raise CheckpointError(
+            f"{file}: is damaged, or could run code when it is read: {first_line(error)}. Use another checkpoint. "
+            "Classes that you trust: torch.serialization.add_safe_globals([…])."
+        ) from error
+
+
+def _check_random_states(file: Path) -> None:
+    """Refuse random states that cannot be restored: Accelerate would go on without them, and say nothing."""
+    states = _check_pickle(file)
+    try:
+        python, numpy, torchs = next(
+            [states[key] for key in keys] for keys in _RANDOM_STATES if isinstance(states, dict) and keys[0] in states
+        )
+        random.Random().setstate(python)
+        np.random.RandomState().set_state(numpy)
+        torch.Generator().set_state(torchs)
+    except (StopIteration, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{file}: holds no random states ({first_line(error)}). Use another checkpoint."
+        ) from error
+
+
+def refuse_incomplete(folder: Path, absent: Mapping[str, str], *, allowed: bool, option: str) -> None:
+    """Refuse a checkpoint from which a run cannot go on as it was, or warn of it where that is allowed.
+
+    Args:
+        folder: of the checkpoint.
+        absent: what this rank does not find there, by file: {"scheduler.pt": "the scheduler"}.
+        allowed: the user wants to go on without.
+        option: how to allow it, for the message: "load_state(…, allow_incomplete=True)".
+
+    Every rank must call; the ranks exchange what each of them misses.
+
+    Raises:
+        CheckpointError: something is absent on some rank and that is not allowed; the same on every rank.
+    """
+    of_ranks = all_ranks(dict(absent), "looking for what is absent")
+    found = {file: what for of_rank in of_ranks for file, what in of_rank.items()}
+    if not found:
+        return
+    lacks = listed(f"{what} ({file})" for file, what in found.items())
+    if not allowed:
+        raise CheckpointError(
+            f"{str(folder)!r} lacks {lacks}: training would not go on as it was. Use another checkpoint; {option} "
+            "starts anew what is absent."
+        )
+    if rank_and_size()[0] == 0:
+        warnings.warn(f"{str(folder)!r} lacks {lacks}, which start(s) anew.", stacklevel=3)
+
+
+def check_listed(folder: Path, *, allowed: Collection[str] = ()) -> Manifest | None:
+    """The manifest of a folder that holds all that its manifest lists; None, and a warning, for one without a manifest.
+
+    Args:
+        folder: of the checkpoint.
+        allowed: patterns of files that may be absent.
+
+    Every rank must call; rank 0 looks. Where the manifest has checksums, all files are read.
+
+    Raises:
+        CheckpointError: files are absent or were changed; the same on every rank.
+    """
+    manifest, problem = None, ""
+    with agreed("looking at the checkpoint's files", folder):
+        if rank_and_size()[0] == 0:
+            try:
+                manifest, problem = read_manifest(folder), damage_of(folder, allowed)
+            except CheckpointError as error:
+                problem = f"is damaged: {error}".rstrip(".")
+    manifest, problem = all_ranks((manifest, problem), "comparing the checkpoint with its manifest")[0]
+    if problem:
+        raise CheckpointError(f"{str(folder)!r} {problem}. Use another checkpoint, or copy it again.")
+    if manifest is None:
+        if rank_and_size()[0] == 0:
+            warnings.warn(
+                f"{str(folder)!r} has no {MANIFEST} (another program or an older version saved it): whether all of it "
+                "is there is not known.",
+                stacklevel=3,
+            )
+    elif manifest.sums:
+        check_sums(folder, manifest)
+    return manifest
+
+
+def damage_of(folder: Path, allowed: Collection[str] = ()) -> str:
+    """What is wrong with a folder by its manifest, for messages; "" where nothing is, or where there is no manifest.
+
+    Raises:
+        CheckpointError: the manifest itself is damaged.
+    """
+    manifest = read_manifest(folder)
+    damage = {} if manifest is None else manifest.damage(folder)
+    facts = [
+        f"{name!r} {fact}"
+        for name, fact in damage.items()
+        if not (fact == "is absent" and any(fnmatch(name, pattern) for pattern in allowed))
+    ]
+    return f"is not as it was saved: {listed(facts)}" if facts else ""
 
 
 @contextmanager
@@ -192,7 +245,10 @@ def awaiting_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: P
         parameter.grad = None
     # Without state, this steps once with zero gradients and no learning rate.
     get_optimizer_state_dict(model, optimizer)
-    without = [] if FullyShardedDataParallel.fsdp_modules(model) else _without_state(model, optimizer, folder, index)
+    without = []
+    if not FullyShardedDataParallel.fsdp_modules(model):
+        with agreed("reading what the saved optimizer holds", folder):
+            without = _without_state(model, optimizer, folder, index)
     for parameter in without:
         optimizer.state.pop(parameter, None)
         parameter.requires_grad_(False)  # torch demands no state of frozen parameters
@@ -225,62 +281,23 @@ def _without_state(
     return [parameter for name, parameter in names.items() if name not in stored and parameter.requires_grad]
 
 
-def warn_of_other_world(folder: Path, pattern: str) -> int:
-    """Warn on rank 0 of a checkpoint of another number of ranks; return the number of ranks that saved it.
+def warn_of_other_world(folder: Path, pattern: str, manifest: Manifest | None) -> bool:
+    """Warn on rank 0 of a checkpoint of another number of ranks; return whether it is one.
 
     Args:
         folder: of the checkpoint.
-        pattern: of the files that hold the random state of one rank each.
+        pattern: of the files that hold the random state of one rank each; counted where there is no manifest.
+        manifest: of the checkpoint.
     """
     rank, now = rank_and_size()
-    then = len(list(folder.glob(pattern)))
-    if then not in (0, now) and rank == 0:
+    then = manifest.ranks if manifest is not None else len(list(folder.glob(pattern)))
+    if then in (0, now):
+        return False
+    if rank == 0:
         warnings.warn(
             f"{str(folder)!r} was saved by {then} process(es) and is read by {now}. Weights, optimizer and scheduler "
             "go on exactly; random draws (dropout) go on otherwise. Keep rows per step as they were (batch size x "
             "processes x accumulation steps), or the position in the data and the schedule mean something else.",
             stacklevel=3,
         )
-    return then
-
-
-def complete_checkpoint(wanted: str | bool, output_dir: str) -> str | bool:
-    """The Trainer's checkpoint to resume from, the same on every rank: `wanted`, or for True the last complete one.
-
-    A checkpoint is complete with `trainer_state.json`, which the Trainer writes last. Returns True where there is no
-    checkpoint at all; the Trainer then says so. Every rank must call; rank 0 decides.
-
-    Raises:
-        CheckpointError: `wanted` is incomplete, or all checkpoints are.
-    """
-    folders = [Path(path) for path in sort_checkpoints(output_dir)] if Path(output_dir).is_dir() else []
-    complete = [folder for folder in folders if _is_complete(folder)]
-    last = complete[-1] if complete else None
-    problem, chosen = "", wanted
-    if wanted is True and folders:
-        chosen = str(last) if last else True
-        newer = [folder.name for folder in folders[folders.index(last) + 1 if last else 0 :]]
-        if newer and last and rank_and_size()[0] == 0:
-            warnings.warn(f"Resuming from {last.name}: saving {', '.join(newer)} was interrupted.", stacklevel=3)
-        problem = (
-            "" if last else f"No checkpoint in {output_dir!r} is complete ({', '.join(newer)}): saving was interrupted"
-        )
-    elif wanted is not True and not _is_complete(Path(str(wanted))):
-        problem = (
-            f"{str(wanted)!r} has no readable {TRAINER_STATE_NAME}: it is no checkpoint, or saving it was interrupted"
-        )
-    chosen, problem = all_ranks((chosen, problem))[0]
-    if problem:
-        cure = (
-            f"Resume from {str(last)!r}" if last else f"Start anew, or give a complete {PREFIX_CHECKPOINT_DIR} folder"
-        )
-        raise CheckpointError(f"{problem}. {cure}.")
-    return chosen
-
-
-def _is_complete(folder: Path) -> bool:
-    try:
-        json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
     return True

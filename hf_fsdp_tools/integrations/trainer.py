@@ -1,36 +1,43 @@
 """A mixin that runs the Trainer and its subclasses on shards: precision, saving, resuming, TRL's frozen models."""
 
-import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import TorchDynamoPlugin
-from accelerate.utils.fsdp_utils import save_fsdp_optimizer
+from accelerate.utils.fsdp_utils import load_fsdp_optimizer, save_fsdp_optimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_fsdp_tools.checkpoint.durable import storage_errors, sync
+from hf_fsdp_tools.checkpoint.formats.dcp import METADATA
 from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.checkpoint.manifest import write_manifest
 from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.distributed.agreement import agreed
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1
 from hf_fsdp_tools.integrations.accelerator import adopt
+from hf_fsdp_tools.integrations.checkpoints import (
+    STATE_FILES,
+    TRAINER_GLOBS,
+    as_asked,
+    check_checkpoint,
+    complete_checkpoint,
+    remove_state,
+    rotate,
+    weights_in,
+    without_rotation,
+)
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import shard_in_place
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
-from hf_fsdp_tools.integrations.resume import (
-    awaiting_state,
-    complete_checkpoint,
-    refuse_code,
-    saveable,
-    stored_format,
-    using_format,
-    warn_of_other_world,
-)
+from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
+from hf_fsdp_tools.integrations.saving import remove_marks, saveable
 from hf_fsdp_tools.integrations.settings import plugin_arguments
 from hf_fsdp_tools.integrations.state import start_state
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
@@ -68,17 +75,27 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
     `save_model` writes a normal Hugging Face checkpoint from all ranks at once, whatever the state dict type; no rank
     gathers the model. A `checkpoint-N` folder is such a checkpoint too, in the precision of the master weights, with
     the optimizer's shards (`optimizer_0`, a DCP folder) and the Trainer's own files beside it. Another number of ranks
-    can resume from it. `trainer_state.json` is written last, once all ranks have succeeded;
-    `train(resume_from_checkpoint=True)` passes over a folder without it.
+    can resume from it. `checkpoint_manifest.json`, which names all files with their sizes, is written last, once all
+    ranks have succeeded; `train(resume_from_checkpoint=True)` passes over a folder that is not complete.
 
     TRL's reference and teacher models (`ref_model`, `teacher_model`) are frozen and sharded by the same policy when
     they are set, which every rank must do. They keep their dtype: frozen models need no fp32 master weights.
+
+    Two attributes may be set in the class or on a trainer: `checksums = True` notes the SHA-256 of a checkpoint's
+    files, which a resume then compares (all files are read once more, each rank its part). `allow_incomplete = True`
+    lets a run go on from a checkpoint without optimizer, scheduler, loss scale or random states, as `save_only_model`
+    writes it; they start anew with a warning, where otherwise an error says what is absent.
 
     Raises:
         ConfigError: when a trainer class is defined: this version of transformers lacks a method that is overridden
             here. When a frozen model is set: it is sharded as one unit, or it is sharded although TRL is to hash its
             plain weights.
     """
+
+    checksums: bool = False
+    allow_incomplete: bool = False
+    _written: Sequence[str] = ()
+    """Files that this mixin has written to the checkpoint that is being saved, as rank 0 knows them."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Check for each trainer class that transformers still has the methods that are overridden here."""
@@ -159,38 +176,55 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         if tokenizer is None:
             tokenizer = getattr(self.data_collator, "tokenizer", None)
         save_pretrained(saveable(self.model), folder, tokenizer=tokenizer)
-        with agreed("writing the training arguments", folder):
+        with agreed("writing the training arguments", folder), storage_errors("save to", folder):
             if args.should_save:
-                torch.save(args, folder / "training_args.bin")
+                torch.save(as_asked(args), folder / "training_args.bin")
+                self._written = [*self._written, *weights_in(folder)]
         if args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=args.hub_revision)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save as the Trainer does; ranks go on and delete old checkpoints once every rank has saved its part."""
-        step = self.state.global_step
-        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")
-        with agreed("beginning the save", folder):  # before the Trainer's collectives, in which the others would wait
-            if self.args.should_save:
-                (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # incomplete from here on
-        with agreed("saving", folder):
+        """Save as the Trainer does, then declare the checkpoint complete, and only then delete old ones."""
+        args = self.args
+        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        # Before the Trainer's collectives, in which the others would wait.
+        with agreed("beginning the save", folder), storage_errors("save to", folder):
+            if args.should_save:
+                remove_state(folder)
+        self._written = [TRAINER_STATE_NAME]
+        with agreed("saving", folder), without_rotation(args):
             super()._save_checkpoint(model, trial)
+        try:
+            write_manifest(folder, self._written, TRAINER_GLOBS, checksums=self.checksums)
+        except CheckpointError:
+            if args.should_save:
+                remove_marks(folder)  # without a manifest, the Trainer's own file would declare it complete
+            raise
+        with agreed("deleting old checkpoints", folder):
+            if args.should_save:
+                rotate(folder, args.save_total_limit, self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the optimizer's shards and the scheduler; the weights are in the folder already."""
         plugin = self.accelerator.state.fsdp_plugin
         with using_format(plugin, "SHARDED_STATE_DICT"):
             save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
-        with agreed("saving the scheduler", output_dir):
+        with agreed("saving the scheduler", output_dir), storage_errors("save to", Path(output_dir)):
             if self.args.should_save:
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+        self._written = [*self._written, f"{STATE_FILES[0]}/{METADATA}", SCHEDULER_NAME]
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write this rank's random state, the last file of all ranks; a rank that fails stops all of them.
 
         Otherwise rank 0 would declare an incomplete checkpoint complete.
         """
-        with agreed("saving the random states", output_dir):
+        with agreed("saving the random states", output_dir), storage_errors("save to", Path(output_dir)):
             super()._save_rng_state(output_dir)
+            ranks = self.args.world_size
+            files = [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks > 1 else ["rng_state.pth"]
+            sync(Path(output_dir, files[self.args.process_index]))
+        self._written = [*self._written, *files]
 
     # ---- resuming ----
 
@@ -198,42 +232,54 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         """Train as the Trainer does; `True` resumes from the last complete checkpoint. Every rank must call.
 
         Raises:
-            CheckpointError: the checkpoint asked for is incomplete, or no checkpoint is complete.
+            CheckpointError: the checkpoint asked for is incomplete or damaged, no checkpoint is complete, or it lacks
+                what this run goes on with (see `allow_incomplete`); the same on every rank, before the first step.
         """
         if resume_from_checkpoint:
-            resume_from_checkpoint = complete_checkpoint(resume_from_checkpoint, self.args.output_dir)
+            allowed = STATE_FILES if self.allow_incomplete else ()
+            chosen = complete_checkpoint(resume_from_checkpoint, self.args.output_dir, allowed=allowed)
+            if chosen is not True:
+                check_checkpoint(self, Path(str(chosen)))
+            resume_from_checkpoint = chosen
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load weights into the shards, from a checkpoint of this mixin or of the plain Trainer."""
         model = model if model is not None else self.model
         folder = Path(resume_from_checkpoint)
-        warn_of_other_world(folder, "rng_state*.pth")
         if (folder / WEIGHTS).is_file() or (folder / WEIGHTS_INDEX).is_file():
             _load_weights(model, folder)
             return
-        refuse_code(folder)
+        refuse_damage(folder)
         with using_format(self.accelerator.state.fsdp_plugin, stored_format(folder)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load as the Trainer does, in the stored format; warn where the checkpoint holds no optimizer."""
+        """Load what the checkpoint holds of the two, in the stored format; `train` has said what is absent.
+
+        The Trainer's own method loads neither where one is absent.
+        """
         if checkpoint is None:
             return
-        refuse_code(Path(checkpoint))
-        found = stored_format(Path(checkpoint))
-        if found is None:
-            warnings.warn(
-                f"{checkpoint!r} holds no optimizer (saved with save_only_model): optimizer and scheduler start anew.",
-                stacklevel=2,
-            )
-        waiting = awaiting_state(self.model, self.optimizer, Path(checkpoint))
-        with waiting, using_format(self.accelerator.state.fsdp_plugin, found):
-            super()._load_optimizer_and_scheduler(checkpoint)
+        folder, plugin = Path(checkpoint), self.accelerator.state.fsdp_plugin
+        waiting = awaiting_state(self.model, self.optimizer, folder)
+        with waiting, using_format(plugin, stored_format(folder)):
+            if any((folder / name).exists() for name in STATE_FILES[:2]):
+                load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, checkpoint)
+        with agreed("reading the scheduler", folder), storage_errors("read", folder):
+            if (folder / SCHEDULER_NAME).is_file():
+                self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """As the Trainer's; a rank whose random states cannot be restored stops all of them."""
+        with agreed("restoring the random states", checkpoint or ""):
+            super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint into the shards; the Trainer's method needs Accelerate's format."""
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        folder = Path(self.state.best_model_checkpoint)
+        check_listed(folder, allowed=STATE_FILES)
+        self._load_from_checkpoint(str(folder))
 
 
 def _load_weights(model: nn.Module, folder: Path) -> None:

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import CheckpointError, FSDPTrainerMixin, from_pretrained, make_accelerator
 from hf_fsdp_tools.checkpoint.formats.dcp import METADATA, parse_dcp
+from hf_fsdp_tools.checkpoint.manifest import MANIFEST
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_cases, run_ranks
 
@@ -60,10 +61,11 @@ def of_a_file_outside(folder: Path, marker: Path) -> None:
 
 
 def attacked(good: Path, name: str, attack: Any, marker: Path) -> Path:
-    """A copy of a saved state, made by rank 0, with its optimizer replaced."""
+    """A copy of a saved state, made by rank 0, with its optimizer replaced, and without the list of its files."""
     bad = good.with_name(name)
     if dist.get_rank() == 0:
         attack(shutil.copytree(good, bad) / "optimizer_0", marker)
+        (bad / MANIFEST).unlink()
     dist.barrier()
     return bad
 

@@ -263,6 +263,8 @@ FAULTS = (
     (0, "transformers.trainer_callback.TrainerState.save_to_json"),  # what declares a checkpoint complete
     (0, "transformers.trainer.Trainer._save_scaler"),  # what rank 0 does alone before others save random states
     (0, "pathlib.Path.unlink"),  # what rank 0 does alone before the Trainer's own collectives
+    (1, "hf_fsdp_tools.checkpoint.manifest.sync"),  # bringing all to disk
+    (0, "hf_fsdp_tools.checkpoint.manifest.write_durably"),  # the list of files, last of all
 )
 """A rank, and what fails on it alone in the middle of saving."""
 
@@ -297,8 +299,10 @@ def _state_faults(named, source, out):
     if dist.get_rank() == 0:
         (folder / "notes.txt").write_text("a user's own")
     loop.train(1)
-    for target in ("torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data", "random.getstate"):
-        broken = patch(target, _no_space) if dist.get_rank() == 1 else nullcontext()
+    faults = {"torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data": 1, "random.getstate": 1}
+    faults["hf_fsdp_tools.checkpoint.manifest.write_durably"] = 0
+    for target, rank in faults.items():
+        broken = patch(target, _no_space) if dist.get_rank() == rank else nullcontext()
         with broken, pytest.raises(Exception, match="No space left on device"):
             accelerator.save_state(named)
     accelerator.load_state(named)
@@ -364,8 +368,14 @@ def _best(name, source, out):
     trainer.save_model(out / "final")
     assert _equal(trainer.model, AutoModelForCausalLM.from_pretrained(out / "final"))
     if name == "only":
-        with pytest.warns(UserWarning, match="holds no optimizer"):
-            _trainer(_model(source), out, max_steps=3).train(resume_from_checkpoint=True)
+        later = _trainer(_model(source), out, max_steps=3)
+        with pytest.raises(
+            CheckpointError, match=r"lacks the optimizer.*the scheduler.*random states.*allow_incomplete"
+        ):
+            later.train(resume_from_checkpoint=True)
+        later.allow_incomplete = True
+        with pytest.warns(UserWarning, match=r"lacks the optimizer.*anew") if dist.get_rank() == 0 else nullcontext():
+            later.train(resume_from_checkpoint=True)
 
 
 class AsAccelerateSaves(ShardedTrainer):
@@ -403,6 +413,16 @@ def _native(source):
     """A model that transformers itself sharded while loading it."""
     config = DistributedConfig(fsdp_size=dist.get_world_size())
     return AutoModelForCausalLM.from_pretrained(source, distributed_config=config, attention_dropout=0.1)
+
+
+def adapted_under_another_name(sources, out):
+    def make():
+        torch.manual_seed(5)
+        plain = AutoModelForCausalLM.from_pretrained(sources["llama"], attention_dropout=0.1)
+        return get_peft_model(plain, LORA, adapter_name="mine")
+
+    _goes_on(make, out / "named")
+    assert (out / "named" / "checkpoint-4" / "mine" / "adapter_model.safetensors").is_file()
 
 
 LORA = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -470,6 +490,7 @@ def accelerates_own_ways_of_saving(sources, out):
 OTHERS = (
     sharded_by_transformers,
     adapted,
+    adapted_under_another_name,
     adapted_after_transformers_sharded_it,
     tensor_parallel_by_transformers,
     accelerates_own_ways_of_saving,

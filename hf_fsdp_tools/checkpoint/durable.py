@@ -1,0 +1,79 @@
+"""Files that a crash cannot tear: on disk before they are seen, and replaced in one step."""
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hf_fsdp_tools.errors import CheckpointError
+
+__all__ = ["exchange", "storage_errors", "sync", "write_durably"]
+
+_AT_FDCWD = -100
+"""A relative path is meant from the current folder; source: Linux, fcntl.h."""
+
+_RENAME_EXCHANGE = 2
+"""Source: Linux, fs.h."""
+
+_UNABLE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
+"""What `renameat2` answers where the system or the file system cannot exchange."""
+
+
+@contextmanager
+def storage_errors(doing: str, folder: Path) -> Iterator[None]:
+    """Turn an `OSError` of this block into a `CheckpointError` that names the folder.
+
+    Args:
+        doing: "save to", "read".
+        folder: that the user gave.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot {doing} {str(folder)!r}: {error}. Check space, permissions and names, or give another folder."
+        ) from error
+
+
+def sync(path: Path) -> None:
+    """Bring a file's bytes, or a folder's list of names, to disk; nothing where the file system has no such call."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNABLE:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a small file so that readers see the former file or the whole new one, after a crash too.
+
+    Raises:
+        OSError: it cannot be written; a former file is as it was.
+    """
+    temporary = path.with_name(f".{path.name}.incomplete")
+    temporary.write_text(text, encoding="utf-8")
+    sync(temporary)
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Exchange what two names of one file system mean, in one step; False, and nothing done, where that is impossible.
+
+    Raises:
+        OSError: one of them is not there, or may not be renamed; both are as they were.
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _UNABLE:
+        return False
+    raise OSError(number, os.strerror(number), str(first), None, str(second))

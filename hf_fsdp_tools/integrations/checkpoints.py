@@ -1,0 +1,247 @@
+"""A Trainer's `checkpoint-N` folders: which are complete, what each must hold, and which are deleted."""
+
+import copy
+import re
+import shutil
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+
+from hf_fsdp_tools.checkpoint.durable import storage_errors
+from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.integrations.resume import (
+    check_listed,
+    damage_of,
+    refuse_damage,
+    refuse_incomplete,
+    warn_of_other_world,
+)
+from hf_fsdp_tools.integrations.saving import remove_checkpoint, remove_marks
+from hf_fsdp_tools.text import first_line, listed
+
+__all__ = [
+    "STATE_FILES",
+    "TRAINER_GLOBS",
+    "as_asked",
+    "check_checkpoint",
+    "complete_checkpoint",
+    "problem_of",
+    "remove_state",
+    "rotate",
+    "weights_in",
+    "without_rotation",
+]
+
+STATE_FILES = ("optimizer_0", "optimizer.bin", "optimizer_0/*", SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth")
+"""What a Trainer's checkpoint holds beside the model, of this mixin and of the plain Trainer under FSDP; the optimizer
+first."""
+
+_WEIGHTS = (
+    "*.safetensors", "*/adapter_model.safetensors", "pytorch_model*.bin", "adapter_model.bin", "*/adapter_model.bin",
+    "pytorch_model_fsdp_0/*",
+)  # fmt: skip
+"""Weights in any form in which a Trainer resumes."""
+
+TRAINER_GLOBS = (*_WEIGHTS, *STATE_FILES, "*.safetensors.index.json", "config.json", "adapter_config.json")
+"""Files of a checkpoint for its manifest. Others, as a tokenizer's, may come, go and change."""
+
+
+# ---- what is complete ----
+
+
+def complete_checkpoint(wanted: str | bool, output_dir: str, *, allowed: Collection[str] = ()) -> str | bool:
+    """The Trainer's checkpoint to resume from, the same on every rank: `wanted`, or for True the last complete one.
+
+    A checkpoint is complete with all that its manifest lists, which is written last; one without a manifest (of the
+    plain Trainer) with `trainer_state.json`. Returns True where there is no checkpoint at all; the Trainer then says
+    so. Every rank must call; rank 0 decides.
+
+    Args:
+        wanted: as for `Trainer.train`.
+        output_dir: of the Trainer.
+        allowed: patterns of files that may be absent.
+
+    Raises:
+        CheckpointError: `wanted` is incomplete or damaged, or all checkpoints are.
+    """
+    chosen: str | bool = wanted
+    problem = ""
+    with agreed("choosing the checkpoint", output_dir):
+        if rank_and_size()[0] == 0:
+            chosen, problem = _choose(wanted, output_dir, allowed)
+    chosen, problem = all_ranks((chosen, problem), "choosing the checkpoint")[0]
+    if problem:
+        raise CheckpointError(problem)
+    return chosen
+
+
+def _choose(wanted: str | bool, output_dir: str, allowed: Collection[str]) -> tuple[str | bool, str]:
+    """The checkpoint to resume from; or what is wrong with it, and the cure."""
+    fact = "" if wanted is True else problem_of(Path(str(wanted)), allowed)
+    if wanted is not True and not fact:
+        return wanted, ""
+    last, reasons = _last_complete(output_dir, allowed)
+    if wanted is True and last is not None:
+        if reasons:
+            warnings.warn(f"Resuming from {last.name}: {reasons}.", stacklevel=5)
+        return str(last), ""
+    if wanted is True and not reasons:
+        return True, ""
+    problem = f"{str(wanted)!r} {fact}" if fact else f"No checkpoint in {output_dir!r} is complete: {reasons}"
+    none = f"Start anew, or give a complete {PREFIX_CHECKPOINT_DIR} folder"
+    return wanted, f"{problem}. {none if last is None else f'Resume from {str(last)!r}'}."
+
+
+def _last_complete(output_dir: str, allowed: Collection[str]) -> tuple[Path | None, str]:
+    """The last complete checkpoint, and what is wrong with those after it, or with all where none is complete."""
+    problems: list[str] = []
+    folders = sort_checkpoints(output_dir) if Path(output_dir).is_dir() else []
+    for folder in map(Path, reversed(folders)):
+        if not (fact := problem_of(folder, allowed)):
+            return folder, listed(reversed(problems), separator="; ")
+        problems.append(f"{folder.name} {fact}")
+    return None, listed(reversed(problems), separator="; ")
+
+
+def problem_of(folder: Path, allowed: Collection[str] = ()) -> str:
+    """Why a folder is no complete checkpoint of a Trainer, for messages; "" where it is one."""
+    try:
+        return _problem_of_state(folder) or damage_of(folder, allowed)
+    except CheckpointError as error:
+        return f"is damaged: {error}".rstrip(".")
+
+
+def _problem_of_state(folder: Path) -> str:
+    """The same as far as `trainer_state.json` says it."""
+    file = folder / TRAINER_STATE_NAME
+    try:
+        state = TrainerState.load_from_json(str(file))
+    except (OSError, ValueError):  # absent, or cut off
+        return f"has no readable {TRAINER_STATE_NAME}: it is no checkpoint, or saving it was interrupted"
+    except (TypeError, AttributeError, RecursionError) as error:
+        return f"has a damaged {TRAINER_STATE_NAME} ({first_line(error)})"
+    if type(state.global_step) is not int or "global_step" not in file.read_text(encoding="utf-8"):
+        return f"has a damaged {TRAINER_STATE_NAME} (no number of steps)"
+    return ""
+
+
+def check_checkpoint(trainer: Any, folder: Path) -> None:
+    """Refuse a checkpoint that is damaged or lacks what the trainer goes on with, before anything of it is read.
+
+    Every rank must call.
+
+    Raises:
+        CheckpointError: the same on every rank.
+    """
+    manifest = check_listed(folder, allowed=STATE_FILES if trainer.allow_incomplete else ())
+    elsewhere = warn_of_other_world(folder, "rng_state*.pth", manifest)
+    args = trainer.args
+    random_states = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
+    absent: dict[str, str] = {}
+    with agreed("looking for the parts of the checkpoint", folder), storage_errors("read", folder):
+        if problem := _problem_of_state(folder):  # each rank reads it
+            raise CheckpointError(f"{str(folder)!r} {problem}. Save to a file system that all ranks share.")
+        _check_weights(folder)
+        if not any((folder / name).exists() for name in STATE_FILES[:2]):
+            absent[STATE_FILES[0]] = "the optimizer"
+        if not (folder / SCHEDULER_NAME).is_file():
+            absent[SCHEDULER_NAME] = "the scheduler"
+        if trainer.accelerator.scaler is not None and not (folder / SCALER_NAME).is_file():
+            absent[SCALER_NAME] = "the loss scale"
+        if not elsewhere and not (folder / random_states).is_file():
+            absent[random_states] = "random states"
+    option = "allow_incomplete = True in the trainer's class"
+    refuse_incomplete(folder, absent, allowed=trainer.allow_incomplete, option=option)
+    refuse_damage(folder)
+
+
+def weights_in(folder: Path) -> list[str]:
+    """Files with weights, of the model or of adapters, by their paths in the folder."""
+    return sorted(path.relative_to(folder).as_posix() for pattern in _WEIGHTS for path in folder.glob(pattern))
+
+
+def _check_weights(folder: Path) -> None:
+    """Refuse a folder without weights, and adapters that cannot be opened, which PEFT reads on each rank by itself."""
+    found = weights_in(folder)
+    if not found:
+        raise CheckpointError(
+            f"{str(folder)!r} holds no weights ({WEIGHTS}, {WEIGHTS_INDEX} and its shards, or an adapter's). Use "
+            "another checkpoint."
+        )
+    for file in (folder / name for name in found if name.endswith("adapter_model.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError as error:
+            raise CheckpointError(f"{file}: is damaged ({first_line(error)}). Use another checkpoint.") from error
+
+
+# ---- what is deleted ----
+
+
+def remove_state(folder: Path) -> None:
+    """Let a folder to which a checkpoint is saved again count as incomplete, and hold nothing of a former optimizer."""
+    remove_marks(folder)
+    for path in [path for pattern in STATE_FILES if "/" not in pattern for path in folder.glob(pattern)]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+@contextmanager
+def without_rotation(args: Any) -> Iterator[None]:
+    """Let the Trainer delete no checkpoints in this block: it would do so before the new one is complete."""
+    args._save_total_limit, args.save_total_limit = args.save_total_limit, None
+    try:
+        yield
+    finally:
+        args.save_total_limit = args._save_total_limit
+        del args._save_total_limit
+
+
+def as_asked(args: Any) -> Any:
+    """The arguments as the user gave them, also within `without_rotation`."""
+    if not hasattr(args, "_save_total_limit"):
+        return args
+    asked = copy.copy(args)
+    asked.save_total_limit = args._save_total_limit
+    del asked._save_total_limit
+    return asked
+
+
+def rotate(latest: Path, limit: int | None, best: str | None) -> None:
+    """Delete a Trainer's old checkpoints: keep `limit` in all, the one just saved and the best one among them.
+
+    Which others are oldest is transformers' rule. A checkpoint whose saving was interrupted does not count, and is
+    deleted if it is older than the latest. Folders without a number are not touched. For one rank.
+
+    Args:
+        latest: was saved just now, and is complete.
+        limit: `save_total_limit`; None or 0 deletes nothing.
+        best: path of the best checkpoint, if there is one.
+    """
+    if limit is None or limit <= 0:
+        return
+    named = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
+    found = [Path(path) for path in sort_checkpoints(str(latest.parent), use_mtime=True)]
+    folders = [path for path in found if named.fullmatch(path.name)]
+    interrupted = [path for path in folders if not (path / TRAINER_STATE_NAME).is_file()]
+    others = [path for path in folders if path.name != latest.name and path not in interrupted]
+    kept = {path for path in others if best is not None and path.resolve() == Path(best).resolve()}
+    too_many = max(0, len(others) + 1 - max(limit, 1 + len(kept)))
+    older = {path.name for path in folders[: [path.name for path in folders].index(latest.name)]}
+    for path in interrupted:
+        if path.name in older:
+            remove_checkpoint(path)
+    for path in [path for path in others if path not in kept][:too_many]:
+        remove_checkpoint(path)

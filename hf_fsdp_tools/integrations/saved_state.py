@@ -1,0 +1,153 @@
+"""What `save_state` writes and `load_state` needs: each optimizer with the models whose parameters it holds."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate.checkpointing import save_accelerator_state, save_custom_state
+from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NAME, SCHEDULER_NAME
+from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
+from accelerate.utils.other import load as load_pickled
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from hf_fsdp_tools.checkpoint.durable import storage_errors, sync
+from hf_fsdp_tools.checkpoint.formats.dcp import METADATA
+from hf_fsdp_tools.distributed.agreement import agreed
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.integrations.resume import (
+    check_listed,
+    refuse_damage,
+    refuse_incomplete,
+    warn_of_other_world,
+)
+
+__all__ = ["ACCELERATE_GLOBS", "check_state", "files_of", "load_schedulers", "owner_of", "write_state"]
+
+ACCELERATE_GLOBS = (
+    f"{FSDP_MODEL_NAME}*",
+    f"{FSDP_MODEL_NAME}_*/*",
+    f"{OPTIMIZER_NAME}*",
+    f"{OPTIMIZER_NAME}_*/*",
+    f"{SCHEDULER_NAME}*.bin",
+    "sampler*.bin",
+    "dl_state_dict*.bin",
+    SCALER_NAME,
+    f"{RNG_STATE_NAME}_*.pkl",
+    "custom_checkpoint_*.pkl",
+)
+"""Files of a state for its manifest; source: accelerate 1.15, checkpointing.py and utils/fsdp_utils.py."""
+
+
+def owner_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:
+    """The prepared model that holds all parameters of an optimizer, or several of them as one `nn.ModuleList`.
+
+    Accelerate takes the model of the same number, which is another one where a model has no optimizer, or two.
+
+    Raises:
+        ConfigError: some parameters belong to no prepared model, or to several that FSDP1 has wrapped.
+    """
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    owned = [held & set(model.parameters()) for model in models]
+    for model, part in zip(models, owned, strict=True):
+        if part == held:
+            return model
+    if set().union(*owned) != held:
+        raise ConfigError(
+            f"{len(held - set().union(*owned))} of the {len(held)} parameters of the optimizer belong to no prepared "
+            "model, so that nobody could say what their saved state is of. Prepare their model too."
+        )
+    several = [model for model, part in zip(models, owned, strict=True) if part]
+    if any(FullyShardedDataParallel.fsdp_modules(model) for model in several):
+        raise ConfigError(
+            "FSDP1 cannot save an optimizer of several models. Make one optimizer for each, or use FSDP2."
+        )
+    return nn.ModuleList(several)
+
+
+def files_of(kind: str, index: int) -> tuple[str, str]:
+    """What Accelerate writes of a model or an optimizer: a DCP folder, or one file under FULL_STATE_DICT."""
+    return f"{kind}_{index}", f"{kind}_{index}.bin" if index else f"{kind}.bin"
+
+
+def write_state(accelerator: Any, folder: Path) -> list[str]:
+    """Write all that `Accelerator.save_state` writes; return the files of which a state must have all.
+
+    Optimizers are written under the names that their parameters have in their models. Every rank must call; a rank that
+    fails in one step stops the others before the next, in whose collectives they would wait.
+    """
+    plugin, target = accelerator.state.fsdp_plugin, str(folder)
+    pairs = [(optimizer, owner_of(optimizer, accelerator._models)) for optimizer in accelerator._optimizers]
+    for i, model in enumerate(accelerator._models):
+        with agreed("saving a model", folder):
+            save_fsdp_model(plugin, accelerator, model, target, i)
+    for i, (optimizer, model) in enumerate(pairs):
+        with agreed("saving an optimizer", folder):
+            plain = getattr(optimizer, "optimizer", optimizer)  # torch may step it to make its state
+            save_fsdp_optimizer(plugin, accelerator, plain, model, target, i)
+    for hook in accelerator._save_model_state_pre_hook.values():
+        hook(accelerator._models, [], target)
+    rank = accelerator.process_index
+    on_each_node = accelerator.project_configuration.save_on_each_node
+    with agreed("saving schedulers and random states", folder), storage_errors("save to", folder):
+        save_accelerator_state(
+            target, [], [], accelerator._schedulers, accelerator._dataloaders, rank, accelerator.step,
+            accelerator.scaler, save_on_each_node=on_each_node,
+        )  # fmt: skip
+        for i, registered in enumerate(accelerator._custom_objects):
+            save_custom_state(registered, target, i, save_on_each_node=on_each_node)
+        sync(folder / f"{RNG_STATE_NAME}_{rank}.pkl")
+    needed = [f"{RNG_STATE_NAME}_{i}.pkl" for i in range(accelerator.num_processes)]
+    needed += [name for i in range(len(accelerator._schedulers)) for name in files_of(SCHEDULER_NAME, i)[1:]]
+    kinds = {FSDP_MODEL_NAME: len(accelerator._models), OPTIMIZER_NAME: len(pairs)}
+    for name, whole in (files_of(kind, i) for kind, count in kinds.items() for i in range(count)):
+        if "SHARDED" in str(plugin.state_dict_type):
+            needed.append(f"{name}/{METADATA}")
+        elif "FULL" in str(plugin.state_dict_type):
+            needed.append(whole)
+    return needed
+
+
+def check_state(accelerator: Any, folder: Path, *, allow_incomplete: bool) -> set[str]:
+    """Refuse a state that is damaged or lacks what this run needs; return the files that it lacks and may lack.
+
+    Every rank must call.
+
+    Raises:
+        CheckpointError: the same on every rank.
+    """
+    rest = (f"{OPTIMIZER_NAME}*", f"{SCHEDULER_NAME}*", SCALER_NAME, f"{RNG_STATE_NAME}_*")
+    manifest = check_listed(folder, allowed=rest if allow_incomplete else ())
+    elsewhere = warn_of_other_world(folder, f"{RNG_STATE_NAME}_*.pkl", manifest)
+    absent: dict[str, str] = {}
+    with agreed("looking for the parts of the saved state", folder):
+        there = {path.name for path in folder.iterdir()}
+        local = any("_rank" in name for name in there)  # LOCAL_STATE_DICT, in which each rank has its files
+        models = [files_of(FSDP_MODEL_NAME, i) for i in range(len(accelerator._models))]
+        if lost := [names for names in models if not local and not there.intersection(names)]:
+            raise CheckpointError(
+                f"{str(folder)!r} holds {len(models) - len(lost)} of the {len(models)} models that are prepared now: "
+                f"{' or '.join(lost[0])} is absent. Prepare what was prepared when it was saved, or use another folder."
+            )
+        for i in range(len(accelerator._optimizers)):
+            if not there.intersection(names := files_of(OPTIMIZER_NAME, i)):
+                absent[names[0]] = "an optimizer"
+        for i in range(len(accelerator._schedulers)):
+            if (name := files_of(SCHEDULER_NAME, i)[1]) not in there:
+                absent[name] = "a scheduler"
+        if accelerator.scaler is not None and SCALER_NAME not in there:
+            absent[SCALER_NAME] = "the loss scale"
+        if not elsewhere and (name := f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl") not in there:
+            absent[name] = "random states"
+    option = "load_state(…, allow_incomplete=True)"
+    refuse_incomplete(folder, absent, allowed=allow_incomplete, option=option)
+    refuse_damage(folder)
+    return set(absent)
+
+
+def load_schedulers(schedulers: Iterable[Any], folder: Path, absent: set[str], load_kwargs: dict[str, Any]) -> None:
+    """Load the schedulers of a state, but for those that it lacks. Every rank must call."""
+    with agreed("reading the schedulers", folder):
+        for i, scheduler in enumerate(schedulers):
+            if (name := files_of(SCHEDULER_NAME, i)[1]) not in absent:
+                scheduler.load_state_dict(load_pickled(folder / name, **load_kwargs))

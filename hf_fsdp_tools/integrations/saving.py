@@ -1,0 +1,204 @@
+"""Save training states so that an interruption destroys nothing, and delete old ones so that none counts as whole."""
+
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers.trainer import TRAINER_STATE_NAME
+
+from hf_fsdp_tools.checkpoint.durable import exchange, storage_errors, sync
+from hf_fsdp_tools.checkpoint.manifest import MANIFEST
+from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.fsdp1.flat_shards import plain_view
+
+try:
+    import fcntl
+except ImportError:  # Windows, where two jobs are not noticed
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["former_of", "remove_checkpoint", "remove_leftovers", "remove_marks", "replacing", "saveable"]
+
+_ACCELERATE_FILES = re.compile(
+    r"(random_states|pytorch_model_fsdp|optimizer|scheduler|sampler|dl_state_dict|scaler|custom_checkpoint)[_.].*"
+)
+"""Files that `save_state` writes, which are deleted with their state; source: accelerate 1.15, checkpointing.py."""
+
+
+def saveable(model: nn.Module) -> nn.Module:
+    """The model that `save_pretrained` takes: inside `torch.compile`'s wrapper, and FSDP1 as its plain view."""
+    model = getattr(model, "_orig_mod", model)
+    return plain_view(model) if FullyShardedDataParallel.fsdp_modules(model) else model
+
+
+# ---- one folder in place of another ----
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Give a staging folder to write to; it replaces `folder` once every rank has finished.
+
+    Until then an older `folder` stays as it is, whatever happens, and then one call of the system exchanges the two
+    (two renames where there is no such call). Files of other origin than Accelerate (a user's own) are kept.
+
+    Every rank must enter, and see the same file system; at the end the ranks exchange whether they succeeded.
+
+    Raises:
+        CheckpointError: writing failed on some rank, another job saves to the folder, or the folder cannot be replaced;
+            the same on every rank. A rank whose own error is no `CheckpointError` raises that error.
+    """
+    rank, _ = rank_and_size()
+    folder = folder.resolve()
+    staging = folder.with_name(f".{folder.name or 'root'}.incomplete")
+    with ExitStack() as stack:
+        with agreed("making a folder", staging), storage_errors("save to", folder):
+            if folder.is_mount():
+                raise CheckpointError(
+                    f"{str(folder)!r} is a mount point, which cannot be replaced. Save to a folder in it."
+                )
+            if folder.exists() and not folder.is_dir():
+                raise CheckpointError(f"{str(folder)!r} is a file; give the name of a folder to save to.")
+            if rank == 0:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(_only_job(folder))
+                _clear(folder, staging)
+                staging.mkdir()
+        with agreed("opening a folder", staging):
+            if not staging.is_dir():
+                raise CheckpointError(
+                    f"{str(staging)!r} is not there on this rank. Save to a file system that all ranks share."
+                )
+        with agreed("saving (what was saved before is still there)", folder), storage_errors("save to", folder):
+            yield staging
+        with agreed("finishing the save", folder):
+            if rank == 0:
+                _take_place(staging, folder)
+
+
+def former_of(folder: Path) -> Path:
+    """The path of an older state between two renames that replace it, where the system cannot exchange folders."""
+    return folder.with_name(f".{folder.name}.former")
+
+
+@contextmanager
+def _only_job(folder: Path) -> Iterator[None]:
+    """Refuse to save while another job saves to the same folder; file systems without locks let it pass."""
+    if fcntl is None:
+        yield
+        return
+    file = folder.with_name(f".{folder.name}.lock")
+    with open(file, "a") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free = file.exists() and os.path.samestat(file.stat(), os.fstat(stream.fileno()))
+        except BlockingIOError:
+            is_free = False
+        except OSError:  # the file system has no locks: a second job shows only by its files
+            is_free = True
+        if not is_free:
+            raise CheckpointError(
+                f"Another job is saving to {str(folder)!r}. Stop one of the two, or give each a folder of its own."
+            )
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+
+
+def remove_leftovers(parent: Path, pattern: str) -> None:
+    """Delete what killed saves have left in a folder of states; not what another job is writing. For one rank.
+
+    Args:
+        parent: of the states.
+        pattern: of their names.
+    """
+    for path in parent.glob(f".{pattern}.incomplete"):
+        state = path.with_name(path.name[1:].removesuffix(".incomplete"))
+        with suppress(CheckpointError), _only_job(state):  # another job's is none of ours
+            shutil.rmtree(path)
+
+
+def _clear(folder: Path, staging: Path) -> None:
+    """Put away what a save that was killed has left beside the folder."""
+    former = former_of(folder)
+    if former.exists() and not folder.exists():
+        former.rename(folder)
+    if former.exists():
+        _bring_own_files(former, folder)
+        shutil.rmtree(former)
+    if staging.exists():
+        shutil.rmtree(staging)
+
+
+def _take_place(staging: Path, folder: Path) -> None:
+    """Put the new folder into the place of the old one, then delete the old one."""
+    former = former_of(folder)
+    try:
+        if not folder.exists():
+            staging.rename(folder)
+            sync(folder.parent)
+            return
+        _bring_own_files(folder, staging)
+        if exchange(staging, folder):
+            former = staging
+        else:
+            folder.rename(former)
+            try:
+                staging.rename(folder)
+            except OSError:
+                former.rename(folder)
+                raise
+        sync(folder.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot finish {str(folder)!r}: {error}. What was saved there before is still there."
+        ) from error
+    try:
+        shutil.rmtree(former)
+    except OSError as error:
+        raise CheckpointError(
+            f"{str(folder)!r} is saved, but the former state cannot be deleted: {error}. Delete {str(former)!r}."
+        ) from error
+
+
+def _bring_own_files(source: Path, target: Path) -> None:
+    """Let a user's own files also be in the new folder, so that they are in one of the two at any moment."""
+    for path in source.iterdir():
+        if path.name == MANIFEST or _ACCELERATE_FILES.match(path.name) or os.path.lexists(target / path.name):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, target / path.name, symlinks=True, copy_function=_link)
+        else:
+            _link(path, target / path.name)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    """Give a file a second name; a copy where the file system has no links."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+# ---- old checkpoints ----
+
+
+def remove_marks(folder: Path) -> None:
+    """Let a folder no longer count as a complete checkpoint; the order matters, as a crash may come in between."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Delete a checkpoint, its marks first; warn where it cannot be deleted, for training need not end for that."""
+    try:
+        remove_marks(folder)
+        shutil.rmtree(folder)
+    except OSError as error:
+        warnings.warn(f"The old checkpoint {str(folder)!r} cannot be deleted: {error}. Delete it.", stacklevel=2)

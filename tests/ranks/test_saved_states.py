@@ -1,0 +1,447 @@
+"""What a save leaves at each moment, what a resume says of a damaged state, and states of several models."""
+
+import hashlib
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import TrainerCallback
+
+from hf_fsdp_tools import CheckpointError, from_pretrained, make_accelerator
+from hf_fsdp_tools.checkpoint.manifest import MANIFEST
+from hf_fsdp_tools.integrations.checkpoints import problem_of
+from tests._checkpoints import full
+from tests._dist import run_cases, run_ranks
+from tests._training import ShardedTrainer, arguments, make_rows
+
+# ---- at each moment of a save ----
+
+
+class Moments:
+    """Copies of a folder, made on this rank before each event of the file system within it."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        self.folder, self.target = folder, target
+        self.count, self.watching = 0, False
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
+        """Copy; opening a file to read it (to bring it to disk, too) changes nothing."""
+        changes = event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link") or (
+            event == "open" and (args[1] or "r")[:1] in "wax+"
+        )
+        if not self.watching or not changes or str(self.folder) not in str(args[0]):
+            return
+        self.watching = False
+        _copy(self.folder, self.target / f"{self.count}")
+        self.count += 1
+        self.watching = True
+
+
+def _copy(source: Path, target: Path) -> None:
+    """As another rank goes on meanwhile, files may vanish."""
+    target.mkdir(parents=True)
+    for path in source.rglob("*"):
+        to = target / path.relative_to(source)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            to.mkdir(exist_ok=True)
+        elif path.is_file():
+            shutil.copyfile(path, to)
+
+
+def _content(folder: Path) -> dict[str, str]:
+    """Every file that matters for a resume, by its path."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".incomplete", ".json"))
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+class Remembers(TrainerCallback):
+    """What each checkpoint holds once it is saved."""
+
+    def __init__(self) -> None:
+        self.contents: dict[str, dict[str, str]] = {}
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        name = f"checkpoint-{state.global_step}"
+        self.contents[name] = _content(Path(args.output_dir, name))
+
+
+def _trainer(source: Path, out: Path, **settings: Any) -> Any:
+    callbacks = settings.pop("callbacks", None)
+    attributes = settings.pop("attributes", {})
+    made = arguments(out, **{"max_steps": 2, "save_strategy": "steps", "save_steps": 1, **settings})
+    model = from_pretrained(source, accelerator=make_accelerator(cpu=True))
+    trainer = ShardedTrainer(model=model, args=made, train_dataset=make_rows(32), callbacks=callbacks)
+    for name, value in attributes.items():
+        setattr(trainer, name, value)
+    return trainer
+
+
+def moments_of_a_trainer(source: Path, out: Path) -> None:
+    for limit in (1, 2):
+        folder, remembers = out / f"limit {limit}", Remembers()
+        moments = Moments(folder, out / f"copies {limit}")
+        trainer = _trainer(source, folder, max_steps=3, save_total_limit=limit, callbacks=[remembers])
+        moments.watching = dist.get_rank() == 0
+        trainer.train()
+        moments.watching = False
+        if dist.get_rank() != 0:
+            continue
+        assert sorted(remembers.contents) == [f"checkpoint-{step}" for step in (1, 2, 3)]
+        begun = False
+        for number in range(moments.count):
+            copies = sorted((out / f"copies {limit}" / f"{number}").glob("checkpoint-*"))
+            complete = [path for path in copies if not problem_of(path)]
+            begun |= bool(complete)
+            assert begun == bool(complete), f"moment {number}: a complete checkpoint was there, and none is"
+            for path in complete:
+                assert _content(path) == remembers.contents[path.name], f"moment {number}: {path.name}"
+        assert moments.count > 50 and begun
+        held = {path.name for path in folder.iterdir()}
+        assert held == {f"checkpoint-{step}" for step in range(4 - limit, 4)}
+
+
+def moments_of_a_state(source: Path, out: Path) -> None:
+    accelerator, model, optimizer = _loop(source)
+    moments = Moments(out / "states", out / "copies")
+    saved: list[dict[str, str]] = []
+    for _ in range(3):
+        _step(accelerator, model, optimizer)
+        moments.watching = dist.get_rank() == 0 and bool(saved)
+        accelerator.save_state(out / "states" / "state")
+        moments.watching = False
+        dist.barrier()
+        saved.append(_content(out / "states" / "state"))
+        (out / "states" / "state" / "mine.json").touch()
+        dist.barrier()
+    if dist.get_rank() == 0:
+        for number in range(moments.count):
+            state = out / "copies" / f"{number}" / "state"
+            assert (state / MANIFEST).is_file() and _content(state) in saved, f"moment {number}"
+            assert (state / "mine.json").exists()
+        assert moments.count > 20
+
+
+def removed_while_it_is_saved(source: Path, out: Path) -> None:
+    """By a cleaning job, for instance."""
+    _trainer(source, out, max_steps=1, save_total_limit=1).train()
+    before = _content(out / "checkpoint-1")
+    from hf_fsdp_tools.integrations import trainer as module
+
+    real = module.save_fsdp_optimizer
+
+    def removing(*args: Any, **kwargs: Any) -> None:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            shutil.rmtree(out / "checkpoint-2")
+        dist.barrier()
+        real(*args, **kwargs)
+
+    said = pytest.raises(CheckpointError, match=r"checkpoint-2' was changed while it was saved: '.*' (is|are) gone")
+    with patch.object(module, "save_fsdp_optimizer", removing), said:
+        _trainer(source, out, save_total_limit=1).train(resume_from_checkpoint=True)
+    dist.barrier()
+    assert _content(out / "checkpoint-1") == before and not problem_of(out / "checkpoint-1")
+    assert problem_of(out / "checkpoint-2")
+
+
+def test_at_each_moment_of_a_save_a_whole_state_is_there_and_nothing_else_counts_as_one(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    cases = (moments_of_a_trainer, moments_of_a_state, removed_while_it_is_saved)
+    named = {case.__name__: partial(case, folders["llama"], tmp_path / case.__name__) for case in cases}
+    run_ranks(run_cases, 2, named)
+
+
+# ---- damage ----
+
+
+def gone(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
+
+    return damage
+
+
+def cut(name: str, length: int = 50) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, length)
+
+
+def written(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+def shard(how: Callable[[str], Callable[[Path], None]]) -> Callable[[Path], None]:
+    """Of the optimizer, that of rank 1."""
+    return lambda folder: how(f"optimizer_0/{sorted(p.name for p in folder.glob('optimizer_0/__1_*'))[0]}")(folder)
+
+
+BOTH: dict[str, tuple[Callable[[Path], None], str]] = {
+    "optimizer gone": (gone("optimizer_0"), r"optimizer_0"),
+    "metadata gone": (gone("optimizer_0/.metadata"), r"\.metadata"),
+    "metadata garbage": (written("optimizer_0/.metadata", "garbage"), r"\.metadata"),
+    "shard gone": (shard(gone), r"__1_0\.distcp"),
+    "shard cut": (shard(cut), r"__1_0\.distcp"),
+}
+"""Damage to either kind of state, and what the error names."""
+
+OF_TRAINER = BOTH | {
+    "scheduler gone": (gone("scheduler.pt"), r"scheduler\.pt"),
+    "scheduler cut": (cut("scheduler.pt"), r"scheduler\.pt"),
+    "random states gone": (gone("rng_state_1.pth"), r"rng_state_1\.pth"),
+    "random states cut": (cut("rng_state_1.pth"), r"rng_state_1\.pth"),
+    "weights gone": (gone("model.safetensors"), r"model\.safetensors"),
+    "weights cut": (cut("model.safetensors"), r"model\.safetensors"),
+    "trainer state {}": (written("trainer_state.json", "{}"), r"trainer_state\.json"),
+    "trainer state null": (written("trainer_state.json", "null"), r"trainer_state\.json"),
+}
+
+OF_STATE = BOTH | {
+    "model gone": (gone("pytorch_model_fsdp_0"), r"pytorch_model_fsdp_0"),
+    "scheduler gone": (gone("scheduler.bin"), r"scheduler\.bin"),
+    "scheduler cut": (cut("scheduler.bin"), r"scheduler\.bin"),
+    "random states gone": (gone("random_states_1.pkl"), r"random_states_1\.pkl"),
+    "random states cut": (cut("random_states_1.pkl"), r"random_states_1\.pkl"),
+    "random states malicious": (written("random_states_1.pkl", "cos\nsystem\n(S'true'\ntR."), r"random_states_1\.pkl"),
+    "an object that runs code": (written("custom_checkpoint_0.pkl", "cos\nsystem\n(S'true'\ntR."), r"custom_check"),
+}
+
+
+def _refused(load: Callable[[str], Any], good: Path, damages: dict[str, tuple[Callable[[Path], None], str]]) -> None:
+    """Each damage is one short error on every rank, with the list of files and without it."""
+    for with_manifest in (True, False):
+        for number, (name, (damage, says)) in enumerate(damages.items()):
+            if name == "random states gone" and not with_manifest:
+                continue  # as if fewer ranks had saved it
+            bad = good.with_name(f"bad-{number}-{with_manifest}")
+            if dist.get_rank() == 0:
+                damage(shutil.copytree(good, bad))
+                if not with_manifest:
+                    (bad / MANIFEST).unlink()
+            dist.barrier()
+            with warnings.catch_warnings(), pytest.raises(CheckpointError, match=says) as caught:
+                warnings.simplefilter("ignore")
+                load(str(bad))
+            assert len(str(caught.value)) < 1500, name
+            assert str(bad) in str(caught.value), name
+
+
+class NoStep(TrainerCallback):
+    """Fails where training begins."""
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        pytest.fail("a step was trained")
+
+
+def damaged_checkpoints(source: Path, out: Path) -> None:
+    first = _trainer(source, out, max_steps=2, save_steps=2, save_strategy="steps")
+    first.train()
+    good = out / "checkpoint-2"
+    trainer = _trainer(source, out / "later", max_steps=3, save_strategy="no", callbacks=[NoStep()])
+    _refused(lambda bad: trainer.train(resume_from_checkpoint=bad), good, OF_TRAINER)
+
+
+def damaged_states(source: Path, out: Path) -> None:
+    accelerator, model, optimizer = _loop(source)
+    _step(accelerator, model, optimizer)
+    good = accelerator.save_state(out / "good")
+    before = [full(parameter).clone() for parameter in model.parameters()]
+    _step(accelerator, model, optimizer)
+    other = [full(parameter).clone() for parameter in model.parameters()]
+    _refused(accelerator.load_state, good, OF_STATE)
+    assert all(torch.equal(full(p), w) for p, w in zip(model.parameters(), other, strict=True)), "nothing was read"
+    accelerator.load_state(good)
+    assert all(torch.equal(full(p), w) for p, w in zip(model.parameters(), before, strict=True))
+
+
+def _copied(good: Path, name: str, change: Callable[[Path], None]) -> str:
+    if dist.get_rank() == 0:
+        change(shutil.copytree(good, good.with_name(name)))
+    dist.barrier()
+    return str(good.with_name(name))
+
+
+def going_on_without(source: Path, out: Path) -> None:
+    first = _trainer(source, out, max_steps=2, save_steps=2, lr_scheduler_type="linear")
+    first.train()
+    good = out / "checkpoint-2"
+    allowed = {"allow_incomplete": True}
+    for name, what in (("scheduler.pt", "the scheduler"), ("rng_state_1.pth", "random states")):
+        bad = _copied(good, f"without {name}", gone(name))
+        trainer = _trainer(source, out / "on", max_steps=3, save_strategy="no", attributes=allowed)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            trainer.train(resume_from_checkpoint=bad)
+        said = [str(warning.message) for warning in seen if "anew" in str(warning.message)]
+        assert [what in text for text in said] == ([True] if dist.get_rank() == 0 else []), said
+        steps = {int(state["step"]) for state in trainer.optimizer.state.values()}
+        assert steps == {3}, "the optimizer went on, although the scheduler is absent"
+        assert not any("processes" in str(warning.message) for warning in seen)
+    more = _copied(good, "of more ranks", lambda folder: (folder / "rng_state_3.pth").touch())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        _trainer(source, out / "on", max_steps=3, save_strategy="no").train(resume_from_checkpoint=more)
+    assert not any("process(es)" in str(warning.message) for warning in seen)
+
+
+def flipped_bits(source: Path, out: Path) -> None:
+    trainer = _trainer(source, out, max_steps=1, attributes={"checksums": True})
+    trainer.train()
+    accelerator, model, optimizer = _loop(source)
+    _step(accelerator, model, optimizer)
+    state = accelerator.save_state(out / "state", checksums=True)
+    accelerator.load_state(state)
+
+    def flip(folder: Path) -> None:
+        file = sorted(folder.glob("optimizer_0/__1_*"))[0]
+        text = bytearray(file.read_bytes())
+        text[len(text) // 2] ^= 1
+        file.write_bytes(text)
+
+    for folder, load in (
+        (state, accelerator.load_state),
+        (out / "checkpoint-1", lambda bad: _trainer(source, out).train(resume_from_checkpoint=bad)),
+    ):
+        with pytest.raises(CheckpointError, match=r"__1_0\.distcp' have another checksum"):
+            load(_copied(folder, f"flipped {folder.name}", flip))
+
+
+def test_a_damaged_state_is_one_error_on_every_rank_before_anything_is_read(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    cases = (damaged_checkpoints, damaged_states, going_on_without, flipped_bits)
+    named = {case.__name__: partial(case, folders["llama"], tmp_path / case.__name__) for case in cases}
+    run_ranks(run_cases, 2, named)
+
+
+# ---- several models and optimizers ----
+
+
+def _loop(source: Path) -> tuple[Accelerator, Any, Any]:
+    accelerator = make_accelerator(cpu=True)
+    model = from_pretrained(source, accelerator=accelerator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    model, optimizer, _ = accelerator.prepare(model, optimizer, scheduler)
+    return accelerator, model, optimizer
+
+
+def _step(accelerator: Any, model: Any, *optimizers: Any) -> None:
+    row = make_rows(2)[dist.get_rank()]
+    accelerator.backward(model(**{key: value[None] for key, value in row.items()}).loss)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _teacher_first(accelerator: Any, sources: dict[str, Path]) -> tuple[list[Any], list[Any]]:
+    teacher = from_pretrained(sources["qwen2_moe"], accelerator=accelerator).requires_grad_(False)
+    student = from_pretrained(sources["llama"], accelerator=accelerator)
+    teacher = accelerator.prepare(teacher)
+    student, optimizer = accelerator.prepare(student, torch.optim.AdamW(student.parameters(), lr=1e-2))
+    return [teacher, student], [optimizer]
+
+
+def _other_order(accelerator: Any, sources: dict[str, Path]) -> tuple[list[Any], list[Any]]:
+    first = from_pretrained(sources["llama"], accelerator=accelerator)
+    second = from_pretrained(sources["tied"], accelerator=accelerator)
+    of_second = torch.optim.AdamW(second.parameters(), lr=1e-2)
+    of_first = torch.optim.SGD(first.parameters(), lr=1e-2, momentum=0.9)
+    first, second, *optimizers = accelerator.prepare(first, second, of_second, of_first)
+    return [first, second], optimizers
+
+
+def _two_of_one(accelerator: Any, sources: dict[str, Path]) -> tuple[list[Any], list[Any]]:
+    model = from_pretrained(sources["llama"], accelerator=accelerator)
+    halves = [[p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() < 2]]
+    made = [torch.optim.AdamW(halves[0], lr=1e-2), torch.optim.Adagrad(halves[1], lr=1e-2)]
+    model, *optimizers = accelerator.prepare(model, *made)
+    return [model], optimizers
+
+
+def _one_of_two(accelerator: Any, sources: dict[str, Path]) -> tuple[list[Any], list[Any]]:
+    first = from_pretrained(sources["llama"], accelerator=accelerator)
+    second = from_pretrained(sources["tied"], accelerator=accelerator)
+    made = torch.optim.AdamW([*first.parameters(), *second.parameters()], lr=1e-2)
+    first, second, optimizer = accelerator.prepare(first, second, made)
+    return [first, second], [optimizer]
+
+
+MAKE = (_teacher_first, _other_order, _two_of_one, _one_of_two)
+
+
+def _all_of(models: list[Any], optimizers: list[Any]) -> list[torch.Tensor]:
+    tensors = [parameter for model in models for parameter in model.parameters()]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                tensors += [state[key] for key in sorted(state)]
+    return [full(tensor).clone() for tensor in tensors]
+
+
+def several(make: Callable[..., Any], sources: dict[str, Path], out: Path) -> None:
+    accelerator = make_accelerator(cpu=True)
+    models, optimizers = make(accelerator, sources)
+
+    def step() -> None:
+        for model in models:
+            if any(parameter.requires_grad for parameter in model.parameters()):
+                _step(accelerator, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step()
+    accelerator.save_state(out)
+    saved = _all_of(models, optimizers)
+    step()
+    expected = _all_of(models, optimizers)
+    accelerator.free_memory()
+    models, optimizers = make(accelerator, sources)
+    accelerator.load_state(out)
+    assert all(map(torch.equal, _all_of(models, optimizers), saved))
+    step()
+    found = _all_of(models, optimizers)
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def accelerate_itself_reads_what_one_model_saved(sources: dict[str, Path], out: Path) -> None:
+    accelerator, model, optimizer = _loop(sources["llama"])
+    _step(accelerator, model, optimizer)
+    accelerator.save_state(out / "state")
+    saved = _all_of([model], [optimizer])
+    _step(accelerator, model, optimizer)
+    Accelerator.load_state(accelerator, str(out / "state"))
+    assert all(map(torch.equal, _all_of([model], [optimizer]), saved))
+
+
+def one_rank_that_fails_stops_the_others(sources: dict[str, Path], out: Path) -> None:
+    """Also where only rank 0 writes a file between the gathers of two models."""
+    accelerator = make_accelerator(cpu=True)
+    accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    _other_order(accelerator, sources)
+    full_disk = patch("torch.save", side_effect=OSError(28, "No space left on device"))
+    with full_disk, pytest.raises((CheckpointError, CheckpointException), match="No space left on device"):
+        accelerator.save_state(out / "state")
+    assert not (out / "state").exists()
+
+
+def test_models_and_optimizers_are_saved_in_any_number_and_order(folders: dict[str, Path], tmp_path: Path) -> None:
+    sources = {kind: folders[kind] for kind in ("llama", "tied", "qwen2_moe")}
+    named: dict[str, Any] = {make.__name__: partial(several, make, sources, tmp_path / make.__name__) for make in MAKE}
+    for case in (accelerate_itself_reads_what_one_model_saved, one_rank_that_fails_stops_the_others):
+        named[case.__name__] = partial(case, sources, tmp_path / case.__name__)
+    run_ranks(run_cases, 2, named)

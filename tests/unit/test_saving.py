@@ -1,0 +1,300 @@
+"""One folder in place of another, the list of a checkpoint's files, and which old checkpoints are deleted."""
+
+import fcntl
+import json
+import os
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from hf_fsdp_tools.checkpoint import durable
+from hf_fsdp_tools.checkpoint.manifest import MANIFEST, check_sums, read_manifest, write_manifest
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.integrations import checkpoints, saving
+from hf_fsdp_tools.integrations.checkpoints import complete_checkpoint, problem_of, rotate
+from hf_fsdp_tools.integrations.saving import remove_checkpoint, replacing
+
+# ---- the list of files ----
+
+
+def checkpoint(folder: Path, step: int = 1) -> Path:
+    """What a Trainer leaves, complete."""
+    (folder / "optimizer_0").mkdir(parents=True)
+    for name in ("model.safetensors", "scheduler.pt", "rng_state.pth", "optimizer_0/.metadata"):
+        (folder / name).write_bytes(f"{name} of step {step}".encode())
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    write_manifest(folder, ["trainer_state.json", "model.safetensors"], checkpoints.TRAINER_GLOBS, checksums=True)
+    return folder
+
+
+def test_a_manifest_names_what_is_gone_or_has_another_size(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint-1")
+    manifest = read_manifest(folder)
+    assert manifest is not None and not manifest.damage(folder) and manifest.ranks == 1
+    assert {"optimizer_0/.metadata", "scheduler.pt", "rng_state.pth"} < manifest.sizes.keys()
+    check_sums(folder, manifest)
+    (folder / "tokenizer.json").write_text("{}")  # others may come
+    state = json.loads((folder / "trainer_state.json").read_text()) | {"best_metric": 0.5}
+    (folder / "trainer_state.json").write_text(json.dumps(state))  # people edit these
+    assert problem_of(folder) == ""
+    (folder / "optimizer_0" / ".metadata").unlink()
+    (folder / "scheduler.pt").write_bytes(b"cut")
+    assert manifest.damage(folder) == {
+        "optimizer_0/.metadata": "is absent",
+        "scheduler.pt": "has 3 bytes, and had 22 when it was saved",
+    }
+    assert "'optimizer_0/.metadata' is absent" in problem_of(folder)
+    assert "optimizer" not in problem_of(folder, checkpoints.STATE_FILES), "that it is absent is allowed"
+
+
+def test_a_flipped_bit_shows_in_the_checksums(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint-1")
+    text = bytearray((folder / "optimizer_0" / ".metadata").read_bytes())
+    text[3] ^= 1
+    (folder / "optimizer_0" / ".metadata").write_bytes(text)
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    with pytest.raises(CheckpointError, match=r"'optimizer_0/.metadata' have another checksum"):
+        check_sums(folder, manifest)
+
+
+MALFORMED = (
+    "{",
+    "[]",
+    "null",
+    '{"format": 2, "ranks": 2, "files": {}}',
+    '{"format": 1, "ranks": "2", "files": {}}',
+    '{"format": 1, "ranks": 2, "files": {"../../etc/passwd": {}}}',
+    '{"format": 1, "ranks": 2, "files": {"model.safetensors": {"bytes": "many"}}}',
+    '{"format": 1, "ranks": 2, "files": {"model.safetensors": []}}',
+    "[" * 100_000,
+)
+
+
+@pytest.mark.parametrize("text", MALFORMED, ids=range(len(MALFORMED)))
+def test_a_malformed_manifest_is_one_error_that_names_it(tmp_path: Path, text: str) -> None:
+    (tmp_path / MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match=MANIFEST) as caught:
+        read_manifest(tmp_path)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_folder_that_was_changed_while_it_was_saved_is_not_declared_complete(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'model.safetensors' is gone"):
+        write_manifest(tmp_path, ["model.safetensors"], ["*"])
+    assert not (tmp_path / MANIFEST).exists()
+
+
+STATES = (
+    "",
+    "{}",
+    "null",
+    "[]",
+    '{"global_step": "2"}',
+    '{"global_step": 2, "unheard_of": 1}',
+    '{"global_step": 2',
+    "7",
+)
+
+
+@pytest.mark.parametrize("text", STATES)
+def test_a_damaged_trainer_state_is_no_complete_checkpoint(tmp_path: Path, text: str) -> None:
+    folder = checkpoint(tmp_path / "checkpoint-1")
+    (folder / "trainer_state.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
+        complete_checkpoint(str(folder), str(tmp_path))
+    checkpoint(tmp_path / "checkpoint-0", 0)
+    with pytest.warns(UserWarning, match=r"Resuming from checkpoint-0: checkpoint-1 has"):
+        assert complete_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-0")
+
+
+# ---- old checkpoints ----
+
+
+@pytest.mark.parametrize("real_times", [True, False])
+def test_an_interrupted_checkpoint_is_not_counted_and_the_one_just_saved_is_never_deleted(
+    tmp_path: Path, real_times: bool
+) -> None:
+    for step in (2, 3):
+        checkpoint(tmp_path / f"checkpoint-{step}", step)
+    (tmp_path / "checkpoint-4").mkdir()  # interrupted
+    (tmp_path / "checkpoint-mine").mkdir()
+    for number, name in enumerate(("checkpoint-4", "checkpoint-2", "checkpoint-3")):
+        os.utime(tmp_path / name, (number * 100, number * 100))
+    times = nullcontext() if real_times else patch("os.path.getmtime", return_value=7.0)
+    with times:
+        rotate(tmp_path / "checkpoint-3", 1, None)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"checkpoint-3", "checkpoint-mine"} | ({"checkpoint-4"} if not real_times else set())
+    with nullcontext() if real_times else pytest.warns(UserWarning, match=r"checkpoint-4 has no readable"):
+        assert complete_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-3")
+
+
+def test_rotation_keeps_the_limit_and_the_best(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        checkpoint(tmp_path / f"checkpoint-{step}", step)
+        os.utime(tmp_path / f"checkpoint-{step}", (step * 100, step * 100))
+    rotate(tmp_path / "checkpoint-5", None, None)
+    rotate(tmp_path / "checkpoint-5", 0, None)
+    assert len(list(tmp_path.iterdir())) == 5
+    rotate(tmp_path / "checkpoint-5", 3, str(tmp_path / "checkpoint-1"))
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-4", "checkpoint-5"}
+    rotate(tmp_path / "checkpoint-5", 1, str(tmp_path / "checkpoint-1"))
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-5"}
+
+
+def test_a_checkpoint_of_which_a_file_is_deleted_counts_as_complete_no_more(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint-1")
+    seen: list[tuple[set[str], str]] = []
+    unlink = os.unlink
+
+    def watched(path: str, *args: object, **kwargs: object) -> None:
+        seen.append(({file.name for file in folder.rglob("*") if file.is_file()}, problem_of(folder)))
+        unlink(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    whole = {file.name for file in folder.rglob("*") if file.is_file()} - {MANIFEST}
+    with patch("os.unlink", watched):
+        remove_checkpoint(folder)
+    assert len(seen) >= 4 and not folder.exists()
+    assert all(problem or whole <= names for names, problem in seen)
+
+
+def test_a_checkpoint_that_cannot_be_deleted_does_not_end_the_training(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint-1")
+    denied = patch("shutil.rmtree", side_effect=PermissionError(13, "Permission denied"))
+    with denied, pytest.warns(UserWarning, match=r"checkpoint-1' cannot be deleted"):
+        remove_checkpoint(folder)
+    assert problem_of(folder)
+
+
+# ---- one folder in place of another ----
+
+
+def save(folder: Path, text: str) -> None:
+    with replacing(folder) as staging:
+        (staging / "scheduler.bin").write_text(text)
+
+
+class Killed(BaseException):
+    """The process is gone: nothing that would tidy up runs."""
+
+
+def test_two_names_are_exchanged_in_one_step(tmp_path: Path) -> None:
+    first, second = tmp_path / "a ü\n", tmp_path / "b"
+    first.mkdir(), second.mkdir()
+    (first / "old").touch()
+    if not durable.exchange(first, second):
+        pytest.skip("this file system cannot exchange")
+    assert (second / "old").exists() and not (first / "old").exists()
+    with pytest.raises(FileNotFoundError):
+        durable.exchange(first, tmp_path / "absent")
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_at_each_step_of_a_save_the_old_state_or_the_new_one_is_there(tmp_path: Path, can_exchange: bool) -> None:
+    """A save is killed at its first event of the file system, at its second, …; then the next one runs."""
+    able = nullcontext() if can_exchange else patch.object(saving, "exchange", return_value=False)
+    kills = 0
+    for point in range(100):
+        folder = tmp_path / f"{point}" / "state"
+        save(folder, "old")
+        (folder / "notes").mkdir()
+        (folder / "notes" / "mine.txt").write_text("a user's own")
+        with able, patch.multiple("os", **_deadly(point)):
+            try:
+                save(folder, "new")
+            except Killed:
+                kills += 1
+        killed = kills == point + 1
+        there = folder if folder.exists() else saving.former_of(folder)
+        assert can_exchange <= (there == folder), "with an exchange the name always means a state"
+        assert (there / "scheduler.bin").read_text() in (("old", "new") if killed else ("new",))
+        assert (there / "notes" / "mine.txt").read_text() == "a user's own"
+        save(folder, "newer")
+        assert (folder / "scheduler.bin").read_text() == "newer"
+        assert (folder / "notes" / "mine.txt").read_text() == "a user's own"
+        assert [path.name for path in folder.parent.iterdir()] == ["state"], "nothing is left of the killed save"
+        if not killed:
+            break
+    assert kills >= 8
+
+
+def _deadly(point: int) -> dict[str, object]:
+    """Calls of the file system, the one at `point` of which kills the process before it does anything."""
+    count = iter(range(1000))
+
+    def counted(real):  # type: ignore[no-untyped-def]
+        def call(*args, **kwargs):  # type: ignore[no-untyped-def]
+            if next(count) >= point:
+                raise Killed
+            return real(*args, **kwargs)
+
+        return call
+
+    return {name: counted(getattr(os, name)) for name in ("mkdir", "rename", "link", "unlink", "rmdir", "fsync")}
+
+
+def test_a_rename_that_fails_is_undone(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    save(folder, "old")
+    rename = Path.rename
+
+    def fails(path: Path, target: Path) -> Path:
+        if path.name.endswith(".incomplete"):
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    said = pytest.raises(CheckpointError, match=r"Input/output error.*still there")
+    with patch.object(saving, "exchange", return_value=False), patch.object(Path, "rename", fails), said:
+        save(folder, "new")
+    assert (folder / "scheduler.bin").read_text() == "old"
+    with pytest.raises(CheckpointError, match=r"still there"), replacing(folder) as staging:
+        staging.rmdir()
+    assert (folder / "scheduler.bin").read_text() == "old"
+
+
+def test_two_jobs_that_save_to_one_folder_are_told_so(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    save(folder, "old")
+    with open(tmp_path / ".state.lock", "a") as of_another:
+        fcntl.flock(of_another, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError, match=r"Another job is saving to '.*/state'"):
+            save(folder, "new")
+    assert (folder / "scheduler.bin").read_text() == "old"
+    save(folder, "new")  # a lock that a killed job has left locks nothing
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_what_killed_saves_have_left_beside_numbered_states_is_deleted(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f".checkpoint_{number}.incomplete" / "optimizer_0").mkdir(parents=True)
+    with open(tmp_path / ".checkpoint_2.lock", "a") as of_another:
+        fcntl.flock(of_another, fcntl.LOCK_EX)
+        saving.remove_leftovers(tmp_path, "checkpoint_*")
+    assert {path.name for path in tmp_path.iterdir()} == {".checkpoint_2.incomplete", ".checkpoint_2.lock"}
+
+
+@pytest.mark.parametrize("name", ["x" * 250, "file/state", "file"])
+def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"Cannot save to '|is a file"):
+        save(tmp_path / name, "new")
+
+
+def test_a_read_only_file_system_is_one_error(tmp_path: Path) -> None:
+    read_only = patch.object(Path, "mkdir", side_effect=OSError(30, "Read-only file system"))
+    with read_only, pytest.raises(CheckpointError, match=r"Cannot save to '.*/state': .*Read-only file system"):
+        save(tmp_path / "state", "new")
+
+
+def test_no_warning_where_nothing_is_wrong(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint-1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (
+            complete_checkpoint(True, str(tmp_path)) == complete_checkpoint(str(folder), str(tmp_path)) == str(folder)
+        )
+        assert complete_checkpoint(True, str(tmp_path / "absent")) is True, "the Trainer says that there is none"
