@@ -21,12 +21,13 @@ from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import (
     check_managed,
     check_native,
-    check_optimizers,
     check_precision,
     prepare_for_training,
+    refuse_parts,
     shard_additions,
     shard_in_place,
 )
+from hf_fsdp_tools.integrations.optimizers import check_optimizers, clip_values, step_kinds_apart
 from hf_fsdp_tools.integrations.resume import (
     awaiting_state,
     former_of,
@@ -94,6 +95,14 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         # Accelerate's own method also compares lists of tensors, which fails where several models are prepared.
         norm = self._clip_grad_norm_dtensor_aware(list(parameters), max_norm, norm_type=norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip as `torch.nn.utils.clip_grad_value_` does, each shard by its own rank; nothing is communicated."""
+        if not self.is_fsdp2:
+            super().clip_grad_value_(parameters, clip_value)
+            return
+        self.unscale_gradients()
+        clip_values([parameters] if isinstance(parameters, torch.Tensor) else parameters, clip_value)
 
     # ---- saving and resuming ----
 
@@ -173,6 +182,15 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             base.generator = torch.Generator()  # torch draws a seed for workers from it, used or not
         return loader
 
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Save as `Accelerator.save` does; shards are refused, of which it would write rank 0's alone.
+
+        Raises:
+            ConfigError: the object holds tensors of which this rank has a part only.
+        """
+        refuse_parts(obj, f)
+        super().save(obj, f, safe_serialization)
+
     def save_model(
         self, model: nn.Module, save_directory: str | PathLike[str], max_shard_size: int | str = "10GB", **options: Any
     ) -> None:
@@ -189,6 +207,7 @@ def _prepare_object(accelerator: Accelerator, obj: Any) -> Any:
     if isinstance(obj, torch.utils.data.DataLoader):
         return accelerator.prepare_data_loader(obj)
     if isinstance(obj, torch.optim.Optimizer):
+        step_kinds_apart(getattr(obj, "optimizer", obj))
         return accelerator.prepare_optimizer(obj, device_placement=False)
     if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
         return accelerator.prepare_scheduler(obj)
