@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.fsdp1.precision import cast_where_computed
 from hf_fsdp_tools.fsdp1.under_accelerate import let_generate
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import (
@@ -59,11 +60,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             ConfigError: a model or an optimizer cannot be trained as it is; the message says why.
         """
         if not self.is_fsdp2:
-            prepared = super().prepare(*objects, device_placement=device_placement)
-            for obj in prepared if isinstance(prepared, tuple) else (prepared,):
-                if isinstance(obj, FullyShardedDataParallel):
-                    let_generate(obj)
-            return prepared
+            return super().prepare(*objects, device_placement=device_placement)
         if device_placement is not None:
             raise ConfigError(
                 "device_placement cannot be chosen under FSDP: shards live where the mesh is. Leave it out."
@@ -80,7 +77,11 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Prepare as `Accelerator.prepare_model` does; FSDP2 also shards models for evaluation (reward models)."""
         if not self.is_fsdp2:
-            return super().prepare_model(model, device_placement, evaluation_mode)
+            prepared = super().prepare_model(model, device_placement, evaluation_mode)
+            if isinstance(prepared, FullyShardedDataParallel):
+                let_generate(prepared)
+                cast_where_computed(prepared)
+            return prepared
         _take_up_model(self, model, [])
         return model
 

@@ -2,12 +2,14 @@
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
@@ -67,7 +69,6 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             self._prefer_what_fsdp1_can(on_cpu=on_cpu)
         self.mixed_precision_policy = _as_given(self.mixed_precision_policy, self.fsdp_version)
         super().__post_init__()
-        self.cpu_ram_efficient_loading = False  # `model.send_weights` takes the place of Accelerate's code for it
         self.ignored_modules = self.ignored_modules or None
         self.translated = self.policy is None
         self.policy = self.policy or self._translate_wrap()
@@ -82,6 +83,24 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             check_settings(self, on_cpu=on_cpu, alone_on_node=alone)
         elif isinstance(self.cpu_offload, CPUOffloadPolicy) and on_cpu:
             self.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
+
+    @contextmanager
+    def shown_in_variables(self) -> Iterator[None]:
+        """Let a plugin that Accelerate makes from the environment within a block start, where this one does.
+
+        The Trainer gives its Accelerator no plugin, so Accelerate makes one of its own, and drops it for this one. From
+        what `accelerate launch` sets for FSDP1 (`FSDP_SYNC_MODULE_STATES=true`), it stops on CPUs.
+        """
+        variable = "FSDP_SYNC_MODULE_STATES"
+        before = os.environ.get(variable)
+        if before is None or self.sync_module_states:
+            yield
+            return
+        os.environ[variable] = "false"
+        try:
+            yield
+        finally:
+            os.environ[variable] = before
 
     def adopt(self, accelerator: Accelerator) -> None:
         """Give an `Accelerator(fsdp_plugin=HybridFSDPPlugin())` our `prepare`, in place."""
@@ -100,13 +119,19 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Set the wrap policy for FSDP1; Accelerate calls it before it wraps a model itself.
 
+        Under FSDP2 `policy` decides, once there is a model; a call before there is an Accelerator changes nothing.
+
         Raises:
             ConfigError: the Accelerator has no `prepare` of this package, or FSDP1 cannot shard the model.
         """
         if self.fsdp_version == 2:
+            if not AcceleratorState._shared_state:
+                return
             raise ConfigError(
-                "This Accelerator would wrap by Accelerate's rules. Make it with make_accelerator(fsdp_plugin=…), or "
-                "pass it to from_pretrained(…, accelerator=accelerator) first."
+                f"Accelerate is about to wrap {type(model).__name__} by its own rules. In a Trainer, put "
+                "FSDPTrainerMixin before the Trainer: class MyTrainer(FSDPTrainerMixin, Trainer). In a loop, make the "
+                "Accelerator with make_accelerator(fsdp_plugin=…), or pass it to from_pretrained(…, "
+                "accelerator=accelerator) before prepare."
             )
         policy = hybrid_auto_wrap_policy(model, policy=self.policy_for(model))
         if policy.ignored:

@@ -33,8 +33,8 @@ from hf_fsdp_tools.integrations.resume import (
 )
 from hf_fsdp_tools.integrations.settings import plugin_arguments
 from hf_fsdp_tools.integrations.state import start_state
-from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
-from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
+from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of
 
 __all__ = ["FSDPTrainerMixin"]
 
@@ -86,6 +86,19 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         if issubclass(cls, Trainer):
             check_hooks(FSDPTrainerMixin, super())
 
+    def __init__(self, *args: Any, optimizers: tuple[Any, Any] = (None, None), **kwargs: Any) -> None:
+        """Make the Trainer; `optimizers` are set afterwards, because the Trainer refuses them under FSDP.
+
+        The Trainer does so for models that are sharded later. A model of `from_pretrained` is sharded already, and
+        `prepare` hands the shards of a plain one to its optimizer.
+        """
+        if kwargs.get("model_init") is not None or kwargs.get("optimizer_cls_and_kwargs") is not None:
+            kwargs["optimizers"] = optimizers  # the Trainer takes only one of them, and says so
+        super().__init__(*args, **kwargs)
+        if "optimizers" not in kwargs and any(part is not None for part in optimizers):
+            _check_own_optimizer(self, optimizers[0])
+            self.optimizer, self.lr_scheduler = optimizers
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; TRL's reference and teacher models are sharded then, so all ranks must set them."""
         if name in _FROZEN and isinstance(value, nn.Module):
@@ -108,7 +121,8 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         # The Trainer refuses save_only_model, because its own sharded checkpoints hold no weights that one could open.
         asked, args.save_only_model = args.save_only_model, False
         try:
-            super().create_accelerator_and_postprocess()
+            with plugin.shown_in_variables():
+                super().create_accelerator_and_postprocess()
         finally:
             args.save_only_model = asked
         asked = args.accelerator_config.gradient_accumulation_kwargs or {}
@@ -133,14 +147,16 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         """
         first = batch_size == self._train_batch_size
         super()._update_auto_batch_size(batch_size)
-        model: Any = self.model
-        if isinstance(model, FSDPModule) and not first:
-            if not hasattr(model, "reset_iter_state"):
+        root: Any = sharded_module(self.model) or self.model  # the base, of a PEFT model
+        if isinstance(root, FSDPModule) and not first:
+            if not hasattr(root, "reset_iter_state"):
                 raise ConfigError(
                     "auto_find_batch_size needs torch 2.13, which can drop a broken-off step; this is "
                     f"{torch.__version__}."
                 )
-            model.reset_iter_state()
+            # Memory may have run out before the first forward pass, which does this.
+            make_root(root)  # type: ignore[arg-type]  # a module too
+            root.reset_iter_state()
             self.model.zero_grad()
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -241,6 +257,23 @@ def _load_weights(model: nn.Module, folder: Path) -> None:
         load_weights_fsdp1(model, folder, strict=True)
     else:
         load_weights(getattr(model, "_orig_mod", model), folder, strict=True)
+
+
+def _check_own_optimizer(trainer: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse an optimizer that would step other parameters than those of the Trainer's model."""
+    if not trainer.accelerator.is_fsdp2:
+        raise ConfigError(
+            "optimizers=(…) needs FSDP2: FSDP1 makes new parameters when training starts. Use optimizer_cls_and_kwargs "
+            "or create_optimizer, or fsdp_version 2."
+        )
+    known = {id(parameter) for parameter in trainer.model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]] if optimizer else []
+    if strange := sum(id(parameter) not in known for parameter in held):
+        raise ConfigError(
+            f"{strange} of the {len(held)} parameters of optimizers[0] are not the model's: it was made before the "
+            "model was sharded or resized, or from another model. Make it from model.parameters() last, or give "
+            "optimizer_cls_and_kwargs=(class, arguments)."
+        )
 
 
 # ---- TRL's reference and teacher models, which are evaluated and never trained ----
