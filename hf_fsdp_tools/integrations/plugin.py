@@ -2,8 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -84,24 +83,6 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         elif isinstance(self.cpu_offload, CPUOffloadPolicy) and on_cpu:
             self.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
 
-    @contextmanager
-    def shown_in_variables(self) -> Iterator[None]:
-        """Let a plugin that Accelerate makes from the environment within a block start, where this one does.
-
-        The Trainer gives its Accelerator no plugin, so Accelerate makes one of its own, and drops it for this one. From
-        what `accelerate launch` sets for FSDP1 (`FSDP_SYNC_MODULE_STATES=true`), it stops on CPUs.
-        """
-        variable = "FSDP_SYNC_MODULE_STATES"
-        before = os.environ.get(variable)
-        if before is None or self.sync_module_states:
-            yield
-            return
-        os.environ[variable] = "false"
-        try:
-            yield
-        finally:
-            os.environ[variable] = before
-
     def adopt(self, accelerator: Accelerator) -> None:
         """Give an `Accelerator(fsdp_plugin=HybridFSDPPlugin())` our `prepare`, in place."""
         adopt(accelerator, sync_each_batch=False)
@@ -163,8 +144,14 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
                 stacklevel=4,
             )
         self.cpu_ram_efficient_loading = False
-        if on_cpu and self.sync_module_states is None:
-            self.sync_module_states = False  # torch can broadcast weights between accelerators only
+        if on_cpu and (self.sync_module_states or is_set("FSDP_SYNC_MODULE_STATES")):
+            warnings.warn(
+                "sync_module_states is off on CPUs, where torch's FSDP1 cannot send weights: each rank trains the "
+                "weights that it loaded itself.",
+                stacklevel=4,
+            )
+        if on_cpu:
+            self.sync_module_states = False
         if on_cpu and "FSDP_STATE_DICT_TYPE" not in os.environ:
             self.state_dict_type = self.state_dict_type or "SHARDED_STATE_DICT"  # FULL_STATE_DICT crashes on CPUs
 

@@ -1,6 +1,9 @@
 """A mixin that runs the Trainer and its subclasses on shards: precision, saving, resuming, TRL's frozen models."""
 
+import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,13 +121,8 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
             parallelism_config=args.parallelism_config,
             dynamo_plugin=TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode),
         )
-        # The Trainer refuses save_only_model, because its own sharded checkpoints hold no weights that one could open.
-        asked, args.save_only_model = args.save_only_model, False
-        try:
-            with plugin.shown_in_variables():
-                super().create_accelerator_and_postprocess()
-        finally:
-            args.save_only_model = asked
+        with _hidden_settings(args):
+            super().create_accelerator_and_postprocess()
         asked = args.accelerator_config.gradient_accumulation_kwargs or {}
         self.accelerator = adopt(self.accelerator, sync_each_batch=asked.get("sync_each_batch", True))
 
@@ -257,6 +255,25 @@ def _load_weights(model: nn.Module, folder: Path) -> None:
         load_weights_fsdp1(model, folder, strict=True)
     else:
         load_weights(getattr(model, "_orig_mod", model), folder, strict=True)
+
+
+@contextmanager
+def _hidden_settings(args: Any) -> Iterator[None]:
+    """Hide settings for a block in which the Trainer makes its Accelerator.
+
+    The Trainer and Accelerate would make a second plugin, which is thrown away: the state has ours. With what
+    `accelerate launch` and `TrainingArguments` set for FSDP1, making it fails on CPUs. And the Trainer refuses
+    save_only_model, because its own sharded checkpoints hold no weights that one could open.
+    """
+    variable = "ACCELERATE_USE_FSDP"
+    launched, plugin, alone = os.environ.pop(variable, None), args.fsdp_plugin_args, args.save_only_model
+    args.fsdp_plugin_args, args.save_only_model = None, False
+    try:
+        yield
+    finally:
+        args.fsdp_plugin_args, args.save_only_model = plugin, alone
+        if launched is not None:
+            os.environ[variable] = launched
 
 
 def _check_own_optimizer(trainer: Any, optimizer: torch.optim.Optimizer | None) -> None:
