@@ -24,13 +24,25 @@ def mark_for_transformers(model: nn.Module) -> None:
       decides whether to shift labels under label smoothing, and writes model cards.
     - With transformers' own mark, `generate` goes on until every rank has finished, and layer drop runs every layer.
     - Methods that need whole weights work on shards (`answer_for_shards`).
+    - `DistributedDataParallel`, in which a plain Trainer or Accelerator wraps it, raises an error that names the cure.
     """
     for module in model.modules():
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         if isinstance(module, FSDPModule):
             cls, own = type(module), own_class(module)
             cls.__name__, cls.__qualname__ = own.__name__, own.__qualname__
+            # The first thing that DDP asks a model for. Scripts of TRL set it; it means nothing to shards.
+            refusing: Any = property(_refuse_ddp, lambda module, names: None)
+            cls._ddp_params_and_buffers_to_ignore = refusing  # type: ignore[attr-defined]  # a name of DDP
     answer_for_shards(model)
+
+
+def _refuse_ddp(module: nn.Module) -> None:
+    raise ConfigError(
+        f"{type(module).__name__} is sharded and would be wrapped with DistributedDataParallel, which needs whole "
+        "weights. In a Trainer, put FSDPTrainerMixin before the Trainer: class MyTrainer(FSDPTrainerMixin, Trainer). "
+        "In a loop, make the Accelerator with make_accelerator(), after TrainingArguments, which reset it."
+    )
 
 
 def answer_for_shards(model: nn.Module) -> None:

@@ -226,7 +226,7 @@ def test_every_host_in_bf16_equals_the_plain_one_under_autocast_and_ddp(tmp_path
     folder = make_checkpoint("llama", tmp_path / "model")
     ours = run_ranks(_hosts, 2, folder, tmp_path / "ours")[0]
     plain = run_ranks(_plain_hosts, 2, folder, tmp_path / "plain")[0]
-    near = partial(pytest.approx, rel=1e-4)  # 2e-5 as measured; token counts in bf16 made it 2e-3
+    near = partial(pytest.approx, rel=3e-4)  # 2e-5 and 8e-5 as measured; token counts in bf16 made it 2e-3
     for host in ("trainer", "trainer, fsdp1"):
         assert ours[host] == near(plain["trainer"]), host
     for host in ("loop", "own loop"):

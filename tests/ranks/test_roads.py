@@ -213,7 +213,12 @@ def a_batch_size_is_found_where_memory_ends_before_the_first_pass(folder: Path) 
 def a_forgotten_mixin_is_named(folder: Path) -> None:
     args = arguments(folder / "out")
     trainer = Trainer(model=sharded(folder), args=args, train_dataset=ROWS)
-    with pytest.raises(ConfigError, match=r"class MyTrainer\(FSDPTrainerMixin, Trainer\).*make_accelerator"):
+    with pytest.raises(ConfigError, match=r"by its own rules.*class MyTrainer\(FSDPTrainerMixin, Trainer\)"):
+        trainer.train()
+    model = sharded(folder)
+    model._ddp_params_and_buffers_to_ignore = ["bias"]  # a script of TRL does
+    trainer = Trainer(model=model, args=arguments(folder / "out"), train_dataset=ROWS)
+    with pytest.raises(ConfigError, match=r"DistributedDataParallel.*class MyTrainer\(FSDPTrainerMixin, Trainer\)"):
         trainer.train()
 
 
