@@ -285,8 +285,9 @@ def _check_accelerator(accelerator: Any) -> None:
         )
     if plugin is None or plugin.fsdp_version != 2:
         raise ConfigError(
-            f"The accelerator does not run FSDP2 (distributed type {accelerator.distributed_type}). "
-            "Make it with make_accelerator(), or give Accelerator a HybridFSDPPlugin()."
+            f"The accelerator does not run FSDP2 (distributed type {accelerator.distributed_type}"
+            f"{'' if plugin is None else ', fsdp_version 1'}). Make it with make_accelerator(), which takes the same "
+            "arguments; on CPUs and in one process, Accelerate itself drops every FSDP plugin."
         )
     if hasattr(plugin, "adopt"):
         plugin.adopt(accelerator)

@@ -287,7 +287,7 @@ def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[Path], Path | 
     if not folder.is_dir():
         raise CheckpointError(f"No such folder: {str(folder)!r}. Give a folder with {WEIGHTS}, or a hub name.")
     if (named := named_in_config(folder)) is not None:
-        return _listed_files(folder / named, ".safetensors") if named.endswith(".json") else ([folder / named], None)
+        return ([], folder / named) if named.endswith(".json") else ([folder / named], None)
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS], None
     if (folder / WEIGHTS_INDEX).is_file():

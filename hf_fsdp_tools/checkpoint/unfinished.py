@@ -4,10 +4,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from hf_fsdp_tools.checkpoint.formats.safetensors import MAX_HEADER_BYTES, parse_json, shortened
+from hf_fsdp_tools.checkpoint.formats.safetensors import MAX_HEADER_BYTES, parse_json
 from hf_fsdp_tools.checkpoint.formats.stored import leaves_folder
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.text import quoted
 
 __all__ = ["CONFIG", "named_in_config", "refuse_incomplete", "stamps"]
 
@@ -49,7 +50,7 @@ def named_in_config(folder: Path) -> str | None:
     if not isinstance(named, str) or not named.endswith((".safetensors", ".safetensors.index.json")):
         return None
     if leaves_folder(named):
-        raise CheckpointError(f"{file}: transformers_weights is {shortened(named)}; expected a file inside the folder.")
+        raise CheckpointError(f"{file}: transformers_weights is {quoted(named)}; expected a file inside the folder.")
     return named
 
 

@@ -31,10 +31,6 @@ def check_settings(plugin: Any, *, on_cpu: bool, alone_on_node: bool) -> None:
         )
     if on_cpu and "FULL" in str(plugin.state_dict_type):
         problems.append("state_dict_type FULL_STATE_DICT crashes the process on CPUs. Use SHARDED_STATE_DICT, or FSDP2")
-    if on_cpu and plugin.sync_module_states:
-        problems.append(
-            "sync_module_states needs accelerators. Set it to False: every rank has the same weights already"
-        )
     if on_cpu and getattr(plugin.cpu_offload, "offload_params", False):
         problems.append("CPU offload needs an accelerator to offload from. Set it to False")
     if problems:

@@ -27,6 +27,7 @@ from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view, replicas_of
 from hf_fsdp_tools.fsdp1.policy import HybridAutoWrapPolicy, hybrid_auto_wrap_policy
+from hf_fsdp_tools.fsdp1.precision import cast_where_computed
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.allocate import with_storage
@@ -71,7 +72,8 @@ def wrap_fsdp1(
         plan: from `make_wrap_plan` of this model.
         process_group: over which to shard; None means all processes. Hybrid strategies: (shard group, replicate group).
         sharding_strategy, mixed_precision, cpu_offload, backward_prefetch, forward_prefetch, limit_all_gathers: as in
-            FSDP1.
+            FSDP1; but mixed precision casts inputs where modules compute with weights, and no labels, counts or masks
+            that enter the root.
         device_id: this rank's device; None means its accelerator, or the CPU where there is none (gloo).
         use_orig_params: keep the original parameters, which LoRA and parameter groups need.
         sync_module_states: broadcast the weights of rank 0, which alone must be real; accelerators only.
@@ -128,6 +130,7 @@ def wrap_fsdp1(
             use_orig_params=use_orig_params,
             ignored_states=ignored or None,
         )
+    cast_where_computed(wrapped)
     if meta_keys and initialize and param_init_fn is None and not sync_module_states:
         initialize_missing(plain_view(wrapped), missing_keys=meta_keys, seed=seed)
     groups = (wrapped.process_group, replicas_of(wrapped))

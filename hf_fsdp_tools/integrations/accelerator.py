@@ -19,17 +19,19 @@ from hf_fsdp_tools.checkpoint.manifest import write_manifest
 from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.fsdp1.precision import cast_where_computed
 from hf_fsdp_tools.fsdp1.under_accelerate import let_generate
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import (
     check_managed,
     check_native,
-    check_optimizers,
     check_precision,
     prepare_for_training,
+    refuse_parts,
     shard_additions,
     shard_in_place,
 )
+from hf_fsdp_tools.integrations.optimizers import check_optimizers, clip_values, step_kinds_apart
 from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
 from hf_fsdp_tools.integrations.saved_state import (
     ACCELERATE_GLOBS,
@@ -61,11 +63,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             ConfigError: a model or an optimizer cannot be trained as it is; the message says why.
         """
         if not self.is_fsdp2:
-            prepared = super().prepare(*objects, device_placement=device_placement)
-            for obj in prepared if isinstance(prepared, tuple) else (prepared,):
-                if isinstance(obj, FullyShardedDataParallel):
-                    let_generate(obj)
-            return prepared
+            return super().prepare(*objects, device_placement=device_placement)
         if device_placement is not None:
             raise ConfigError(
                 "device_placement cannot be chosen under FSDP: shards live where the mesh is. Leave it out."
@@ -82,7 +80,11 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Prepare as `Accelerator.prepare_model` does; FSDP2 also shards models for evaluation (reward models)."""
         if not self.is_fsdp2:
-            return super().prepare_model(model, device_placement, evaluation_mode)
+            prepared = super().prepare_model(model, device_placement, evaluation_mode)
+            if isinstance(prepared, FullyShardedDataParallel):
+                let_generate(prepared)
+                cast_where_computed(prepared)
+            return prepared
         _take_up_model(self, model, [])
         return model
 
@@ -97,6 +99,14 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         # Accelerate's own method also compares lists of tensors, which fails where several models are prepared.
         norm = self._clip_grad_norm_dtensor_aware(list(parameters), max_norm, norm_type=norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip as `torch.nn.utils.clip_grad_value_` does, each shard by its own rank; nothing is communicated."""
+        if not self.is_fsdp2:
+            super().clip_grad_value_(parameters, clip_value)
+            return
+        self.unscale_gradients()
+        clip_values([parameters] if isinstance(parameters, torch.Tensor) else parameters, clip_value)
 
     # ---- saving and resuming ----
 
@@ -212,6 +222,15 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             base.generator = torch.Generator()  # torch draws a seed for workers from it, used or not
         return loader
 
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Save as `Accelerator.save` does; shards are refused, of which it would write rank 0's alone.
+
+        Raises:
+            ConfigError: the object holds tensors of which this rank has a part only.
+        """
+        refuse_parts(obj, f)
+        super().save(obj, f, safe_serialization)
+
     def save_model(
         self, model: nn.Module, save_directory: str | PathLike[str], max_shard_size: int | str = "10GB", **options: Any
     ) -> None:
@@ -228,6 +247,7 @@ def _prepare_object(accelerator: Accelerator, obj: Any) -> Any:
     if isinstance(obj, torch.utils.data.DataLoader):
         return accelerator.prepare_data_loader(obj)
     if isinstance(obj, torch.optim.Optimizer):
+        step_kinds_apart(getattr(obj, "optimizer", obj))
         return accelerator.prepare_optimizer(obj, device_placement=False)
     if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
         return accelerator.prepare_scheduler(obj)

@@ -35,9 +35,9 @@ __all__ = [
     "LOW_PRECISION",
     "check_managed",
     "check_native",
-    "check_optimizers",
     "check_precision",
     "prepare_for_training",
+    "refuse_parts",
     "send_weights",
     "shard_additions",
     "shard_in_place",
@@ -52,11 +52,6 @@ _HASHING_THREADS = 8
 
 _HASHED_ELEMENTS = 2**24
 """Elements of a tensor on a GPU that are copied to the host at a time."""
-
-_NOT_FOR_SHARDS = ("bitsandbytes", "transformers.optimization", "torch.optim.Adafactor")
-"""Modules and classes of optimizers that fail on DTensors (measured: a step with bitsandbytes 0.50, and with the
-Adafactors of transformers 5.23 and torch 2.13)."""
-
 
 # ---- a plain model, and additions to a sharded model ----
 
@@ -284,30 +279,6 @@ def check_precision(model: nn.Module, accelerator: Accelerator) -> None:
     )
 
 
-def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module]) -> None:
-    """Refuse an optimizer of tensors that are not the models' parameters, and one that cannot step sharded parameters.
-
-    The first would step without effect; the second fails in its first step, with a message that does not say why.
-    """
-    known = {id(parameter) for model in models for parameter in model.parameters()}
-    for optimizer in optimizers:
-        kind = type(getattr(optimizer, "optimizer", optimizer))
-        if f"{kind.__module__}.{kind.__name__}".startswith(_NOT_FOR_SHARDS):
-            raise ConfigError(
-                f"{kind.__name__} of {kind.__module__} cannot step sharded parameters (DTensor). Use "
-                "torch.optim.AdamW, or torchao.optim.AdamW8bit, whose state is small too (in TrainingArguments: "
-                "optim='adamw_torch_8bit')."
-            )
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        strange = sum(id(parameter) not in known for parameter in held)
-        if strange:
-            raise ConfigError(
-                f"{strange} of the {len(held)} parameters of {type(optimizer).__name__} belong to no prepared model: "
-                "it was made before the model was sharded, or between a forward and its backward pass. Make it from "
-                "model.parameters() right before prepare(model, optimizer)."
-            )
-
-
 def prepare_for_training(model: nn.Module, accelerator: Accelerator) -> None:
     """Compile the plan's blocks if the Accelerator asks for it, and turn off the cache of a model that is trained."""
     dynamo = accelerator.state.dynamo_plugin
@@ -315,3 +286,33 @@ def prepare_for_training(model: nn.Module, accelerator: Accelerator) -> None:
         compile_sharded(model, dynamo.to_kwargs())
     if any(parameter.requires_grad for parameter in model.parameters()):
         turn_cache_off(base_of(model))
+
+
+# ---- what a script saves by itself ----
+
+
+def refuse_parts(obj: Any, where: Any) -> None:
+    """Refuse an object with DTensors of which this rank holds a part only, at any depth of mappings and sequences."""
+    parts: list[tuple[str, DTensor]] = []
+
+    def walk(value: Any, name: str) -> None:
+        if isinstance(value, DTensor):
+            spread = zip(value.placements, value.device_mesh.shape, strict=True)
+            if any(not placement.is_replicate() and size > 1 for placement, size in spread):
+                parts.append((name, value))
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                walk(item, f"{name}.{key}" if name else str(key))
+        elif isinstance(value, list | tuple):
+            for i, item in enumerate(value):
+                walk(item, f"{name}.{i}" if name else str(i))
+
+    walk(obj, "")
+    if parts:
+        name, first = parts[0]
+        raise ConfigError(
+            f"{str(where)!r} would hold rank 0's shards of {len(parts)} tensors (first: {name!r}, "
+            f"{first.to_local().numel()} of {first.numel()} values on this rank). On every rank call "
+            "accelerator.save_model(model, folder), or accelerator.get_state_dict(model) and save its result; for "
+            "optimizers too, accelerator.save_state(folder)."
+        )

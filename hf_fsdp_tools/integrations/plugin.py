@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
@@ -67,7 +68,6 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             self._prefer_what_fsdp1_can(on_cpu=on_cpu)
         self.mixed_precision_policy = _as_given(self.mixed_precision_policy, self.fsdp_version)
         super().__post_init__()
-        self.cpu_ram_efficient_loading = False  # `model.send_weights` takes the place of Accelerate's code for it
         self.ignored_modules = self.ignored_modules or None
         self.translated = self.policy is None
         self.policy = self.policy or self._translate_wrap()
@@ -100,13 +100,19 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Set the wrap policy for FSDP1; Accelerate calls it before it wraps a model itself.
 
+        Under FSDP2 `policy` decides, once there is a model; a call before there is an Accelerator changes nothing.
+
         Raises:
             ConfigError: the Accelerator has no `prepare` of this package, or FSDP1 cannot shard the model.
         """
         if self.fsdp_version == 2:
+            if not AcceleratorState._shared_state:
+                return
             raise ConfigError(
-                "This Accelerator would wrap by Accelerate's rules. Make it with make_accelerator(fsdp_plugin=…), or "
-                "pass it to from_pretrained(…, accelerator=accelerator) first."
+                f"Accelerate is about to wrap {type(model).__name__} by its own rules. In a Trainer, put "
+                "FSDPTrainerMixin before the Trainer: class MyTrainer(FSDPTrainerMixin, Trainer). In a loop, make the "
+                "Accelerator with make_accelerator(fsdp_plugin=…), or pass it to from_pretrained(…, "
+                "accelerator=accelerator) before prepare."
             )
         policy = hybrid_auto_wrap_policy(model, policy=self.policy_for(model))
         if policy.ignored:
@@ -138,8 +144,14 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
                 stacklevel=4,
             )
         self.cpu_ram_efficient_loading = False
-        if on_cpu and self.sync_module_states is None:
-            self.sync_module_states = False  # torch can broadcast weights between accelerators only
+        if on_cpu and (self.sync_module_states or is_set("FSDP_SYNC_MODULE_STATES")):
+            warnings.warn(
+                "sync_module_states is off on CPUs, where torch's FSDP1 cannot send weights: each rank trains the "
+                "weights that it loaded itself.",
+                stacklevel=4,
+            )
+        if on_cpu:
+            self.sync_module_states = False
         if on_cpu and "FSDP_STATE_DICT_TYPE" not in os.environ:
             self.state_dict_type = self.state_dict_type or "SHARDED_STATE_DICT"  # FULL_STATE_DICT crashes on CPUs
 

@@ -1,6 +1,8 @@
 """A mixin that runs the Trainer and its subclasses on shards: precision, saving, resuming, TRL's frozen models."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +42,8 @@ from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refu
 from hf_fsdp_tools.integrations.saving import remove_marks, saveable
 from hf_fsdp_tools.integrations.settings import plugin_arguments
 from hf_fsdp_tools.integrations.state import start_state
-from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
-from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
+from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of
 
 __all__ = ["FSDPTrainerMixin"]
 
@@ -103,6 +105,19 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         if issubclass(cls, Trainer):
             check_hooks(FSDPTrainerMixin, super())
 
+    def __init__(self, *args: Any, optimizers: tuple[Any, Any] = (None, None), **kwargs: Any) -> None:
+        """Make the Trainer; `optimizers` are set afterwards, because the Trainer refuses them under FSDP.
+
+        The Trainer does so for models that are sharded later. A model of `from_pretrained` is sharded already, and
+        `prepare` hands the shards of a plain one to its optimizer.
+        """
+        if kwargs.get("model_init") is not None or kwargs.get("optimizer_cls_and_kwargs") is not None:
+            kwargs["optimizers"] = optimizers  # the Trainer takes only one of them, and says so
+        super().__init__(*args, **kwargs)
+        if "optimizers" not in kwargs and any(part is not None for part in optimizers):
+            _check_own_optimizer(self, optimizers[0])
+            self.optimizer, self.lr_scheduler = optimizers
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; TRL's reference and teacher models are sharded then, so all ranks must set them."""
         if name in _FROZEN and isinstance(value, nn.Module):
@@ -123,12 +138,8 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
             dynamo_plugin=TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode),
             group={"timeout": args.ddp_timeout_delta},
         )
-        # The Trainer refuses save_only_model, because its own sharded checkpoints hold no weights that one could open.
-        asked, args.save_only_model = args.save_only_model, False
-        try:
+        with _hidden_settings(args):
             super().create_accelerator_and_postprocess()
-        finally:
-            args.save_only_model = asked
         asked = args.accelerator_config.gradient_accumulation_kwargs or {}
         self.accelerator = adopt(self.accelerator, sync_each_batch=asked.get("sync_each_batch", True))
 
@@ -151,14 +162,16 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         """
         first = batch_size == self._train_batch_size
         super()._update_auto_batch_size(batch_size)
-        model: Any = self.model
-        if isinstance(model, FSDPModule) and not first:
-            if not hasattr(model, "reset_iter_state"):
+        root: Any = sharded_module(self.model) or self.model  # the base, of a PEFT model
+        if isinstance(root, FSDPModule) and not first:
+            if not hasattr(root, "reset_iter_state"):
                 raise ConfigError(
                     "auto_find_batch_size needs torch 2.13, which can drop a broken-off step; this is "
                     f"{torch.__version__}."
                 )
-            model.reset_iter_state()
+            # Memory may have run out before the first forward pass, which does this.
+            make_root(root)  # type: ignore[arg-type]  # a module too
+            root.reset_iter_state()
             self.model.zero_grad()
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -288,6 +301,42 @@ def _load_weights(model: nn.Module, folder: Path) -> None:
         load_weights_fsdp1(model, folder, strict=True)
     else:
         load_weights(getattr(model, "_orig_mod", model), folder, strict=True)
+
+
+@contextmanager
+def _hidden_settings(args: Any) -> Iterator[None]:
+    """Hide settings for a block in which the Trainer makes its Accelerator.
+
+    The Trainer and Accelerate would make a second plugin, which is thrown away: the state has ours. With what
+    `accelerate launch` and `TrainingArguments` set for FSDP1, making it fails on CPUs. And the Trainer refuses
+    save_only_model, because its own sharded checkpoints hold no weights that one could open.
+    """
+    variable = "ACCELERATE_USE_FSDP"
+    launched, plugin, alone = os.environ.pop(variable, None), args.fsdp_plugin_args, args.save_only_model
+    args.fsdp_plugin_args, args.save_only_model = None, False
+    try:
+        yield
+    finally:
+        args.fsdp_plugin_args, args.save_only_model = plugin, alone
+        if launched is not None:
+            os.environ[variable] = launched
+
+
+def _check_own_optimizer(trainer: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse an optimizer that would step other parameters than those of the Trainer's model."""
+    if not trainer.accelerator.is_fsdp2:
+        raise ConfigError(
+            "optimizers=(…) needs FSDP2: FSDP1 makes new parameters when training starts. Use optimizer_cls_and_kwargs "
+            "or create_optimizer, or fsdp_version 2."
+        )
+    known = {id(parameter) for parameter in trainer.model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]] if optimizer else []
+    if strange := sum(id(parameter) not in known for parameter in held):
+        raise ConfigError(
+            f"{strange} of the {len(held)} parameters of optimizers[0] are not the model's: it was made before the "
+            "model was sharded or resized, or from another model. Make it from model.parameters() last, or give "
+            "optimizer_cls_and_kwargs=(class, arguments)."
+        )
 
 
 # ---- TRL's reference and teacher models, which are evaluated and never trained ----

@@ -27,9 +27,9 @@ from hf_fsdp_tools.sharding.adapter_files import open_adapter
 from hf_fsdp_tools.sharding.adapter_plan import laid_over
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters, release
-from hf_fsdp_tools.sharding.hf_interface import refuse_plain_save
+from hf_fsdp_tools.sharding.hf_interface import answer_for_shards
 from hf_fsdp_tools.sharding.hooks import average_gradients, is_averaged
-from hf_fsdp_tools.sharding.shard import Sharding, apply_sharding, sharded_module, sharding_of
+from hf_fsdp_tools.sharding.shard import Sharding, apply_again, sharded_module, sharding_of
 from hf_fsdp_tools.text import first_line, first_lines
 
 __all__ = ["add_adapter", "load_adapter", "shard_added"]
@@ -149,7 +149,7 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     average_gradients(outside, sharding.mesh.get_all_groups())
     if outside:
         make_root(base)
-    refuse_plain_save(model)  # PEFT's, like transformers'
+    answer_for_shards(model)  # PEFT's, like transformers'
     return replaced
 
 
@@ -293,26 +293,12 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
     same_on_all_ranks("sharding what was added", ranks=sorted(sharding.mesh.mesh.flatten().tolist()), plan=plan)
     release(base)
     kept = {base.get_parameter(name) for name in plan.replicated}
-    places = [
-        (module, name, parameter)
-        for module in base.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter not in kept
-    ]
-    dtypes = _dtypes({parameter for _, _, parameter in places} - managed, sharding)
-    blank: dict[nn.Parameter, nn.Parameter] = {}
-    for module, name, old in places:
-        if old not in blank:
-            data = torch.empty(old.shape, dtype=dtypes.get(old, old.dtype), device="meta")
-            blank[old] = nn.Parameter(data, requires_grad=old.requires_grad)
-        module._parameters[name] = blank[old]
-    apply_sharding(base, replace(sharding, plan=plan))
-    shards: dict[torch.Tensor, nn.Parameter] = {}
-    for module, name, old in places:
-        if old not in shards:
-            shards[old] = old if old in managed else _shard_of(old, module._parameters[name], sharding.device)
-        module._parameters[name] = shards[old]
-    renew(base)
+    dtypes = _dtypes(set(base.parameters()) - kept - managed, sharding)
+
+    def fill(old: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
+        return old if old in managed else _shard_of(old, made, sharding.device)
+
+    shards = apply_again(base, replace(sharding, plan=plan), fill, dtypes=dtypes)
     return {old: shard for old, shard in shards.items() if old is not shard}
 
 
@@ -355,9 +341,9 @@ def _dtypes(added: set[nn.Parameter], sharding: Sharding) -> dict[nn.Parameter, 
     return {}
 
 
-def _shard_of(old: nn.Parameter, like: nn.Parameter | None, device: torch.device) -> nn.Parameter:
+def _shard_of(old: nn.Parameter, like: nn.Parameter, device: torch.device) -> nn.Parameter:
     """This rank's shard, like `like`, of rank 0's whole parameter, or of a parameter that is sharded otherwise."""
-    assert like is not None and isinstance(like.data, DTensor)
+    assert isinstance(like.data, DTensor)
     mesh, placements = like.data.device_mesh, like.data.placements
     value: torch.Tensor = old.detach().to(like.dtype)
     if not isinstance(value, DTensor):

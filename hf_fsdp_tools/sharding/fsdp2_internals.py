@@ -175,7 +175,7 @@ def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     fresh = nn.Module().__dict__
     own = {key for key in module.__dict__ if key not in fresh} | {"_parameters", "_buffers", "_modules", "training"}
     twin.__dict__.update(fresh)
-    for key in own - {STATE_KEY, REGISTRY_KEY, "__deepcopy__"}:
+    for key in own - {STATE_KEY, REGISTRY_KEY, "__deepcopy__", "_compiled_call_impl"}:
         twin.__dict__[key] = copy.deepcopy(module.__dict__[key], memo)
     return twin
 

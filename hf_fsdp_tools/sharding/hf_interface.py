@@ -1,17 +1,20 @@
-"""Make sharded models look right to transformers: class names, marks, `save_pretrained` and `use_cache`."""
+"""Make sharded models look right to transformers and to scripts: class names, marks, methods and `use_cache`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.module_tree import own_class
+from hf_fsdp_tools.modeling.module_tree import original_classes, own_class
+from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 
-__all__ = ["mark_for_transformers", "refuse_plain_save", "turn_cache_off", "with_cache_as_found"]
+__all__ = ["answer_for_shards", "mark_for_transformers", "turn_cache_off", "with_cache_as_found"]
 
 
 def mark_for_transformers(model: nn.Module) -> None:
@@ -20,40 +23,131 @@ def mark_for_transformers(model: nn.Module) -> None:
     - FSDP2's classes (`FSDPLlamaForCausalLM`) get the names of the classes that they extend. By class name the Trainer
       decides whether to shift labels under label smoothing, and writes model cards.
     - With transformers' own mark, `generate` goes on until every rank has finished, and layer drop runs every layer.
-    - `model.save_pretrained(folder)` raises an error that names the right call (`refuse_plain_save`).
+    - Methods that need whole weights work on shards (`answer_for_shards`).
+    - `DistributedDataParallel`, in which a plain Trainer or Accelerator wraps it, raises an error that names the cure.
     """
     for module in model.modules():
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         if isinstance(module, FSDPModule):
             cls, own = type(module), own_class(module)
             cls.__name__, cls.__qualname__ = own.__name__, own.__qualname__
-    refuse_plain_save(model)
+            # The first thing that DDP asks a model for. Scripts of TRL set it; it means nothing to shards.
+            refusing: Any = property(_refuse_ddp, lambda module, names: None)
+            cls._ddp_params_and_buffers_to_ignore = refusing  # type: ignore[attr-defined]  # a name of DDP
+    answer_for_shards(model)
 
 
-def refuse_plain_save(model: nn.Module) -> None:
-    """Let `model.save_pretrained(folder)` on shards raise an error that names the right call.
+def _refuse_ddp(module: nn.Module) -> None:
+    raise ConfigError(
+        f"{type(module).__name__} is sharded and would be wrapped with DistributedDataParallel, which needs whole "
+        "weights. In a Trainer, put FSDPTrainerMixin before the Trainer: class MyTrainer(FSDPTrainerMixin, Trainer). "
+        "In a loop, make the Accelerator with make_accelerator(), after TrainingArguments, which reset it."
+    )
 
-    With a `state_dict` the method works as before. Without, those of transformers and PEFT fail inside safetensors
-    ("invalid python storage") on ranks that write, and return without an error on the other ranks.
+
+def answer_for_shards(model: nn.Module) -> None:
+    """Let the methods of a sharded model that need whole weights do what they say, where every rank calls them.
+
+    - `model.save_pretrained(folder)` calls this package's `save_pretrained`, `model.resize_token_embeddings(n)` its
+      `resize_token_embeddings`. The functions are looked up at the front door when they are called, so that nothing of
+      reading and saving is imported for sharding. Of PEFT models, too.
+    - `model.load_state_dict(plain)` takes each rank's part of whole tensors; nothing is communicated.
     """
-    plain = getattr(model, "save_pretrained", None)
-    if plain is not None and "save_pretrained" not in model.__dict__:
-        model.save_pretrained = partial(_save_whole, plain)  # type: ignore[assignment]
+    for name, answer in (("save_pretrained", _save_pretrained), ("resize_token_embeddings", _resize_token_embeddings)):
+        if hasattr(type(model), name) and name not in model.__dict__:
+            setattr(model, name, partial(answer, model, getattr(model, name)))
+    for module in model.modules():
+        hooks: Any = module._load_state_dict_pre_hooks.values()
+        if not any(hook.hook is _cut_whole_tensors for hook in hooks):
+            module.register_load_state_dict_pre_hook(_cut_whole_tensors)  # type: ignore[no-untyped-call]  # torch's own
 
 
-def _save_whole(plain: Any, folder: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
-    """Save a given state dict by the plain method.
+_IDLE: dict[str, tuple[object, ...]] = {
+    "distributed_checkpoint": (False,),
+    "path_initial_model_for_weight_conversion": (None,),
+    "push_to_hub": (False, None),
+    "safe_serialization": (True, None),
+    "save_embedding_layers": ("auto",),
+    "save_original_format": (True,),
+    "save_peft_format": (True,),
+    "selected_adapters": (None,),
+    "variant": (None,),
+}
+"""Arguments of `save_pretrained` of transformers (5.23) and PEFT (0.21), and the values that ask for what is done
+anyway."""
+
+_NEEDLESS = ("is_main_process", "save_function", "token")
+"""Arguments of theirs that are not needed: every rank writes its own bytes, locally."""
+
+
+def _save_pretrained(
+    model: nn.Module, plain: Any, save_directory: Any, *, state_dict: Any = None, **kwargs: Any
+) -> Any:
+    """Answer `model.save_pretrained(folder, …)` on shards.
+
+    Without a state dict, `save_pretrained` of this package writes the model; every rank must call. With one, gathered
+    by `accelerator.get_state_dict`, the plain method writes it: on rank 0, where it is whole, and nothing elsewhere.
 
     Raises:
-        ConfigError: no state dict is given, and the model has shards only.
+        ConfigError: an argument asks for what is not done with shards, or the state dict holds shards.
     """
-    if state_dict is None:
+    if state_dict is not None:
+        if any(isinstance(value, DTensor) for value in state_dict.values()):
+            raise ConfigError(
+                "model.save_pretrained got a state_dict of shards (DTensor). Leave state_dict out and call it on every "
+                "rank, or give accelerator.get_state_dict(model)."
+            )
+        if not state_dict or not kwargs.get("is_main_process", True):
+            return None
+        with original_classes(model), with_cache_as_found(model):
+            return plain(save_directory, state_dict=state_dict, **kwargs)
+    size = {"max_shard_size": kwargs.pop("max_shard_size")} if "max_shard_size" in kwargs else {}
+    asked = [f"{name}={value!r}" for name, value in kwargs.items() if value not in _IDLE.get(name, (value,))]
+    asked += [f"{name}={value!r}" for name, value in kwargs.items() if name not in (*_IDLE, *_NEEDLESS)]
+    if asked:
         raise ConfigError(
-            "model.save_pretrained needs whole weights, and each rank has its shards only. On every rank call "
-            f"save_pretrained(model, {str(folder)!r}) from hf_fsdp_tools, accelerator.save_model(model, folder), or "
-            "trainer.save_model(folder)."
+            f"model.save_pretrained cannot honour {', '.join(asked)} on shards. Leave that out; to change or upload "
+            "what is saved, save first, then open the folder with plain transformers or PEFT (push_to_hub there)."
         )
-    return plain(folder, *args, state_dict=state_dict, **kwargs)
+    import hf_fsdp_tools
+
+    return hf_fsdp_tools.save_pretrained(model, save_directory, **size)
+
+
+def _resize_token_embeddings(
+    model: nn.Module,
+    plain: Any,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
+) -> nn.Module:
+    """Answer `model.resize_token_embeddings(n)` on shards; every rank must call."""
+    import hf_fsdp_tools
+
+    resize: Any = hf_fsdp_tools.resize_token_embeddings
+    resized: nn.Module = resize(
+        model, new_num_tokens, pad_to_multiple_of=pad_to_multiple_of, mean_resizing=mean_resizing
+    )
+    return resized
+
+
+def _cut_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Put this rank's part in the place of each whole tensor that is to be loaded into a shard of a module's own.
+
+    A tensor of another shape stays as it is, for torch's error.
+    """
+    reshard_units(module)  # FSDP2's own hook does so too late, after this one
+    for name, parameter in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if (
+            isinstance(parameter, DTensor)
+            and isinstance(value, torch.Tensor)
+            and not isinstance(value, DTensor)
+            and value.shape == parameter.shape
+        ):
+            state_dict[prefix + name] = distribute_tensor(
+                value.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
 
 
 def turn_cache_off(model: nn.Module) -> None:

@@ -2,13 +2,11 @@
 
 - Before the forward pass of each unit, in inference mode: make the memory of gathered parameters outside of it.
 - Before the forward pass of blocks and other modules with shards, under mixed precision: cast their inputs. FSDP2
-itself
-  would cast the inputs of the root, with labels, token counts and masks.
+  itself would cast the inputs of the root, with labels, token counts and masks.
 - After a forward pass without gradients: reshard the units.
 - After each backward pass: average the gradients of parameters that every rank holds whole.
 - Before torch 2.13: complete units with a module that did not run. These versions run FSDP2's hooks at the first and
-the
-  last module of a unit; 2.13 runs them at each module, and completes the unit after the pass of the whole model
+  the last module of a unit; 2.13 runs them at each module, and completes the unit after the pass of the whole model
   (`_register_group_forward_hooks`, `_force_complete_incomplete_states`). Delete this with the support of 2.11 and 2.12.
 """
 
@@ -28,7 +26,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
     make_gathered_memory,
 )
 
-__all__ = ["add_hooks", "average_gradients", "is_averaged"]
+__all__ = ["add_hooks", "average_gradients", "cast_inputs", "is_averaged"]
 
 _IS_BEFORE_2_13 = not hasattr(FSDPModule, "reset_iter_state")
 """Whether torch is older than 2.13."""
@@ -46,12 +44,12 @@ def add_hooks(model: nn.Module, *, param_dtype: torch.dtype | None, kept: Collec
     """
     for module in model.modules():  # hooks of modules that are in no unit any more are removed
         _drop_hook(module._forward_pre_hooks, _make_gathered_memory)
-        _drop_hook(module._forward_pre_hooks, _cast_inputs)
+        _drop_hook(module._forward_pre_hooks, cast_inputs)
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(_make_gathered_memory, prepend=True)  # before FSDP2's own, which gathers
     if param_dtype is not None:
         for module in _first_with_shards(model):
-            module.register_forward_pre_hook(partial(_cast_inputs, dtype=param_dtype), with_kwargs=True)
+            module.register_forward_pre_hook(partial(cast_inputs, dtype=param_dtype), with_kwargs=True)
     # These must come after FSDP2's own hooks, which may be new.
     _drop_hook(model._forward_hooks, _complete_units)
     _drop_hook(model._forward_hooks, _reshard_after_evaluation)
@@ -135,8 +133,12 @@ def _first_with_shards(root: nn.Module) -> Iterator[nn.Module]:
     return walk(root)
 
 
-def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype) -> Any:
-    """Cast floating-point inputs, also in tuples and lists, to the dtype in which a module's weights are gathered."""
+def cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype) -> Any:
+    """Cast floating-point inputs, also in tuples and lists, to the dtype in which a module's weights are gathered.
+
+    A forward pre-hook, for `register_forward_pre_hook(partial(cast_inputs, dtype=…), with_kwargs=True)`. Nothing is
+    communicated.
+    """
     return tuple(_cast(value, dtype) for value in args), {key: _cast(value, dtype) for key, value in kwargs.items()}
 
 

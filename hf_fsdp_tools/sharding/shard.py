@@ -1,7 +1,7 @@
 """Shard a model by a wrap plan with FSDP2: activation checkpointing first, then every unit, the root last."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,8 +18,9 @@ from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.modeling.linear4bit import refuse_cast
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import check_wrap_plan
+from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.compile import compile_blocks
-from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, count_units
+from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, count_units, reshard_units
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks, average_gradients
 from hf_fsdp_tools.sharding.placement import choose_placement
@@ -27,8 +28,10 @@ from hf_fsdp_tools.text import dtype_name
 
 __all__ = [
     "Sharding",
+    "apply_again",
     "apply_sharding",
     "compile_sharded",
+    "copy_sharded",
     "remember_sharding",
     "shard_model",
     "sharded_module",
@@ -239,8 +242,8 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
             shard_placement_fn=partial(choose_placement, ranks=sharding.mesh.size(-1)),
             ignored_params=replicated or None,
         )
-        for module in members if unit.modules != ("",) else ():
-            module.__deepcopy__ = partial(copy_released, module)
+        for module in members:
+            module.__deepcopy__ = partial(copy_sharded if module is model else copy_released, module)
     for parameter in replicated:
         if not parameter.is_meta:  # FSDP2 moves only what it shards
             parameter.data = parameter.data.to(sharding.mesh.device_type)
@@ -256,3 +259,72 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
     made = count_units(model)
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"
     remember_sharding(model, sharding)
+
+
+def apply_again(
+    model: nn.Module,
+    sharding: Sharding,
+    fill: Callable[[nn.Parameter, nn.Parameter], nn.Parameter],
+    *,
+    dtypes: Mapping[nn.Parameter, torch.dtype] | None = None,
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Shard a model whose parameters are shards already, which no unit gathers (see `release`), in place.
+
+    Args:
+        model: its own class, no unit in it; parameters that the plan replicates are left alone.
+        sharding: with a plan of the model.
+        fill: called with each parameter and with the shard on meta that the plan makes of it; gives the shard that
+            takes its place, as a rule the parameter itself.
+        dtypes: of the shards on meta; None, and for parameters that are not in it, the parameter's own.
+
+    Returns:
+        What took the place of each parameter.
+
+    Nothing is communicated, unless `fill` does.
+    """
+    kept = {model.get_parameter(name) for name in sharding.plan.replicated}
+    places = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter not in kept
+    ]
+    blank: dict[nn.Parameter, nn.Parameter] = {}
+    for module, name, old in places:
+        if old not in blank:
+            data = torch.empty(old.shape, dtype=(dtypes or {}).get(old, old.dtype), device="meta")
+            blank[old] = nn.Parameter(data, requires_grad=old.requires_grad)
+        module._parameters[name] = blank[old]
+    apply_sharding(model, sharding)
+    shards: dict[nn.Parameter, nn.Parameter] = {}
+    for module, name, old in places:
+        if old not in shards:
+            made = module._parameters[name]
+            assert made is not None
+            shards[old] = fill(old, made)
+        module._parameters[name] = shards[old]
+    renew(model)
+    return shards
+
+
+def copy_sharded(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A second sharded model with the values of `model` and shards of its own: what `copy.deepcopy(model)` gives.
+
+    For a moving average of the weights (`torch.optim.swa_utils.AveragedModel`), or a frozen reference. The copy has the
+    same units, mesh, precision and compilation; gradients, and hooks that a user registered on units, are not copied.
+
+    Args:
+        model: that `shard_model` sharded; not between a forward and its backward pass.
+        memo: of `copy.deepcopy`.
+
+    Nothing is communicated.
+    """
+    sharding = sharding_of(model)
+    assert sharding is not None
+    reshard_units(model)
+    memo[id(sharding)] = sharding  # process groups cannot be copied
+    twin = copy_released(model, memo)
+    if sharding.compile is not None:
+        compile_blocks(twin, sharding.plan, sharding.compile)
+    apply_again(twin, sharding, lambda old, made: old)
+    return twin

@@ -1,22 +1,201 @@
-"""What transformers and users see of a sharded model: class names, methods, and what the Trainer makes of them."""
+"""What transformers, PEFT and users' scripts see of a sharded model: class names, methods, copies of it."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM, Trainer
 
-from hf_fsdp_tools import from_pretrained, save_pretrained
+from hf_fsdp_tools import HybridPolicy, from_pretrained, make_accelerator, save_pretrained, sharding_of
 from hf_fsdp_tools.errors import ConfigError
 from tests._checkpoints import full_state, make_checkpoint
-from tests._dist import run_ranks
-from tests._training import ShardedTrainer, arguments
+from tests._dist import run_cases, run_ranks
+from tests._training import ShardedTrainer, apart, arguments, full_parameters, num_units
 
 ROWS = torch.arange(8 * 12).reshape(8, 12) % 90
+
+
+def batch_of(row: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": ROWS[row : row + 2], "labels": ROWS[row : row + 2]}
+
+
+def plain_model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+
+
+def one_step(model: nn.Module) -> nn.Module:
+    """Train on the same rows on every rank."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model(**batch_of(0)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model
+
+
+# ---- saving as scripts do ----
+
+
+def the_last_line_of_an_example_saves(folder: Path) -> None:
+    """`unwrapped_model.save_pretrained(…)` of accelerate's and transformers' examples, which every rank calls."""
+    accelerator = make_accelerator(cpu=True)
+    model: Any = one_step(accelerator.prepare(from_pretrained(folder, accelerator=accelerator)))
+    expected = one_step(plain_model(folder))
+    unwrapped: Any = accelerator.unwrap_model(model)
+    main = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
+    unwrapped.save_pretrained(folder / "example", **main)
+    unwrapped.save_pretrained(folder / "gathered", state_dict=accelerator.get_state_dict(model), **main)
+    unwrapped.save_pretrained(folder / "without_main", state_dict=accelerator.get_state_dict(model))
+    unwrapped.save_pretrained(str(folder / "parts"), max_shard_size="20KB", safe_serialization=True, push_to_hub=False)
+    dist.barrier()
+    assert len(list((folder / "parts").glob("*.safetensors"))) > 2
+    for name in ("example", "gathered", "without_main", "parts"):
+        again = plain_model(folder / name)
+        assert apart(full_parameters(again), full_parameters(expected)) < 1e-6, name
+    for asked in ({"safe_serialization": False}, {"push_to_hub": True}, {"variant": "fp16"}, {"misspelt": 1}):
+        with pytest.raises(ConfigError, match=rf"cannot honour {next(iter(asked))}=.*on shards"):
+            unwrapped.save_pretrained(folder / "refused", **asked)
+    with pytest.raises(ConfigError, match=r"state_dict of shards .*Leave state_dict out"):
+        unwrapped.save_pretrained(folder / "refused", state_dict=model.state_dict())
+    assert not (folder / "refused").exists()
+
+
+def an_adapter_saves_itself(folder: Path) -> None:
+    adapted: Any = from_pretrained(folder, peft_config=lora())
+    adapted.save_pretrained(folder / "adapter", is_main_process=dist.get_rank() == 0)
+    state = full_state(adapted)
+    adapted.save_pretrained(folder / "adapter_given", state_dict=state if dist.get_rank() == 0 else {})
+    dist.barrier()
+    for name in ("adapter", "adapter_given"):
+        again = PeftModel.from_pretrained(plain_model(folder), folder / name)
+        assert torch.equal(again(**batch_of(0)).logits, adapted(**batch_of(0)).logits), name
+    with pytest.raises(ConfigError, match=r"cannot honour selected_adapters="):
+        adapted.save_pretrained(folder / "refused", selected_adapters=["default"])
+
+
+def part_of_a_state_dict_is_not_saved_by_accelerate(folder: Path) -> None:
+    accelerator = make_accelerator(cpu=True)
+    model = from_pretrained(folder, accelerator=accelerator)
+    said = r"would hold rank 0's shards of 21 tensors \(first: 'model.model.embed_tokens.weight', \d+ of \d+ values"
+    with pytest.raises(ConfigError, match=rf"best.pt' {said}(.|\n)*accelerator.get_state_dict\(model\)"):
+        accelerator.save({"model": model.state_dict(), "epoch": 3}, folder / "best.pt")
+    whole = accelerator.get_state_dict(model)
+    accelerator.save({"model": whole, "epoch": 3}, folder / "best.pt")
+    dist.barrier()
+    saved = torch.load(folder / "best.pt")["model"]
+    assert apart(saved, dict(plain_model(folder).state_dict())) == 0
+
+
+# ---- other methods ----
+
+
+def tokens_are_added_by_the_models_own_method(folder: Path) -> None:
+    """As every example of language modelling does where the tokenizer has more tokens."""
+    model: Any = from_pretrained(folder)
+    embedding = model.resize_token_embeddings(140, mean_resizing=True)
+    assert embedding is model.get_input_embeddings() and embedding.weight.shape[0] == 140 == model.config.vocab_size
+    assert isinstance(embedding.weight, DTensor) and model(**batch_of(0)).logits.shape[-1] == 140
+    assert model.resize_token_embeddings().weight.shape[0] == 140
+    assert model.resize_token_embeddings(pad_to_multiple_of=16).weight.shape[0] == 144
+
+
+def a_plain_state_dict_is_loaded_into_the_shards(folder: Path) -> None:
+    model: Any = one_step(from_pretrained(folder))
+    whole = {key: value.clone() for key, value in plain_model(folder).state_dict().items()}
+    model(**batch_of(0))  # leaves units gathered, as before a backward pass
+    assert str(model.load_state_dict(whole)) == "<All keys matched successfully>"
+    assert apart(full_parameters(model), full_parameters(plain_model(folder))) == 0
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    one_step(model)
+    assert apart(full_parameters(model), full_parameters(one_step(plain_model(folder)))) < 1e-6
+
+    some = dict(whole, extra=torch.ones(1))
+    del some["model.norm.weight"]
+    with pytest.raises(RuntimeError, match=r'(?s)Unexpected key\(s\).*"extra".*Missing key|Missing key.*Unexpected'):
+        model.load_state_dict(some)
+    told = model.load_state_dict(some, strict=False)
+    assert (told.missing_keys, told.unexpected_keys) == (["model.norm.weight"], ["extra"])
+    with pytest.raises(RuntimeError, match=r"size mismatch for model\.norm\.weight"):
+        model.load_state_dict(dict(whole, **{"model.norm.weight": torch.ones(3)}))
+    model.load_state_dict(from_pretrained(folder).state_dict())  # shards, as before
+    head = model.lm_head
+    head.load_state_dict({"weight": torch.zeros_like(whole["lm_head.weight"])})
+    assert not head.weight.full_tensor().any()
+
+
+# ---- copies ----
+
+
+def a_copy_is_a_second_sharded_model(folder: Path) -> None:
+    model: Any = one_step(from_pretrained(folder))
+    twin = copy.deepcopy(model)
+    assert type(twin).__name__ == "LlamaForCausalLM" and num_units(twin) == num_units(model)
+    assert sharding_of(twin) == sharding_of(model)
+    before = full_parameters(twin)
+    assert apart(before, full_parameters(model)) == 0
+    one_step(model)
+    assert apart(before, full_parameters(twin)) == 0 < apart(before, full_parameters(model))
+    assert apart(full_parameters(one_step(twin)), full_parameters(model)) < 1e-7, "it trains as its original does"
+    twin.save_pretrained(folder / "twin")
+    dist.barrier()
+    assert apart(full_parameters(plain_model(folder / "twin")), full_parameters(twin)) == 0
+    assert apart(full_parameters(copy.deepcopy(twin)), full_parameters(twin)) == 0, "a copy of a copy"
+    adapted = from_pretrained(folder, peft_config=lora())
+    other = copy.deepcopy(adapted)
+    assert torch.equal(other(**batch_of(0)).logits, adapted(**batch_of(0)).logits)
+    assert not {id(p) for p in other.parameters()} & {id(p) for p in adapted.parameters()}
+
+
+def a_copy_of_a_model_with_whole_parameters_averages_their_gradients(folder: Path) -> None:
+    policy = HybridPolicy(replicate=("model.norm.weight",))
+    twin: Any = copy.deepcopy(from_pretrained(folder, policy=policy, compile={"backend": "eager"}))
+    assert sharding_of(twin).compile is not None
+    twin(**batch_of(2 * dist.get_rank())).loss.backward()
+    gradients = [torch.empty(48) for _ in range(2)]
+    dist.all_gather(gradients, twin.model.norm.weight.grad)
+    assert torch.equal(*gradients) and gradients[0].any()
+
+
+def an_average_of_the_weights_is_kept(folder: Path) -> None:
+    """torch's own EMA equals that of the plain model."""
+    averages = []
+    for model in (from_pretrained(folder), plain_model(folder)):
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for _ in range(3):
+            one_step(model)
+            average.update_parameters(model)
+        averages.append(full_parameters(average.module))
+    assert apart(*averages) < 1e-6
+
+
+CASES = (
+    the_last_line_of_an_example_saves,
+    an_adapter_saves_itself,
+    part_of_a_state_dict_is_not_saved_by_accelerate,
+    tokens_are_added_by_the_models_own_method,
+    a_plain_state_dict_is_loaded_into_the_shards,
+    a_copy_is_a_second_sharded_model,
+    a_copy_of_a_model_with_whole_parameters_averages_their_gradients,
+    an_average_of_the_weights_is_kept,
+)
+
+
+def test_what_scripts_call_on_a_model_works_on_shards(tmp_path: Path) -> None:
+    run_ranks(run_cases, 2, CASES, make_checkpoint("llama", tmp_path))
+
+
+# ---- what the Trainer looks at ----
 
 
 def smoothed_loss(cls: type[Trainer], model: nn.Module, folder: Path, rows: int) -> float:
@@ -28,47 +207,23 @@ def smoothed_loss(cls: type[Trainer], model: nn.Module, folder: Path, rows: int)
     return float(trainer.train().training_loss)
 
 
-def refusal(model: Any, folder: Path) -> str:
-    with pytest.raises(ConfigError, match="On every rank") as caught:
-        model.save_pretrained(folder / "plain")
-    return str(caught.value)
-
-
 def look_at(folder: Path) -> dict[str, Any]:
     model: Any = from_pretrained(folder)
     name = type(model).__name__, type(model.model.layers[0]).__name__
-    refused = refusal(model, folder)
-    state = full_state(model)
-    if torch.distributed.get_rank() == 0:
-        model.save_pretrained(folder / "whole", state_dict=state)  # Accelerate's documented way
-    adapted: Any = from_pretrained(folder, peft_config=LoraConfig(r=2, target_modules=["q_proj"]))
-    refused_adapter = refusal(adapted, folder)
-    save_pretrained(adapted, folder / "adapter")
     trained: Any = from_pretrained(folder, activation_checkpointing=True)
     assert trained.config.use_cache is False
     save_pretrained(trained, folder / "trained")
     assert trained.config.use_cache is False
-    return {
-        "name": name,
-        "refused": (refused, refused_adapter),
-        "loss": smoothed_loss(ShardedTrainer, model, folder, 4),
-    }
+    return {"name": name, "loss": smoothed_loss(ShardedTrainer, model, folder, 4)}
 
 
 def test_a_sharded_model_looks_like_the_model_that_it_is(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     ranks = run_ranks(look_at, 2, tmp_path)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
-    loss = smoothed_loss(Trainer, plain, tmp_path, 8)  # labels are shifted: the class name says that it is causal
+    loss = smoothed_loss(Trainer, plain_model(tmp_path), tmp_path, 8)  # labels are shifted: its name says it is causal
     assert sum(found["loss"] for found in ranks) / 2 == pytest.approx(loss, rel=1e-6)  # each reports its own rows
     for found in ranks:
         assert found["name"] == ("LlamaForCausalLM", "LlamaDecoderLayer")
-        assert found["refused"] == ranks[0]["refused"]
-    assert not (tmp_path / "plain").exists()
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
     assert json.loads((tmp_path / "trained" / "config.json").read_text())["use_cache"] is True, (
         "as it was before training"
     )
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert all(torch.equal(tensor, expected[key]) for key, tensor in again.state_dict().items())

@@ -147,6 +147,14 @@ def _one_trainer(task, route, sources, folder):
     return logged(trainer)
 
 
+def _in_bf16(task, mixed, sources, folder, **settings):
+    """The losses of training and of an evaluation in mixed precision, TRL's default."""
+    model, extra = _model(task, sources[SOURCES[task]]), {"eval_dataset": _rows(task)}
+    trainer = _trainer(task, model, folder / f"{task}-bf16", mixed=mixed, extra=extra, bf16=True, **settings)
+    trainer.train()
+    return [*logged(trainer), trainer.evaluate()["eval_loss"]]
+
+
 def _fresh_head(sources, folder):
     """In no file, made by the name of its module: the same on any number of ranks, sharded and trained."""
     model = _model("reward", sources["tied"], make_accelerator(cpu=True))
@@ -159,6 +167,7 @@ def _fresh_head(sources, folder):
 @pytest.fixture(scope="module")
 def sharded(checkpoints, tmp_path_factory) -> list[dict[str, list[float]]]:
     cases = {f"{task}, {route}": partial(_one_trainer, task, route) for task in SOURCES for route in ROUTES}
+    cases |= {f"{task}, bf16": partial(_in_bf16, task, True) for task in ("sft", "dpo")}
     cases["fresh head"] = _fresh_head
     return run_ranks(run_cases, 2, cases, checkpoints, tmp_path_factory.mktemp("trl"), timeout_s=240)
 
@@ -171,6 +180,13 @@ def test_complaint_31_a_trl_trainer_equals_its_own_one_process_run(checkpoints, 
         for route in ROUTES:
             close(rank[f"{task}, {route}"], expected)
         assert rank["fresh head"] == sharded[0]["fresh head"]
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_a_trl_trainer_in_bf16_equals_its_own_under_autocast(checkpoints, sharded, tmp_path, task):
+    expected = _in_bf16(task, False, checkpoints, tmp_path, per_device_train_batch_size=4)
+    for rank in sharded:
+        close(rank[f"{task}, bf16"], expected, rtol=1e-3, atol=1e-4)  # 1e-4 as measured
 
 
 # ---- reference models ----

@@ -254,7 +254,7 @@ CASES = [
     Case("state_dict_type", {}, attribute("state_dict_type", StateDictType.SHARDED_STATE_DICT)),
     Case("state_dict_type", {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, lambda p: "FULL" in p.state_dict_type.name),
     Case(
-        "cpu_ram_efficient_loading", {"cpu_ram_efficient_loading": True}, attribute("cpu_ram_efficient_loading", False)
+        "cpu_ram_efficient_loading", {"cpu_ram_efficient_loading": True}, attribute("cpu_ram_efficient_loading", True)
     ),
     Case(
         "activation_checkpointing",
