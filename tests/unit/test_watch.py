@@ -72,6 +72,8 @@ def test_short_calls_are_not_named_however_many(rehearsal: Rehearsal) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    while watch._watcher.is_alive():  # that of a test before, with the patience of its time
+        time.sleep(0.01)
     monkeypatch.setattr(watch, "_WARN_S", 0.2)
     monkeypatch.setattr(watch, "_POLL_S", 0.02)
     yield
