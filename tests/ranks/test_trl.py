@@ -186,7 +186,7 @@ def test_complaint_31_a_trl_trainer_equals_its_own_one_process_run(checkpoints, 
 def test_a_trl_trainer_in_bf16_equals_its_own_under_autocast(checkpoints, sharded, tmp_path, task):
     expected = _in_bf16(task, False, checkpoints, tmp_path, per_device_train_batch_size=4)
     for rank in sharded:
-        close(rank[f"{task}, bf16"], expected, rtol=1e-3, atol=1e-4)  # 1e-4 as measured
+        close(rank[f"{task}, bf16"], expected, rtol=2e-3, atol=0.0)  # SFT 2e-4, DPO 7e-4 as measured
 
 
 # ---- reference models ----
