@@ -57,6 +57,9 @@ class CheckpointIndex:
     _saved: Mapping[tuple[str, ...], ChunkedTensor] = field(default_factory=dict, repr=False)
     """All tensors of a DCP folder, by their path in the saved state dict; `of_model` picks the model's."""
 
+    _states: Mapping[Path, tuple[int, int]] = field(default_factory=dict, repr=False)
+    """Inode and time of modification of each file before its header was read."""
+
     @cached_property
     def dtype(self) -> torch.dtype | None:
         """The dtype of the first floating-point tensor, to which `dtype="auto"` falls back; None if there is none."""
@@ -101,6 +104,21 @@ class CheckpointIndex:
         if source not in self._located:
             self._located[source] = locate_chunk(*self._chunks[source])
         return self._located[source]
+
+    def refuse_changed(self) -> None:
+        """Refuse files that another save replaced or wrote after their headers were read: values of both may be mixed.
+
+        Raises:
+            CheckpointError: names a file that changed.
+        """
+        for file, state in self._states.items():
+            with watched(file):
+                found = _state_of(file)
+            if found != state:
+                raise CheckpointError(
+                    f"{file}: was replaced, written or removed while the checkpoint was read, by another save or "
+                    "download as a rule. Load the checkpoint again when that is over."
+                )
 
     def of_model(self, model_keys: Collection[str]) -> "CheckpointIndex":
         """An index of the tensors of one model, under the model's names; a DCP folder can hold more than a model."""
@@ -209,8 +227,10 @@ class CheckpointIndex:
         tensors: dict[str, StoredTensor] = {}
         problems: list[str] = []
         header_bytes = listed.num_bytes if listed else 0
+        states: dict[Path, tuple[int, int]] = {}
         for file in files:
             try:
+                states[file] = _state_of(file)
                 found, num_bytes = parse_pickled(file) if _is_pickled(file) else parse_header(file)
             except CheckpointError as error:
                 problems.append(str(error))
@@ -235,7 +255,16 @@ class CheckpointIndex:
             ]
         if problems:
             raise CheckpointError(_as_one_message(problems))
-        return cls(name=name, tensors=MappingProxyType(tensors), header_bytes=header_bytes)
+        return cls(name=name, tensors=MappingProxyType(tensors), header_bytes=header_bytes, _states=states)
+
+
+def _state_of(file: Path) -> tuple[int, int]:
+    """What changes when a file is replaced or written; zeros where there is none."""
+    try:
+        status = file.stat()
+    except OSError:
+        return 0, 0
+    return status.st_ino, status.st_mtime_ns
 
 
 def _as_one_message(problems: list[str]) -> str:

@@ -167,6 +167,8 @@ def load_weights(
                 in_flight=requests_in_flight,
                 progress=progress,
             )
+            with agreed(doing):
+                index.refuse_changed()
         if check_finite:
             with _timed(seconds, "check"), agreed(f"checking the values ({after})"):
                 refuse_not_finite(model, {*match.loaded, *match.to_pack})

@@ -11,7 +11,8 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from hf_fsdp_tools.checkpoint.fingerprint import refuse_other_contents
 from hf_fsdp_tools.checkpoint.formats.dcp import find_dcp_folder
-from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX, CheckpointIndex
+from hf_fsdp_tools.checkpoint.unfinished import stamps
 from hf_fsdp_tools.distributed.agreement import opened
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
@@ -119,9 +120,20 @@ def _find_base(name: str, hub_kwargs: dict[str, Any]) -> tuple[dict[str, Any], t
 def _open(
     name: str, trust_remote_code: bool, allow_pickle: bool, hub_kwargs: dict[str, Any]
 ) -> tuple[PreTrainedConfig, CheckpointIndex, GenerationConfig | None]:
-    """Config, index and generation config of a checkpoint; of a hub name, all from one commit."""
+    """Config, index and generation config of a checkpoint: all of one commit or, in a folder, of one save."""
     with watched(Path(name)):
         home = _config_home(name)
+        folder = local_path(home)
+    before = folder and stamps(folder, WEIGHTS, WEIGHTS_INDEX)
+    found = _open_as_is(name, home, trust_remote_code, allow_pickle, hub_kwargs)
+    if folder is None or stamps(folder, WEIGHTS, WEIGHTS_INDEX) == before:
+        return found
+    return _open_as_is(name, home, trust_remote_code, allow_pickle, hub_kwargs)  # a save has replaced it meanwhile
+
+
+def _open_as_is(
+    name: str, home: str, trust_remote_code: bool, allow_pickle: bool, hub_kwargs: dict[str, Any]
+) -> tuple[PreTrainedConfig, CheckpointIndex, GenerationConfig | None]:
     config = load_config(home, trust_remote_code=trust_remote_code, **hub_kwargs)
     commit = {"revision": config._commit_hash} if config._commit_hash else {}
     index = CheckpointIndex.open(name, allow_pickle=allow_pickle, **hub_kwargs | commit)

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from hf_fsdp_tools.checkpoint import index as index_module
+from hf_fsdp_tools.checkpoint import opening
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.checkpoint.opening import open_checkpoint
 from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.meta import build_meta_model
@@ -76,3 +78,36 @@ def test_weights_that_the_config_names_come_first_as_in_transformers(tmp_path: P
     name_weights(folder, "../other/model-00002-of-00004.safetensors")
     with pytest.raises(CheckpointError, match="expected a file inside the folder"):
         CheckpointIndex.open(folder)
+
+
+def test_files_that_are_replaced_while_they_are_read_are_refused(tmp_path: Path) -> None:
+    folder, other = make_checkpoint("llama", tmp_path / "saved"), make_checkpoint("llama", tmp_path / "other", seed=1)
+    index, model = CheckpointIndex.open(folder), build_meta_model(folder)
+    load_weights(model, index)
+    for file in other.glob("*.safetensors"):
+        file.replace(folder / file.name)
+    fresh = build_meta_model(folder)
+    with pytest.raises(CheckpointError, match="was replaced, written or removed while the checkpoint was read"):
+        load_weights(fresh, index)
+    assert all(parameter.is_meta for parameter in fresh.parameters())
+    load_weights(fresh, folder)
+
+
+def test_config_and_weights_are_of_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, other = make_checkpoint("llama", tmp_path / "saved"), make_checkpoint("llama", tmp_path / "other", seed=1)
+    model = build_meta_model(other)
+    load_weights(model, other)
+    model.config.rope_parameters["rope_theta"] = 77.0
+    load, calls = opening.load_config, []
+
+    def load_and_save(*args: Any, **options: Any) -> Any:
+        config = load(*args, **options)
+        if not calls:
+            save_pretrained(model, folder, max_shard_size="60KB")
+        calls.append(config)
+        return config
+
+    monkeypatch.setattr(opening, "load_config", load_and_save)
+    found = open_checkpoint(folder)
+    assert len(calls) == 2 and found.config.rope_parameters["rope_theta"] == 77.0
+    assert {t.file for t in found.index.tensors.values()} == set(folder.glob("model.*-of-*.safetensors"))
