@@ -6,6 +6,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,7 @@ OF_TRAINER = BOTH | {
     "scheduler cut": (cut("scheduler.pt"), r"scheduler\.pt"),
     "random states gone": (gone("rng_state_1.pth"), r"rng_state_1\.pth"),
     "random states cut": (cut("rng_state_1.pth"), r"rng_state_1\.pth"),
+    "random states malicious": (written("rng_state_1.pth", "cos\nsystem\n(S'true'\ntR."), r"rng_state_1\.pth"),
     "weights gone": (gone("model.safetensors"), r"model\.safetensors"),
     "weights cut": (cut("model.safetensors"), r"model\.safetensors"),
     "trainer state {}": (written("trainer_state.json", "{}"), r"trainer_state\.json"),
@@ -251,6 +253,10 @@ def damaged_checkpoints(source: Path, out: Path) -> None:
     good = out / "checkpoint-2"
     trainer = _trainer(source, out / "later", max_steps=3, save_strategy="no", callbacks=[NoStep()])
     _refused(lambda bad: trainer.train(resume_from_checkpoint=bad), good, OF_TRAINER)
+    fails = patch("numpy.random.set_state", side_effect=OSError(5, "Input/output error"))
+    said = pytest.raises(Exception, match="Input/output error")
+    with fails if dist.get_rank() == 1 else nullcontext(), said:
+        trainer.train(resume_from_checkpoint=str(good))
 
 
 def damaged_states(source: Path, out: Path) -> None:

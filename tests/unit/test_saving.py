@@ -6,6 +6,7 @@ import os
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -109,6 +110,21 @@ def test_a_damaged_trainer_state_is_no_complete_checkpoint(tmp_path: Path, text:
     checkpoint(tmp_path / "checkpoint-0", 0)
     with pytest.warns(UserWarning, match=r"Resuming from checkpoint-0: checkpoint-1 has"):
         assert complete_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-0")
+
+
+def test_what_a_run_goes_on_with_is_looked_for_and_opened(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint-1")
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(world_size=1, process_index=0),
+        accelerator=SimpleNamespace(scaler=object()),
+        allow_incomplete=False,
+    )
+    with pytest.raises(CheckpointError, match=r"lacks the loss scale \(scaler\.pt\): .*allow_incomplete = True"):
+        checkpoints.check_checkpoint(trainer, folder)
+    (folder / "mine").mkdir()
+    (folder / "mine" / "adapter_model.safetensors").write_bytes(b"cut")
+    with pytest.raises(CheckpointError, match=r"mine/adapter_model\.safetensors: is damaged"):
+        checkpoints.check_checkpoint(trainer, folder)
 
 
 # ---- old checkpoints ----
