@@ -1,23 +1,19 @@
 """The hidden folder in which a save makes its files: locked while the save runs, removed when it has ended or died."""
 
-import errno
-import fcntl
 import json
 import os
 import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.checkpoint.durable import storage_errors, sync, try_lock
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.text import first_line
 
-__all__ = ["Draft", "save_errors", "sync_files", "sync_folder"]
+__all__ = ["Draft"]
 
 _HIDDEN = re.compile(r"\.save-[0-9a-f]{8}\.incomplete")
 """Hidden folders of saves, by the mark of each."""
@@ -55,7 +51,7 @@ class Draft:
         Raises:
             CheckpointError: another job is saving to the folder, or it cannot be written.
         """
-        with save_errors(self.folder):
+        with storage_errors("save to", self.folder):
             if self.folder.exists() and not self.folder.is_dir():
                 raise CheckpointError(f"{str(self.folder)!r} is a file; give the name of a folder to save to.")
             new = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
@@ -63,7 +59,7 @@ class Draft:
                 path.mkdir(exist_ok=path in new)
                 self._made.append(path)
             for path in new:
-                sync_folder(path.parent)
+                sync(path.parent)
             self._lock = _take_lock(self.path / "owner.json")
             now_s = (self.path / "owner.json").stat().st_mtime  # by the clock of the file system, as the others
             for path in self.folder.iterdir():
@@ -86,8 +82,7 @@ class Draft:
 def _take_lock(file: Path) -> int:
     """A descriptor of a new file that is locked until the descriptor is closed, if the file system has locks."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    with suppress(OSError):  # no locks here: whoever asks finds a free one, or none, and looks at the time
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try_lock(descriptor)  # where there are no locks, whoever asks looks at the time
     owner = {"host": socket.gethostname(), "boot": _boot(), "process": os.getpid(), "since": time.strftime("%F %T")}
     os.write(descriptor, json.dumps(owner).encode())  # after the lock: what has no owner may be just about to lock
     return descriptor
@@ -102,10 +97,7 @@ def _remove_if_killed(path: Path, now_s: float) -> None:
         try:
             with suppress(ValueError):
                 owner = json.loads(os.read(descriptor, 10_000))
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_free = True
-        except BlockingIOError:
-            is_free = False
+            is_free = try_lock(descriptor)
         finally:
             os.close(descriptor)
     if is_free is False:
@@ -130,48 +122,3 @@ def _boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
-
-
-@contextmanager
-def save_errors(folder: Path, doing: str = "save to") -> Iterator[None]:
-    """Turn what the system and libraries raise while they write into `CheckpointError`, with the folder and a cure."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(
-            f"Cannot {doing} {str(folder)!r}: {error}. Check space and permissions, or give another folder."
-        ) from error
-    except Exception as error:  # safetensors, tokenizers, PEFT: each has errors of its own for a full disk
-        raise CheckpointError(
-            f"Cannot {doing} {str(folder)!r}: {type(error).__name__}: {first_line(error)}. What was saved there before "
-            "is unchanged; check space and permissions, and the values that are saved."
-        ) from error
-
-
-# ---- what a power failure leaves ----
-
-
-def sync_files(files: Iterable[Path]) -> None:
-    """Wait until the bytes that this process wrote to some files are on the disk.
-
-    Raises:
-        OSError: they cannot be written, for want of space for example.
-    """
-    for file in files:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            with watched(file):
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, where the file system can do so."""
-    try:
-        sync_files([folder])
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES):
-            raise

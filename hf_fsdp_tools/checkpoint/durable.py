@@ -7,9 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.text import first_line
 
-__all__ = ["exchange", "storage_errors", "sync", "write_durably"]
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["exchange", "library_errors", "storage_errors", "sync", "try_lock", "write_durably"]
 
 _AT_FDCWD = -100
 """A relative path is meant from the current folder; source: Linux, fcntl.h."""
@@ -17,8 +24,8 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 """Source: Linux, fs.h."""
 
-_UNABLE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
-"""What `renameat2` answers where the system or the file system cannot exchange."""
+_UNABLE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES}
+"""What a system or a file system answers that cannot exchange names, or sync folders."""
 
 
 @contextmanager
@@ -37,16 +44,52 @@ def storage_errors(doing: str, folder: Path) -> Iterator[None]:
         ) from error
 
 
-def sync(path: Path) -> None:
-    """Bring a file's bytes, or a folder's list of names, to disk; nothing where the file system has no such call."""
-    descriptor = os.open(path, os.O_RDONLY)
+@contextmanager
+def library_errors(doing: str, folder: Path) -> Iterator[None]:
+    """The same for a block that libraries write in: safetensors, tokenizers and PEFT have errors of their own for a
+    full disk. The block must hold no code of this package, whose mistakes must show."""
     try:
-        os.fsync(descriptor)
+        with storage_errors(doing, folder):
+            yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"Cannot {doing} {str(folder)!r}: {type(error).__name__}: {first_line(error)}. What was saved there before "
+            "is unchanged; check space and permissions, and the values that are saved."
+        ) from error
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's list of names, are on disk, where the file system has such a call.
+
+    Raises:
+        OSError: they cannot be written, for want of space for example.
+    """
+    try:
+        with watched(path):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
     except OSError as error:
         if error.errno not in _UNABLE:
             raise
-    finally:
-        os.close(descriptor)
+
+
+def try_lock(descriptor: int) -> bool | None:
+    """Lock an open file until it is closed, in whatever way its process ends: True if that succeeded, False if another
+    process holds the lock, None where the system or the file system has no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def write_durably(path: Path, text: str) -> None:

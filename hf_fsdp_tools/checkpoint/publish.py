@@ -30,7 +30,8 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from hf_fsdp_tools.checkpoint.draft import Draft, save_errors, sync_files, sync_folder
+from hf_fsdp_tools.checkpoint.draft import Draft
+from hf_fsdp_tools.checkpoint.durable import storage_errors, sync
 from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.checkpoint.unfinished import CONFIG
 from hf_fsdp_tools.text import listed
@@ -101,7 +102,8 @@ class _Renames:
 def _changed(draft: Draft) -> list[Path]:
     """The files beside the weights that are new or differ, relative to the folder; all are synced."""
     staged = sorted(path for path in draft.beside.rglob("*") if path.is_file())
-    sync_files(staged)
+    for file in staged:
+        sync(file)
     names = [path.relative_to(draft.beside) for path in staged]
     return [name for name in names if not _is_same(draft.beside / name, draft.folder / name)]
 
@@ -132,14 +134,14 @@ def publish_weights(
     folder, files = draft.folder, list(files)
     is_sharded = len(files) > 1
     last = WEIGHTS_INDEX if is_sharded else WEIGHTS
-    with save_errors(folder, "finish"), _Renames(draft) as renames:
+    with storage_errors("finish", folder), _Renames(draft) as renames:
         former = {path.name for path in folder.iterdir() if _WEIGHTS_OF_A_SAVE.fullmatch(path.name)}
         marked = f"model.{draft.mark}" if former else "model"
         names = {file: file.replace("model", marked, 1) if is_sharded else file for file in files}
         if is_sharded:
             index = {"metadata": dict(metadata), "weight_map": {key: names[file] for key, file in weight_map.items()}}
             (draft.path / last).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
-            sync_files([draft.path / last])
+            sync(draft.path / last)
         beside = _changed(draft)
         unseen = dict(names) if is_sharded else {}
         is_shadowed = is_sharded and (folder / WEIGHTS).is_file()  # a single file is opened first
@@ -150,7 +152,7 @@ def publish_weights(
             unseen[_TWIN] = last.replace("model", marked, 1)
         for file, name in unseen.items():
             renames.replace(draft.path / file, folder / name)
-        sync_folder(folder)
+        sync(folder)
         renames.set_aside(folder / name for name in (_ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin"))
         for path in sorted(beside, key=lambda path: str(path) == CONFIG):
             is_bridge = names_weights and str(path) == CONFIG
@@ -181,14 +183,14 @@ def _stage_bridge(draft: Draft, last: str) -> bool:
         return False
     config["transformers_weights"] = last.replace("model", f"model.{draft.mark}", 1)
     (draft.path / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
-    sync_files([draft.path / CONFIG])
+    sync(draft.path / CONFIG)
     return (draft.folder / CONFIG).is_file()
 
 
 def _remove_former(folder: Path, names: Iterable[str]) -> None:
     """Remove weight files to which nothing leads any more; warn if that fails, for the save has succeeded."""
     try:
-        sync_folder(folder)
+        sync(folder)
         for name in names:
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
@@ -211,9 +213,9 @@ def publish_adapter(draft: Draft) -> None:
         CheckpointError: the folder cannot be written, or is gone; what was saved there before is as it was.
     """
     folder = draft.folder
-    with save_errors(folder, "finish"), _Renames(draft) as renames:
+    with storage_errors("finish", folder), _Renames(draft) as renames:
         changed = _changed(draft)
-        sync_folder(folder)
+        sync(folder)
         configs = [path for path in changed if path.name == _ADAPTER_CONFIG]
         weights = [path for path in changed if path.name == ADAPTER_WEIGHTS]
         for path in changed:
@@ -226,7 +228,7 @@ def publish_adapter(draft: Draft) -> None:
                 renames.take_away(folder / path)
         for path in (*weights, *configs):
             renames.replace(draft.beside / path, folder / path)
-    sync_folder(folder)
+    sync(folder)
 
 
 def _is_own_base(draft: Draft) -> bool:

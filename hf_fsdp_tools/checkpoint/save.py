@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from hf_fsdp_tools.checkpoint.conversion import persistent_tensors, revert_group, saved_tensors
-from hf_fsdp_tools.checkpoint.draft import Draft, save_errors, sync_files
+from hf_fsdp_tools.checkpoint.draft import Draft
+from hf_fsdp_tools.checkpoint.durable import library_errors, storage_errors, sync
 from hf_fsdp_tools.checkpoint.gather import gather_to_first
 from hf_fsdp_tools.checkpoint.io.files import TransferStats, write_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
@@ -210,7 +211,7 @@ def _num_parameters(model: nn.Module) -> int:
 
 def _stage_configs(model: nn.Module, draft: Draft, dtype: torch.dtype | None, tokenizer: Any) -> None:
     """Write everything beside the weights as transformers does: config, generation config, model code, tokenizer."""
-    with save_errors(draft.folder, "save config and tokenizer to"):
+    with library_errors("save config and tokenizer to", draft.folder):
         if isinstance(model, PreTrainedModel):
             model.config.dtype = dtype_name(dtype or model.dtype)
             model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
@@ -275,10 +276,11 @@ def _write_all(
         stats = write_transfers(in_place, staging_bytes=staging_bytes)
     for key in to_gather:
         stats += _write_gathered(model, key, layout, staging_bytes)
-    with agreed("syncing the checkpoint", folder), save_errors(folder):
+    with agreed("syncing the checkpoint", folder), storage_errors("save to", folder):
         # Rank 0 has written to every file: headers, and what was gathered.
         is_first = rank_and_size()[0] == 0
-        sync_files(map(layout.path, layout.files) if is_first else dict.fromkeys(t.file for t in in_place))
+        for file in map(layout.path, layout.files) if is_first else dict.fromkeys(t.file for t in in_place):
+            sync(file)
     return stats
 
 

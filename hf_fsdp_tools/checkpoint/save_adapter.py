@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.checkpoint.draft import Draft, save_errors
+from hf_fsdp_tools.checkpoint.draft import Draft
+from hf_fsdp_tools.checkpoint.durable import library_errors
 from hf_fsdp_tools.checkpoint.gather import gather_to_first
 from hf_fsdp_tools.checkpoint.publish import ADAPTER_WEIGHTS, publish_adapter
 from hf_fsdp_tools.checkpoint.report import SaveReport
@@ -56,7 +57,7 @@ def save_adapter(
         whole = _gather_adapter(model, dtype, folder, keep=rank == 0)
         with agreed("writing the adapter", folder):
             if rank == 0:
-                with save_errors(folder, "save the adapter to"):
+                with library_errors("save the adapter to", folder):
                     if (folder / _CARD).is_file():  # to which PEFT adds
                         shutil.copyfile(folder / _CARD, draft.beside / _CARD)
                     model.save_pretrained(str(draft.beside), state_dict=whole)  # type: ignore[operator]  # PEFT's own
@@ -97,7 +98,7 @@ def _gather_adapter(
     base = {id(tensor) for tensor in bare_model(base_of(model)).model.state_dict(keep_vars=True).values()}
     # Rank 0 decides for all: PEFT may ask the hub whether the base has the same vocabulary.
     by_peft = None
-    with agreed("asking PEFT what belongs to the adapter"), save_errors(folder, "save the adapter to"):
+    with agreed("asking PEFT what belongs to the adapter"), library_errors("save the adapter to", folder):
         if keep:
             by_peft = _chosen_by_peft(model, state)
     chosen = all_ranks(by_peft)[0] or frozenset()

@@ -12,16 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_fsdp_tools.checkpoint.durable import exchange, storage_errors, sync
+from hf_fsdp_tools.checkpoint.durable import exchange, storage_errors, sync, try_lock
 from hf_fsdp_tools.checkpoint.manifest import MANIFEST
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
-
-try:
-    import fcntl
-except ImportError:  # Windows, where two jobs are not noticed
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["former_of", "remove_checkpoint", "remove_leftovers", "remove_marks", "replacing", "saveable"]
 
@@ -89,19 +84,11 @@ def former_of(folder: Path) -> Path:
 @contextmanager
 def _only_job(folder: Path) -> Iterator[None]:
     """Refuse to save while another job saves to the same folder; file systems without locks let it pass."""
-    if fcntl is None:
-        yield
-        return
     file = folder.with_name(f".{folder.name}.lock")
     with open(file, "a") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_free = file.exists() and os.path.samestat(file.stat(), os.fstat(stream.fileno()))
-        except BlockingIOError:
-            is_free = False
-        except OSError:  # the file system has no locks: a second job shows only by its files
-            is_free = True
-        if not is_free:
+        locked = try_lock(stream.fileno())
+        is_removed = not file.exists() or not os.path.samestat(file.stat(), os.fstat(stream.fileno()))
+        if locked is False or (locked and is_removed):  # the other job has just ended, and removed the file
             raise CheckpointError(
                 f"Another job is saving to {str(folder)!r}. Stop one of the two, or give each a folder of its own."
             )

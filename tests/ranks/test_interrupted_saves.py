@@ -409,7 +409,7 @@ def folder_is_removed_meanwhile(model: Any, _: Any, target: Path) -> str:
         if dist.get_rank() == 1:
             shutil.rmtree(target / "new")
 
-    with patch("hf_fsdp_tools.checkpoint.save.sync_files", remove):
+    with patch("hf_fsdp_tools.checkpoint.save.sync", remove):
         return refused(lambda: save_pretrained(model, target / "new"), "Cannot finish .*No such file")
 
 
