@@ -119,7 +119,8 @@ def test_a_killed_rank_ends_the_others(road: str, folders: dict[str, Path], tmp_
     for rank in ranks:
         rank.start()
     try:
-        ranks[0].join(60)
+        for rank in ranks:
+            rank.join(60)
         assert (ranks[0].exitcode, ranks[1].exitcode) == (0, -signal.SIGKILL)
         said = (tmp_path / "said").read_text()
         expected = rf"While {ROADS[road][1]}.*: rank 1 has ended: it failed, and says why, or did not make"
