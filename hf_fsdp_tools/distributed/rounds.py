@@ -11,7 +11,6 @@ The first ranks to arrive look at the beats of those that are missing: they warn
 in the end give up for all ranks alike.
 """
 
-import atexit
 import contextlib
 import hashlib
 import json
@@ -19,22 +18,22 @@ import os
 import pickle
 import socket
 import sys
-import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from hf_fsdp_tools.distributed.watch import progress_made, waited_for
+from hf_fsdp_tools.distributed.beat import Beat
 from hf_fsdp_tools.errors import RanksError
 from hf_fsdp_tools.text import listed
 
@@ -49,12 +48,6 @@ _WARN_S = 30.0
 
 _ABSENT_S = 10.0
 """The same for a rank that is in no call of this package at all. (assumed)"""
-
-_BEAT_S = 2.0
-"""Between two beats, and before the first: most rounds are over by then."""
-
-_IDLE_S = 60.0
-"""How long the thread that beats waits for the next call before it ends."""
 
 _LOST_S = 60.0
 """How long a rank that has beaten may be silent: its process was stopped, or its machine is gone. (assumed)"""
@@ -128,6 +121,7 @@ def rounds_of(ranks: Sequence[int] | None = None) -> "Rounds | None":
     of_group = _made.setdefault(dist.group.WORLD, {})
     if members not in of_group:
         of_group[members] = Rounds(_get_default_store(), dist.get_rank(), members)
+        finalize(dist.group.WORLD, of_group[members].goodbye())
     return of_group[members]
 
 
@@ -152,14 +146,22 @@ class Rounds:
         self._scopes: list[Scope] = []
         self._counts = [0]  # rounds and scopes so far, in the whole and in each open scope
         self._former: str | None = None
-        self._beat = _Beat(store, f"{self._prefix}/beat/{rank}")
+        self._beat = Beat(store, f"{self._prefix}/beat/{rank}")
         store.set(f"{self._prefix}/who/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
-        atexit.register(self._say_goodbye)
 
-    def _say_goodbye(self) -> None:
-        """Let those that wait for this rank know that its script is over."""
-        with suppress(RuntimeError):  # the store is gone: nobody waits
-            self._store.set(f"{self._prefix}/ended/{self._rank}", b"")
+    def goodbye(self) -> Callable[[], None]:
+        """A function that tells those that wait for this rank that its group or its script is over."""
+        store, beat, key = self._store, self._beat, f"{self._prefix}/ended/{self._rank}"
+
+        def say() -> None:
+            beat.stop()
+            usual = store.timeout
+            store.set_timeout(timedelta(seconds=5))  # a file store whose folder is gone would try for five minutes
+            with suppress(RuntimeError):  # the store is gone: nobody waits
+                store.set(key, b"")
+            store.set_timeout(usual)
+
+        return say
 
     @contextmanager
     def scope(self, doing: str) -> Iterator[Scope]:
@@ -262,49 +264,6 @@ def _split(joined: bytes) -> list[Any]:
     """The values that `_join` joined; each rank's is an object of its own."""
     distinct, places = pickle.loads(joined)
     return [pickle.loads(distinct[place]) for place in places]
-
-
-class _Beat:
-    """This rank's beat: a thread that tells what the rank does while it is in a call, if the call takes long."""
-
-    def __init__(self, store: Any, key: str) -> None:
-        self._store, self._key = store, key
-        self._doing: list[str] = []
-        self._count = 0
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    @contextmanager
-    def telling(self, doing: str) -> Iterator[None]:
-        """While this block runs, the rank does this."""
-        with self._changed:
-            self._doing.append(doing)
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
-                self._thread.start()
-            self._changed.notify()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._doing.pop()
-
-    def _run(self) -> None:
-        store = self._store.clone()  # a connection of its own: the main thread may wait on the other
-        told = False
-        with suppress(RuntimeError):  # the store is gone: whoever waits for it says so
-            while True:
-                with self._changed:
-                    if not self._doing and not told and not self._changed.wait(_IDLE_S):
-                        self._thread = None  # the next call starts another one
-                        return
-                time.sleep(_BEAT_S)
-                doing = list(self._doing)
-                if doing or told:
-                    self._count += 1
-                    text = {"count": self._count, "progress": progress_made(), "doing": doing, "for": waited_for()}
-                    store.set(self._key, json.dumps(text))
-                    told = bool(doing)
 
 
 class _Others:

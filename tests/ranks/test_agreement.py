@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
 from hf_fsdp_tools import CheckpointError, ConfigError, RanksError
-from hf_fsdp_tools.distributed import rounds
+from hf_fsdp_tools.distributed import beat, rounds
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, shared_rng_state, shared_seed
 from hf_fsdp_tools.distributed.rounds import patience
 from hf_fsdp_tools.distributed.watch import watched
@@ -163,6 +164,12 @@ def a_group_that_is_started_again_begins_anew():
     assert all_ranks(rank) == [0, 1, 2]
 
 
+def a_group_that_is_over_leaves_its_store():
+    """Its port is free for the next group of this process."""
+    kept = [thread.name for thread in threading.enumerate() if thread.name == "beat"]
+    assert kept == ["beat"], "one thread, of the group that runs"
+
+
 CASES = (
     values_come_in_rank_order,
     a_failure_ends_the_block_on_all,
@@ -179,9 +186,10 @@ CASES = (
 
 
 def agree():
-    rounds._BEAT_S = 0.2
+    beat._BEAT_S = 0.2
     run_cases({case.__name__: case for case in CASES})
     a_group_that_is_started_again_begins_anew()
+    a_group_that_is_over_leaves_its_store()
 
 
 def test_ranks_agree():
@@ -189,7 +197,7 @@ def test_ranks_agree():
 
 
 def be_absent():
-    rounds._BEAT_S = 0.2
+    beat._BEAT_S = 0.2
     an_absent_rank_is_named_and_given_up()
 
 
@@ -203,9 +211,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 from datetime import timedelta
-from hf_fsdp_tools.distributed import rounds
+from hf_fsdp_tools.distributed import beat, rounds
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, shared_rng_state, shared_seed
-rounds._BEAT_S, rounds._LOST_S = 0.2, 3.0
+beat._BEAT_S, rounds._LOST_S = 0.2, 3.0
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timedelta(seconds=60))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3)

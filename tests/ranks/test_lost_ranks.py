@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hf_fsdp_tools import RanksError
 from hf_fsdp_tools.checkpoint.save import save_pretrained
-from hf_fsdp_tools.distributed import rounds
+from hf_fsdp_tools.distributed import beat, rounds
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.integrations import accelerator as accelerators
 from hf_fsdp_tools.integrations.state import make_accelerator
@@ -61,7 +61,7 @@ ROADS = {"load": (load, "reading the checkpoint"), "prepare": (prepare, "prepari
 
 def stop_on(road: str, folder: Path) -> None:
     """Rank 0 lets rank 1 go on when it has given it up; rank 1 then learns that it was."""
-    rounds._BEAT_S, rounds._LOST_S = 0.2, 3.0
+    beat._BEAT_S, rounds._LOST_S = 0.2, 3.0
     pids = all_ranks(os.getpid())
     call, doing = ROADS[road]
     with pytest.raises(RanksError) as caught:
@@ -103,7 +103,7 @@ def live(rank: int, port: int, road: str, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    rounds._BEAT_S = 0.2
+    beat._BEAT_S = 0.2
     with pytest.raises(RanksError) as caught:
         ROADS[road][0](folder, signal.SIGKILL)
     folder.with_name("said").write_text(str(caught.value))
@@ -119,7 +119,8 @@ def test_a_killed_rank_ends_the_others(road: str, folders: dict[str, Path], tmp_
     for rank in ranks:
         rank.start()
     try:
-        ranks[0].join(60)
+        for rank in ranks:
+            rank.join(60)
         assert (ranks[0].exitcode, ranks[1].exitcode) == (0, -signal.SIGKILL)
         said = (tmp_path / "said").read_text()
         expected = rf"While {ROADS[road][1]}.*: rank 1 has ended: it failed, and says why, or did not make"
