@@ -27,7 +27,7 @@ from hf_fsdp_tools.checkpoint.regions import row_major_strides, slice_view
 from hf_fsdp_tools.checkpoint.report import SaveReport
 from hf_fsdp_tools.checkpoint.save_adapter import save_adapter
 from hf_fsdp_tools.checkpoint.shards import is_first_replica, local_boxes_of, local_tensor, memory_view
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import original_classes
@@ -84,7 +84,8 @@ def save_pretrained(
     Every rank of the default process group must call. The ranks exchange errors, and send gathered tensors to rank 0.
 
     Raises:
-        ConfigError: adapters that cannot be merged, or have no `PeftModel` around them.
+        ConfigError: adapters that cannot be merged, or have no `PeftModel` around them; arguments that differ between
+            ranks.
         CheckpointError: the model is on meta; a tensor has a dtype that safetensors has no name for; the folder is a
             file, cannot be written or is not seen by all ranks; the disk is full; another job is saving there; config
             or tokenizer cannot be saved. The same on every rank; what was saved there before is unchanged.
@@ -92,6 +93,13 @@ def save_pretrained(
     start = time.perf_counter()
     rank, _ = rank_and_size()
     folder = Path(folder)
+    same_on_all_ranks(
+        "saving the model",
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        staging_bytes=staging_bytes,
+        merge_adapters=merge_adapters,
+    )
     if merge_adapters:
         model = merged_model(model)
     elif is_adapted(model):
@@ -109,7 +117,9 @@ def save_pretrained(
         transfers = _plan_transfers(model, layout)
         scattered = {key for key, parts in transfers.items() if _is_scattered(parts)}
     # A tensor is gathered by all ranks or by none, so they must agree on which.
-    to_gather = sorted({key for key in layout.places if key not in transfers}.union(*all_ranks(scattered)))
+    to_gather = sorted(
+        {key for key in layout.places if key not in transfers}.union(*all_ranks(scattered, "planning the checkpoint"))
+    )
     try:
         with agreed("preparing the save", folder):
             if rank == 0:
@@ -119,7 +129,7 @@ def save_pretrained(
         with agreed("opening the folder", folder):
             _check_visible(layout, folder)
         stats = _write_all(model, layout, transfers, to_gather, folder, staging_bytes)
-        written = sum(all_ranks(stats.num_bytes))
+        written = sum(all_ranks(stats.num_bytes, "adding up what was written"))
         assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
         names: tuple[str, ...] = ()
         with agreed("finishing the save", folder):
@@ -128,7 +138,7 @@ def save_pretrained(
                 sizes = {"total_parameters": _num_parameters(model), "total_size": layout.num_bytes}
                 names = publish_weights(draft, layout.files, weight_map, sizes)
                 draft.end()  # before any rank goes on
-        names = all_ranks(names)[0]
+        names = all_ranks(names, "finishing the save")[0]
     finally:
         if rank == 0:
             draft.end()

@@ -101,7 +101,7 @@ def _gather_adapter(
     with agreed("asking PEFT what belongs to the adapter"), library_errors("save the adapter to", folder):
         if keep:
             by_peft = _chosen_by_peft(model, state)
-    chosen = all_ranks(by_peft)[0] or frozenset()
+    chosen = all_ranks(by_peft, "asking PEFT what belongs to the adapter")[0] or frozenset()
     whole = {}
     for name, tensor in state.items():
         if tensor.requires_grad or id(tensor) not in base or name in chosen:

@@ -310,18 +310,26 @@ class _Others:
         ended = f"rank {rank} has ended: it failed, and says why, or did not make this call, which every rank must make"
         if self._store.check([f"{self._prefix}/ended/{rank}"]):
             return ended
+        state = ""
         if self._store.check([key := f"{self._prefix}/who/{rank}"]):
             host, process = json.loads(self._store.get(key))
-            if host == socket.gethostname() and not _is_alive(process):
+            state = _state_of(process) if host == socket.gethostname() else ""
+            if state in _ENDED:
                 return ended
-        silent_s = 0.0 if beat is None or not beat["doing"] else _since(self._counts, rank, beat["count"])
-        return f"rank {rank} gives no sign of life for {silent_s:.0f} s" if silent_s > _LOST_S else ""
+        if state != "T" and (beat is None or not beat["doing"]):  # it beats in calls alone
+            return ""
+        silent_s = _since(self._counts, rank, beat["count"] if beat else 0)
+        what = "is stopped (SIGSTOP)" if state == "T" else "gives no sign of life"
+        return f"rank {rank} {what} for {silent_s:.0f} s" if silent_s > _LOST_S else ""
 
     def _told(self, rank: int, beat: dict[str, Any] | None, quiet_s: float) -> str:
         if beat is None or not beat["doing"]:
             return f"rank {rank} is in no call of hf_fsdp_tools; every rank must call"
         waits = f", waits for {beat['for']}" if beat["for"] else ""
         return f"rank {rank} is {beat['doing'][-1]} ({quiet_s:.0f} s without progress{waits})"
+
+
+_ENDED = ("Z", "X")
 
 
 def _since(seen: dict[int, tuple[int, float]], rank: int, value: int) -> float:
@@ -339,12 +347,15 @@ def _frames_of_package() -> int:
     return next((level for level, file in enumerate(files, 1) if not file.startswith(own)), 1)
 
 
-def _is_alive(process: int) -> bool:
-    """Whether a process of this machine runs; one that has ended and was not waited for yet does not."""
+def _state_of(process: int) -> str:
+    """The state of a process of this machine (proc(5)): "T" stopped, "Z" ended and not waited for, "X" not there.
+
+    Empty where the system has no such files.
+    """
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return not Path("/proc/self/stat").exists()  # unknown where there is no /proc
+        return "X" if Path("/proc/self/stat").exists() else ""
 
 
 @contextmanager

@@ -209,7 +209,9 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                 plain = getattr(optimizer, "optimizer", optimizer)
                 load_fsdp_optimizer(self.state.fsdp_plugin, self, plain, model, str(folder), i)
         load_schedulers(self._schedulers, folder, absent, load_kwargs or {})
-        self.step = all_ranks(self.step)[0]  # ranks without a file of their own would accumulate out of step
+        self.step = all_ranks(self.step, "loading the state")[
+            0
+        ]  # ranks without a file of their own would accumulate out of step
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Skip as `Accelerator.skip_first_batches` does, with a loader whose start draws no random number.
@@ -260,7 +262,7 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     with agreed(f"preparing {type(model).__name__}"):
         check_native(model)
-    if len(ranks := set(all_ranks(sharded))) > 1:
+    if len(ranks := set(all_ranks(sharded, "preparing the model"))) > 1:
         raise ConfigError(
             f"{type(model).__name__} is sharded on some ranks and plain on others. Make it the same way on every rank."
         )

@@ -52,7 +52,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     folder = folder.resolve()
     staging = folder.with_name(f".{folder.name or 'root'}.incomplete")
     with ExitStack() as stack:
-        with agreed("making a folder", staging), storage_errors("save to", folder):
+        with agreed("saving the state", folder), storage_errors("save to", folder):
             if folder.is_mount():
                 raise CheckpointError(
                     f"{str(folder)!r} is a mount point, which cannot be replaced. Save to a folder in it."

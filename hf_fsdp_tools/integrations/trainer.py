@@ -20,7 +20,7 @@ from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.checkpoint.manifest import write_manifest
 from hf_fsdp_tools.checkpoint.save import save_pretrained
-from hf_fsdp_tools.distributed.agreement import agreed
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1
 from hf_fsdp_tools.integrations.accelerator import adopt
@@ -178,6 +178,11 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         """As the Trainer's; units that an evaluation left gathered are sharded first, or it would train copies."""
         reshard_units(self.model)
         return super().create_optimizer(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's (`evaluate`, `predict`), for every rank: a call by some ranks alone is named."""
+        all_ranks(None, "evaluating")
+        return super().evaluation_loop(*args, **kwargs)
 
     # ---- saving ----
 
