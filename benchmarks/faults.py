@@ -8,7 +8,7 @@ kills      SIGKILL of one of 2 ranks just before one of its file events, while e
            The events are spread over the whole save. What is found afterwards by plain transformers (PEFT for adapters)
            and by this package is compared with the older and the newer one, all values, by a hash; of a Trainer, the
            end of the resumed training with the end of an uninterrupted one, optimizer included. Then it is saved once
-           more, and hidden files that are still there are counted.
+           more, and what is left in hidden files is counted.
 stopped    SIGKILL or SIGSTOP of one of 2 ranks at a random moment of loading, preparing and saving. How long the other
            rank goes on, and what it says.
 files      each file of a checkpoint and of a training state removed, cut, overwritten and changed in single bytes.
@@ -113,7 +113,7 @@ def report(rows: list[Row], about: str) -> str:
     """The tables of all parts."""
     lines = [about, ""]
     if kills := [row for row in rows if row["part"] == "kills"]:
-        lines += ["| Save struck by SIGKILL | kills | old | new | lost | hidden files left by the next save |"]
+        lines += ["| Save struck by SIGKILL | kills | old | new | lost | hidden bytes left after the next save |"]
         lines += ["|---|---|---|---|---|---|"]
         for row in kills:
             found = [str(row["found"].get(name, 0)) for name in ("old", "new", "lost")]

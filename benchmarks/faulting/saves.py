@@ -81,16 +81,21 @@ def save_struck(kind: Save, models: Path, out: Path, strike: Strike | None) -> t
 
 
 def look_at(kind: Save, models: Path, outs: list[Path]) -> list[tuple[list[str], int]]:
-    """What each way of opening finds in each folder, and how many hidden files are left after one more save."""
+    """What each way of opening finds in each folder, and how many hidden bytes are left after one more save."""
     seen = []
     for out in outs:
         found = kind.found(models, out / "out")
         left = 0
         if kind.first is not _nothing:
             kind.again(models, out / "out", dist.barrier)
-            left = sum(path.name.startswith(".") and path.name != ".metadata" for path in out.rglob("*"))
+            left = sum(path.stat().st_size for path in out.rglob("*") if path.is_file() and _is_hidden(path, out))
         seen.append((found, left))
     return seen
+
+
+def _is_hidden(path: Path, root: Path) -> bool:
+    """Whether a file is what a save leaves; the metadata of DCP is hidden too, and belongs there."""
+    return path.name != ".metadata" and any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
 # ---- save_pretrained ----
