@@ -65,9 +65,11 @@ def adapters_that_are_damaged_for_all(root: Path) -> None:
 
 
 def a_config_that_is_damaged_for_one_rank(root: Path) -> None:
-    folder = copy(root / "model", "negative", config(hidden_size=-48), everywhere=False)
+    folder = copy(root / "model", "a_list", lambda folder: (folder / "config.json").write_text("[]"), everywhere=False)
     message = failure(lambda: from_pretrained(folder))
-    assert message.startswith("Building the model failed on 1 of 2 ranks.\nrank 1: The configuration of ")
+    assert message.startswith("Opening the checkpoint failed on 1 of 2 ranks.\nrank 1: "), message
+    folder = copy(root / "model", "negative", config(hidden_size=-48), everywhere=False)
+    assert "is not the same on all nodes: its config is" in failure(lambda: from_pretrained(folder))
 
 
 def an_adapter_that_is_damaged_for_one_rank(root: Path) -> None:
