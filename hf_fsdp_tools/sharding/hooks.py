@@ -2,8 +2,8 @@
 
 - Before the forward pass of each unit, in inference mode: make the memory of gathered parameters outside of it.
 - Before the forward pass of blocks and other modules with shards, under mixed precision: cast their inputs. FSDP2
-itself
-  would cast the inputs of the root, with labels, token counts and masks.
+  itself would cast the inputs of the root, with labels, token counts and masks.
+- Around the forward pass of batch norms, under mixed precision: weights in the dtype of the running statistics.
 - After a forward pass without gradients: reshard the units.
 - After each backward pass: average the gradients of parameters that every rank holds whole.
 - Before torch 2.13: complete units with a module that did not run. These versions run FSDP2's hooks at the first and
@@ -45,13 +45,18 @@ def add_hooks(model: nn.Module, *, param_dtype: torch.dtype | None, kept: Collec
         kept: modules of units that stay gathered after an evaluation too, as the user asked (`reshard_after_forward`).
     """
     for module in model.modules():  # hooks of modules that are in no unit any more are removed
-        _drop_hook(module._forward_pre_hooks, _make_gathered_memory)
-        _drop_hook(module._forward_pre_hooks, _cast_inputs)
+        for hook in (_make_gathered_memory, _cast_inputs, _use_dtype_of_statistics):
+            _drop_hook(module._forward_pre_hooks, hook)
+        _drop_hook(module._forward_hooks, _use_gathered_dtype)
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(_make_gathered_memory, prepend=True)  # before FSDP2's own, which gathers
     if param_dtype is not None:
         for module in _first_with_shards(model):
             module.register_forward_pre_hook(partial(_cast_inputs, dtype=param_dtype), with_kwargs=True)
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None and module.affine:
+                module.register_forward_pre_hook(_use_dtype_of_statistics)
+                module.register_forward_hook(_use_gathered_dtype, always_call=True)
     # These must come after FSDP2's own hooks, which may be new.
     _drop_hook(model._forward_hooks, _complete_units)
     _drop_hook(model._forward_hooks, _reshard_after_evaluation)
@@ -120,7 +125,11 @@ def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *,
 
 
 def _first_with_shards(root: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules below the root that compute with shards: units, and owners of what the root unit holds."""
+    """The outermost modules below the root that compute with shards: units, and owners of what the root unit holds.
+
+    In a unit with floating-point buffers, every owner of shards too: buffers stay as they are, fp32 for example, and
+    what is computed with them is fp32 as well.
+    """
     seen: set[nn.Module] = set()
 
     def walk(module: nn.Module) -> Iterator[nn.Module]:
@@ -129,7 +138,7 @@ def _first_with_shards(root: nn.Module) -> Iterator[nn.Module]:
                 seen.add(child)
                 if isinstance(child, FSDPModule) or any(isinstance(p, DTensor) for p in child._parameters.values()):
                     yield child
-                if not isinstance(child, FSDPModule):
+                if not isinstance(child, FSDPModule) or any(b.is_floating_point() for b in child.buffers()):
                     yield from walk(child)
 
     return walk(root)
@@ -151,6 +160,25 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_cast(item, dtype) for item in value)
     return value
+
+
+def _use_dtype_of_statistics(norm: Any, args: object) -> None:
+    """Give a batch norm its gathered weights in the dtype of its running statistics, which no other dtype goes with.
+
+    As autocast does it: inputs and outputs are in the lower precision, weights and statistics are not.
+    """
+    gathered = {name: norm._parameters[name] for name in ("weight", "bias")}
+    if any(isinstance(weight, torch.Tensor) and weight.dtype != norm.running_mean.dtype for weight in gathered.values()):
+        norm._gathered_weights = gathered
+        for name, weight in gathered.items():
+            if weight is not None:
+                norm._parameters[name] = weight.to(norm.running_mean.dtype)
+
+
+def _use_gathered_dtype(norm: Any, args: object, output: object) -> None:
+    """Give a batch norm its gathered weights back."""
+    if (gathered := norm.__dict__.pop("_gathered_weights", None)) is not None:
+        norm._parameters.update(gathered)
 
 
 def _complete_units(model: nn.Module, args: object, output: Any) -> Any:
