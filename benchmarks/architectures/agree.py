@@ -5,9 +5,10 @@ are their mean. Of the sharded model (`hf_fsdp_tools.from_pretrained`) each rank
 evaluation mode, since dropout draws other values on each rank; the random state is set before each forward pass.
 
 In fp32 both sides hold fp32. In bf16 the sharded model holds fp32 and computes in bf16 (`MixedPrecisionPolicy`), which
-is how it is trained; beside it stands the plain model in bf16 (`dtype=torch.bfloat16`), which computes the same
-operations on the same rounded weights, so that even roundings agree, and where that does not run, the plain fp32 model
-under autocast. AdamW steps on fp32 weights.
+is how it is trained. Beside it stands the plain model with its parameters in bf16 and its buffers as they are
+("weights"): the same operations on the same rounded weights, so that even roundings agree. Where that does not run, it
+is the model that transformers loads in bf16 ("loaded", buffers in bf16 too), and where that does not run either, the
+plain fp32 model under autocast ("autocast"). AdamW steps on fp32 weights.
 
 A difference is relative to the largest value of a tensor, of a gradient at least 0.001 times the largest of all.
 """
@@ -71,7 +72,7 @@ class Figures:
     losses: list[float]
     gradients: Tensors
     stepped: Tensors
-    how: str = "plain"
+    how: str
 
 
 # ---- one forward pass ----
@@ -124,23 +125,25 @@ def evaluate(model: nn.Module, batch: dict[str, Any]) -> Tensors:
 
 def plain_figures(case: Case, precision: str, world_size: int) -> Figures:
     """What the plain model computes of the batches of all ranks."""
-    dtype = PRECISIONS[precision]
-    try:
-        return _plain_figures(case, dtype, world_size)
-    except Exception:
-        if precision == "fp32":
-            raise
-        figures = _plain_figures(case, torch.float32, world_size, autocast=dtype)
-        figures.how = "autocast"
-        return figures
+    if precision == "fp32":
+        return _plain_figures(case, load_plain(case, torch.float32), torch.float32, world_size, "plain")
+    said = []
+    for how in ("weights", "loaded", "autocast"):
+        try:
+            model = load_plain(case, torch.bfloat16 if how == "loaded" else torch.float32)
+            for parameter in model.parameters() if how == "weights" else ():
+                parameter.data = parameter.data.to(torch.bfloat16 if parameter.is_floating_point() else parameter.dtype)
+            return _plain_figures(case, model, torch.float32 if how == "autocast" else torch.bfloat16, world_size, how)
+        except Exception as error:
+            said.append(f"{how}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    raise RuntimeError("; ".join(said))
 
 
-def _plain_figures(case: Case, dtype: torch.dtype, world_size: int, autocast: torch.dtype | None = None) -> Figures:
-    model = load_plain(case, dtype)
+def _plain_figures(case: Case, model: nn.Module, dtype: torch.dtype, world_size: int, how: str) -> Figures:
     state = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
     total: Tensors = {}
     outputs, losses = [], []
-    with torch.autocast("cpu", dtype=autocast) if autocast else nullcontext():
+    with torch.autocast("cpu", dtype=torch.bfloat16) if how == "autocast" else nullcontext():
         for rank in range(world_size):
             outputs.append(evaluate(model, case.batch_of(rank, dtype)))
             loss = loss_of(forward(model, case.batch_of(rank, dtype)))
@@ -152,7 +155,8 @@ def _plain_figures(case: Case, dtype: torch.dtype, world_size: int, autocast: to
                     part = parameter.grad.float() / world_size
                     total[name] = total[name] + part if name in total else part
     weights = load_plain(case, torch.float32)
-    return Figures(state=state, outputs=outputs, losses=losses, gradients=total, stepped=step(weights, total))
+    stepped = step(weights, total)
+    return Figures(state=state, outputs=outputs, losses=losses, gradients=total, stepped=stepped, how=how)
 
 
 def load_plain(case: Case, dtype: torch.dtype, folder: Path | None = None) -> PreTrainedModel:

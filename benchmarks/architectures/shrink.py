@@ -51,7 +51,7 @@ TINY: tuple[tuple[str, int | None], ...] = (
     (r"(.*_)?(size|dim|dims|width|units|channels|features|n_embd|d_model|hidden|filters)|n_embd|d_model", WIDTH),
 )  # fmt: skip
 TOKEN = re.compile(r".*token_(id|index|idx)s?|(bos|eos|pad|sep|cls|mask|boi|eoi|boa|eoa|image|audio|video)_.*(id|index)")
-NOT_WIDTHS = re.compile(r".*(rotary|embeddings$|mel_bins|position|max_|num_mel|freq|num_|pos_emb|_vocab_|image|index_).*")
+NOT_WIDTHS = re.compile(r".*(rotary|embeddings$|mel_bins|position|max_|num_mel|freq|num_|pos_emb|_vocab_|image|index_|in_channels|out_channels|stem_|stage_|channel_list).*")
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
 KINDS_OF_LAYERS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "indexer_types", "attention_layers")
 MOST_LAYERS = 4
@@ -109,8 +109,17 @@ def _shrink(sizes: dict[str, Any], level: str, tokens: _Tokens) -> dict[str, Any
     if level == "tiny" and isinstance(heads, list | tuple) and type(sizes.get("embed_dim")) is int:
         new["embed_dim"] = 8 * heads[0]  # of each stage twice that of the one before
     for key in (sizes.get("model_type"), f"{sizes.get('model_type')} {level}"):
-        new |= SIZES.get(str(key), {})
+        _lay_over(new, SIZES.get(str(key), {}))
     return new
+
+
+def _lay_over(sizes: dict[str, Any], other: dict[str, Any]) -> None:
+    """Put sizes over others, in dictionaries inside them too."""
+    for name, value in other.items():
+        if isinstance(value, dict) and isinstance(sizes.get(name), dict):
+            _lay_over(sizes[name], value)
+        else:
+            sizes[name] = value
 
 
 def _kept_layers(sizes: dict[str, Any]) -> list[int]:

@@ -127,21 +127,24 @@ def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *,
 def _first_with_shards(root: nn.Module) -> Iterator[nn.Module]:
     """The outermost modules below the root that compute with shards: units, and owners of what the root unit holds.
 
-    In a unit with floating-point buffers, every owner of shards too: buffers stay as they are, fp32 for example, and
-    what is computed with them is fp32 as well.
+    In a unit with floating-point buffers, layers of torch too: buffers stay as they are, fp32 for example, and so is
+    what is computed with them, which a layer with gathered weights does not take. A model's own layers cast themselves.
     """
     seen: set[nn.Module] = set()
 
-    def walk(module: nn.Module) -> Iterator[nn.Module]:
+    def walk(module: nn.Module, *, inside: bool) -> Iterator[nn.Module]:
         for child in module.children():
-            if child not in seen:
-                seen.add(child)
-                if isinstance(child, FSDPModule) or any(isinstance(p, DTensor) for p in child._parameters.values()):
-                    yield child
-                if not isinstance(child, FSDPModule) or any(b.is_floating_point() for b in child.buffers()):
-                    yield from walk(child)
+            if child in seen:
+                continue
+            seen.add(child)
+            is_unit = isinstance(child, FSDPModule)
+            has_shards = any(isinstance(parameter, DTensor) for parameter in child._parameters.values())
+            if is_unit or (has_shards and (not inside or type(child).__module__.startswith("torch.nn."))):
+                yield child
+            if not is_unit or any(buffer.is_floating_point() for buffer in child.buffers()):
+                yield from walk(child, inside=inside or is_unit)
 
-    return walk(root)
+    return walk(root, inside=False)
 
 
 def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype) -> Any:
