@@ -3,6 +3,7 @@
     python benchmarks/census.py                         # every type, four classes of each (--classes main: one)
     python benchmarks/census.py --only llama t5 swin    # some types
     python benchmarks/census.py --output benchmarks/results/census.csv
+    python benchmarks/census.py --train                 # instead: train a tiny model of every type on 2 ranks
 
 Each model is built on the meta device in bf16 from its default configuration (repaired where the default cannot be
 built), in a process of its own with a time limit. A plan passes when `fully_shard` over 8 ranks (fake process group)
@@ -10,6 +11,10 @@ and the root's lazy initialisation raise nothing; no unit is a container; every 
 list that holds 10 % of the model is left in the root; no unit exceeds 1.05 × 2 × the largest block or the largest set
 of parameters on one module; and there are about two units per block at most. Beside it stand the units that Accelerate
 (FSDP2, by class) and transformers (its own `fsdp_plan`) would make, put to the same test.
+
+--train     a tiny checkpoint of every type is loaded, trained, saved and reopened on 2 ranks, beside the plain model in
+            one process (see `architectures/agree.py`). A row is written as it comes, and what has a row is not run
+            again, unless --only-failed or --only asks for it; the summary beside the rows is written at the end
 """
 
 import argparse
@@ -17,7 +22,6 @@ import contextlib
 import csv
 import functools
 import multiprocessing
-import operator
 import os
 import sys
 import time
@@ -32,6 +36,7 @@ from unittest import mock
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
@@ -39,9 +44,8 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from benchmarks.architectures.defaults import CONFIG_MAPPING, OTHER_MAPPINGS, build_config, classes_of
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -319,8 +323,15 @@ def main() -> int:
     parser.add_argument("--classes", nargs="*", default=["main", *OTHER_MAPPINGS], help="main, base, sequence, token")
     parser.add_argument("--compare", action="store_true", help="also judge Accelerate and transformers (main class)")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--output", type=Path, help="write the table here (csv)")
+    parser.add_argument("--output", type=Path, help="write the table here (csv; with --train jsonl)")
+    parser.add_argument("--train", action="store_true", help="train a tiny model of every type on 2 ranks")
+    parser.add_argument("--only-failed", action="store_true", help="with --train: run again what does not agree")
     arguments = parser.parse_args()
+    if arguments.train:
+        from benchmarks.architectures.run import write_census
+
+        output = arguments.output or Path(__file__).parent / "results" / "train.jsonl"
+        return write_census(output, arguments.only, arguments.jobs, only_failed=arguments.only_failed)
     if not dist.is_available():
         sys.exit("torch.distributed is not available in this build of PyTorch.")
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")

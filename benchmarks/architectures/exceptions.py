@@ -2,16 +2,91 @@
 
 from typing import Any
 
-__all__ = ["CLASSES", "INPUTS", "SIZES"]
+__all__ = ["CLASSES", "INPUTS", "REASONS", "SIZES"]
+
+RESNET = {
+    "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16, 32, 64], "depths": [1, 1, 1, 1],
+    "layer_type": "basic",
+}  # fmt: skip
+LAST = {"backbone_config": RESNET | {"out_features": ["stage4"]}}
+LAST_THREE = {"backbone_config": RESNET | {"out_features": ["stage2", "stage3", "stage4"]}}
+SERIES = {"kind": "float", "shape": (2, 31)}  # of a time series: context and lags
+AHEAD = {"kind": "float", "shape": (2, 24)}
 
 SIZES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
-}
+    **dict.fromkeys(("detr", "conditional_detr", "dab-detr", "table-transformer"), LAST),
+    **dict.fromkeys(("deformable_detr", "rt_detr", "rt_detr_v2"), LAST_THREE),
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "blip-2": {"image_token_index": 130},
+    "dbrx": {"attn_config": {"clip_qkv": 8.0}, "ffn_config": {"moe_top_k": 2}},
+    "falcon_h1 tiny": {"mamba_d_ssm": 128, "mamba_d_head": 16, "mamba_n_heads": 8},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"num_experts_per_tok": 2},
+    "deepseek_ocr2_text": {"num_experts_per_tok": 2},
+    "dots3_note_text tiny": {"head_dim": 32, "q_lora_rank": 16},
+    "hgnet_v2 tiny": {
+        "embedding_size": 16, "stem_channels": [3, 16, 16], "stage_in_channels": [16, 16, 32, 64],
+        "stage_mid_channels": [8, 8, 16, 16], "stage_out_channels": [16, 32, 64, 128], "hidden_sizes": [16, 32, 64, 128],
+        "stage_num_blocks": [1, 1, 1, 1], "stage_numb_of_layers": [2, 2, 2, 2],
+    },
+    "d_fine tiny": {"encoder_in_channels": [32, 64, 128], "decoder_in_channels": [64, 64, 64], "hidden_expansion": 1.0},
+    "deimv2 tiny": {"encoder_in_channels": [32, 64, 128], "decoder_in_channels": [64, 64, 64]},
+    "efficientnet tiny": {"width_coefficient": 0.25, "depth_coefficient": 0.1, "hidden_dim": 320},
+    "align tiny": {"projection_dim": 80},
+    "align_vision_model tiny": {"width_coefficient": 0.25, "depth_coefficient": 0.1, "hidden_dim": 80},
+    "mimi tiny": {"upsample_groups": 64, "vector_quantization_hidden_dimension": 32},
+    "mimi_decoder tiny": {"upsample_groups": 64, "vector_quantization_hidden_dimension": 32},
+    "mimi_encoder tiny": {"vector_quantization_hidden_dimension": 32},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [48, 32]},
+    "glm5_next_text": {"index_topk": 16},
+    "reformer tiny": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [4, 8]},
+    "xlnet tiny": {"d_head": 16},
+    "bit tiny": {"num_groups": 8},
+    "seggpt": {"merge_index": 0},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [3, 1]}},
+    "fun_asr_nano tiny": {"adaptor_config": {"intermediate_size": 16}},
+    "lw_detr_vit": {"image_size": 64, "num_windows": 4, "pretrain_image_size": 64},
+    "lw_detr": {"num_queries": 12, "group_detr": 2},
+}  # fmt: skip
 """Sizes of a configuration after shrinking, by its `model_type`, or by `model_type` and level."""
 
-INPUTS: dict[str, dict[str, Any]] = {}
+INPUTS: dict[str, dict[str, Any]] = {
+    **{
+        name: {
+            "past_values": SERIES,
+            "past_time_features": {"kind": "float", "shape": (2, 31, 1)},
+            "past_observed_mask": {"kind": "ones", "shape": (2, 31)},
+            "future_values": AHEAD,
+            "future_time_features": {"kind": "float", "shape": (2, 24, 1)},
+        }
+        for name in ("autoformer", "informer", "time_series_transformer")
+    },
+    "decision_transformer": {
+        "states": {"kind": "float", "shape": (2, 8, 17)},
+        "actions": {"kind": "float", "shape": (2, 8, 4)},
+        "rewards": {"kind": "float", "shape": (2, 8, 1)},
+        "returns_to_go": {"kind": "float", "shape": (2, 8, 1)},
+        "timesteps": {"kind": "int", "shape": (2, 8), "high": 100},
+        "attention_mask": {"kind": "ones", "shape": (2, 8)},
+    },
+    "audio-spectrogram-transformer": {"input_values": {"kind": "float", "shape": (2, 1024, 128)}},
+    "mimi": {"input_values": {"kind": "float", "shape": (2, 1, 3840)}},
+    "seggpt": {
+        "pixel_values": {"kind": "float", "shape": (2, 3, 16, 32)},
+        "labels": None,
+        "prompt_pixel_values": {"kind": "float", "shape": (2, 3, 16, 32)},
+        "prompt_masks": {"kind": "float", "shape": (2, 3, 16, 32)},
+    },
+    "dac": {"input_values": {"kind": "float", "shape": (2, 1, 2048)}},
+    "encodec": {"input_values": {"kind": "float", "shape": (2, 1, 2048)}},
+    "fun_asr_nano_encoder": {"input_features": {"kind": "float", "shape": (2, 16, 560)}, "input_features_mask": {"kind": "ones", "shape": (2, 16)}},
+}  # fmt: skip
 """Inputs in place of those by rule, by model type: arguments of a `Spec`, None to leave one out; "only" to have no
 others."""
 
 CLASSES: dict[str, list[str]] = {}
 """Model classes in place of those by rule, the best first."""
+
+REASONS: dict[str, str] = {}
+"""Why a type does not agree, or takes no part, where the row does not say so itself."""

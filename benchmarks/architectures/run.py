@@ -1,14 +1,19 @@
 """Rows of the training census: each type in processes of its own, with a time limit."""
 
+import gc
+import importlib
 import json
 import multiprocessing
 import os
 import tempfile
+import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,8 +23,10 @@ import torch.distributed as dist
 
 from benchmarks.architectures.agree import PRECISIONS, Case, Figures, examine_sharded, plain_figures, repeated_alone
 from benchmarks.architectures.cases import NotBuiltError, make_case
+from benchmarks.architectures.defaults import CONFIG_MAPPING, build_config, classes_of
+from benchmarks.architectures.tables import render
 
-__all__ = ["CHECKS", "rows_of", "written_rows"]
+__all__ = ["write_census"]
 
 WORLD = 2
 TIMEOUT_S = 180.0  # of the harness: a type that takes longer is ended and named
@@ -27,6 +34,52 @@ GRACE_S = 5.0  # for the other rank to say its own error
 CHECKS = ("load", "outputs", "loss", "gradients", "step", "resharded", "save")
 Row = dict[str, Any]
 _context = multiprocessing.get_context("fork")
+
+
+def write_census(output: Path, only: list[str], jobs: int, *, only_failed: bool) -> int:
+    """Write a row of each type to a file of JSON lines as it comes, and the summary beside it; return the exit status.
+
+    Args:
+        output: continued where it exists: what has a row is not run again.
+        only: these types, also where they have a row; all of them where the list is empty.
+        jobs: how many types are examined at a time.
+        only_failed: run again what has a row and does not agree.
+    """
+    written = written_rows(output)
+    if only or only_failed:
+        types = only or [name for name, row in written.items() if row["verdict"] != "agrees"]
+    else:
+        types = [name for name in sorted(CONFIG_MAPPING.keys()) if name not in written and has_class(name)]
+    prepare()
+    with output.open("a") as file:
+        for count, row in enumerate(rows_of(types, jobs), 1):
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            print(f"{count} of {len(types)}: {row['type']} {row['verdict']} {row['why']}", file=sys.stderr)
+    rows = written_rows(output)
+    output.write_text("".join(json.dumps(rows[name]) + "\n" for name in sorted(rows)))  # the last row of each type
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    output.with_suffix(".md").write_text(render(rows.values(), versions, output.name))
+    return int(any(rows[name]["verdict"] == "failed" for name in types))
+
+
+def has_class(model_type: str) -> bool:
+    """Whether transformers registers a model class for a type of configuration."""
+    try:
+        config = build_config(model_type)
+    except Exception:
+        config = None
+    return bool(classes_of(model_type, config))
+
+
+def prepare() -> None:
+    """Import once what every type needs; processes are forked from this one."""
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}
+    torch.set_num_threads(1)
+    for name in ("transformers.models.llama.modeling_llama", "hf_fsdp_tools.pretrained", "hf_fsdp_tools.checkpoint.save"):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
 
 
 def rows_of(types: list[str], jobs: int) -> Iterator[Row]:
@@ -65,7 +118,15 @@ def row_of(model_type: str) -> Row:
         if leader.is_alive():
             _end_group(leader)
         leader.join()
-    return row | {"seconds": round(time.monotonic() - start, 1)}
+    cleaned = {key: without_paths(value, folder) for key, value in row.items()}
+    return cleaned | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def without_paths(value: Any, folder: str) -> Any:
+    """A text without the names of this machine's folders."""
+    if not isinstance(value, str):
+        return value
+    return value.replace(f"{folder}/", "").replace(f"{sysconfig.get_path('purelib')}/", "")
 
 
 def _end_group(leader: Any) -> None:
@@ -83,9 +144,9 @@ def _lead(sender: Connection, model_type: str, folder: str) -> None:
     _silence()
     torch.set_num_threads(1)
     try:
-        sender.send({"why": "making the checkpoint"})
+        sender.send({"verdict": "not built", "why": "making the checkpoint"})
         case, facts = make_case(model_type, Path(folder, "checkpoint"))
-        sender.send({**facts, "why": "the plain model"})
+        sender.send({**facts, "verdict": "failed", "why": "the plain model"})
         plain = {}
         for precision in PRECISIONS:
             try:
@@ -103,9 +164,9 @@ def _lead(sender: Connection, model_type: str, folder: str) -> None:
         if row["why"] and (found := repeated_alone(case, plain["fp32"], WORLD)):
             sender.send({"alone": "; ".join(filter(None, (facts["alone"], found)))})
     except NotBuiltError as error:
-        sender.send({"verdict": "not built", "why": str(error)[-1500:]})
+        sender.send({"verdict": "not built", "why": str(error)[:1500]})
     except BaseException as error:
-        sender.send({"why": f"{type(error).__name__}: {error}"[:500], "trace": traceback.format_exc()[-1500:]})
+        sender.send({"why": f"{type(error).__name__}: {error}"[:500], **_trace()})
     finally:
         sender.close()
         os._exit(0)
@@ -156,7 +217,7 @@ def _rank(sender: Connection, rank: int, folder: str, case: Case, plain: dict[st
         dist.barrier()
     except BaseException as error:
         text = f"{precision}: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
-        sender.send({"error": text, "trace": traceback.format_exc()[-1800:]})
+        sender.send({"error": text, **_trace()})
     finally:
         sender.close()
         os._exit(0)
@@ -188,9 +249,13 @@ def _judged(said: list[Row]) -> Row:
     return row | ({"trace": traces[0]} if traces else {})
 
 
+def _trace() -> Row:
+    """Where an exception was raised, for a developer who asks for it."""
+    return {"trace": traceback.format_exc()[-1800:]} if os.environ.get("CENSUS_TRACE") else {}
+
+
 def _silence() -> None:
     """What models say while they run is not the table."""
-    if not os.environ.get("CENSUS_TRACE"):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)

@@ -52,6 +52,7 @@ TINY: tuple[tuple[str, int | None], ...] = (
 )  # fmt: skip
 TOKEN = re.compile(r".*token_(id|index|idx)s?|(bos|eos|pad|sep|cls|mask|boi|eoi|boa|eoa|image|audio|video)_.*(id|index)")
 NOT_WIDTHS = re.compile(r".*(rotary|embeddings$|mel_bins|position|max_|num_mel|freq|num_|pos_emb|_vocab_|image|index_|in_channels|out_channels|stem_|stage_|channel_list).*")
+MULTIMODAL_ROPE = re.compile(r"(glm4v|glm46v|glm_ocr|qwen2_vl|qwen2_5_vl|qwen2_5_omni)\w*_?text|qwen2_5_omni_talker|glm4v_moe_text")
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
 KINDS_OF_LAYERS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "indexer_types", "attention_layers")
 MOST_LAYERS = 4
@@ -93,7 +94,7 @@ def _shrink(sizes: dict[str, Any], level: str, tokens: _Tokens) -> dict[str, Any
             }
         elif isinstance(value, dict):
             is_config = "model_type" in value or name.endswith("config")
-            new[name] = _shrink(value, level, tokens) if is_config else _rope(value, sizes, level)
+            new[name] = _shrink(value, level, tokens) if is_config else _rope(name, value, sizes, level)
         elif TOKEN.fullmatch(name):
             new[name] = _token(value, tokens)
         elif isinstance(value, list | tuple) and value:
@@ -116,7 +117,7 @@ def _shrink(sizes: dict[str, Any], level: str, tokens: _Tokens) -> dict[str, Any
 def _lay_over(sizes: dict[str, Any], other: dict[str, Any]) -> None:
     """Put sizes over others, in dictionaries inside them too."""
     for name, value in other.items():
-        if isinstance(value, dict) and isinstance(sizes.get(name), dict):
+        if isinstance(value, dict) and isinstance(sizes.get(name), dict) and "model_type" not in value:
             _lay_over(sizes[name], value)
         else:
             sizes[name] = value
@@ -181,16 +182,18 @@ def _size(name: str, value: int, sizes: dict[str, Any], layers: int, level: str)
     return value
 
 
-def _rope(value: dict[str, Any], sizes: dict[str, Any], level: str) -> dict[str, Any]:
+def _rope(name: str, value: dict[str, Any], sizes: dict[str, Any], level: str) -> dict[str, Any]:
     """Settings of rotary embeddings whose lengths follow from the head's dimension; also by type of layer."""
-    if level != "tiny":
+    if level != "tiny" or "rope" not in name:
         return value
     share = value.get("partial_rotary_factor", sizes.get("partial_rotary_factor")) or 1.0
     half = int(HEAD * share) // 2
+    if MULTIMODAL_ROPE.fullmatch(sizes.get("model_type") or ""):
+        value = {"mrope_section": []} | value
     new: dict[str, Any] = {}
     for key, item in value.items():
         if isinstance(item, dict):
-            new[key] = _rope(item, sizes, level)
+            new[key] = _rope(name, item, sizes, level)
         elif key == "mrope_section":
             new[key] = [half - 2 * (half // 3), half // 3, half // 3]
         elif key in ("short_factor", "long_factor") and isinstance(item, list):
