@@ -131,13 +131,27 @@ def _words(model: nn.Module, names: list[str]) -> Batch:
         if "attention_mask" in names:
             batch["attention_mask"] = Spec(kind="ones", shape=(ROWS, WORDS))
         if "bbox" in names:
-            batch["bbox"] = Spec(kind="boxes", shape=(ROWS, WORDS, 4), high=min(_first(text, "max_2d_position_embeddings", default=1000), 64))
-        if "langs" in names and "lang_ids" not in names and getattr(config, "use_lang_emb", False) and getattr(config, "n_langs", 1) > 1:
+            batch["bbox"] = Spec(
+                kind="boxes",
+                shape=(ROWS, WORDS, 4),
+                high=min(_first(text, "max_2d_position_embeddings", default=1000), 64),
+            )
+        if (
+            "langs" in names
+            and "lang_ids" not in names
+            and getattr(config, "use_lang_emb", False)
+            and getattr(config, "n_langs", 1) > 1
+        ):
             batch["langs"] = Spec(kind="zeros", shape=(ROWS, WORDS))
     if "decoder_input_ids" in names:
         decoder = _first(_config(model, "decoder", "text_config"), "vocab_size", default=size)
         batch["decoder_input_ids"] = Spec(
-            kind="words", shape=(ROWS, DECODER_WORDS), low=5, high=max(min(decoder - 1, 100), 6), value=(), without=special
+            kind="words",
+            shape=(ROWS, DECODER_WORDS),
+            low=5,
+            high=max(min(decoder - 1, 100), 6),
+            value=(),
+            without=special,
         )
     return batch
 
@@ -153,7 +167,18 @@ def _special(sizes: dict[str, Any]) -> Iterator[int]:
 
 def _senses(model: nn.Module, names: list[str]) -> Batch:
     """Images, videos and sound."""
-    vision = _config(model, "vision_config", "vision", "image_config", "encoder", "backbone_config", "thinker_config", "vision_encoder_config", "vit_config", "vq_config")[::-1]
+    vision = _config(
+        model,
+        "vision_config",
+        "vision",
+        "image_config",
+        "encoder",
+        "backbone_config",
+        "thinker_config",
+        "vision_encoder_config",
+        "vit_config",
+        "vq_config",
+    )[::-1]
     vision += [sub for config in vision if (sub := getattr(config, "vision_config", None)) is not None]
     audio = _config(model, "audio_config", "audio_encoder_config", "encoder_config", "encoder", "speech_config")[::-1]
     height, width = _pair(_first(vision, "image_size", "img_size", "crop_size", default=64))
@@ -161,16 +186,30 @@ def _senses(model: nn.Module, names: list[str]) -> Batch:
     channels = channels if isinstance(channels, int) else 3
     patch = _pair(_first(vision, "patch_size", default=8))[0]
     frames = _first(vision, "num_frames", "frames_per_clip", default=4)
-    mels = _first(audio, "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "input_dim", "num_mels", "input_features_dim", default=80)
+    mels = _first(
+        audio,
+        "num_mel_bins",
+        "feature_size",
+        "input_feat_per_channel",
+        "n_mels",
+        "input_dim",
+        "num_mels",
+        "input_features_dim",
+        default=80,
+    )
     ticks = 2 * _first(audio, "max_source_positions", default=32)
     batch: Batch = {}
     if "pixel_values" in names:
-        grid = next((name for name in ("image_grid_thw", "image_grid_hws", "grid_thw", "spatial_shapes") if name in names), None)
+        grid = next(
+            (name for name in ("image_grid_thw", "image_grid_hws", "grid_thw", "spatial_shapes") if name in names), None
+        )
         if grid in ("image_grid_thw", "grid_thw", "image_grid_hws"):
             depth = _first(vision, "temporal_patch_size", default=1)
             side = 4 * max(1, _first(vision, "spatial_merge_size", default=2) // 2)
             batch["pixel_values"] = Spec(kind="float", shape=(ROWS * side * side, channels * depth * patch * patch))
-            batch[grid] = Spec(kind="tensor", value=[[1, side, side] if grid != "image_grid_hws" else [side, side]] * ROWS)
+            batch[grid] = Spec(
+                kind="tensor", value=[[1, side, side] if grid != "image_grid_hws" else [side, side]] * ROWS
+            )
         elif grid == "spatial_shapes":
             batch["pixel_values"] = Spec(kind="float", shape=(ROWS, 16, channels * patch * patch))
             batch[grid] = Spec(kind="tensor", value=[[4, 4]] * ROWS)
@@ -187,9 +226,13 @@ def _senses(model: nn.Module, names: list[str]) -> Batch:
             batch["hidden_states"] = Spec(kind="float", shape=(ROWS * side * side, channels * depth * patch * patch))
             batch["grid_thw"] = Spec(kind="tensor", value=[[1, side, side]] * ROWS)
         else:
-            batch["hidden_states"] = Spec(kind="float", shape=(ROWS, WORDS, _first(vision, "hidden_size", "d_model", default=64)))
+            batch["hidden_states"] = Spec(
+                kind="float", shape=(ROWS, WORDS, _first(vision, "hidden_size", "d_model", default=64))
+            )
     if "inputs_embeds" in names and not {"input_ids", "pixel_values", "input_features", "input_values"} & set(names):
-        batch["inputs_embeds"] = Spec(kind="float", shape=(ROWS, WORDS, _first(vision, "hidden_size", "d_model", default=64)))
+        batch["inputs_embeds"] = Spec(
+            kind="float", shape=(ROWS, WORDS, _first(vision, "hidden_size", "d_model", default=64))
+        )
         if "attention_mask" in names:
             batch["attention_mask"] = Spec(kind="ones", shape=(ROWS, WORDS))
     if "pixel_values_videos" in names and "pixel_values" not in names:
@@ -207,7 +250,20 @@ def _senses(model: nn.Module, names: list[str]) -> Batch:
 def _sound_shape(model: nn.Module, mels: int, ticks: int) -> tuple[int, ...]:
     """Of whisper and its kind mel bins come first; otherwise time does."""
     name = type(model).__name__.lower()
-    if any(word in name for word in ("whisper", "qwen2audio", "voxtral", "audioflamingo", "qwen3asr", "omni", "moss", "glmasr", "musicflamingo")):
+    if any(
+        word in name
+        for word in (
+            "whisper",
+            "qwen2audio",
+            "voxtral",
+            "audioflamingo",
+            "qwen3asr",
+            "omni",
+            "moss",
+            "glmasr",
+            "musicflamingo",
+        )
+    ):
         return ROWS, mels, ticks
     return ROWS, ticks, mels
 
@@ -252,7 +308,11 @@ def _with_placeholders(model: nn.Module, words: Batch, senses: Batch) -> Batch:
         start += length
     spec = words["input_ids"]
     total = start - 1 + WORDS
-    longer = {"input_ids": Spec(kind="words", shape=(ROWS, total), low=spec.low, high=spec.high, value=tuple(places), without=spec.without)}
+    longer = {
+        "input_ids": Spec(
+            kind="words", shape=(ROWS, total), low=spec.low, high=spec.high, value=tuple(places), without=spec.without
+        )
+    }
     for name in ("attention_mask", "token_type_ids"):
         if name in words:
             longer[name] = Spec(kind="ones", shape=(ROWS, total))

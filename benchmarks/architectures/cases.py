@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, initialization
 
 from benchmarks.architectures.agree import Case, forward, loss_of, reopened_alone
 from benchmarks.architectures.batches import Batch, candidates, random_batch
@@ -53,9 +53,7 @@ def make_case(model_type: str, folder: Path) -> tuple[Case, dict[str, Any]]:
                 count = sum(parameter.numel() for parameter in model.parameters())
                 facts = {"class": name, "size": level, "parameters": count, "inputs": " ".join(batch)}
                 frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-                case = Case(
-                    model_type=model_type, model_class=type(model), folder=folder, batch=batch, frozen=frozen
-                )
+                case = Case(model_type=model_type, model_class=type(model), folder=folder, batch=batch, frozen=frozen)
                 return case, facts | {"alone": reopened_alone(case, model.state_dict())}
     raise NotBuiltError("; ".join(dict.fromkeys(said)))
 
@@ -66,7 +64,7 @@ def build(model_class: Any, config: Any) -> PreTrainedModel:
     Raises:
         ValueError: it is too large.
     """
-    with torch.device("meta"), transformers.initialization.meta_device_safe_creation_ops():
+    with torch.device("meta"), initialization.meta_device_safe_creation_ops():
         size = sum(p.numel() for p in model_class._from_config(config, dtype=torch.float32).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size / 1e6:.0f}M parameters")

@@ -55,10 +55,10 @@ INPUTS: dict[str, dict[str, Any]] = {
     **{
         name: {
             "past_values": SERIES,
-            "past_time_features": {"kind": "float", "shape": (2, 31, 1)},
+            "past_time_features": {"kind": "float", "shape": (2, 31, 0)},
             "past_observed_mask": {"kind": "ones", "shape": (2, 31)},
             "future_values": AHEAD,
-            "future_time_features": {"kind": "float", "shape": (2, 24, 1)},
+            "future_time_features": {"kind": "float", "shape": (2, 24, 0)},
         }
         for name in ("autoformer", "informer", "time_series_transformer")
     },

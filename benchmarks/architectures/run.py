@@ -5,9 +5,9 @@ import importlib
 import json
 import multiprocessing
 import os
-import tempfile
 import sys
 import sysconfig
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from benchmarks.architectures.cases import NotBuiltError, make_case
 from benchmarks.architectures.defaults import CONFIG_MAPPING, build_config, classes_of
 from benchmarks.architectures.tables import render
 
-__all__ = ["write_census"]
+__all__ = ["judged", "write_census"]
 
 WORLD = 2
 TIMEOUT_S = 180.0  # of the harness: a type that takes longer is ended and named
@@ -76,7 +76,11 @@ def prepare() -> None:
     """Import once what every type needs; processes are forked from this one."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}
     torch.set_num_threads(1)
-    for name in ("transformers.models.llama.modeling_llama", "hf_fsdp_tools.pretrained", "hf_fsdp_tools.checkpoint.save"):
+    for name in (
+        "transformers.models.llama.modeling_llama",
+        "hf_fsdp_tools.pretrained",
+        "hf_fsdp_tools.checkpoint.save",
+    ):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
@@ -152,14 +156,16 @@ def _lead(sender: Connection, model_type: str, folder: str) -> None:
             try:
                 plain[precision] = plain_figures(case, precision, WORLD)
             except Exception as error:
-                sender.send({f"{precision}_plain": f"fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}"})
+                sender.send(
+                    {f"{precision}_plain": f"fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+                )
                 continue
             sender.send({f"{precision}_plain": plain[precision].how})
         if "fp32" not in plain:
             sender.send({"verdict": "plain", "why": "the plain model, reopened, fails"})
             return
         sender.send({"why": "the ranks"})
-        row = _judged(_ask_ranks(case, plain, folder))
+        row = judged(_ask_ranks(case, plain, folder))
         sender.send(row)
         if row["why"] and (found := repeated_alone(case, plain["fp32"], WORLD)):
             sender.send({"alone": "; ".join(filter(None, (facts["alone"], found)))})
@@ -223,8 +229,13 @@ def _rank(sender: Connection, rank: int, folder: str, case: Case, plain: dict[st
         os._exit(0)
 
 
-def _judged(said: list[Row]) -> Row:
-    """One row of what all ranks said: the worst of each check."""
+def judged(said: list[Row]) -> Row:
+    """One row of what all ranks said: the worst of each check, a verdict, and why.
+
+    Args:
+        said: the results of `examine_sharded` by rank, their keys after the precision and `_`; or what a rank raised, as
+            "error".
+    """
     row: Row = {}
     faults: list[str] = []
     for precision in PRECISIONS:

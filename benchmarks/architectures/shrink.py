@@ -50,11 +50,24 @@ TINY: tuple[tuple[str, int | None], ...] = (
     (r"state_size|(.*_)?d_state|time_step_rank|ssm_state_size|mamba_dt_rank", 8),
     (r"(.*_)?(size|dim|dims|width|units|channels|features|n_embd|d_model|hidden|filters)|n_embd|d_model", WIDTH),
 )  # fmt: skip
-TOKEN = re.compile(r".*token_(id|index|idx)s?|(bos|eos|pad|sep|cls|mask|boi|eoi|boa|eoa|image|audio|video)_.*(id|index)")
-NOT_WIDTHS = re.compile(r".*(rotary|embeddings$|mel_bins|position|max_|num_mel|freq|num_|pos_emb|_vocab_|image|index_|in_channels|out_channels|stem_|stage_|channel_list).*")
-MULTIMODAL_ROPE = re.compile(r"(glm4v|glm46v|glm_ocr|qwen2_vl|qwen2_5_vl|qwen2_5_omni)\w*_?text|qwen2_5_omni_talker|glm4v_moe_text")
+TOKEN = re.compile(
+    r".*token_(id|index|idx)s?|(bos|eos|pad|sep|cls|mask|boi|eoi|boa|eoa|image|audio|video)_.*(id|index)"
+)
+NOT_WIDTHS = re.compile(
+    r".*(rotary|embeddings$|mel_bins|position|max_|num_mel|freq|num_|pos_emb|_vocab_|image|index_|in_channels|out_channels|stem_|stage_|channel_list).*"
+)
+MULTIMODAL_ROPE = re.compile(
+    r"(glm4v|glm46v|glm_ocr|qwen2_vl|qwen2_5_vl|qwen2_5_omni)\w*_?text|qwen2_5_omni_talker|glm4v_moe_text"
+)
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
-KINDS_OF_LAYERS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "indexer_types", "attention_layers")
+KINDS_OF_LAYERS = (
+    "layer_types",
+    "mlp_layer_types",
+    "layers_block_type",
+    "block_types",
+    "indexer_types",
+    "attention_layers",
+)
 MOST_LAYERS = 4
 INDICES = re.compile(r".*(_index(es)?|_indices|_layer_ids|_layers|_idxs|_layer_indices|index_list)|out_indices")
 
@@ -150,7 +163,7 @@ def _token(value: Any, tokens: _Tokens) -> Any:
 def _list(name: str, values: list[Any], layers: int, kept: list[int], level: str) -> list[Any]:
     if layers > len(kept) and len(values) == layers and kept[-1] < layers:  # one entry per layer
         values = [values[i] for i in kept]
-    elif INDICES.fullmatch(name) and _ints(values) and layers > 2 and min(values) >= 0:
+    elif INDICES.fullmatch(name) and name != "encode_proj_layers" and _ints(values) and layers > 2 and min(values) >= 0:
         top = len(kept) if max(values) >= layers else len(kept) - 1
         return sorted({max(top - i, 0) for i in range(len(values))})
     if name in ("depths", "num_block_repeats", "blocks_per_stage", "n_attn_blocks") and _ints(values):

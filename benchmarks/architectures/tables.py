@@ -58,7 +58,9 @@ def render(rows: Iterable[Row], versions: str, output: str) -> str:
     lines += ["", "Inputs: " + ", ".join(f"`{kind}` {n}" for kind, n in kinds.most_common()) + ".", ""]
     lines += ["## Do not agree", ""]
     failed = [row for row in part if row["verdict"] == "failed"]
-    lines += table(("type", "class", "what", "reason"), [(r["type"], r.get("class"), _short(r["why"]), _reason(r)) for r in failed])
+    lines += table(
+        ("type", "class", "what", "reason"), [(r["type"], r.get("class"), _short(r["why"]), _reason(r)) for r in failed]
+    )
     lines += ["", "## Take no part", ""]
     out = [row for row in rows if row not in part]
     lines += table(("type", "reason"), [(row["type"], _reason(row) or _short(row["why"])) for row in out])

@@ -148,8 +148,18 @@ def _first_with_shards(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype) -> Any:
-    """Cast floating-point inputs, also in tuples and lists, to the dtype in which a module's weights are gathered."""
-    return tuple(_cast(value, dtype) for value in args), {key: _cast(value, dtype) for key, value in kwargs.items()}
+    """Cast floating-point inputs, also in tuples and lists, to the dtype in which a module's weights are gathered.
+
+    Rotary tables beside hidden states that have this dtype already are left alone: a model that makes them in fp32
+    rotates in fp32.
+    """
+    floats = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.is_floating_point())
+    hidden = next(floats, None)
+    kept = ("position_embeddings",) if hidden is not None and hidden.dtype == dtype else ()
+    cast = {
+        key: value if key in kept and type(value) is tuple else _cast(value, dtype) for key, value in kwargs.items()
+    }
+    return tuple(_cast(value, dtype) for value in args), cast
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -171,7 +181,9 @@ def _use_dtype_of_statistics(norm: Any, args: object) -> None:
     As autocast does it: inputs and outputs are in the lower precision, weights and statistics are not.
     """
     gathered = {name: norm._parameters[name] for name in ("weight", "bias")}
-    if any(isinstance(weight, torch.Tensor) and weight.dtype != norm.running_mean.dtype for weight in gathered.values()):
+    if any(
+        isinstance(weight, torch.Tensor) and weight.dtype != norm.running_mean.dtype for weight in gathered.values()
+    ):
         norm._gathered_weights = gathered
         for name, weight in gathered.items():
             if weight is not None:
