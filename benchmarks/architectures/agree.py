@@ -10,9 +10,9 @@ is how it is trained. Beside it stands the plain model with its parameters in bf
 is the model that transformers loads in bf16 ("loaded", buffers in bf16 too), and where that does not run either, the
 plain fp32 model under autocast ("autocast"). AdamW steps on fp32 weights; in bf16 it is judged by the same gradients.
 
-A difference is relative to the largest value of a tensor, of a gradient at least 0.001 times the largest of all. In bf16
-a tensor may also be as far from the plain model in fp32 as that in bf16 is, twice at most. Beside "loaded" and
-"autocast", which round elsewhere, this holds of all tensors together, by the norm of their difference.
+A difference is relative to the largest value of a tensor, of a gradient at least 0.001 times the largest of all. In
+bf16 a tensor may also be as far from the plain model in fp32 as the plain model in bf16 is, twice at most. Beside
+"loaded" and "autocast", which round elsewhere, this holds of all tensors together, by the norm of their difference.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,10 +43,8 @@ __all__ = [
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 2e-5, "bf16": 1e-2}
-STEP = {
-    "lr": 1e-3,
-    "eps": 1e-4,
-}  # a larger eps than usual: a gradient of zero must not step by the sign of its rounding
+# The eps is larger than usual: a gradient of zero must not step by the sign of its rounding.
+STEP = {"lr": 1e-3, "eps": 1e-4}
 Tensors = dict[str, torch.Tensor]
 SKIPPED = ("past_key_values", "cache", "encoder_outputs", "decoder_past_key_values")
 
@@ -435,7 +433,7 @@ def _headers(folder: Path) -> dict[str, str]:
     found = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
-            for key in opened.keys():
+            for key in opened.keys():  # noqa: SIM118  (no dictionary)
                 part = opened.get_slice(key)
                 found[key] = f"{part.get_dtype()} {part.get_shape()}"
     return found

@@ -278,7 +278,8 @@ def _pair(size: Any) -> tuple[int, int]:
 
 FEATURES = (
     ("get_image_features", ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "spatial_shapes"),
-     ("image_token_id", "image_token_index", "im_token_id", "image_pad_token_id", "media_placeholder_token_id", "img_context_token_id", "image_soft_token_id")),
+     ("image_token_id", "image_token_index", "im_token_id", "image_pad_token_id", "media_placeholder_token_id",
+      "img_context_token_id", "image_soft_token_id")),
     ("get_audio_features", ("input_features", "input_features_mask", "feature_attention_mask", "input_values"),
      ("audio_token_id", "audio_token_index", "audio_pad_token_id")),
 )  # fmt: skip

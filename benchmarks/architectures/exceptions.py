@@ -27,7 +27,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "dots3_note_text tiny": {"head_dim": 32, "q_lora_rank": 16},
     "hgnet_v2 tiny": {
         "embedding_size": 16, "stem_channels": [3, 16, 16], "stage_in_channels": [16, 16, 32, 64],
-        "stage_mid_channels": [8, 8, 16, 16], "stage_out_channels": [16, 32, 64, 128], "hidden_sizes": [16, 32, 64, 128],
+        "stage_mid_channels": [8, 8, 16, 16], "stage_out_channels": [16, 32, 64, 128],
+        "hidden_sizes": [16, 32, 64, 128],
         "stage_num_blocks": [1, 1, 1, 1], "stage_numb_of_layers": [2, 2, 2, 2],
     },
     "d_fine tiny": {"encoder_in_channels": [32, 64, 128], "decoder_in_channels": [64, 64, 64], "hidden_expansion": 1.0},
@@ -80,7 +81,10 @@ INPUTS: dict[str, dict[str, Any]] = {
     },
     "dac": {"input_values": {"kind": "float", "shape": (2, 1, 2048)}},
     "encodec": {"input_values": {"kind": "float", "shape": (2, 1, 2048)}},
-    "fun_asr_nano_encoder": {"input_features": {"kind": "float", "shape": (2, 16, 560)}, "input_features_mask": {"kind": "ones", "shape": (2, 16)}},
+    "fun_asr_nano_encoder": {
+        "input_features": {"kind": "float", "shape": (2, 16, 560)},
+        "input_features_mask": {"kind": "ones", "shape": (2, 16)},
+    },
 }  # fmt: skip
 """Inputs in place of those by rule, by model type: arguments of a `Spec`, None to leave one out; "only" to have no
 others."""

@@ -233,8 +233,8 @@ def judged(said: list[Row]) -> Row:
     """One row of what all ranks said: the worst of each check, a verdict, and why.
 
     Args:
-        said: the results of `examine_sharded` by rank, their keys after the precision and `_`; or what a rank raised, as
-            "error".
+        said: by rank, the results of `examine_sharded`, each key after its precision and `_`; or what the rank raised,
+            as "error".
     """
     row: Row = {}
     faults: list[str] = []

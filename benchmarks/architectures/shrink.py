@@ -25,9 +25,10 @@ SHORT: tuple[tuple[str, int], ...] = (
     (r"num_kv_shared_layers|num_nextn_predict_layers|num_mtp_modules", 0),
     (r"max_window_layers|first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
     (r"(.*_)?num_(hidden_|encoder_|decoder_)?layers|n_layers?|layers|(encoder|decoder)_layers|(encoder_|resampler_)?depth"
-     r"|num_blocks|num_layers_(cross|self)_attention|num_self_attends_per_block|(encoder|decoder)_num_hidden_layers", 4),
+     r"|num_blocks|num_layers_(cross|self)_attention|num_self_attends_per_block|(en|de)coder_num_hidden_layers", 4),
     (r"(num|n|moe_num|num_local|n_routed|num_routed)_(routed_)?experts|num_moe_experts", 4),
-    (r"(.*num_)?experts_per_tok(en)?|moe_(k|topk|top_k|router_topk)|top_?k_experts|experts_top_k|num_selected_experts", 2),
+    (r"(.*num_)?experts_per_tok(en)?|moe_(k|topk|top_k|router_topk)|top_?k_experts|experts_top_k"
+     r"|num_selected_experts", 2),
     (r"n_group|num_expert_group", 2),
     (r"topk_group|limited_topk_group", 1),
     (r"(.*_)?vocab_size|n_vocab|n_tokens|vocab_size_per_layer_input", VOCABULARY),
@@ -45,7 +46,8 @@ TINY: tuple[tuple[str, int | None], ...] = (
     (r"mamba_n(um)?_heads", 8),
     (r"(.*_)?(n|num)_?heads?|(.*_)?(attention_)?heads|num_attn_heads|(.*_)?n_head", 4),
     (r"(.*_)?head_(dim|size)|d_kv|dim_(per_)?head|mamba_d_head|(.*_)?lora_rank|rotary_dim", HEAD),
-    (r"(.*_)?(intermediate|ffn|ff|mlp|inner|feedforward|feed_forward)(_.*)?_?(size|dim|units)|d_ff|n_inner|mlp_dim", INNER),
+    (r"(.*_)?(intermediate|ffn|ff|mlp|inner|feedforward|feed_forward)(_.*)?_?(size|dim|units)|d_ff"
+     r"|n_inner|mlp_dim", INNER),
     (r"(.*_)?codebook_size|codebook_dim", 32),
     (r"state_size|(.*_)?d_state|time_step_rank|ssm_state_size|mamba_dt_rank", 8),
     (r"(.*_)?(size|dim|dims|width|units|channels|features|n_embd|d_model|hidden|filters)|n_embd|d_model", WIDTH),

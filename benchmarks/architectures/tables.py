@@ -16,13 +16,13 @@ plain model in one process. Made with {versions} by
 
     python benchmarks/census.py --train --output {output}
 
-`{output}` holds one row of each type. The default configuration is shrunk by rule (`benchmarks/architectures/shrink.py`),
-weights are random, transformers writes the checkpoint, and `from_pretrained` of this package loads it. Each rank sees a
-batch of its own; the plain model sees both, and its gradients are their mean. `benchmarks/architectures/agree.py` says
-what is compared and with what: in fp32 and in bf16 outputs of an evaluation, loss, all gradients, the weights after one
-step of AdamW; the loaded weights and buffers bit for bit; in fp32 the saved checkpoint, its names, dtypes and shapes
-beside those that transformers wrote, and its tensors reopened by transformers, bit for bit; and how many units were
-gathered at a time.
+`{output}` holds one row of each type. The default configuration is shrunk by rule
+(`benchmarks/architectures/shrink.py`), weights are random, transformers writes the checkpoint, and `from_pretrained` of
+this package loads it. Each rank sees a batch of its own; the plain model sees both, and its gradients are their mean.
+`benchmarks/architectures/agree.py` says what is compared and with what: in fp32 and in bf16 outputs of an evaluation,
+loss, all gradients, the weights after one step of AdamW; the loaded weights and buffers bit for bit; in fp32 the saved
+checkpoint, its names, dtypes and shapes beside those that transformers wrote, and its tensors reopened by transformers,
+bit for bit; and how many units were gathered at a time.
 """
 
 
@@ -58,9 +58,8 @@ def render(rows: Iterable[Row], versions: str, output: str) -> str:
     lines += ["", "Inputs: " + ", ".join(f"`{kind}` {n}" for kind, n in kinds.most_common()) + ".", ""]
     lines += ["## Do not agree", ""]
     failed = [row for row in part if row["verdict"] == "failed"]
-    lines += table(
-        ("type", "class", "what", "reason"), [(r["type"], r.get("class"), _short(r["why"]), _reason(r)) for r in failed]
-    )
+    cells = [(row["type"], row.get("class"), _short(row["why"]), _reason(row)) for row in failed]
+    lines += table(("type", "class", "what", "reason"), cells)
     lines += ["", "## Take no part", ""]
     out = [row for row in rows if row not in part]
     lines += table(("type", "reason"), [(row["type"], _reason(row) or _short(row["why"])) for row in out])

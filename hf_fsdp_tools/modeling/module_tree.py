@@ -273,9 +273,7 @@ def _code_that_runs(cls: type[nn.Module]) -> str:
     """The source of a class's own methods, without those that make, tie, save or exchange modules."""
     found = []
     for name, method in vars(cls).items():
-        if inspect.isfunction(method) and not re.match(
-            r"__init__|_init|tie_|_tie|get_|set_|resize_|_resize|save_|_save", name
-        ):
+        if inspect.isfunction(method) and not re.match(r"__init__|_?(init|tie|get|set|resize|save)_", name):
             try:
                 found.append(inspect.getsource(method))
             except (OSError, TypeError):  # a class made in an interpreter has no source

@@ -215,8 +215,8 @@ class PlanDraft:
         if self._replicated:
             yield (
                 f"{len(self._replicated)} parameters ({sum(w.nbytes for w in self._replicated):,} bytes) stay whole on "
-                "every rank: FSDP cannot shard 0-d or empty ones, nor two dtypes on one module, and leaves out what the policy "
-                "names"
+                "every rank: FSDP cannot shard 0-d or empty ones, nor two dtypes on one module, and leaves out what "
+                "the policy names"
             )
 
     def _children_first(self) -> list[DraftUnit]:

@@ -180,14 +180,11 @@ def _use_dtype_of_statistics(norm: Any, args: object) -> None:
 
     As autocast does it: inputs and outputs are in the lower precision, weights and statistics are not.
     """
-    gathered = {name: norm._parameters[name] for name in ("weight", "bias")}
-    if any(
-        isinstance(weight, torch.Tensor) and weight.dtype != norm.running_mean.dtype for weight in gathered.values()
-    ):
+    dtype = norm.running_mean.dtype
+    gathered = {name: norm._parameters[name] for name in ("weight", "bias") if norm._parameters[name] is not None}
+    if any(weight.dtype != dtype for weight in gathered.values()):
         norm._gathered_weights = gathered
-        for name, weight in gathered.items():
-            if weight is not None:
-                norm._parameters[name] = weight.to(norm.running_mean.dtype)
+        norm._parameters.update({name: weight.to(dtype) for name, weight in gathered.items()})
 
 
 def _use_gathered_dtype(norm: Any, args: object, output: object) -> None:
