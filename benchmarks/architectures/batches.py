@@ -57,6 +57,8 @@ def random_batch(batch: Batch, seed: int) -> dict[str, Any]:
             made[name] = torch.zeros(spec.shape, dtype=torch.long)
         elif spec.kind == "true":
             made[name] = torch.ones(spec.shape, dtype=torch.bool)
+        elif spec.kind == "false":
+            made[name] = torch.zeros(spec.shape, dtype=torch.bool)
         elif spec.kind == "boxes":  # of a page: x0, y0, x1, y1
             made[name] = torch.randint(0, spec.high // 2, spec.shape, generator=generator)
             made[name][..., 2:] += spec.high // 4

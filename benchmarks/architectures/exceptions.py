@@ -39,7 +39,14 @@ SIZES: dict[str, dict[str, Any]] = {
     "mimi tiny": {"upsample_groups": 64, "vector_quantization_hidden_dimension": 32},
     "mimi_decoder tiny": {"upsample_groups": 64, "vector_quantization_hidden_dimension": 32},
     "mimi_encoder tiny": {"vector_quantization_hidden_dimension": 32},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [48, 32]},
+    "ernie4_5_vl_moe_text tiny": {"moe_intermediate_size": [48, 32], "rope_parameters": {"mrope_section": [3, 3, 2]}},
+    "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
+    "depth_pro": {"intermediate_hook_ids": [3, 1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
+    "gemma3n_audio": {"input_feat_size": 128},
+    "blt": {"encoder_hash_byte_group_vocab": 500},
+    "clvp_encoder tiny": {"num_attention_heads": 2},
+    "edgetam_vision_model": {"backbone_channel_list": [2048, 1024, 512, 256]},
     "glm5_next_text": {"index_topk": 16},
     "reformer tiny": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [4, 8]},
     "xlnet tiny": {"d_head": 16},
@@ -72,6 +79,28 @@ INPUTS: dict[str, dict[str, Any]] = {
         "attention_mask": {"kind": "ones", "shape": (2, 8)},
     },
     "audio-spectrogram-transformer": {"input_values": {"kind": "float", "shape": (2, 1024, 128)}},
+    "blip_2_qformer": {
+        "query_embeds": {"kind": "float", "shape": (2, 12, 64)},
+        "encoder_hidden_states": {"kind": "float", "shape": (2, 9, 64)},
+    },
+    "depth_pro": {"pixel_values": {"kind": "float", "shape": (2, 3, 32, 32)}},
+    **{name: {"input_features": {"kind": "float", "shape": (2, 1, 1001, 64)}} for name in ("clap", "clap_audio_model")},
+    "gemma4_audio": {"input_features": {"kind": "float", "shape": (2, 32, 128)}},
+    "gemma3n_audio": {
+        "audio_mel": {"kind": "float", "shape": (2, 32, 128)},
+        "audio_mel_mask": {"kind": "false", "shape": (2, 32)},
+    },
+    "gemma4_vision": {
+        "pixel_values": {"kind": "float", "shape": (2, 9, 192)},
+        "pixel_position_ids": {"kind": "tensor", "value": [[[i // 3, i % 3] for i in range(9)]] * 2},
+    },
+    **{
+        name: {"input_features": {"kind": "float", "shape": (2, 16, 320)}}
+        for name in ("granite_speech5_ctc", "granite_speech5_encoder")
+    },
+    "fastspeech2_conformer_with_hifigan": {"input_ids": {"kind": "int", "shape": (2, 8), "low": 1, "high": 70}},
+    "efficientloftr": {"pixel_values": {"kind": "float", "shape": (2, 2, 3, 64, 64)}},
+    "dia": {"decoder_input_ids": {"kind": "int", "shape": (2, 6, 9), "low": 1, "high": 100}, "labels": None},
     "mimi": {"input_values": {"kind": "float", "shape": (2, 1, 3840)}},
     "seggpt": {
         "pixel_values": {"kind": "float", "shape": (2, 3, 16, 32)},

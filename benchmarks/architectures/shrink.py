@@ -59,7 +59,7 @@ NOT_WIDTHS = re.compile(
     r".*(rotary|embeddings$|mel_bins|position|max_|num_mel|freq|num_|pos_emb|_vocab_|image|index_|in_channels|out_channels|stem_|stage_|channel_list).*"
 )
 MULTIMODAL_ROPE = re.compile(
-    r"(glm4v|glm46v|glm_ocr|qwen2_vl|qwen2_5_vl|qwen2_5_omni)\w*_?text|qwen2_5_omni_talker|glm4v_moe_text"
+    r"(glm4v|glm46v|glm_ocr|glm_image|qwen2_vl|qwen2_5_vl|qwen2_5_omni)\w*_?text|qwen2_5_omni_talker|glm4v_moe_text"
 )
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
 KINDS_OF_LAYERS = (

@@ -11,7 +11,7 @@ Words used here and in `planning`:
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -265,11 +265,11 @@ def reads_table(module: nn.Module, child: nn.Module, name: str) -> bool:
     if not isinstance(child, nn.Embedding):
         return False
     read = rf"\bself\.{re.escape(name)}\.weight\b(?!\.(dtype|device|shape|data|requires_grad))"
-    return re.search(read, _code_that_runs(own_class(module))) is not None
+    return re.search(read, _code_that_runs(own_class(module))) is not None  # type: ignore[arg-type]  # classes have a hash
 
 
 @cache
-def _code_that_runs(cls: type[nn.Module]) -> str:
+def _code_that_runs(cls: Hashable) -> str:
     """The source of a class's own methods, without those that make, tie, save or exchange modules."""
     found = []
     for name, method in vars(cls).items():

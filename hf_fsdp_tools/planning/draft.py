@@ -271,9 +271,10 @@ class PlanDraft:
     def _is_called_from_outside(self, node: ModuleNode) -> bool:
         """Whether a model above hands this embedding out (`get_input_embeddings`): a wrapper's forward may not run."""
         for above in node.ancestors():
-            if isinstance(getattr(above.module, "get_input_embeddings", None), MethodType):
+            hand_out = getattr(above.module, "get_input_embeddings", None)
+            if isinstance(hand_out, MethodType):
                 with suppress(NotImplementedError, AttributeError):  # transformers' own answer where it finds none
-                    if above.module.get_input_embeddings() is node.module:
+                    if hand_out() is node.module:
                         return True
         return False
 
