@@ -10,14 +10,14 @@ is how it is trained. Beside it stands the plain model with its parameters in bf
 is the model that transformers loads in bf16 ("loaded", buffers in bf16 too), and where that does not run either, the
 plain fp32 model under autocast ("autocast"). AdamW steps on fp32 weights; in bf16 it is judged by the same gradients.
 
-A difference is relative to the largest value of a tensor, of a gradient at least 0.001 times the largest of all. In
+A difference is relative to the largest value of a tensor, of a gradient at least 0.01 times the largest of all. In
 bf16 a tensor may also be as far from the plain model in fp32 as the plain model in bf16 is, twice at most. Beside
 "loaded" and "autocast", which round elsewhere, this holds of all tensors together, by the norm of their difference.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ __all__ = [
 ]  # fmt: skip
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TOLERANCE = {"fp32": 2e-5, "bf16": 1e-2}
+TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 # The eps is larger than usual: a gradient of zero must not step by the sign of its rounding.
 STEP = {"lr": 1e-3, "eps": 1e-4}
 Tensors = dict[str, torch.Tensor]
@@ -76,6 +76,8 @@ class Figures:
     gradients: Tensors
     stepped: Tensors
     how: str
+    fails: str = ""
+    """What the references before `how` raised."""
 
 
 # ---- one forward pass ----
@@ -136,7 +138,8 @@ def plain_figures(case: Case, precision: str, world_size: int) -> Figures:
             model = load_plain(case, torch.bfloat16 if how == "loaded" else torch.float32)
             for parameter in model.parameters() if how == "weights" else ():
                 parameter.data = parameter.data.to(torch.bfloat16 if parameter.is_floating_point() else parameter.dtype)
-            return _plain_figures(case, model, torch.float32 if how == "autocast" else torch.bfloat16, world_size, how)
+            dtype = torch.float32 if how == "autocast" else torch.bfloat16
+            return replace(_plain_figures(case, model, dtype, world_size, how), fails="; ".join(said))
         except Exception as error:
             said.append(f"{how}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     raise RuntimeError("; ".join(said))
@@ -157,6 +160,8 @@ def _plain_figures(case: Case, model: nn.Module, dtype: torch.dtype, world_size:
                 if parameter.grad is not None:
                     part = parameter.grad.float() / world_size
                     total[name] = total[name] + part if name in total else part
+    if not all(bool(gradient.isfinite().all()) for gradient in total.values()):
+        raise ValueError("gradients are not finite")
     weights = load_plain(case, torch.float32)
     stepped = step(weights, total)
     return Figures(state=state, outputs=outputs, losses=losses, gradients=total, stepped=stepped, how=how)
@@ -327,7 +332,8 @@ def examine_sharded(case: Case, precision: str, plain: Figures, exact: Figures) 
     own = own_step(model)
     optimizer_of(model).step()
     if precision == "fp32":
-        row["step"] = _apart(dict(model.named_parameters()), plain.stepped, exact.stepped, bound)
+        # AdamW divides rounding by gradients that are near zero.
+        row["step"] = _apart(dict(model.named_parameters()), plain.stepped, exact.stepped, 10 * bound)
     else:
         row["step"] = _apart({n: local_tensor(p) for n, p in model.named_parameters()}, own, own, TOLERANCE["fp32"])
     if precision == "fp32":
@@ -368,7 +374,7 @@ def _apart(
 
     In lower precision a value may also be as far from fp32 as the plain model is, twice at most.
     """
-    floor = 1e-3 * max([float(t.abs().max()) for t in plain.values() if absent_is_zero and t.numel()], default=0.0)
+    floor = 0.01 * max([float(t.abs().max()) for t in plain.values() if absent_is_zero and t.numel()], default=0.0)
     names = set(found) | set(plain) if absent_is_zero else set(plain)
     if not absent_is_zero and set(found) != set(plain):
         return float("inf"), f"other names: {sorted(set(found) ^ set(plain))[:3]}"
@@ -414,6 +420,8 @@ def _relative(found: torch.Tensor, whole: torch.Tensor, floor: float) -> float:
     a, b = local_tensor(found), held_part(whole, found)
     if not b.numel():
         return 0.0
+    if not torch.equal(a.isnan(), b.isnan()):
+        return float("inf")
     a, b = torch.nan_to_num(a.double()), torch.nan_to_num(b.double())
     return float((a - b).abs().max() / max(float(torch.nan_to_num(whole.double()).abs().max()), floor, 1e-12))
 

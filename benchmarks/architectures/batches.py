@@ -61,7 +61,7 @@ def random_batch(batch: Batch, seed: int) -> dict[str, Any]:
             made[name] = torch.zeros(spec.shape, dtype=torch.bool)
         elif spec.kind == "boxes":  # of a page: x0, y0, x1, y1
             made[name] = torch.randint(0, spec.high // 2, spec.shape, generator=generator)
-            made[name][..., 2:] += spec.high // 4
+            made[name][..., 2:] = made[name][..., :2] + spec.high // 4
         elif spec.kind == "tensor":
             made[name] = torch.tensor(spec.value)
         elif spec.kind == "words":  # no special tokens, but placeholders of images and sound in front

@@ -40,6 +40,13 @@ SIZES: dict[str, dict[str, Any]] = {
     "mimi_decoder tiny": {"upsample_groups": 64, "vector_quantization_hidden_dimension": 32},
     "mimi_encoder tiny": {"vector_quantization_hidden_dimension": 32},
     "ernie4_5_vl_moe_text tiny": {"moe_intermediate_size": [48, 32], "rope_parameters": {"mrope_section": [3, 3, 2]}},
+    "hunyuan_vl_text tiny": {"rope_parameters": {"mrope_section": [2, 2, 2, 2]}},
+    "inkling2": {"quantization_config": None},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "led": {"attention_window": [8, 8, 8, 8]},
+    "lxmert tiny": {"visual_feat_dim": 64, "l_layers": 2, "x_layers": 2, "r_layers": 2},
+    "instructblip": {"image_token_index": 130},
+    "instructblipvideo": {"video_token_index": 129},
     "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
     "depth_pro": {"intermediate_hook_ids": [3, 1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
@@ -101,6 +108,29 @@ INPUTS: dict[str, dict[str, Any]] = {
     "fastspeech2_conformer_with_hifigan": {"input_ids": {"kind": "int", "shape": (2, 8), "low": 1, "high": 70}},
     "efficientloftr": {"pixel_values": {"kind": "float", "shape": (2, 2, 3, 64, 64)}},
     "dia": {"decoder_input_ids": {"kind": "int", "shape": (2, 6, 9), "low": 1, "high": 100}, "labels": None},
+    "idefics": {
+        "pixel_values": {"kind": "float", "shape": (2, 1, 3, 32, 32)},
+        "image_attention_mask": {"kind": "ones", "shape": (2, 12, 1)},
+    },
+    **{
+        name: {
+            "qformer_input_ids": {"kind": "int", "shape": (2, 8), "low": 5, "high": 100},
+            "qformer_attention_mask": {"kind": "ones", "shape": (2, 8)},
+            "decoder_input_ids": None,
+        }
+        for name in ("instructblip", "instructblipvideo")
+    },
+    "kimi_k25_vision": {"pixel_values": {"kind": "float", "shape": (32, 3, 8, 8)}},
+    "kyutai_speech_to_text": {
+        "input_ids": {"kind": "int", "shape": (2, 12, 33), "low": 1, "high": 30},
+        "labels": None,
+    },
+    "lightglue": {"pixel_values": {"kind": "float", "shape": (2, 2, 3, 64, 64)}},
+    "lxmert": {
+        "visual_feats": {"kind": "float", "shape": (2, 5, 64)},
+        "visual_pos": {"kind": "float", "shape": (2, 5, 4)},
+    },
+    "mimi_encoder": {"input_values": {"kind": "float", "shape": (2, 1, 3840)}},
     "mimi": {"input_values": {"kind": "float", "shape": (2, 1, 3840)}},
     "seggpt": {
         "pixel_values": {"kind": "float", "shape": (2, 3, 16, 32)},

@@ -160,7 +160,9 @@ def _lead(sender: Connection, model_type: str, folder: str) -> None:
                     {f"{precision}_plain": f"fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}"}
                 )
                 continue
-            sender.send({f"{precision}_plain": plain[precision].how})
+            sender.send(
+                {f"{precision}_plain": plain[precision].how, f"{precision}_plain_fails": plain[precision].fails}
+            )
         if "fp32" not in plain:
             sender.send({"verdict": "plain", "why": "the plain model, reopened, fails"})
             return

@@ -124,6 +124,8 @@ def _shrink(sizes: dict[str, Any], level: str, tokens: _Tokens) -> dict[str, Any
     heads = sizes.get("num_heads")
     if level == "tiny" and isinstance(heads, list | tuple) and type(sizes.get("embed_dim")) is int:
         new["embed_dim"] = 8 * heads[0]  # of each stage twice that of the one before
+    if level == "tiny" and type(sizes.get("qk_head_dim")) is int:
+        new["qk_head_dim"] = new["qk_nope_head_dim"] + new["qk_rope_head_dim"]
     for key in (sizes.get("model_type"), f"{sizes.get('model_type')} {level}"):
         _lay_over(new, SIZES.get(str(key), {}))
     return new
