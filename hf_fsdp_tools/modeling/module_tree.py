@@ -33,6 +33,7 @@ __all__ = [
     "original_classes",
     "own_class",
     "plain_name",
+    "reads_given_table",
     "reads_table",
     "way_inside",
 ]
@@ -265,7 +266,14 @@ def reads_table(module: nn.Module, child: nn.Module, name: str) -> bool:
     if not isinstance(child, nn.Embedding):
         return False
     read = rf"\bself\.{re.escape(name)}\.weight\b(?!\.(dtype|device|shape|data|requires_grad))"
-    return re.search(read, _code_that_runs(own_class(module))) is not None  # type: ignore[arg-type]  # classes have a hash
+    code = _code_that_runs(own_class(module))  # type: ignore[arg-type]  # classes have a hash
+    return re.search(read, code) is not None
+
+
+def reads_given_table(module: nn.Module) -> bool:
+    """Whether a module's code reads the weight of an embedding that it gets as an argument, as Perceiver's head does."""
+    code = _code_that_runs(own_class(module))  # type: ignore[arg-type]  # classes have a hash
+    return re.search(r"(?<![\w.])embed\w*\.weight\b", code) is not None
 
 
 @cache

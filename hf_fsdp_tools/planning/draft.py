@@ -17,7 +17,14 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from hf_fsdp_tools.errors import WrapPlanError
-from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, has_forward, reads_table
+from hf_fsdp_tools.modeling.module_tree import (
+    ModuleNode,
+    ModuleTree,
+    Weight,
+    has_forward,
+    reads_given_table,
+    reads_table,
+)
 from hf_fsdp_tools.planning.blocks import ModelBlocks, describe_blocks
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy
@@ -263,6 +270,8 @@ class PlanDraft:
         for node in self.tree:
             if isinstance(node.module, nn.MultiheadAttention) or parametrize.is_parametrized(node.module):
                 yield from (below for below in node.walk() if below is not node)
+            if reads_given_table(node.module):
+                yield from (other for other in self.tree if isinstance(other.module, nn.Embedding))
             yield from (child for child in node.children if reads_table(node.module, child.module, child.name))
         for block in chain.from_iterable(self.stacks):
             for experts in lists_of_experts(block):
