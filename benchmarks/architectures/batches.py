@@ -57,6 +57,9 @@ def random_batch(batch: Batch, seed: int) -> dict[str, Any]:
             made[name] = torch.zeros(spec.shape, dtype=torch.long)
         elif spec.kind == "true":
             made[name] = torch.ones(spec.shape, dtype=torch.bool)
+        elif spec.kind == "patches":  # row and column before the pixels
+            made[name] = torch.randn(spec.shape, generator=generator)
+            made[name][..., :2] = made[name][..., :2].abs().floor()
         elif spec.kind == "false":
             made[name] = torch.zeros(spec.shape, dtype=torch.bool)
         elif spec.kind == "boxes":  # of a page: x0, y0, x1, y1
@@ -123,7 +126,7 @@ def _first(configs: list[Any], *names: str, default: Any = None) -> Any:
 
 def _words(model: nn.Module, names: list[str]) -> Batch:
     config: Any = model.config
-    text = [config.get_text_config(), *_config(model, "text_config", "text", "decoder")]
+    text = [config.get_text_config(decoder=True), *_config(model, "text_config", "text", "decoder")]
     size = _first(text, "vocab_size", "n_tokens", "n_vocab", default=100)
     special = frozenset(_special(config.to_dict()))
     ids = Spec(kind="words", shape=(ROWS, WORDS), low=5, high=max(min(size - 1, 100), 6), value=(), without=special)

@@ -37,6 +37,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "align tiny": {"projection_dim": 80},
     "align_vision_model tiny": {"width_coefficient": 0.25, "depth_coefficient": 0.1, "hidden_dim": 80},
     "mimi tiny": {"upsample_groups": 64, "vector_quantization_hidden_dimension": 32},
+    "pocket_tts_audio_tokenizer tiny": {"upsample_groups": 64},
+    "pocket_tts_audio_tokenizer_decoder tiny": {"upsample_groups": 64},
+    "pocket_tts_audio_tokenizer_encoder tiny": {"upsample_groups": 64},
     "mimi_decoder tiny": {"upsample_groups": 64, "vector_quantization_hidden_dimension": 32},
     "mimi_encoder tiny": {"vector_quantization_hidden_dimension": 32},
     "ernie4_5_vl_moe_text tiny": {"moe_intermediate_size": [48, 32], "rope_parameters": {"mrope_section": [3, 3, 2]}},
@@ -47,6 +50,15 @@ SIZES: dict[str, dict[str, Any]] = {
     "lxmert tiny": {"visual_feat_dim": 64, "l_layers": 2, "x_layers": 2, "r_layers": 2},
     "instructblip": {"image_token_index": 130},
     "instructblipvideo": {"video_token_index": 129},
+    "mistral4 tiny": {"head_dim": 32},
+    "radio": {"summary_idxs": [0, 1]},
+    **{
+        f"vibevoice_{sense}_tokenizer{part}": {"num_filters": 2, "hidden_size": 16}
+        for sense in ("acoustic", "semantic")
+        for part in ("", "_encoder", "_decoder")
+    },
+    "zamba": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "hybrid_layer_ids": [1, 3]},
     "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
     "depth_pro": {"intermediate_hook_ids": [3, 1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
@@ -130,6 +142,29 @@ INPUTS: dict[str, dict[str, Any]] = {
         "visual_feats": {"kind": "float", "shape": (2, 5, 64)},
         "visual_pos": {"kind": "float", "shape": (2, 5, 4)},
     },
+    "patchtst": {"past_values": {"kind": "float", "shape": (2, 32, 1)}},
+    "patchtsmixer": {"past_values": {"kind": "float", "shape": (2, 32, 1)}, "return_loss": None},
+    "pix2struct": {
+        "flattened_patches": {"kind": "patches", "shape": (2, 16, 770)},
+        "attention_mask": {"kind": "ones", "shape": (2, 16)},
+    },
+    **{name: {"input_values": {"kind": "float", "shape": (2, 1, 1920)}} for name in ("pe_audio", "pe_audio_encoder")},
+    **{
+        f"pocket_tts_audio_tokenizer{part}": {"input_values": {"kind": "float", "shape": (2, 1, 3840)}}
+        for part in ("", "_encoder")
+    },
+    "muse_spark_audio": {"input_values": {"kind": "float", "shape": (2, 1920)}},
+    "nemotron3_5_transcribe_audio": {
+        "input_features": {"kind": "float", "shape": (2, 64, 128)},
+        "input_features_mask": {"kind": "ones", "shape": (2, 64)},
+    },
+    "qwen3_asr_encoder": {
+        "input_features": {"kind": "float", "shape": (2, 128, 100)},
+        "input_features_mask": {"kind": "ones", "shape": (2, 100)},
+    },
+    "oneformer": {"task_inputs": {"kind": "int", "shape": (2, 77), "low": 1, "high": 100}},
+    "musicgen": {"decoder_input_ids": {"kind": "int", "shape": (8, 4), "low": 1, "high": 100}, "labels": None},
+    "musicgen_melody": {"decoder_input_ids": {"kind": "int", "shape": (8, 4), "low": 1, "high": 100}, "labels": None},
     "mimi_encoder": {"input_values": {"kind": "float", "shape": (2, 1, 3840)}},
     "mimi": {"input_values": {"kind": "float", "shape": (2, 1, 3840)}},
     "seggpt": {
@@ -148,7 +183,12 @@ INPUTS: dict[str, dict[str, Any]] = {
 """Inputs in place of those by rule, by model type: arguments of a `Spec`, None to leave one out; "only" to have no
 others."""
 
-CLASSES: dict[str, list[str]] = {}
+CLASSES: dict[str, list[str]] = {
+    "musicgen": ["MusicgenForConditionalGeneration"],
+    "musicgen_melody": ["MusicgenMelodyForConditionalGeneration"],
+    "patchtst": ["PatchTSTForPretraining"],
+    "patchtsmixer": ["PatchTSMixerForPretraining"],
+}
 """Model classes in place of those by rule, the best first."""
 
 REASONS: dict[str, str] = {}

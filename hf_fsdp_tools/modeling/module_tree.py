@@ -271,16 +271,17 @@ def reads_table(module: nn.Module, child: nn.Module, name: str) -> bool:
 
 
 def reads_given_table(module: nn.Module) -> bool:
-    """Whether a module's code reads the weight of an embedding that it gets as an argument, as Perceiver's head does."""
+    """Whether a module's code reads the weight of an embedding that it is given, as Perceiver's head does."""
     code = _code_that_runs(own_class(module))  # type: ignore[arg-type]  # classes have a hash
     return re.search(r"(?<![\w.])embed\w*\.weight\b", code) is not None
 
 
 @cache
 def _code_that_runs(cls: Hashable) -> str:
-    """The source of a class's own methods, without those that make, tie, save or exchange modules."""
-    found = []
-    for name, method in vars(cls).items():
+    """The source of a class's own methods, without those that make, tie, save or exchange modules; of torch's, none."""
+    found: list[str] = []
+    methods = {} if getattr(cls, "__module__", "").startswith("torch.") else vars(cls)
+    for name, method in methods.items():
         if inspect.isfunction(method) and not re.match(r"__init__|_?(init|tie|get|set|resize|save)_", name):
             try:
                 found.append(inspect.getsource(method))
