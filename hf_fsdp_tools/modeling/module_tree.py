@@ -9,9 +9,12 @@ Words used here and in `planning`:
     extent   parameters below a node, each weight counted at every owner (a block would gather so many)
 """
 
-from collections.abc import Iterator
+import inspect
+import re
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import nn
@@ -30,6 +33,8 @@ __all__ = [
     "original_classes",
     "own_class",
     "plain_name",
+    "reads_given_table",
+    "reads_table",
     "way_inside",
 ]
 
@@ -245,6 +250,44 @@ def has_forward(module: nn.Module) -> bool:
     """Whether the module can run; containers such as `ModuleList` and plain holders of modules cannot."""
     forward = getattr(type(module), "forward", None)
     return forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def reads_table(module: nn.Module, child: nn.Module, name: str) -> bool:
+    """Whether a module's code reads the weight of an embedding below it without calling the embedding.
+
+    Position embeddings of encoders are read like this. Judged by the source of the module's class; where there is no
+    source, the answer is False.
+
+    Args:
+        module: above the embedding.
+        child: the embedding; of other modules the answer is False.
+        name: of the child in the module.
+    """
+    if not isinstance(child, nn.Embedding):
+        return False
+    read = rf"\bself\.{re.escape(name)}\.weight\b(?!\.(dtype|device|shape|data|requires_grad))"
+    code = _code_that_runs(own_class(module))  # type: ignore[arg-type]  # classes have a hash
+    return re.search(read, code) is not None
+
+
+def reads_given_table(module: nn.Module) -> bool:
+    """Whether a module's code reads the weight of an embedding that it is given, as Perceiver's head does."""
+    code = _code_that_runs(own_class(module))  # type: ignore[arg-type]  # classes have a hash
+    return re.search(r"(?<![\w.])embed\w*\.weight\b", code) is not None
+
+
+@cache
+def _code_that_runs(cls: Hashable) -> str:
+    """The source of a class's own methods, without those that make, tie, save or exchange modules; of torch's, none."""
+    found: list[str] = []
+    methods = {} if getattr(cls, "__module__", "").startswith("torch.") else vars(cls)
+    for name, method in methods.items():
+        if inspect.isfunction(method) and not re.match(r"__init__|_?(init|tie|get|set|resize|save)_", name):
+            try:
+                found.append(inspect.getsource(method))
+            except (OSError, TypeError):  # a class made in an interpreter has no source
+                continue
+    return "".join(found)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:

@@ -8,14 +8,23 @@ A step of `steps` asks the draft questions and changes it by its verbs alone; th
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
+from types import MethodType
 
 from torch import nn
 from torch.nn.utils import parametrize
 
 from hf_fsdp_tools.errors import WrapPlanError
-from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, has_forward
+from hf_fsdp_tools.modeling.module_tree import (
+    ModuleNode,
+    ModuleTree,
+    Weight,
+    has_forward,
+    reads_given_table,
+    reads_table,
+)
 from hf_fsdp_tools.planning.blocks import ModelBlocks, describe_blocks
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy
@@ -80,7 +89,7 @@ class PlanDraft:
         blocks = list(chain.from_iterable(self.stacks))
         # The unit that each module carries, also below another module of the same unit (`nodes` leaves these out).
         self._unit_at: dict[nn.Module, DraftUnit] = {self.tree.root.module: self.root}
-        self._replicated = dict.fromkeys(weight for weight in self.tree.weights if weight.ndim == 0)
+        self._replicated = dict.fromkeys(weight for weight in self.tree.weights if weight.ndim == 0 or not weight.numel)
         self._blocks = set(blocks)
         self._inside_blocks = {node for block in blocks for node in block.walk() if node is not block}
         self._above_units = {above for block in blocks for above in block.ancestors()}
@@ -130,6 +139,8 @@ class PlanDraft:
         """The outermost module around `node` that adds few parameters: an adapter's wrapper, or an embedding's norm."""
         for above in node.ancestors():
             if above is self.tree.root or self.holds_units(above) or node.size < THIN_WRAPPER_SHARE * above.size:
+                break
+            if self._is_called_from_outside(node):
                 break
             if self.can_be_unit(above):
                 node = above
@@ -211,8 +222,8 @@ class PlanDraft:
         if self._replicated:
             yield (
                 f"{len(self._replicated)} parameters ({sum(w.nbytes for w in self._replicated):,} bytes) stay whole on "
-                "every rank: FSDP cannot shard 0-d ones, nor two dtypes on one module, and leaves out what the policy "
-                "names"
+                "every rank: FSDP cannot shard 0-d or empty ones, nor two dtypes on one module, and leaves out what "
+                "the policy names"
             )
 
     def _children_first(self) -> list[DraftUnit]:
@@ -259,9 +270,22 @@ class PlanDraft:
         for node in self.tree:
             if isinstance(node.module, nn.MultiheadAttention) or parametrize.is_parametrized(node.module):
                 yield from (below for below in node.walk() if below is not node)
+            if reads_given_table(node.module):
+                yield from (other for other in self.tree if isinstance(other.module, nn.Embedding))
+            yield from (child for child in node.children if reads_table(node.module, child.module, child.name))
         for block in chain.from_iterable(self.stacks):
             for experts in lists_of_experts(block):
                 yield from experts.walk()
+
+    def _is_called_from_outside(self, node: ModuleNode) -> bool:
+        """Whether a model above hands this embedding out (`get_input_embeddings`): a wrapper's forward may not run."""
+        for above in node.ancestors():
+            hand_out = getattr(above.module, "get_input_embeddings", None)
+            if isinstance(hand_out, MethodType):
+                with suppress(NotImplementedError, AttributeError):  # transformers' own answer where it finds none
+                    if hand_out() is node.module:
+                        return True
+        return False
 
     def _modules_of(self, unit: DraftUnit) -> list[nn.Module]:
         """Every module that carries a unit, also below another module of the unit."""

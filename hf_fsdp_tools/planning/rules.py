@@ -1,6 +1,6 @@
 """Check the rules of a correct wrap plan on a model, for plans made elsewhere or changed by hand too.
 
-rule 1   no module that runs in a block of a major stack is left in the root unit; 0-d parameters are replicated
+rule 1   no module that runs in a block of a major stack is left in the root unit; 0-d and empty ones are replicated
 rule 2   no unit gathers more than `size_bound`
 rule 3   modules and parameters exist, each module once, children before parents; tied parameters are in one unit
 rule 4   every unit runs, and on all ranks: no container, no single expert
@@ -54,9 +54,9 @@ def broken_rules(tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPla
     replicated = {tree.weight(name) for name in plan.replicated}
     held: dict[int, list[Weight]] = {}
     broken = [
-        f"Rule 1: 0-d parameter {weight.names[0]!r} cannot be sharded; add it to the plan's replicated parameters."
+        f"Rule 1: {weight.names[0]!r}, 0-d or empty, cannot be sharded; add it to the plan's replicated parameters."
         for weight in tree.weights
-        if weight.ndim == 0 and weight not in replicated
+        if (weight.ndim == 0 or not weight.numel) and weight not in replicated
     ]
     for weight in tree.weights:
         if weight in replicated:

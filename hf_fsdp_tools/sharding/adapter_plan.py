@@ -42,7 +42,9 @@ def laid_over(plan: WrapPlan, base: nn.Module) -> WrapPlan:
     names = (name.rpartition(".") for name in plan.replicated)
     replicated = [".".join(filter(None, (bare.names.get(module, module), key))) for module, _, key in names]
     replicated += [
-        name for name, parameter in base.named_parameters() if parameter.ndim == 0 and name not in replicated
+        name
+        for name, parameter in base.named_parameters()
+        if (parameter.ndim == 0 or not parameter.numel()) and name not in replicated
     ]
     return measured(replace(plan, units=tuple(units), replicated=tuple(replicated)), ModuleTree(base))
 

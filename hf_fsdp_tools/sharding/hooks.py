@@ -3,6 +3,7 @@
 - Before the forward pass of each unit, in inference mode: make the memory of gathered parameters outside of it.
 - Before the forward pass of blocks and other modules with shards, under mixed precision: cast their inputs. FSDP2
   itself would cast the inputs of the root, with labels, token counts and masks.
+- Around the forward pass of batch norms, under mixed precision: weights in the dtype of the running statistics.
 - After a forward pass without gradients: reshard the units.
 - After each backward pass: average the gradients of parameters that every rank holds whole.
 - Before torch 2.13: complete units with a module that did not run. These versions run FSDP2's hooks at the first and
@@ -43,13 +44,18 @@ def add_hooks(model: nn.Module, *, param_dtype: torch.dtype | None, kept: Collec
         kept: modules of units that stay gathered after an evaluation too, as the user asked (`reshard_after_forward`).
     """
     for module in model.modules():  # hooks of modules that are in no unit any more are removed
-        _drop_hook(module._forward_pre_hooks, _make_gathered_memory)
-        _drop_hook(module._forward_pre_hooks, cast_inputs)
+        for hook in (_make_gathered_memory, cast_inputs, _use_dtype_of_statistics):
+            _drop_hook(module._forward_pre_hooks, hook)
+        _drop_hook(module._forward_hooks, _use_gathered_dtype)
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(_make_gathered_memory, prepend=True)  # before FSDP2's own, which gathers
     if param_dtype is not None:
         for module in _first_with_shards(model):
             module.register_forward_pre_hook(partial(cast_inputs, dtype=param_dtype), with_kwargs=True)
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None and module.affine:
+                module.register_forward_pre_hook(_use_dtype_of_statistics)
+                module.register_forward_hook(_use_gathered_dtype, always_call=True)
     # These must come after FSDP2's own hooks, which may be new.
     _drop_hook(model._forward_hooks, _complete_units)
     _drop_hook(model._forward_hooks, _reshard_after_evaluation)
@@ -118,28 +124,42 @@ def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *,
 
 
 def _first_with_shards(root: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules below the root that compute with shards: units, and owners of what the root unit holds."""
+    """The outermost modules below the root that compute with shards: units, and owners of what the root unit holds.
+
+    In a unit with floating-point buffers, layers of torch too: buffers stay as they are, fp32 for example, and so is
+    what is computed with them, which a layer with gathered weights does not take. A model's own layers cast themselves.
+    """
     seen: set[nn.Module] = set()
 
-    def walk(module: nn.Module) -> Iterator[nn.Module]:
+    def walk(module: nn.Module, *, inside: bool) -> Iterator[nn.Module]:
         for child in module.children():
-            if child not in seen:
-                seen.add(child)
-                if isinstance(child, FSDPModule) or any(isinstance(p, DTensor) for p in child._parameters.values()):
-                    yield child
-                if not isinstance(child, FSDPModule):
-                    yield from walk(child)
+            if child in seen:
+                continue
+            seen.add(child)
+            is_unit = isinstance(child, FSDPModule)
+            has_shards = any(isinstance(parameter, DTensor) for parameter in child._parameters.values())
+            if is_unit or (has_shards and (not inside or type(child).__module__.startswith("torch.nn."))):
+                yield child
+            if not is_unit or any(buffer.is_floating_point() for buffer in child.buffers()):
+                yield from walk(child, inside=inside or is_unit)
 
-    return walk(root)
+    return walk(root, inside=False)
 
 
 def cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype) -> Any:
     """Cast floating-point inputs, also in tuples and lists, to the dtype in which a module's weights are gathered.
 
-    A forward pre-hook, for `register_forward_pre_hook(partial(cast_inputs, dtype=…), with_kwargs=True)`. Nothing is
-    communicated.
+    Rotary tables beside hidden states that have this dtype already are left alone: a model that makes them in fp32
+    rotates in fp32. Made a hook of the modules that compute with shards, under FSDP1 too, which casts the root's
+    inputs alone. Nothing is communicated.
     """
-    return tuple(_cast(value, dtype) for value in args), {key: _cast(value, dtype) for key, value in kwargs.items()}
+    floats = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.is_floating_point())
+    hidden = next(floats, None)
+    kept = ("position_embeddings",) if hidden is not None and hidden.dtype == dtype else ()
+    cast = {
+        key: value if key in kept and type(value) is tuple else _cast(value, dtype) for key, value in kwargs.items()
+    }
+    return tuple(_cast(value, dtype) for value in args), cast
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -153,6 +173,24 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_cast(item, dtype) for item in value)
     return value
+
+
+def _use_dtype_of_statistics(norm: Any, args: object) -> None:
+    """Give a batch norm its gathered weights in the dtype of its running statistics, which no other dtype goes with.
+
+    As autocast does it: inputs and outputs are in the lower precision, weights and statistics are not.
+    """
+    dtype = norm.running_mean.dtype
+    gathered = {name: norm._parameters[name] for name in ("weight", "bias") if norm._parameters[name] is not None}
+    if any(weight.dtype != dtype for weight in gathered.values()):
+        norm._gathered_weights = gathered
+        norm._parameters.update({name: weight.to(dtype) for name, weight in gathered.items()})
+
+
+def _use_gathered_dtype(norm: Any, args: object, output: object) -> None:
+    """Give a batch norm its gathered weights back."""
+    if (gathered := norm.__dict__.pop("_gathered_weights", None)) is not None:
+        norm._parameters.update(gathered)
 
 
 def _complete_units(model: nn.Module, args: object, output: Any) -> Any:

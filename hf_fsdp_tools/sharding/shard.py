@@ -250,11 +250,12 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
     average_gradients(replicated, sharding.mesh.get_all_groups())
     mark_for_transformers(model)
     kept = [unit for unit in sharding.plan.units if unit.reshard_after_forward is False]
+    # The plan itself keeps the tail and what is tied, for the backward pass; more than that is what the user asked for.
+    is_asked = not all(unit.reason.startswith(("head", "tied")) for unit in kept)
     add_hooks(
         model,
         param_dtype=sharding.mp_policy.param_dtype if sharding.mp_policy.cast_forward_inputs else None,
-        # one unit, the tail, is kept by the plan itself; more than that is what the user asked for
-        kept={modules[fqn] for unit in kept for fqn in unit.modules} if len(kept) > 1 else set(),
+        kept={modules[fqn] for unit in kept for fqn in unit.modules} if is_asked else set(),
     )
     made = count_units(model)
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"

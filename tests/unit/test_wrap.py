@@ -142,6 +142,43 @@ def test_scalars_are_replicated_and_said() -> None:
     assert "1 parameters (4 bytes) stay whole" in plan.notes[0] and "logit_scale" in str(plan)
 
 
+def test_empty_parameters_are_replicated_because_fsdp_reduces_none_of_them() -> None:
+    model = build_meta_model(t.DINOv3ViTConfig(num_register_tokens=0), auto_class=t.DINOv3ViTModel)
+    assert make_wrap_plan(model).replicated == ("embeddings.register_tokens",)
+
+
+class ReadsTable(nn.Module):
+    """Adds all positions at once, as encoders of sound do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens, self.positions = nn.Embedding(900, 8), nn.Embedding(950, 8)
+        self.layers = nn.ModuleList(RunningBlock() for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.embed_tokens(ids) + self.positions.weight[: len(ids)]
+
+
+class CallsTable(ReadsTable):
+    """Calls the table instead; what it asks of the weight needs no values."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.embed_tokens(ids).to(self.positions.weight.dtype) + self.positions(ids)
+
+
+def test_a_table_that_is_read_without_a_call_is_no_unit_of_its_own() -> None:
+    assert ("positions",) in unit_names(CallsTable(), floor_params=0)
+    assert ("positions",) not in unit_names(ReadsTable(), floor_params=0)
+    perceiver = build_meta_model(t.PerceiverConfig(), auto_class=t.PerceiverForMaskedLM)  # its head gets the embedding
+    assert not any("embeddings" in name for names in unit_names(perceiver) for name in names)
+
+
+def test_an_embedding_that_a_model_hands_out_is_the_unit_and_not_its_wrapper() -> None:
+    """Models of images and words call `text_model.get_input_embeddings()`, and never the module around it."""
+    model = build_meta_model(t.ModernBertConfig(num_hidden_layers=2), auto_class=t.ModernBertModel)
+    assert unit_names(model)[0] == ("embeddings.tok_embeddings",)
+
+
 def test_trainable_parameters_of_two_dtypes_are_parted(census: ModuleType, fake_group: None) -> None:
     model = Model(nn.ModuleList(running(width=32))).to(torch.bfloat16)
     for layer in model.layers:
@@ -420,7 +457,7 @@ def test_a_plan_changed_by_hand_is_checked_rule_by_rule() -> None:
         "root must be the last": broken(plan, units=plan.units[:-1]),
         "in two units": broken(plan, units=(unit("layers.0"), *plan.units)),
         "Children come before parents": broken(plan, units=(unit("layers.0"), unit("layers.0.mlp"), root)),
-        "0-d parameter 'scale'": broken(plan, replicated=()),
+        "'scale', 0-d or empty": broken(plan, replicated=()),
         "tied parameter embed.weight = head.weight": broken(
             plan, units=(unit("embed"), *map(unit, [n for (n,) in LAYERS]), root)
         ),

@@ -1,0 +1,1 @@
+"""Tiny checkpoints and batches of every architecture of transformers, and what is compared with them."""

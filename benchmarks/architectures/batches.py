@@ -1,0 +1,363 @@
+"""Random batches for a model, by rule from the signature of its forward pass and its configuration.
+
+`candidates` gives several batches, the fullest first: with images, sound and labels, then with less. Of a model that
+reads images or sound among words, the number of their placeholders is that of the features which the model makes.
+`INPUTS` holds what the rules get wrong, as data.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.architectures.exceptions import INPUTS
+
+__all__ = ["Batch", "candidates", "random_batch"]
+
+ROWS, WORDS, DECODER_WORDS = 2, 12, 6
+WORD_BYTES = ("input_ids", "decoder_input_ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """A tensor of a batch, or a constant: `kind` is float, int, ones, zeros, bool or value."""
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    high: int = 2
+    low: int = 0
+    value: Any = None
+    without: frozenset[int] = frozenset()
+
+
+Batch = dict[str, Spec]
+
+
+def random_batch(batch: Batch, seed: int) -> dict[str, Any]:
+    """The tensors of a batch; other values for another seed, the same shapes.
+
+    Args:
+        batch: from `candidates`.
+        seed: of the values.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    made: dict[str, Any] = {}
+    for name, spec in batch.items():
+        if spec.kind == "float":
+            made[name] = torch.randn(spec.shape, generator=generator)
+        elif spec.kind == "int":
+            made[name] = torch.randint(spec.low, max(spec.high, spec.low + 1), spec.shape, generator=generator)
+        elif spec.kind == "ones":
+            made[name] = torch.ones(spec.shape, dtype=torch.long)
+        elif spec.kind == "zeros":
+            made[name] = torch.zeros(spec.shape, dtype=torch.long)
+        elif spec.kind == "true":
+            made[name] = torch.ones(spec.shape, dtype=torch.bool)
+        elif spec.kind == "patches":  # row and column before the pixels
+            made[name] = torch.randn(spec.shape, generator=generator)
+            made[name][..., :2] = made[name][..., :2].abs().floor()
+        elif spec.kind == "false":
+            made[name] = torch.zeros(spec.shape, dtype=torch.bool)
+        elif spec.kind == "boxes":  # of a page: x0, y0, x1, y1
+            made[name] = torch.randint(0, spec.high // 2, spec.shape, generator=generator)
+            made[name][..., 2:] = made[name][..., :2] + spec.high // 4
+        elif spec.kind == "tensor":
+            made[name] = torch.tensor(spec.value)
+        elif spec.kind == "words":  # no special tokens, but placeholders of images and sound in front
+            usual = torch.tensor([i for i in range(spec.low, spec.high) if i not in spec.without] or [spec.low])
+            words = usual[torch.randint(len(usual), spec.shape, generator=generator)]
+            for start, length, token in spec.value:
+                words[:, start : start + length] = token
+            made[name] = words
+        elif spec.kind == "same":
+            made[name] = made[spec.value].clone()
+        else:
+            made[name] = spec.value
+    return made
+
+
+def candidates(model: nn.Module, model_type: str) -> Iterator[Batch]:
+    """Batches that the model may take, the fullest first.
+
+    Args:
+        model: plain, on the CPU; asked for the features of images and sound.
+        model_type: whose exceptions are used.
+    """
+    names = list(inspect.signature(model.forward).parameters)
+    given = {name: Spec(**spec) if spec else None for name, spec in INPUTS.get(model_type, {}).items()}
+    only = {name: spec for name, spec in given.items() if spec}
+
+    def finished(batch: Batch) -> Batch:
+        return {name: spec for name, spec in (batch | given).items() if spec is not None}
+
+    if "only" in given or "only" in INPUTS.get(model_type, {}):
+        only.pop("only", None)
+        yield only
+        return
+    senses = _senses(model, names)
+    words = _words(model, names)
+    seen: list[Batch] = []
+    for batch in (senses | _with_placeholders(model, words, finished(senses)), senses, words, senses | words):
+        main = finished(batch)
+        for labels in (_labels(model, names, main), {}):
+            full = {name: spec for name, spec in (main | labels).items()}
+            if full and full not in seen:
+                seen.append(full)
+                yield full
+
+
+def _config(model: nn.Module, *names: str) -> list[Any]:
+    config: Any = model.config
+    return [config, *(getattr(config, name) for name in names if getattr(config, name, None) is not None)]
+
+
+def _first(configs: list[Any], *names: str, default: Any = None) -> Any:
+    for config in configs:
+        for name in names:
+            value = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+            if value is not None:
+                return value
+    return default
+
+
+def _words(model: nn.Module, names: list[str]) -> Batch:
+    config: Any = model.config
+    text = [config.get_text_config(decoder=True), *_config(model, "text_config", "text", "decoder")]
+    size = _first(text, "vocab_size", "n_tokens", "n_vocab", default=100)
+    special = frozenset(_special(config.to_dict()))
+    ids = Spec(kind="words", shape=(ROWS, WORDS), low=5, high=max(min(size - 1, 100), 6), value=(), without=special)
+    batch: Batch = {}
+    if "input_ids" in names:
+        batch["input_ids"] = ids
+        if "attention_mask" in names:
+            batch["attention_mask"] = Spec(kind="ones", shape=(ROWS, WORDS))
+        if "bbox" in names:
+            batch["bbox"] = Spec(
+                kind="boxes",
+                shape=(ROWS, WORDS, 4),
+                high=min(_first(text, "max_2d_position_embeddings", default=1000), 64),
+            )
+        if (
+            "langs" in names
+            and "lang_ids" not in names
+            and getattr(config, "use_lang_emb", False)
+            and getattr(config, "n_langs", 1) > 1
+        ):
+            batch["langs"] = Spec(kind="zeros", shape=(ROWS, WORDS))
+    if "decoder_input_ids" in names:
+        decoder = _first(_config(model, "decoder", "text_config"), "vocab_size", default=size)
+        batch["decoder_input_ids"] = Spec(
+            kind="words",
+            shape=(ROWS, DECODER_WORDS),
+            low=5,
+            high=max(min(decoder - 1, 100), 6),
+            value=(),
+            without=special,
+        )
+    return batch
+
+
+def _special(sizes: dict[str, Any]) -> Iterator[int]:
+    """The ids of all special tokens of a configuration."""
+    for name, value in sizes.items():
+        if isinstance(value, dict):
+            yield from _special(value)
+        elif re.search("token_?(id|index|idx)|_(id|index)s?$", str(name)):
+            yield from (item for item in (value if isinstance(value, list | tuple) else [value]) if type(item) is int)
+
+
+def _senses(model: nn.Module, names: list[str]) -> Batch:
+    """Images, videos and sound."""
+    vision = _config(
+        model,
+        "vision_config",
+        "vision",
+        "image_config",
+        "encoder",
+        "backbone_config",
+        "thinker_config",
+        "vision_encoder_config",
+        "vit_config",
+        "vq_config",
+    )[::-1]
+    vision += [sub for config in vision if (sub := getattr(config, "vision_config", None)) is not None]
+    audio = _config(model, "audio_config", "audio_encoder_config", "encoder_config", "encoder", "speech_config")[::-1]
+    height, width = _pair(_first(vision, "image_size", "img_size", "crop_size", default=64))
+    channels = _first(vision, "num_channels", "in_channels", "in_chans", default=3)
+    channels = channels if isinstance(channels, int) else 3
+    patch = _pair(_first(vision, "patch_size", default=8))[0]
+    frames = _first(vision, "num_frames", "frames_per_clip", default=4)
+    mels = _first(
+        audio,
+        "num_mel_bins",
+        "feature_size",
+        "input_feat_per_channel",
+        "n_mels",
+        "input_dim",
+        "num_mels",
+        "input_features_dim",
+        default=80,
+    )
+    ticks = 2 * _first(audio, "max_source_positions", default=32)
+    batch: Batch = {}
+    if "pixel_values" in names:
+        grid = next(
+            (name for name in ("image_grid_thw", "image_grid_hws", "grid_thw", "spatial_shapes") if name in names), None
+        )
+        if grid in ("image_grid_thw", "grid_thw", "image_grid_hws"):
+            depth = _first(vision, "temporal_patch_size", default=1)
+            side = 4 * max(1, _first(vision, "spatial_merge_size", default=2) // 2)
+            batch["pixel_values"] = Spec(kind="float", shape=(ROWS * side * side, channels * depth * patch * patch))
+            batch[grid] = Spec(
+                kind="tensor", value=[[1, side, side] if grid != "image_grid_hws" else [side, side]] * ROWS
+            )
+        elif grid == "spatial_shapes":
+            batch["pixel_values"] = Spec(kind="float", shape=(ROWS, 16, channels * patch * patch))
+            batch[grid] = Spec(kind="tensor", value=[[4, 4]] * ROWS)
+            batch["pixel_attention_mask"] = Spec(kind="ones", shape=(ROWS, 16))
+        elif re.search("Video|Vivit|Timesformer|VJEPA", type(model).__name__) and "Llava" not in type(model).__name__:
+            batch["pixel_values"] = Spec(kind="float", shape=(ROWS, frames, channels, height, width))
+        else:
+            batch["pixel_values"] = Spec(kind="float", shape=(ROWS, channels, height, width))
+            if "image_sizes" in names:
+                batch["image_sizes"] = Spec(kind="tensor", value=[[height, width]] * ROWS)
+    if "hidden_states" in names and "pixel_values" not in names and "input_ids" not in names:
+        if "grid_thw" in names:
+            depth, side = _first(vision, "temporal_patch_size", default=1), 4
+            batch["hidden_states"] = Spec(kind="float", shape=(ROWS * side * side, channels * depth * patch * patch))
+            batch["grid_thw"] = Spec(kind="tensor", value=[[1, side, side]] * ROWS)
+        else:
+            batch["hidden_states"] = Spec(
+                kind="float", shape=(ROWS, WORDS, _first(vision, "hidden_size", "d_model", default=64))
+            )
+    if "inputs_embeds" in names and not {"input_ids", "pixel_values", "input_features", "input_values"} & set(names):
+        batch["inputs_embeds"] = Spec(
+            kind="float", shape=(ROWS, WORDS, _first(vision, "hidden_size", "d_model", default=64))
+        )
+        if "attention_mask" in names:
+            batch["attention_mask"] = Spec(kind="ones", shape=(ROWS, WORDS))
+    if "pixel_values_videos" in names and "pixel_values" not in names:
+        batch["pixel_values_videos"] = Spec(kind="float", shape=(ROWS, frames, channels, height, width))
+    if "input_features" in names:
+        batch["input_features"] = Spec(kind="float", shape=_sound_shape(model, mels, ticks))
+        for mask in ("feature_attention_mask", "input_features_mask"):
+            if mask in names:
+                batch[mask] = Spec(kind="ones", shape=(ROWS, ticks))
+    if "input_values" in names:
+        batch["input_values"] = Spec(kind="float", shape=(ROWS, 1600))
+    return batch
+
+
+def _sound_shape(model: nn.Module, mels: int, ticks: int) -> tuple[int, ...]:
+    """Of whisper and its kind mel bins come first; otherwise time does."""
+    name = type(model).__name__.lower()
+    if any(
+        word in name
+        for word in (
+            "whisper",
+            "qwen2audio",
+            "voxtral",
+            "audioflamingo",
+            "qwen3asr",
+            "omni",
+            "moss",
+            "glmasr",
+            "musicflamingo",
+        )
+    ):
+        return ROWS, mels, ticks
+    return ROWS, ticks, mels
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    if isinstance(size, dict):
+        size = list(size.values())
+    if isinstance(size, list | tuple):
+        return (int(size[-2]), int(size[-1])) if len(size) > 1 else (int(size[0]), int(size[0]))
+    return int(size), int(size)
+
+
+FEATURES = (
+    ("get_image_features", ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "spatial_shapes"),
+     ("image_token_id", "image_token_index", "im_token_id", "image_pad_token_id", "media_placeholder_token_id",
+      "img_context_token_id", "image_soft_token_id")),
+    ("get_audio_features", ("input_features", "input_features_mask", "feature_attention_mask", "input_values"),
+     ("audio_token_id", "audio_token_index", "audio_pad_token_id")),
+)  # fmt: skip
+
+
+def _with_placeholders(model: nn.Module, words: Batch, senses: Batch) -> Batch:
+    """Words with as many placeholders as there are features of images and sound."""
+    if "input_ids" not in words:
+        return words
+    places, start = [], 1
+    for method, inputs, tokens in FEATURES:
+        token = _first(_config(model, "text_config", "thinker_config"), *tokens)
+        given = {name: spec for name, spec in senses.items() if name in inputs}
+        function = getattr(model, method, None)
+        if not given or token is None or function is None:
+            continue
+        try:
+            accepted = inspect.signature(function).parameters
+            takes_all = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+            made = {k: v for k, v in random_batch(given, 0).items() if k in accepted or takes_all}
+            with torch.no_grad():
+                features = function(**made)
+            length = _num_features(features, model) // ROWS
+        except Exception:
+            continue
+        places.append((start, length, token))
+        start += length
+    spec = words["input_ids"]
+    total = start - 1 + WORDS
+    longer = {
+        "input_ids": Spec(
+            kind="words", shape=(ROWS, total), low=spec.low, high=spec.high, value=tuple(places), without=spec.without
+        )
+    }
+    for name in ("attention_mask", "token_type_ids"):
+        if name in words:
+            longer[name] = Spec(kind="ones", shape=(ROWS, total))
+    if places and "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+        longer["mm_token_type_ids"] = Spec(kind="value", value=_types_of(places, total))
+    return words | longer
+
+
+def _types_of(places: list[Any], total: int) -> torch.Tensor:
+    types = torch.zeros(ROWS, total, dtype=torch.long)
+    for start, length, _ in places:
+        types[:, start : start + length] = 1
+    return types
+
+
+def _num_features(features: Any, model: nn.Module) -> int:
+    """How many vectors the features are."""
+    found = getattr(features, "pooler_output", None)
+    found = features if found is None else found
+    if isinstance(found, list | tuple):
+        return sum(_num_features(item, model) for item in found if item is not None)
+    return int(found.shape[:-1].numel())
+
+
+def _labels(model: nn.Module, names: list[str], batch: Batch) -> Batch:
+    kind = type(model).__name__
+    config: Any = model.config
+    if "labels" not in names:
+        return {"return_loss": Spec(kind="value", value=True)} if "return_loss" in names else {}
+    classes = getattr(config, "num_labels", 2) or 2
+    if re.search("(Sequence|Image|Audio|Video|SceneText)Classification", kind):
+        return {"labels": Spec(kind="int", shape=(ROWS,), high=classes)}
+    if "TokenClassification" in kind:
+        return {"labels": Spec(kind="int", shape=(ROWS, WORDS), high=classes)}
+    if re.search("CTC|RNNT|TDT", kind):
+        size = min(getattr(config, "vocab_size", 20) or 20, 30)
+        return {"labels": Spec(kind="int", shape=(ROWS, 2), low=1, high=size - 1)}
+    if "decoder_input_ids" in batch and not re.search("Dual|Model$", kind):
+        return {"labels": Spec(kind="same", value="decoder_input_ids")}
+    if "input_ids" in batch and re.search("LM|Generation|PreTraining|Head|ImageTextToText", kind):
+        return {"labels": Spec(kind="same", value="input_ids")}
+    return {}

@@ -1,0 +1,95 @@
+"""The training census as text: what was compared, how much agrees, and what does not, with its reason."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks.architectures.exceptions import REASONS
+
+__all__ = ["render"]
+
+Row = dict[str, Any]
+PREFACE = """# Census of training
+
+Every model type that transformers registers with a model class, at a small size, on 2 ranks (gloo, CPU), beside the
+plain model in one process. Made with {versions} by
+
+    python benchmarks/census.py --train --output {output}
+
+`{output}` holds one row of each type. The default configuration is shrunk by rule
+(`benchmarks/architectures/shrink.py`), weights are random, transformers writes the checkpoint, and `from_pretrained` of
+this package loads it. Each rank sees a batch of its own; the plain model sees both, and its gradients are their mean.
+`benchmarks/architectures/agree.py` says what is compared and with what: in fp32 and in bf16 outputs of an evaluation,
+loss, all gradients, the weights after one step of AdamW; the loaded weights and buffers bit for bit; in fp32 the saved
+checkpoint, its names, dtypes and shapes beside those that transformers wrote, and its tensors reopened by transformers,
+bit for bit; and how many units were gathered at a time.
+"""
+
+
+def render(rows: Iterable[Row], versions: str, output: str) -> str:
+    """The summary in Markdown.
+
+    Args:
+        rows: of the census.
+        versions: of the packages that it was made with.
+        output: name of the file of the rows.
+    """
+    rows = sorted(rows, key=lambda row: row["type"].lower())
+    part = [row for row in rows if row["verdict"] in ("agrees", "failed")]
+    agrees = [row for row in part if row["verdict"] == "agrees"]
+    lines = [PREFACE.format(versions=versions, output=output)]
+    lines += table(
+        ("", "types"),
+        [
+            ("registered with a model class", len(rows)),
+            ("take part", len(part)),
+            ("agree in everything", len(agrees)),
+            ("do not agree", len(part) - len(agrees)),
+            ("take no part", len(rows) - len(part)),
+        ],
+    )
+    exact = [row for row in agrees if all(row.get(f"{p}_{c}") == 0 for p in ("fp32", "bf16") for c in FIGURES)]
+    lines += ["", f"Of those that agree, {len(exact)} do so to the last bit in all figures of both precisions.", ""]
+    lines += table(("largest difference among those that agree", "fp32", "bf16"), list(_largest(agrees)))
+    hows = Counter(row.get("bf16_plain", "none").partition(":")[0] for row in part)
+    lines += ["", "What bf16 was compared with: " + ", ".join(f"{how} {n}" for how, n in hows.most_common()) + ".", ""]
+    lines += table(("units gathered at a time, at most", "types"), sorted(_gathered(part).items()))
+    kinds = Counter(kind for row in part for kind in row.get("inputs", "").split() if kind in SENSES)
+    lines += ["", "Inputs: " + ", ".join(f"`{kind}` {n}" for kind, n in kinds.most_common()) + ".", ""]
+    lines += ["## Do not agree", ""]
+    failed = [row for row in part if row["verdict"] == "failed"]
+    cells = [(row["type"], row.get("class"), _short(row["why"]), _reason(row)) for row in failed]
+    lines += table(("type", "class", "what", "reason"), cells)
+    lines += ["", "## Take no part", ""]
+    out = [row for row in rows if row not in part]
+    lines += table(("type", "reason"), [(row["type"], _reason(row) or _short(row["why"])) for row in out])
+    return "\n".join(lines) + "\n"
+
+
+FIGURES = ("outputs", "loss", "gradients", "step")
+SENSES = ("input_ids", "decoder_input_ids", "pixel_values", "input_features", "input_values", "labels")
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> list[str]:
+    """A Markdown table, line by line."""
+    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (head, *rows)]
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return [lines[0], "|" + "---|" * len(head), *lines[1:]]
+
+
+def _largest(rows: list[Row]) -> Iterable[tuple[str, str, str]]:
+    for check in FIGURES:
+        worst = [max((row.get(f"{p}_{check}", 0.0) for row in rows), default=0.0) for p in ("fp32", "bf16")]
+        yield check, f"{worst[0]:.1e}", f"{worst[1]:.1e}"
+
+
+def _gathered(rows: list[Row]) -> Counter[int]:
+    return Counter(max(row.get("fp32_gathered", 0), row.get("bf16_gathered", 0)) for row in rows)
+
+
+def _reason(row: Row) -> str:
+    return REASONS.get(row["type"]) or row.get("alone") or ""
+
+
+def _short(why: str) -> str:
+    return why if len(why) < 200 else f"{why[:197]}..."

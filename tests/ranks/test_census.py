@@ -1,0 +1,84 @@
+"""Architectures of every kind train on 2 ranks as they do alone: a sample of the census of training.
+
+Beside usual ones stand those on which something was wrong: a batch norm under mixed precision, buffers that enter the
+computation, a table whose weight is read without a call, an embedding that is called from outside, an empty parameter.
+"""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from benchmarks.architectures.agree import PRECISIONS, examine_sharded, plain_figures
+from benchmarks.architectures.cases import make_case
+from benchmarks.architectures.run import judged
+from tests._dist import run_cases, run_ranks
+
+SAMPLE = {
+    "llama": "dense, head apart",
+    "qwen3": "dense, tied head",
+    "gpt2": "weights the other way round",
+    "mixtral": "experts",
+    "axk2": "experts, indexed attention, routers with buffers",
+    "mamba2": "state space",
+    "gemma4_text": "layers of several sizes",
+    "bert": "encoder",
+    "colmodernvbert": "an embedding that is called from outside the module around it",
+    "t5": "encoder and decoder, one embedding for both",
+    "vit": "images",
+    "dinov3_vit": "an empty parameter",
+    "cvt": "batch norms",
+    "detr": "frozen batch norms, whose buffers are computed with",
+    "clip": "two towers, a 0-d parameter",
+    "llava": "images among words",
+    "qwen2_5_vl": "images of several sizes among words",
+    "wav2vec2": "sound as waves, weight norm",
+    "whisper": "sound as spectra",
+    "audioflamingo3_encoder": "positions that are read from a table without a call",
+}
+
+
+def _case(folder, model_type):
+    """The same case on both ranks, which read the checkpoint of rank 0; and the plain model's figures."""
+    rank = dist.get_rank()
+    case, _ = make_case(model_type, folder / f"{model_type}-{rank}")
+    dist.barrier()
+    case = replace(case, folder=folder / f"{model_type}-0")
+    return case, {precision: plain_figures(case, precision, dist.get_world_size()) for precision in PRECISIONS}
+
+
+def _row(case, plain):
+    rows = {precision: examine_sharded(case, precision, plain[precision], plain["fp32"]) for precision in PRECISIONS}
+    return judged([{f"{precision}_{key}": value for precision, row in rows.items() for key, value in row.items()}])
+
+
+def _agrees(folder, model_type):
+    row = _row(*_case(folder, model_type))
+    assert row["verdict"] == "agrees", row["why"]
+    assert 1 <= row["fp32_gathered"] <= row["fp32_allowed"]
+
+
+def _notices_what_differs(folder):
+    case, plain = _case(folder, "llama")
+    figures = plain["fp32"]
+    name = "model.layers.1.mlp.up_proj.weight"
+    figures.gradients[name][0, 0] += 0.01 * figures.gradients[name].abs().max()
+    figures.state[name][-1, -1] += 1e-6
+    figures.outputs = [{key: value * 1.001 for key, value in outputs.items()} for outputs in figures.outputs]
+    row = examine_sharded(case, "fp32", figures, figures)
+    return {
+        check: bool(row[check] if isinstance(row[check], str) else row[check][1])
+        for check in ("load", "outputs", "gradients", "loss", "save")
+    }
+
+
+def _sample(folder):
+    run_cases({name: partial(_agrees, folder, name) for name in SAMPLE})
+    return _notices_what_differs(folder / "differs")
+
+
+def test_a_sample_of_architectures_trains_as_the_plain_model_does(tmp_path):
+    first, second = run_ranks(_sample, 2, Path(tmp_path), timeout_s=280)
+    noticed = {check: first[check] or second[check] for check in first}
+    assert noticed == {"load": True, "outputs": True, "gradients": True, "loss": False, "save": False}
