@@ -1,10 +1,10 @@
 """Architectures of every kind train on 2 ranks as they do alone: a sample of the census of training.
 
 Beside usual ones stand those on which something was wrong: a batch norm under mixed precision, buffers that enter the
-computation, a table whose weight is read without a call, an embedding that is called from outside, an empty parameter.
+computation, a table whose weight is read without a call, an embedding that is called from outside, an empty parameter,
+experts of which the ranks choose different ones.
 """
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,11 +22,13 @@ SAMPLE = {
     "mixtral": "experts in one tensor",
     "switch_transformers": "experts one by one, of which ranks choose different ones",
     "axk2": "experts, indexed attention, routers with buffers",
+    "dots3_note_text": "rotary tables that are fp32 on purpose",
     "mamba2": "state space",
     "gemma4_text": "layers of several sizes",
     "bert": "encoder",
     "colmodernvbert": "an embedding that is called from outside the module around it",
     "t5": "encoder and decoder, one embedding for both",
+    "pop2piano": "two units that the plan keeps gathered for the backward pass",
     "vit": "images",
     "dinov3_vit": "an empty parameter",
     "cvt": "batch norms",
@@ -41,11 +43,12 @@ SAMPLE = {
 
 
 def _case(folder, model_type):
-    """The same case on both ranks, which read the checkpoint of rank 0; and the plain model's figures."""
-    rank = dist.get_rank()
-    case, _ = make_case(model_type, folder / f"{model_type}-{rank}")
-    dist.barrier()
-    case = replace(case, folder=folder / f"{model_type}-0")
+    """The same case on both ranks, and the plain model's figures; of several ranks, transformers writes on rank 0 only."""
+    if dist.get_rank():
+        dist.barrier()
+    case, _ = make_case(model_type, folder / model_type)
+    if not dist.get_rank():
+        dist.barrier()
     return case, {precision: plain_figures(case, precision, dist.get_world_size()) for precision in PRECISIONS}
 
 
