@@ -59,6 +59,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "zamba": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "hybrid_layer_ids": [1, 3]},
+    "longcat_flash": {"zero_expert_num": 1},
     "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
     "depth_pro": {"intermediate_hook_ids": [3, 1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},

@@ -43,7 +43,7 @@ SAMPLE = {
 
 
 def _case(folder, model_type):
-    """The same case on both ranks, and the plain model's figures; of several ranks, transformers writes on rank 0 only."""
+    """The same case on both ranks, and the plain model's figures; transformers writes on rank 0 only."""
     if dist.get_rank():
         dist.barrier()
     case, _ = make_case(model_type, folder / model_type)
