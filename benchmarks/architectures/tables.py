@@ -88,7 +88,12 @@ def _gathered(rows: list[Row]) -> Counter[int]:
 
 
 def _reason(row: Row) -> str:
-    return REASONS.get(row["type"]) or row.get("alone") or ""
+    """A reason by hand, or what the run shows: transformers alone differs, or plain bf16 weights raise as ours do."""
+    raised = row.get("bf16_plain_fails", "")
+    parts = [REASONS.get(row["type"], ""), row.get("alone", "")]
+    if row["why"].startswith("bf16: ") and raised:
+        parts.append(f"the plain model raises in bf16 too: {raised}")
+    return "; ".join(filter(None, parts))
 
 
 def _short(why: str) -> str:
