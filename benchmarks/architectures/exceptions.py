@@ -200,6 +200,11 @@ BRANCHES = (
     "branches whose outputs are joined: FSDP2 gathers each as soon as the gradient of its output is there, which is at "
     "the same time for all"
 )
+ROUTER = (
+    "transformers' router changes its own weights to fp32 in the forward pass (`classifier.to(dtype)`): one unit has "
+    "gradients of two dtypes, which FSDP2 refuses; fp32 agrees"
+)
+TOO_SLOW = "no small form by these rules; the default one takes longer than the time limit of the census"
 DEFAULT_FAILS = "the default configuration cannot be built by transformers either"
 NO_LARGER = "its smallest form is above 40 million parameters: its vision tower comes from timm in one size"
 NEEDS = "needs {}, which is not installed here"
@@ -215,10 +220,8 @@ REASONS: dict[str, str] = {
     "layoutlmv2": NEEDS.format("detectron2"),
     "higgs_audio_v2_tokenizer": NEEDS.format("torchaudio"),
     "squeezebert": "transformers calls `layer.forward(...)`, past all hooks, so that FSDP cannot gather the layer",
-    "nllb-moe": (
-        "transformers' router changes its own weights to fp32 in the forward pass (`classifier.to(dtype)`): one unit "
-        "has gradients of two dtypes, which FSDP2 refuses"
-    ),
+    **dict.fromkeys(("nllb-moe", "switch_transformers"), ROUTER),
+    **dict.fromkeys(("sam2", "sam2_hiera_det_model", "sam2_video", "sam2_vision_model", "edgetam_video"), TOO_SLOW),
     "fastspeech2_conformer": "the length of the sound follows from durations that are rounded, in bf16 to others",
     "reformer": "transformers refuses to train it in evaluation mode",
     "bark": "a holder of three models without a forward pass of its own",

@@ -14,7 +14,7 @@ PREFACE = """# Census of training
 Every model type that transformers registers with a model class, at a small size, on 2 ranks (gloo, CPU), beside the
 plain model in one process. Made with {versions} by
 
-    python benchmarks/census.py --train --output {output}
+    python benchmarks/census.py --train
 
 `{output}` holds one row of each type. The default configuration is shrunk by rule
 (`benchmarks/architectures/shrink.py`), weights are random, transformers writes the checkpoint, and `from_pretrained` of

@@ -5,6 +5,8 @@
   itself would cast the inputs of the root, with labels, token counts and masks.
 - Around the forward pass of batch norms, under mixed precision: weights in the dtype of the running statistics.
 - After a forward pass without gradients: reshard the units.
+- After the forward pass of a unit that returns its own weights (a table of positions): copy them, before FSDP2 frees
+  their memory.
 - After the forward pass of a list of experts: make every expert part of the result, so that all ranks reduce the same
   gradients, whichever experts their tokens chose.
 - After each backward pass: average the gradients of parameters that every rank holds whole.
@@ -56,8 +58,10 @@ def add_hooks(
     for module in model.modules():  # hooks of modules that are in no unit any more are removed
         for hook in (_make_gathered_memory, _cast_inputs, _use_dtype_of_statistics):
             _drop_hook(module._forward_pre_hooks, hook)
-        for hook in (_use_gathered_dtype, _reach_experts):
+        for hook in (_use_gathered_dtype, _reach_experts, _part_from_weights):
             _drop_hook(module._forward_hooks, hook)
+        if isinstance(module, FSDPModule) and module is not model and module._parameters:
+            module.register_forward_hook(_part_from_weights, prepend=True)  # before FSDP2's own, which frees
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(_make_gathered_memory, prepend=True)  # before FSDP2's own, which gathers
     if param_dtype is not None:
@@ -203,6 +207,14 @@ def _use_gathered_dtype(norm: Any, args: object, output: object) -> None:
     """Give a batch norm its gathered weights back."""
     if (gathered := norm.__dict__.pop("_gathered_weights", None)) is not None:
         norm._parameters.update(gathered)
+
+
+def _part_from_weights(module: nn.Module, args: object, output: Any) -> Any:
+    """Copy an output that is a view of the module's own weights."""
+    if not isinstance(output, torch.Tensor):
+        return output
+    own = {weight.untyped_storage().data_ptr() for weight in module._parameters.values() if weight is not None}
+    return output.clone() if output.untyped_storage().data_ptr() in own else output
 
 
 def _reach_experts(runner: nn.Module, args: object, output: Any, *, experts: nn.Module) -> Any:
