@@ -330,7 +330,7 @@ def main() -> int:
     if arguments.train:
         from benchmarks.architectures.run import write_census
 
-        output = arguments.output or Path(__file__).parent / "results" / "train.jsonl"
+        output = arguments.output or Path(__file__).parent / "results" / "census_train.jsonl"
         return write_census(output, arguments.only, arguments.jobs, only_failed=arguments.only_failed)
     if not dist.is_available():
         sys.exit("torch.distributed is not available in this build of PyTorch.")

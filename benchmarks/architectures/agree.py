@@ -137,7 +137,8 @@ def plain_figures(case: Case, precision: str, world_size: int) -> Figures:
         try:
             model = load_plain(case, torch.bfloat16 if how == "loaded" else torch.float32)
             for parameter in model.parameters() if how == "weights" else ():
-                parameter.data = parameter.data.to(torch.bfloat16 if parameter.is_floating_point() else parameter.dtype)
+                if parameter.is_floating_point() and parameter.dim():  # 0-d ones are not gathered, and stay as they are
+                    parameter.data = parameter.data.to(torch.bfloat16)
             dtype = torch.float32 if how == "autocast" else torch.bfloat16
             return replace(_plain_figures(case, model, dtype, world_size, how), fails="; ".join(said))
         except Exception as error:
@@ -458,7 +459,7 @@ def reopened_alone(case: Case, written: Tensors) -> str:
 
 
 def repeated_alone(case: Case, plain: Figures, world_size: int) -> str:
-    """What differs when the plain model computes the same once more; empty where nothing does."""
+    """What differs when the plain model computes the same once more; where nothing does, how much it rounds."""
     again = plain_figures(case, "fp32", world_size)
     for what in ("gradients", "stepped"):
         _, problem = _apart(getattr(again, what), getattr(plain, what), {}, TOLERANCE["fp32"], absent_is_zero=True)
@@ -467,4 +468,13 @@ def repeated_alone(case: Case, plain: Figures, world_size: int) -> str:
     for rank, outputs in enumerate(again.outputs):
         if problem := _apart(outputs, plain.outputs[rank], {}, TOLERANCE["fp32"])[1]:
             return f"two runs of the plain model differ: outputs, {problem}"
-    return ""
+    return f"the plain model's gradients in fp32 are {rounding(case, plain, world_size):.1e} from those in fp64"
+
+
+def rounding(case: Case, plain: Figures, world_size: int) -> float:
+    """How far the plain model's gradients in fp32 are from those in fp64; nan where it does not run in fp64."""
+    try:
+        exact = _plain_figures(case, load_plain(case, torch.float64), torch.float64, world_size, "fp64").gradients
+    except Exception:
+        return float("nan")
+    return _apart(plain.gradients, exact, {}, TOLERANCE["fp32"], absent_is_zero=True)[0]

@@ -59,6 +59,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "zamba": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "hybrid_layer_ids": [1, 3]},
+    "longcat_flash": {"zero_expert_num": 1},
     "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
     "depth_pro": {"intermediate_hook_ids": [3, 1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
@@ -191,5 +192,39 @@ CLASSES: dict[str, list[str]] = {
 }
 """Model classes in place of those by rule, the best first."""
 
-REASONS: dict[str, str] = {}
+IN_PLACE = (
+    "the model changes a unit's output in place (`x += y`, `x *= s`); where the output is a view, FSDP2 loses its hook "
+    "and does not gather the unit for the backward pass, as torch warns"
+)
+BRANCHES = (
+    "branches whose outputs are joined: FSDP2 gathers each as soon as the gradient of its output is there, which is at "
+    "the same time for all"
+)
+ROUTER = (
+    "transformers' router changes its own weights to fp32 in the forward pass (`classifier.to(dtype)`): one unit has "
+    "gradients of two dtypes, which FSDP2 refuses; fp32 agrees"
+)
+TOO_SLOW = "no small form by these rules; the default one takes longer than the time limit of the census"
+DEFAULT_FAILS = "the default configuration cannot be built by transformers either"
+NO_LARGER = "its smallest form is above 40 million parameters: its vision tower comes from timm in one size"
+NEEDS = "needs {}, which is not installed here"
+
+REASONS: dict[str, str] = {
+    **dict.fromkeys(("roc_bert", "nemotron3_5_asr", "nemotron_asr_streaming"), IN_PLACE),
+    **dict.fromkeys(("d_fine", "deimv2", "rt_detr", "rt_detr_v2"), BRANCHES),
+    **dict.fromkeys(("perception_lm", "pp_ocrv5_server_det", "pp_ocrv6_medium_det", "timm_backbone"), DEFAULT_FAILS),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant", "qwen3_omni_moe"), DEFAULT_FAILS),
+    **dict.fromkeys(("gemma3n", "gemma3n_vision", "fast_vlm", "pe_video", "pe_video_encoder"), NO_LARGER),
+    **dict.fromkeys(("pe_audio_video", "pe_audio_video_encoder"), NO_LARGER),
+    "dinat": NEEDS.format("natten"),
+    "layoutlmv2": NEEDS.format("detectron2"),
+    "higgs_audio_v2_tokenizer": NEEDS.format("torchaudio"),
+    "squeezebert": "transformers calls `layer.forward(...)`, past all hooks, so that FSDP cannot gather the layer",
+    **dict.fromkeys(("nllb-moe", "switch_transformers"), ROUTER),
+    **dict.fromkeys(("sam2", "sam2_hiera_det_model", "sam2_video", "sam2_vision_model", "edgetam_video"), TOO_SLOW),
+    "fastspeech2_conformer": "the length of the sound follows from durations that are rounded, in bf16 to others",
+    "reformer": "transformers refuses to train it in evaluation mode",
+    "bark": "a holder of three models without a forward pass of its own",
+    "grounding-dino": "gradients of the plain model are not finite in bf16",
+}
 """Why a type does not agree, or takes no part, where the row does not say so itself."""

@@ -14,7 +14,7 @@ PREFACE = """# Census of training
 Every model type that transformers registers with a model class, at a small size, on 2 ranks (gloo, CPU), beside the
 plain model in one process. Made with {versions} by
 
-    python benchmarks/census.py --train --output {output}
+    python benchmarks/census.py --train
 
 `{output}` holds one row of each type. The default configuration is shrunk by rule
 (`benchmarks/architectures/shrink.py`), weights are random, transformers writes the checkpoint, and `from_pretrained` of
@@ -88,7 +88,12 @@ def _gathered(rows: list[Row]) -> Counter[int]:
 
 
 def _reason(row: Row) -> str:
-    return REASONS.get(row["type"]) or row.get("alone") or ""
+    """A reason by hand, or what the run shows: transformers alone differs, or plain bf16 weights raise as ours do."""
+    raised = row.get("bf16_plain_fails", "")
+    parts = [REASONS.get(row["type"], ""), row.get("alone", "")]
+    if row["why"].startswith("bf16: ") and raised:
+        parts.append(f"the plain model raises in bf16 too: {raised}")
+    return "; ".join(filter(None, parts))
 
 
 def _short(why: str) -> str:

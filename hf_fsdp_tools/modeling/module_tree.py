@@ -282,7 +282,9 @@ def _code_that_runs(cls: Hashable) -> str:
     found: list[str] = []
     methods = {} if getattr(cls, "__module__", "").startswith("torch.") else vars(cls)
     for name, method in methods.items():
-        if inspect.isfunction(method) and not re.match(r"__init__|_?(init|tie|get|set|resize|save)_", name):
+        if inspect.isfunction(method) and not re.match(
+            r"__init__|_?(init|tie|set|resize|save)_|get_(input|output)_embeddings", name
+        ):
             try:
                 found.append(inspect.getsource(method))
             except (OSError, TypeError):  # a class made in an interpreter has no source

@@ -271,7 +271,9 @@ class PlanDraft:
             if isinstance(node.module, nn.MultiheadAttention) or parametrize.is_parametrized(node.module):
                 yield from (below for below in node.walk() if below is not node)
             if reads_given_table(node.module):
-                yield from (other for other in self.tree if isinstance(other.module, nn.Embedding))
+                for other in self.tree:
+                    if isinstance(other.module, nn.Embedding):
+                        yield from (other, *other.ancestors())
             yield from (child for child in node.children if reads_table(node.module, child.module, child.name))
         for block in chain.from_iterable(self.stacks):
             for experts in lists_of_experts(block):

@@ -51,8 +51,13 @@ def lists_of_experts(block: ModuleNode) -> list[ModuleNode]:
     A container holds experts if a router is beside it (a matrix with one row per member), or if "expert" is in a name:
     a missed list of experts would hang a run, and a false one costs nothing.
     """
-    lists = (node for node in block.walk() if len(node.children) > 1 and not has_forward(node.module))
+    lists = (node for node in block.walk() if len(node.children) > 1 and _is_list(node.module))
     return [node for node in lists if _is_experts(node)]
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether a module holds others in a row; of some models, a list of experts has a forward of its own."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) or not has_forward(module)
 
 
 def _stacks_below(root: ModuleNode, *, nested: bool) -> list[list[ModuleNode]]:

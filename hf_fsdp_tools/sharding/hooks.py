@@ -5,6 +5,10 @@
   itself would cast the inputs of the root, with labels, token counts and masks.
 - Around the forward pass of batch norms, under mixed precision: weights in the dtype of the running statistics.
 - After a forward pass without gradients: reshard the units.
+- After the forward pass of a unit that returns its own weights (a table of positions): copy them, before FSDP2 frees
+  their memory.
+- After the forward pass of a list of experts: make every expert part of the result, so that all ranks reduce the same
+  gradients, whichever experts their tokens chose.
 - After each backward pass: average the gradients of parameters that every rank holds whole.
 - Before torch 2.13: complete units with a module that did not run. These versions run FSDP2's hooks at the first and
   the last module of a unit; 2.13 runs them at each module, and completes the unit after the pass of the whole model
@@ -12,7 +16,7 @@
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -33,7 +37,13 @@ _IS_BEFORE_2_13 = not hasattr(FSDPModule, "reset_iter_state")
 """Whether torch is older than 2.13."""
 
 
-def add_hooks(model: nn.Module, *, param_dtype: torch.dtype | None, kept: Collection[nn.Module] = ()) -> None:
+def add_hooks(
+    model: nn.Module,
+    *,
+    param_dtype: torch.dtype | None,
+    kept: Collection[nn.Module] = (),
+    experts: Mapping[nn.Module, nn.Module] | None = None,
+) -> None:
     """Give a model with all its units the hooks named above, each once; call again when units are made anew.
 
     Nothing is communicated.
@@ -42,11 +52,15 @@ def add_hooks(model: nn.Module, *, param_dtype: torch.dtype | None, kept: Collec
         model: the root of the units.
         param_dtype: dtype to which inputs are cast; None leaves inputs as they are.
         kept: modules of units that stay gathered after an evaluation too, as the user asked (`reshard_after_forward`).
+        experts: lists of experts, by the modules that run them.
     """
     for module in model.modules():  # hooks of modules that are in no unit any more are removed
         for hook in (_make_gathered_memory, cast_inputs, _use_dtype_of_statistics):
             _drop_hook(module._forward_pre_hooks, hook)
-        _drop_hook(module._forward_hooks, _use_gathered_dtype)
+        for hook in (_use_gathered_dtype, _reach_experts, _part_from_weights):
+            _drop_hook(module._forward_hooks, hook)
+        if isinstance(module, FSDPModule) and module is not model and module._parameters:
+            module.register_forward_hook(_part_from_weights, prepend=True)  # before FSDP2's own, which frees
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(_make_gathered_memory, prepend=True)  # before FSDP2's own, which gathers
     if param_dtype is not None:
@@ -56,6 +70,8 @@ def add_hooks(model: nn.Module, *, param_dtype: torch.dtype | None, kept: Collec
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None and module.affine:
                 module.register_forward_pre_hook(_use_dtype_of_statistics)
                 module.register_forward_hook(_use_gathered_dtype, always_call=True)
+    for runner, members in (experts or {}).items():  # before FSDP2's own hook, which reshards
+        runner.register_forward_hook(partial(_reach_experts, experts=members), prepend=True)
     # These must come after FSDP2's own hooks, which may be new.
     _drop_hook(model._forward_hooks, _complete_units)
     _drop_hook(model._forward_hooks, _reshard_after_evaluation)
@@ -191,6 +207,48 @@ def _use_gathered_dtype(norm: Any, args: object, output: object) -> None:
     """Give a batch norm its gathered weights back."""
     if (gathered := norm.__dict__.pop("_gathered_weights", None)) is not None:
         norm._parameters.update(gathered)
+
+
+def _part_from_weights(module: nn.Module, args: object, output: Any) -> Any:
+    """Copy an output that is a view of the module's own weights."""
+    if not isinstance(output, torch.Tensor):
+        return output
+    own = {weight.untyped_storage().data_ptr() for weight in module._parameters.values() if weight is not None}
+    return output.clone() if output.untyped_storage().data_ptr() in own else output
+
+
+def _reach_experts(runner: nn.Module, args: object, output: Any, *, experts: nn.Module) -> Any:
+    """Give experts that got no token a gradient of zeros.
+
+    FSDP2 reduces the gradients that a rank has. Where the tokens of ranks choose different experts, the ranks would
+    reduce different ones: the run hangs, or sums up what does not belong together.
+    """
+    weights = [weight for weight in experts.parameters() if weight.requires_grad]
+    if not weights or not torch.is_grad_enabled():
+        return output
+    if isinstance(output, torch.Tensor):
+        return _ReachAll.apply(output, *weights) if output.is_floating_point() else output
+    if type(output) in (tuple, list):
+        first = next((i for i, o in enumerate(output) if isinstance(o, torch.Tensor) and o.is_floating_point()), None)
+        if first is not None:
+            reached = _ReachAll.apply(output[first], *weights)
+            return type(output)((*output[:first], reached, *output[first + 1 :]))
+    return output
+
+
+class _ReachAll(torch.autograd.Function):
+    """The identity of its first input, which gives all others a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.likes = [(weight.shape, weight.dtype, weight.device) for weight in weights]
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        # One zero, seen in the shape of the weight: only an expert without a gradient takes memory.
+        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.likes)
+        return (*grads, *zeros)
 
 
 def _complete_units(model: nn.Module, args: object, output: Any) -> Any:

@@ -16,8 +16,10 @@ from hf_fsdp_tools.distributed.agreement import agreed, same_on_all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.modeling.linear4bit import refuse_cast
+from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import check_wrap_plan
+from hf_fsdp_tools.planning.stacks import lists_of_experts
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.compile import compile_blocks
 from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, count_units, reshard_units
@@ -224,8 +226,17 @@ def _checkpoint_activations(model: nn.Module) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # transformers' own
 
 
+def _lists_of_experts(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield each list of experts after the module that runs it."""
+    for node in lists_of_experts(ModuleTree(model).root):
+        runner = next((above for above in (node, *node.ancestors()) if has_forward(above.module)), None)
+        if runner is not None:
+            yield runner.module, node.module
+
+
 def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
     """Shard `model` as `sharding` says, in place and without the checks of `shard_model`. Nothing is communicated."""
+    experts = dict(_lists_of_experts(model))
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     replicated = {parameters[fqn] for fqn in sharding.plan.replicated}
@@ -256,6 +267,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
         model,
         param_dtype=sharding.mp_policy.param_dtype if sharding.mp_policy.cast_forward_inputs else None,
         kept={modules[fqn] for unit in kept for fqn in unit.modules} if is_asked else set(),
+        experts=experts,
     )
     made = count_units(model)
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"

@@ -224,7 +224,7 @@ def save_with_fault(folder: Path, target: Path, fault: str) -> str:
     ("fault", "said"),
     [
         ("folder is a file", "is a file; give the name of a folder"),
-        ("parent is a file", "Cannot save to .*Not a directory.*Check space and permissions"),
+        ("parent is a file", "Cannot save to .*Not a directory.*Check space, permissions and names"),
         ("disk full at once", "Cannot save to .*No space left on device.*bytes are to be written there"),
         ("disk full on one rank", "rank 1: .*cannot be written: .*No space left on device.*Check space"),
         ("another folder", "rank 1: .*not the same folder on this rank as on rank 0: .*absent.*that all ranks share"),
