@@ -230,8 +230,8 @@ REASONS: dict[str, str] = {
     "reformer": "transformers refuses to train it in evaluation mode",
     "bark": "a holder of three models without a forward pass of its own",
     "grounding-dino": (
-        "on the CPU torch gives another gradient of `input_proj_vision.3.0.weight` (a convolution of a map of one pixel) in "
-        "bf16 in each run of the plain model, infinite ones among them"
+        "on the CPU torch gives another gradient of `input_proj_vision.3.0.weight` (a convolution of a map of one "
+        "pixel) in bf16 in each run of the plain model, infinite ones among them"
     ),
 }
 """Why a type does not agree, or takes no part, where the row does not say so itself."""

@@ -249,7 +249,7 @@ def _prepare_object(accelerator: Accelerator, obj: Any) -> Any:
     if isinstance(obj, torch.utils.data.DataLoader):
         return accelerator.prepare_data_loader(obj)
     if isinstance(obj, torch.optim.Optimizer):
-        step_kinds_apart(getattr(obj, "optimizer", obj))
+        step_kinds_apart(obj)
         return accelerator.prepare_optimizer(obj, device_placement=False)
     if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
         return accelerator.prepare_scheduler(obj)

@@ -65,8 +65,10 @@ def step_kinds_apart(optimizer: torch.optim.Optimizer) -> None:
     time of a step only: a scheduler, a state dict and a user see the groups as they were made.
 
     Args:
-        optimizer: of torch, or one that extends its class; called again, nothing changes.
+        optimizer: of torch, one that extends its class, or Accelerate's around it; called again, nothing changes.
     """
+    while (within := getattr(optimizer, "optimizer", None)) is not None:  # a second `train()` wraps Accelerate's again
+        optimizer = within
     if getattr(optimizer, "_steps_kinds_apart", False):
         return
     optimizer._steps_kinds_apart = True  # type: ignore[attr-defined]  # a plain attribute of our own

@@ -227,11 +227,11 @@ def _reach_experts(runner: nn.Module, args: object, output: Any, *, experts: nn.
     if not weights or not torch.is_grad_enabled():
         return output
     if isinstance(output, torch.Tensor):
-        return _ReachAll.apply(output, *weights) if output.is_floating_point() else output
+        return _ReachAll.apply(output, *weights) if output.is_floating_point() else output  # type: ignore[no-untyped-call]
     if type(output) in (tuple, list):
         first = next((i for i, o in enumerate(output) if isinstance(o, torch.Tensor) and o.is_floating_point()), None)
         if first is not None:
-            reached = _ReachAll.apply(output[first], *weights)
+            reached = _ReachAll.apply(output[first], *weights)  # type: ignore[no-untyped-call]
             return type(output)((*output[:first], reached, *output[first + 1 :]))
     return output
 
