@@ -150,7 +150,7 @@ def _lead(sender: Connection, model_type: str, folder: str) -> None:
     try:
         sender.send({"verdict": "not built", "why": "making the checkpoint"})
         case, facts = make_case(model_type, Path(folder, "checkpoint"))
-        sender.send({**facts, "verdict": "failed", "why": "the plain model"})
+        sender.send({**facts, "verdict": "plain", "why": "the plain model"})
         plain = {}
         for precision in PRECISIONS:
             try:
@@ -166,7 +166,7 @@ def _lead(sender: Connection, model_type: str, folder: str) -> None:
         if "fp32" not in plain:
             sender.send({"verdict": "plain", "why": "the plain model, reopened, fails"})
             return
-        sender.send({"why": "the ranks"})
+        sender.send({"verdict": "failed", "why": "the ranks"})
         row = judged(_ask_ranks(case, plain, folder))
         sender.send(row)
         if row["why"] and (found := repeated_alone(case, plain["fp32"], WORLD)):

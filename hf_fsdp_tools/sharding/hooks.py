@@ -16,7 +16,7 @@
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -227,11 +227,11 @@ def _reach_experts(runner: nn.Module, args: object, output: Any, *, experts: nn.
     if not weights or not torch.is_grad_enabled():
         return output
     if isinstance(output, torch.Tensor):
-        return _ReachAll.apply(output, *weights) if output.is_floating_point() else output  # type: ignore[no-untyped-call]
+        return _reach_all(output, *weights) if output.is_floating_point() else output
     if type(output) in (tuple, list):
         first = next((i for i, o in enumerate(output) if isinstance(o, torch.Tensor) and o.is_floating_point()), None)
         if first is not None:
-            reached = _ReachAll.apply(output[first], *weights)  # type: ignore[no-untyped-call]
+            reached = _reach_all(output[first], *weights)
             return type(output)((*output[:first], reached, *output[first + 1 :]))
     return output
 
@@ -249,6 +249,9 @@ class _ReachAll(torch.autograd.Function):
         # One zero, seen in the shape of the weight: only an expert without a gradient takes memory.
         zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.likes)
         return (*grads, *zeros)
+
+
+_reach_all: Callable[..., torch.Tensor] = _ReachAll.apply
 
 
 def _complete_units(model: nn.Module, args: object, output: Any) -> Any:
