@@ -231,13 +231,8 @@ REASONS: dict[str, str] = {
     "pix2struct": "one gradient in bf16 is 0.019 apart, where 0.01 is allowed; fp32 agrees; not explained",
     "bark": "a holder of three models without a forward pass of its own",
     "grounding-dino": (
-<<<<<<< HEAD
-        "on the CPU torch gives another gradient of `input_proj_vision.3.0.weight` (a convolution of a map of one "
-        "pixel) in bf16 in each run of the plain model, infinite ones among them"
-=======
         "on the CPU torch gives another gradient of `input_proj_vision.3.0.weight` (a convolution of one pixel) "
         "in bf16 in each run of the plain model, infinite ones among them"
->>>>>>> h12-census
     ),
 }
 """Why a type does not agree, or takes no part, where the row does not say so itself."""
