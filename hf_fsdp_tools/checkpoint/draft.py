@@ -18,6 +18,8 @@ __all__ = ["Draft"]
 _HIDDEN = re.compile(r"\.save-[0-9a-f]{8}\.incomplete")
 """Hidden folders of saves, by the mark of each."""
 
+_OWNER = "owner.json"
+
 _FORGOTTEN_S = 3600.0
 """How long a save whose owner cannot be asked must not have written, to be taken for killed: six times as long as the
 ranks of a save that makes no progress wait for each other. (assumed)"""
@@ -60,8 +62,8 @@ class Draft:
                 self._made.append(path)
             for path in new:
                 sync(path.parent)
-            self._lock = _take_lock(self.path / "owner.json")
-            now_s = (self.path / "owner.json").stat().st_mtime  # by the clock of the file system, as the others
+            self._lock = _take_lock(self.path / _OWNER)
+            now_s = (self.path / _OWNER).stat().st_mtime  # by the clock of the file system, as the others
             for path in self.folder.iterdir():
                 if _HIDDEN.fullmatch(path.name) and path != self.path:
                     _remove_if_killed(path, now_s)
@@ -69,7 +71,7 @@ class Draft:
     def end(self) -> None:
         """Remove the hidden folder, and what else `begin` made if nothing was saved there. Raises no `OSError`."""
         if self.path in self._made:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -93,7 +95,7 @@ def _remove_if_killed(path: Path, now_s: float) -> None:
     owner: dict[str, Any] = {}
     is_free = None
     with suppress(OSError):  # it ended meanwhile, is another user's, or there are no locks
-        descriptor = os.open(path / "owner.json", os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path / _OWNER, os.O_RDWR | os.O_CLOEXEC)
         try:
             with suppress(ValueError):
                 owner = json.loads(os.read(descriptor, 10_000))
@@ -113,6 +115,17 @@ def _remove_if_killed(path: Path, now_s: float) -> None:
             return
         if now_s - changed_s < _FORGOTTEN_S:
             return
+    _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a hidden folder, its owner's file last: a process that ends meanwhile leaves who it was."""
+    with suppress(OSError):
+        for below in path.iterdir():
+            if below.is_dir():
+                shutil.rmtree(below, ignore_errors=True)
+            elif below.name != _OWNER:
+                below.unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -211,9 +211,10 @@ def _use_gathered_dtype(norm: Any, args: object, output: object) -> None:
 
 def _part_from_weights(module: nn.Module, args: object, output: Any) -> Any:
     """Copy an output that is a view of the module's own weights."""
-    if not isinstance(output, torch.Tensor):
+    weights = (weight for weight in module._parameters.values() if weight is not None)
+    if not isinstance(output, torch.Tensor) or isinstance(output, DTensor):  # tensor parallel: it has no storage
         return output
-    own = {weight.untyped_storage().data_ptr() for weight in module._parameters.values() if weight is not None}
+    own = {weight.untyped_storage().data_ptr() for weight in weights if not isinstance(weight, DTensor)}
     return output.clone() if output.untyped_storage().data_ptr() in own else output
 
 
