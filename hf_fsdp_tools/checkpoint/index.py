@@ -207,8 +207,9 @@ class CheckpointIndex:
             saved = None if _has_safetensors(folder) else find_dcp_folder(folder)
         if saved is not None:
             return cls._from_dcp(name, saved)
+        named = named_in_config(folder)
         with watched(folder):
-            files, listing = _weight_files(folder, allow_pickle)
+            files, listing = _weight_files(folder, named, allow_pickle)
         listed = _read_listing(listing) if listing else None
         files = list(listed.files.values()) if listed else files
         index = cls._from_files(name, files, listed)
@@ -311,11 +312,11 @@ def _has_safetensors(folder: Path) -> bool:
     return any(not file.name.startswith("adapter_") for file in folder.glob("*.safetensors*"))
 
 
-def _weight_files(folder: Path, allow_pickle: bool) -> tuple[list[Path], Path | None]:
+def _weight_files(folder: Path, named: str | None, allow_pickle: bool) -> tuple[list[Path], Path | None]:
     """The weight files of a folder, or the index file that names them; with the precedence of transformers."""
     if not folder.is_dir():
         raise CheckpointError(f"No such folder: {str(folder)!r}. Give a folder with {WEIGHTS}, or a hub name.")
-    if (named := named_in_config(folder)) is not None:
+    if named is not None:
         return ([], folder / named) if named.endswith(".json") else ([folder / named], None)
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS], None

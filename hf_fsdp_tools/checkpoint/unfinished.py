@@ -41,10 +41,12 @@ def named_in_config(folder: Path) -> str | None:
         CheckpointError: the name leaves the folder.
     """
     file = folder / CONFIG
-    if not file.is_file() or file.stat().st_size > MAX_HEADER_BYTES:
-        return None
+    with watched(file):
+        if not file.is_file() or file.stat().st_size > MAX_HEADER_BYTES:
+            return None
+        text = file.read_bytes()
     try:
-        named = parse_json(file, file.read_bytes()).get("transformers_weights")
+        named = parse_json(file, text).get("transformers_weights")
     except CheckpointError:
         return None  # whoever loads the config says so
     if not isinstance(named, str) or not named.endswith((".safetensors", ".safetensors.index.json")):

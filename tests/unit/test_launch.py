@@ -70,7 +70,12 @@ def timeout_of_group():
 def alone(launched):
     """A process whose Accelerate has no state, before and after."""
     launched({})
+    _forget_accelerate()  # of other tests in this process
     yield
+    _forget_accelerate()
+
+
+def _forget_accelerate():
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
