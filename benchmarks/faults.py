@@ -51,11 +51,15 @@ BEGIN, END = "<!-- made by benchmarks/faults.py -->", "<!-- end -->"
 def kills(models: Path, work: Path, tries: int, draw: random.Random, names: list[str]) -> Iterator[Row]:
     """One row per kind of save."""
     for kind in SAVES.values():
-        if names and not any(name in kind.name for name in names):
+        if not is_asked(kind.name, names):
             continue
         folder = work / "kills"
         shutil.rmtree(folder, ignore_errors=True)
         yield {"part": "kills", "what": kind.name, **kill(kind, models, folder, tries, draw)}
+
+
+def is_asked(name: str, words: list[str]) -> bool:
+    return not words or any(word in name for word in words)
 
 
 def kill(kind: Save, models: Path, folder: Path, tries: int, draw: random.Random) -> Row:
@@ -159,7 +163,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=["kills", "stopped", "files", "code"], default=[])
-    parser.add_argument("--kinds", nargs="+", default=[], help="of saves: words of their names")
+    parser.add_argument("--kinds", nargs="+", default=[], help="of saves, and of what is stopped: words of their names")
     parser.add_argument("--tries", type=int, default=16, help="of each kind of save; other parts in proportion")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--records", type=Path, help="JSON lines to which rows are added; with --report they are read")
@@ -181,7 +185,12 @@ def main() -> None:
         for part in parts:
             attacks = {
                 "kills": lambda: kills(models, work, args.tries, draw, args.kinds),
-                "stopped": lambda: (row for road in ROADS for row in stop(road, models, work, args.tries // 4, draw)),
+                "stopped": lambda: (
+                    row
+                    for road in ROADS
+                    if is_asked(road, args.kinds)
+                    for row in stop(road, models, work, args.tries // 4, draw)
+                ),
                 "files": lambda: attack_files(models, work, draw),
                 "code": lambda: attack_code(models, work),
             }[part]()

@@ -206,7 +206,9 @@ class Rounds:
             self._refuse_given_up(path)
             if place == len(self.ranks):
                 told = self._store.multi_get([f"{path}/{rank}" for rank in self.ranks])
-                self._store.set(f"{path}/joined", _join(told))
+                joined = _join(told)
+                self._refuse_given_up(path)
+                self._store.set(f"{path}/joined", joined)
                 if self._former is not None:  # all ranks have read it, or they would not have come here
                     for key in ("count", "joined"):
                         self._store.delete_key(f"{self._former}/{key}")
@@ -279,6 +281,7 @@ class _Others:
     def problem(self, doing: str, *, is_first: bool) -> str:
         """Why the round is given up; empty where it is not. The first rank that waits warns of what takes long."""
         missing = [rank for rank in self._ranks if not self._store.check([f"{self._path}/{rank}"])]
+        missing = missing or list(self._ranks)  # all have come, and the last of them has not joined their values
         beats = {rank: self._beat_of(rank) for rank in missing}
         if lost := [text for rank, beat in beats.items() if (text := self._lost(rank, beat))]:
             return f"While {doing}: {listed(lost)}. The others stop."

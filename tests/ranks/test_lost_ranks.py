@@ -56,7 +56,19 @@ def save(folder: Path, sent: signal.Signals) -> None:
         save_pretrained(model, folder.with_name("saved"))
 
 
-ROADS = {"load": (load, "reading the checkpoint"), "prepare": (prepare, "preparing Llama"), "save": (save, "writing")}
+def join(folder: Path, sent: signal.Signals) -> None:
+    """Rank 1 comes last, so that the other's value is there and nobody joins it with its own."""
+    time.sleep(dist.get_rank())
+    with patch.object(rounds, "_join", once(sent, rounds._join)):
+        all_ranks("value", "joining")
+
+
+ROADS = {
+    "join": (join, "joining"),
+    "load": (load, "reading the checkpoint"),
+    "prepare": (prepare, "preparing Llama"),
+    "save": (save, "writing"),
+}
 
 
 def stop_on(road: str, folder: Path) -> None:
@@ -87,7 +99,11 @@ def stop_on_the_way_to_save(folder: Path) -> None:
     stop_on("save", folder)
 
 
-STOPS = (stop_on_the_way_to_load, stop_on_the_way_to_prepare, stop_on_the_way_to_save)
+def stop_on_the_way_to_join(folder: Path) -> None:
+    stop_on("join", folder)
+
+
+STOPS = (stop_on_the_way_to_join, stop_on_the_way_to_load, stop_on_the_way_to_prepare, stop_on_the_way_to_save)
 
 
 def test_a_stopped_rank_ends_the_others_and_learns_of_it(folders: dict[str, Path], tmp_path: Path) -> None:
