@@ -2,7 +2,7 @@
 
     python benchmarks/faults.py                                       # everything, about an hour on 2 cores
     python benchmarks/faults.py --only kills --tries 3                # a part of it, three kills per kind of save
-    python benchmarks/faults.py --records faults.jsonl --report docs/reliability.md    # put the table into a document
+    python benchmarks/faults.py --records FILE --report docs/reliability.md    # put its table into a document
 
 kills      SIGKILL of one of 2 ranks just before one of its file events, while each kind of save replaces an older one.
            The events are spread over the whole save. What is found afterwards by plain transformers (PEFT for adapters)
@@ -24,7 +24,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -48,18 +48,14 @@ BEGIN, END = "<!-- made by benchmarks/faults.py -->", "<!-- end -->"
 # ---- kills ----
 
 
-def kills(models: Path, work: Path, tries: int, draw: random.Random, names: list[str]) -> Iterator[Row]:
+def kills(models: Path, work: Path, tries: int, draw: random.Random, is_asked: Callable[[str], bool]) -> Iterator[Row]:
     """One row per kind of save."""
     for kind in SAVES.values():
-        if not is_asked(kind.name, names):
+        if not is_asked(kind.name):
             continue
         folder = work / "kills"
         shutil.rmtree(folder, ignore_errors=True)
         yield {"part": "kills", "what": kind.name, **kill(kind, models, folder, tries, draw)}
-
-
-def is_asked(name: str, words: list[str]) -> bool:
-    return not words or any(word in name for word in words)
 
 
 def kill(kind: Save, models: Path, folder: Path, tries: int, draw: random.Random) -> Row:
@@ -130,7 +126,8 @@ def report(rows: list[Row], about: str) -> str:
         ]
         for row in stops:
             ends = ", ".join(f"{name}: {count}" for name, count in row["other rank"].items())
-            lines += [f"| {row['what']} | {row['signal']} | {row['tries']} | {ends} | {row['longest_s']:.0f} s |"]
+            longest = f"{row['longest_s']:.0f} s" if row["longest_s"] else "the group's timeout"
+            lines += [f"| {row['what']} | {row['signal']} | {row['tries']} | {ends} | {longest} |"]
         lines += [""]
     if files := [row for row in rows if row["part"] in ("files", "code")]:
         outcomes = sorted({outcome for row in files for outcome in row["outcomes"]})
@@ -163,7 +160,9 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=["kills", "stopped", "files", "code"], default=[])
-    parser.add_argument("--kinds", nargs="+", default=[], help="of saves, and of what is stopped: words of their names")
+    parser.add_argument(
+        "--kinds", nargs="+", default=[], help="of saves, of what is stopped, of folders: words of their names"
+    )
     parser.add_argument("--tries", type=int, default=16, help="of each kind of save; other parts in proportion")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--records", type=Path, help="JSON lines to which rows are added; with --report they are read")
@@ -175,6 +174,10 @@ def main() -> None:
         return
     hide_gpus()
     draw = random.Random(args.seed)
+
+    def is_asked(name: str) -> bool:
+        return not args.kinds or any(word in name for word in args.kinds)
+
     parts = args.only or ["kills", "stopped", "files", "code"]
     rows = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
@@ -184,18 +187,18 @@ def main() -> None:
             make_checkpoint("llama", models / name, seed=seed)
         for part in parts:
             attacks = {
-                "kills": lambda: kills(models, work, args.tries, draw, args.kinds),
+                "kills": lambda: kills(models, work, args.tries, draw, is_asked),
                 "stopped": lambda: (
-                    row
-                    for road in ROADS
-                    if is_asked(road, args.kinds)
-                    for row in stop(road, models, work, args.tries // 4, draw)
+                    row for road in ROADS if is_asked(road) for row in stop(road, models, work, args.tries // 4, draw)
                 ),
-                "files": lambda: attack_files(models, work, draw),
-                "code": lambda: attack_code(models, work),
+                "files": lambda: attack_files(models, work, draw, is_asked),
+                "code": lambda: attack_code(models, work, is_asked),
             }[part]()
             for row in attacks:
-                rows.append(row | {"about": about()})
+                # What was said in full is printed; of records, anybody should be able to read the figures.
+                looked = {name: outcome for name, (outcome, _) in row.get("look at", {}).items()}
+                kept = {key: value for key, value in row.items() if key not in ("texts", "look at")}
+                rows.append(kept | ({"look at": looked} if looked else {}) | {"about": about()})
                 print(json.dumps(row), flush=True)
                 if args.records:
                     with open(args.records, "a") as stream:

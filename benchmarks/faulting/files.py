@@ -23,6 +23,9 @@ from .saves import digest_of_training, digest_of_values, quiet_trainer, train_an
 __all__ = ["attack_code", "attack_files"]
 
 Row = dict[str, Any]
+Asked = Callable[[str], bool]
+"""Whether a kind of folder is to be attacked."""
+
 _LONGEST = 2000
 """Characters of a message that a person reads."""
 
@@ -122,9 +125,11 @@ def look(open_it: Callable[[Path, Path], str], models: Path, folders: Sequence[P
 # ---- the parent ----
 
 
-def attack_files(models: Path, work: Path, draw: random.Random) -> Iterator[Row]:
+def attack_files(models: Path, work: Path, draw: random.Random, is_asked: Asked) -> Iterator[Row]:
     """One row for each kind of folder: each of its files, damaged in every way."""
     for what, (good, open_it) in _targets(models, work).items():
+        if not is_asked(what):
+            continue
         files = sorted(path.relative_to(good) for path in good.rglob("*") if path.is_file())
         bad = {}
         for file in files:
@@ -137,12 +142,14 @@ def attack_files(models: Path, work: Path, draw: random.Random) -> Iterator[Row]
         shutil.rmtree(work / "damaged")
 
 
-def attack_code(models: Path, work: Path) -> Iterator[Row]:
+def attack_code(models: Path, work: Path, is_asked: Asked) -> Iterator[Row]:
     """One row for each kind of folder: each of its files a pickle that runs code."""
     marker = work / "code ran"
     whole = io.BytesIO()
     torch.save(Runs(marker), whole)
     for what, (good, open_it) in _targets(models, work).items():
+        if not is_asked(what):
+            continue
         bad = {}
         for file in sorted(path.relative_to(good) for path in good.rglob("*") if path.is_file()):
             for name, content in {"a pickle": pickle.dumps(Runs(marker)), "of torch.save": whole.getvalue()}.items():

@@ -88,7 +88,7 @@ def parse_dcp(folder: Path) -> tuple[list[tuple[_Path, ChunkedTensor]], int]:
         )
         tensors.append((path, tensor))
     if problems:
-        raise CheckpointError(listed_lines(problems, head=""))
+        raise CheckpointError(listed_lines(problems, 3, head=""))  # a file that is gone is a problem of each tensor
     return tensors, len(text)
 
 
