@@ -274,7 +274,11 @@ class PlanDraft:
                 for other in self.tree:
                     if isinstance(other.module, nn.Embedding):
                         yield from (other, *other.ancestors())
-            yield from (child for child in node.children if reads_table(node.module, child.module, child.name))
+            for child in node.children:
+                # A tied table is in the unit of the head, which stays gathered from its first call on.
+                is_tied = any(len(weight.owners) > 1 for weight in child.own)
+                if not is_tied and reads_table(node.module, child.module, child.name):
+                    yield child
         for block in chain.from_iterable(self.stacks):
             for experts in lists_of_experts(block):
                 yield from experts.walk()
