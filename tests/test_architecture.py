@@ -19,6 +19,7 @@ ROOMS = (
     "text",
     "errors",
     "hub",
+    "accelerator",
     "distributed",
     "modeling",
     "planning",

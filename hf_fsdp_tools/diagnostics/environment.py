@@ -11,6 +11,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 
+from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis, diagnose
 from hf_fsdp_tools.diagnostics.findings import Finding
 from hf_fsdp_tools.distributed.mesh import ParallelDims
@@ -127,7 +128,7 @@ def _version(name: str) -> str | None:
 
 
 def _devices() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = find_accelerator()
     if accelerator is None:
         return (f"CPU, {os.cpu_count()} cores",)
     if accelerator.type != "cuda":

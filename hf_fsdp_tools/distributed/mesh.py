@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.errors import MeshError
 
 __all__ = ["ParallelDims", "backends", "ensure_process_group", "local_device", "rank_on_node"]
@@ -73,7 +74,7 @@ class ParallelDims:
 
 def local_device() -> torch.device:
     """The device of this process: the accelerator with the index LOCAL_RANK, or the CPU on a machine without one."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = find_accelerator()
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
