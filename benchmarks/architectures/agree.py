@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 import hf_fsdp_tools
 from benchmarks.architectures.batches import Batch, random_batch
 from benchmarks.architectures.gathered import Gathered, first_units, most_allowed, outputs_of, plan_of
-from hf_fsdp_tools.checkpoint.shards import local_boxes_of, local_tensor
+from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor
 
 __all__ = [
     "PRECISIONS", "Case", "Figures", "examine_sharded", "forward", "loss_of", "plain_figures", "reopened_alone",

@@ -14,12 +14,12 @@ from hf_fsdp_tools.checkpoint.io.transfer import Transfer, transfers_into
 from hf_fsdp_tools.checkpoint.match import Match
 from hf_fsdp_tools.checkpoint.quantized.pack import quantize_weights
 from hf_fsdp_tools.checkpoint.quantized.share import share_of_packed
-from hf_fsdp_tools.checkpoint.regions import Box
 from hf_fsdp_tools.checkpoint.report import loading_bar
-from hf_fsdp_tools.checkpoint.shards import is_sharded, local_boxes_of, local_tensor, memory_view, replicated_axes
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
+from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.mesh import rank_on_node
+from hf_fsdp_tools.distributed.shards import is_sharded, local_boxes_of, local_tensor, memory_view, replicated_axes
 
 __all__ = ["Filled", "fill_shards"]
 

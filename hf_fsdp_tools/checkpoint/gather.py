@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.checkpoint.regions import Box
-from hf_fsdp_tools.checkpoint.shards import is_first_replica, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.boxes import Box
+from hf_fsdp_tools.distributed.shards import is_first_replica, local_boxes_of, local_tensor, memory_view
 
 __all__ = ["gather_to_first"]
 

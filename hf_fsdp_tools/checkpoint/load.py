@@ -20,7 +20,6 @@ from hf_fsdp_tools.checkpoint.io.files import REQUESTS_IN_FLIGHT
 from hf_fsdp_tools.checkpoint.match import Match, check_ties, match_checkpoint, refuse_not_finite
 from hf_fsdp_tools.checkpoint.quantized.pack import forget_scales
 from hf_fsdp_tools.checkpoint.report import LoadReport, MemoryWatch, log_keys
-from hf_fsdp_tools.checkpoint.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.checkpoint.vocabulary import AddedTokens, fill_added
 from hf_fsdp_tools.distributed.agreement import (
     agreed,
@@ -30,6 +29,7 @@ from hf_fsdp_tools.distributed.agreement import (
     same_on_all_ranks,
     shared_seed,
 )
+from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.linear4bit import packed_linears

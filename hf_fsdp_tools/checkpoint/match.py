@@ -13,10 +13,10 @@ from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.io.files import read_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import transfers_into
 from hf_fsdp_tools.checkpoint.quantized.share import part_packed
-from hf_fsdp_tools.checkpoint.regions import Box
-from hf_fsdp_tools.checkpoint.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.checkpoint.vocabulary import AddedRows, vocabulary_dims
+from hf_fsdp_tools.distributed.boxes import Box
+from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.text import dtype_name, listed_lines

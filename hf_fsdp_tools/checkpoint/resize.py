@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools.checkpoint.conversion import persistent_tensors
-from hf_fsdp_tools.checkpoint.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.checkpoint.vocabulary import AddedRows, fill_added, resized_twin
 from hf_fsdp_tools.distributed.agreement import shared_seed
+from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.sharding.adapter_plan import measured

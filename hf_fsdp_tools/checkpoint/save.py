@@ -26,8 +26,8 @@ from hf_fsdp_tools.checkpoint.publish import publish_weights
 from hf_fsdp_tools.checkpoint.regions import row_major_strides, slice_view
 from hf_fsdp_tools.checkpoint.report import SaveReport
 from hf_fsdp_tools.checkpoint.save_adapter import save_adapter
-from hf_fsdp_tools.checkpoint.shards import is_first_replica, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
+from hf_fsdp_tools.distributed.shards import is_first_replica, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import original_classes

@@ -15,8 +15,8 @@ from hf_fsdp_tools.checkpoint.durable import library_errors
 from hf_fsdp_tools.checkpoint.gather import gather_to_first
 from hf_fsdp_tools.checkpoint.publish import ADAPTER_WEIGHTS, publish_adapter
 from hf_fsdp_tools.checkpoint.report import SaveReport
-from hf_fsdp_tools.checkpoint.shards import LocalBoxes
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.shards import LocalBoxes
 from hf_fsdp_tools.modeling.peft_view import bare_model, base_of
 
 __all__ = ["save_adapter"]

@@ -26,7 +26,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, StoredTensor
-from hf_fsdp_tools.checkpoint.regions import Box, Piece, View, row_major_strides
+from hf_fsdp_tools.checkpoint.regions import Piece, View, row_major_strides
+from hf_fsdp_tools.distributed.boxes import Box
 
 __all__ = ["PieceTensor"]
 

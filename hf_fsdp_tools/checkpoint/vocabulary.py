@@ -10,9 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools.checkpoint.conversion import persistent_tensors
-from hf_fsdp_tools.checkpoint.regions import Box
-from hf_fsdp_tools.checkpoint.shards import is_first_replica, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.distributed.boxes import Box
+from hf_fsdp_tools.distributed.shards import is_first_replica, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.initialize import draw_values
 from hf_fsdp_tools.modeling.meta import build_meta_model

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
-from hf_fsdp_tools.checkpoint.regions import Box
+from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.module_tree import way_inside

@@ -23,7 +23,7 @@ from hf_fsdp_tools.checkpoint.formats.dcp import METADATA
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.checkpoint.save import save_pretrained
-from hf_fsdp_tools.checkpoint.shards import local_boxes_of, local_tensor, memory_view
+from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from tests._checkpoints import assert_same_model, full, pickled_copy, plain_model, sharded_meta_model

@@ -22,7 +22,7 @@ from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.checkpoint.report import LoadReport
 from hf_fsdp_tools.checkpoint.save import save_pretrained
-from hf_fsdp_tools.checkpoint.shards import local_boxes_of
+from hf_fsdp_tools.distributed.shards import local_boxes_of
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from tests._checkpoints import (

@@ -19,7 +19,7 @@ from torch.serialization import _get_layout
 
 from hf_fsdp_tools.checkpoint.formats.pickled import check_value
 from hf_fsdp_tools.checkpoint.formats.stored import MAX_KEY_LENGTH, ChunkedTensor, TensorChunk, leaves_folder
-from hf_fsdp_tools.checkpoint.regions import Box
+from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.module_tree import plain_name

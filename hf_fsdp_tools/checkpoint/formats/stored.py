@@ -7,7 +7,8 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from hf_fsdp_tools.checkpoint.regions import Box, Piece, View, row_major_strides
+from hf_fsdp_tools.checkpoint.regions import Piece, View, row_major_strides
+from hf_fsdp_tools.distributed.boxes import Box
 
 __all__ = ["MAX_KEY_LENGTH", "ChunkedTensor", "StoredTensor", "TensorChunk", "leaves_folder"]
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from hf_fsdp_tools.checkpoint.formats.stored import StoredTensor
-from hf_fsdp_tools.checkpoint.regions import Box, slice_piece
+from hf_fsdp_tools.checkpoint.regions import slice_piece
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
+from hf_fsdp_tools.distributed.boxes import Box
 
 __all__ = ["Request", "Transfer", "cut_requests", "transfers_into"]
 

@@ -19,9 +19,10 @@ from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.io.files import TransferStats, read_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer, transfers_into
 from hf_fsdp_tools.checkpoint.quantized.share import PackedShare, PackedWeight, Span, compute_device
-from hf_fsdp_tools.checkpoint.regions import Box, row_major_strides
+from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.distributed.agreement import agreed
+from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of, set_quant_state
 

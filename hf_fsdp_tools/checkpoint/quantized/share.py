@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.checkpoint.conversion import LoadMap, persistent_tensors
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.shards import LocalBoxes, is_sharded, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
+from hf_fsdp_tools.distributed.shards import LocalBoxes, is_sharded, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of
 from hf_fsdp_tools.text import dtype_name, listed_lines

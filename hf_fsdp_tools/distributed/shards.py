@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.checkpoint.regions import Box, local_boxes
+from hf_fsdp_tools.distributed.boxes import Box, local_boxes
 
 __all__ = [
     "LocalBoxes",
