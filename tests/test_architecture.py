@@ -179,12 +179,12 @@ PRIVATE = {
         _fsdp_param_groups _all_gather_process_group _module_to_pre_save_state_dict_hook_handle
         _module_to_pre_load_state_dict_hook_handle fsdp_params _module_info sharded_param fsdp_placement mesh_info
         post_forward_mesh_info init_dtype_attrs _param_fqn _post_load_hook_handle _sharded_local_tensor
-        _sharded_param_data init_all_gather_outputs""",
+        _sharded_param_data init_all_gather_outputs padded_sharded_param_size""",
     "fsdp1": """
         _handle flat_param uses_sharded_strategy _params _param_infos _shapes _shard_param_infos
         _shared_param_infos _contiguities _fqns _sharded_size _inter_node_pg _HYBRID_SHARD_ZERO2
         _use_full_prec_in_eval""",
-    "checkpoint.shards": "_get_root_mesh",
+    "distributed.shards": "_get_root_mesh _spec",
     "checkpoint.conversion": """
         core_model_loading conversion_mapping _weight_conversions _adjust_missing_and_unexpected_keys
         remove_tied_weights_from_state_dict""",
@@ -220,3 +220,14 @@ def test_private_names_of_torch_and_transformers_stand_in_one_place(home):
     assert set().union(*(used[name] for name in inside)) == private, f"{home} does not use all of these any more"
     elsewhere = {name: found - NOT_ONLY_FSDPS for name, found in used.items() if name not in inside}
     assert {name: found for name, found in elsewhere.items() if found} == {}, f"these names belong in {home}"
+
+
+MOVING = {"distribute_module": set(), "distribute_tensor": set(), "from_local": {"distributed.shards"}}
+"""Functions that take what they are given to the mesh's device, unasked, and the modules in which they may stand. The
+one that has `from_local` gives it tensors on meta, which stay there."""
+
+
+@pytest.mark.parametrize("name", sorted(MOVING))
+def test_nothing_moves_a_tensor_to_the_device_of_the_mesh_unasked(name):
+    """With CPU offload the shards would go to the GPU; and whole tensors would, only to be cut there."""
+    assert {module for module, path in modules().items() if name in private_names(path)} == MOVING[name]

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed
+from hf_fsdp_tools.distributed.shards import cut, gather_on_device
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
@@ -99,7 +100,7 @@ def _shard_like(whole: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
     """This rank's shard of a whole tensor, sharded like a parameter."""
     if not isinstance(like.data, DTensor):
         return whole
-    return distribute_tensor(whole, like.data.device_mesh, like.data.placements, src_data_rank=None).to(like.device)
+    return cut(whole, like.data)
 
 
 def _whole_copy(wrapper: nn.Module) -> Any:
@@ -108,8 +109,7 @@ def _whole_copy(wrapper: nn.Module) -> Any:
 
     def whole(parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is not None and parameter not in wholes:
-            value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            wholes[parameter] = nn.Parameter(value.detach().clone(), requires_grad=False)
+            wholes[parameter] = nn.Parameter(gather_on_device(parameter).clone(), requires_grad=False)
         return None if parameter is None else wholes[parameter]
 
     def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_fsdp_tools.checkpoint.conversion import persistent_tensors
 from hf_fsdp_tools.checkpoint.vocabulary import AddedRows, fill_added, resized_twin
 from hf_fsdp_tools.distributed.agreement import shared_seed
-from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
+from hf_fsdp_tools.distributed.shards import gather_on_device, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.sharding.adapter_plan import measured
@@ -104,10 +104,7 @@ def _refuse(model: nn.Module) -> None:
 
 def _replace(model: nn.Module, key: str, old: torch.Tensor, shape: torch.Size) -> None:
     """Put a tensor of another shape in the place of `old`, under all its names; rows that both have are copied."""
-    whole = old.detach()
-    if isinstance(old, DTensor):  # gathered on the mesh's device, also where the shards are kept on the CPU
-        on_device: Any = whole.to(old.device_mesh.device_type)
-        whole = on_device.full_tensor()
+    whole = gather_on_device(old)
     if not isinstance(old, nn.Parameter):
         _set_everywhere(model, old, whole.new_zeros(shape))
     elif isinstance(old, DTensor):

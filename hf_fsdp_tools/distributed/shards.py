@@ -1,22 +1,41 @@
-"""This rank's shard of a tensor: its boxes, its memory, and views of the memory. No other file asks a live mesh."""
+"""This rank's shard of a tensor: its boxes, its memory, and how one is cut from a whole tensor.
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+No other file asks a live mesh for what a rank holds.
+
+Nothing here moves a tensor to another device, unless the name of the function says so. `DTensor.from_local` and
+`distribute_tensor` do: they take what they are given to the mesh's device. Under CPU offload every shard would go to
+the GPU, and a whole tensor would go there to be cut.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from hf_fsdp_tools.distributed.boxes import Box, local_boxes
 
 __all__ = [
     "LocalBoxes",
+    "as_dtensor",
+    "cut",
+    "fill_from_first",
+    "gather_on_device",
     "is_first_replica",
     "is_sharded",
     "local_boxes_of",
     "local_tensor",
     "memory_view",
+    "part_of",
     "replicated_axes",
 ]
+
+_SLAB_BYTES = 64 * 2**20
+"""Largest piece of a whole tensor that is sent at a time, unless one index of its first dimension is larger."""
 
 
 @runtime_checkable
@@ -91,3 +110,123 @@ def memory_view(local: torch.Tensor, start: Sequence[int], length: Sequence[int]
     """The box of a local tensor that begins at `start`; shares its memory."""
     offset = local.storage_offset() + sum(i * s for i, s in zip(start, local.stride(), strict=True))
     return local.as_strided(tuple(length), local.stride(), offset)
+
+
+# ---- whole tensors and shards ----
+
+
+def as_dtensor(
+    part: torch.Tensor,
+    like: DTensor,
+    *,
+    mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A DTensor around this rank's part of a tensor; the part keeps its device, its dtype and its memory.
+
+    Args:
+        part: with the shape of this rank's part of `like`.
+        like: gives shape and strides of the whole tensor, mesh and placements.
+        mesh: another one in the place of that of `like`.
+        placements: on `mesh`.
+
+    Nothing is communicated.
+    """
+    spec = DTensor.from_local(
+        torch.empty_like(part, device="meta"),  # which it leaves on meta
+        mesh or like.device_mesh,
+        like.placements if placements is None else placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )._spec
+    return DTensor(part.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's own
+
+
+def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor that is to be sharded like `like`, in the whole one's device and dtype.
+
+    A view of the whole tensor, unless this rank holds several ranges of one dimension. Nothing is communicated.
+    """
+    boxes = local_boxes_of(like)
+    if len(boxes) == 1:
+        return whole[_slices(boxes[0][0])]
+    part = whole.new_empty(local_tensor(like).shape)
+    for box, start in boxes:
+        memory_view(part, start, box.length).copy_(whole[_slices(box)])
+    return part
+
+
+def cut(
+    whole: torch.Tensor, like: DTensor, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> DTensor:
+    """A shard of a whole tensor, sharded like `like`, in new memory; only this rank's part is copied.
+
+    Args:
+        whole: with the same values on every rank.
+        like: gives shape, mesh and placements.
+        device: of the shard; None means the device of `like`.
+        dtype: of the shard; None keeps that of `whole`.
+
+    Nothing is communicated.
+    """
+    part = part_of(whole.detach(), like)
+    memory = torch.empty(part.shape, dtype=dtype or whole.dtype, device=device or like.device)
+    return as_dtensor(memory.copy_(part), like)
+
+
+def gather_on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor on the mesh's device, also where the shards are kept on the CPU.
+
+    Any other tensor than a DTensor stays as it is. Every rank of the mesh must call.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    moved: Any = tensor.detach().to(tensor.device_mesh.device_type)
+    whole: torch.Tensor = moved.full_tensor()
+    return whole
+
+
+def fill_from_first(tensor: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Fill this rank's part of a tensor with that of the first rank's whole tensor, in place.
+
+    At most 64 MiB of the whole tensor are on the mesh's device at a time, or one index of its first dimension.
+
+    Args:
+        tensor: sharded or not, on any device.
+        whole: of the same shape, on any device; the values on the first rank of the mesh are used.
+        mesh: of all ranks that call.
+
+    Every rank of the mesh must call; one piece after another is broadcast along each axis of the mesh.
+    """
+    if not tensor.numel():
+        return
+    is_first = not any(mesh.get_coordinate() or ())
+    local = local_tensor(tensor)
+    for slab in _slabs(tensor.shape, tensor.element_size()):
+        sent = torch.empty(slab.length, dtype=tensor.dtype, device=mesh.device_type)
+        if is_first:
+            sent.copy_(whole.detach()[_slices(slab)])
+        for axis in reversed(range(mesh.ndim)):
+            dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
+        for box, start in local_boxes_of(tensor):
+            both = box.intersect(slab)
+            if both.numel:
+                inside = [s + b - a for s, a, b in zip(start, box.start, both.start, strict=True)]
+                held = Box(start=tuple(b - a for a, b in zip(slab.start, both.start, strict=True)), length=both.length)
+                memory_view(local, inside, both.length).copy_(sent[_slices(held)])
+
+
+def _slabs(shape: Sequence[int], itemsize: int) -> Iterator[Box]:
+    """Cut a tensor along its first dimension into boxes of at most `_SLAB_BYTES`."""
+    if not shape:
+        yield Box.whole(shape)
+        return
+    rows = max(1, _SLAB_BYTES // max(1, math.prod(shape[1:]) * itemsize))
+    for first in range(0, shape[0], rows):
+        rest = (0,) * (len(shape) - 1)
+        yield Box(start=(first, *rest), length=(min(rows, shape[0] - first), *shape[1:]))
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(box.start, box.length, strict=True))

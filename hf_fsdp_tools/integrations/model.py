@@ -12,9 +12,10 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.distributed.shards import cut, fill_from_first
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.peft_view import base_of
 from hf_fsdp_tools.pretrained import shard_arguments
@@ -115,8 +116,7 @@ def _shard_like(parameter: nn.Parameter, value: Any) -> Any:
     """One entry of a parameter's optimizer state, sharded like the parameter; step counts and the like unchanged."""
     if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
         return value
-    cut = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return cut.to(device=parameter.device, dtype=parameter.dtype if value.is_floating_point() else None)
+    return cut(value, parameter, dtype=parameter.dtype if value.is_floating_point() else None)
 
 
 # ---- weights that only rank 0 holds, or that differ between ranks ----
@@ -161,7 +161,7 @@ def send_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
         model: sharded after `weights_to_send` was called; tensors on meta get storage here.
         whole: as `weights_to_send` gave it; the values of rank 0 are used.
 
-    Every rank must call; rank 0 broadcasts one whole tensor after another.
+    Every rank must call; rank 0 broadcasts one tensor after another, 64 MiB of it at a time.
     """
     sharding = sharding_of(model)
     if not whole or sharding is None:
@@ -169,18 +169,8 @@ def send_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         allocate(model, device=sharding.device)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    device = torch.device(sharding.mesh.device_type)
-    with torch.no_grad():
-        for name, mine in whole.items():
-            tensor = tensors[name]
-            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            if dist.get_rank() == 0:
-                full.copy_(mine)
-            dist.broadcast(full, src=0)
-            if isinstance(tensor, DTensor):
-                full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
-                tensor = tensor.to_local()
-            tensor.copy_(full)
+    for name, mine in whole.items():
+        fill_from_first(tensors[name], mine, sharding.mesh)
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
+from hf_fsdp_tools.distributed.shards import local_tensor, part_of
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.module_tree import original_classes
 
@@ -201,8 +201,4 @@ def _zeros_on_cpu(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 def _copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
     with torch.no_grad():
-        if isinstance(target, DTensor):
-            shard = distribute_tensor(whole.data, target.device_mesh, target.placements, src_data_rank=None)
-            target.to_local().copy_(shard.to_local())
-        else:
-            target.copy_(whole)
+        local_tensor(target).copy_(part_of(whole, target))

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from hf_fsdp_tools.distributed.agreement import agreed, opened, same_on_all_ranks, shared_rng_state
+from hf_fsdp_tools.distributed.shards import as_dtensor, cut, fill_from_first, gather_on_device, local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.linear4bit import mark_weights, packed_linears, refuse_cast_weights
 from hf_fsdp_tools.modeling.peft_view import is_wrapper
@@ -145,7 +146,7 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     replaced = _shard_again(base, sharding, managed) if inside or outside else {}
     outside = [parameter for parameter in outside if parameter not in replaced]
     for parameter in outside:
-        _broadcast_from_first(parameter, sharding.mesh)
+        fill_from_first(parameter, parameter, sharding.mesh)
     average_gradients(outside, sharding.mesh.get_all_groups())
     if outside:
         make_root(base)
@@ -261,9 +262,7 @@ def _one_axis(model: nn.Module) -> Iterator[None]:
     for parameter in managed_parameters(model):
         shard = parameter.detach()
         assert isinstance(shard, DTensor)
-        view = DTensor.from_local(
-            shard.to_local(), axis, shard.placements[-1:], run_check=False, shape=shard.shape, stride=shard.stride()
-        )
+        view = as_dtensor(local_tensor(shard), shard, mesh=axis, placements=shard.placements[-1:])
         views[parameter] = nn.Parameter(view, requires_grad=parameter.requires_grad)
     _replace_parameters(model, views)
     mark_weights(model)
@@ -343,19 +342,16 @@ def _dtypes(added: set[nn.Parameter], sharding: Sharding) -> dict[nn.Parameter, 
 
 def _shard_of(old: nn.Parameter, like: nn.Parameter, device: torch.device) -> nn.Parameter:
     """This rank's shard, like `like`, of rank 0's whole parameter, or of a parameter that is sharded otherwise."""
-    assert isinstance(like.data, DTensor)
-    mesh, placements = like.data.device_mesh, like.data.placements
-    value: torch.Tensor = old.detach().to(like.dtype)
+    shard, value = like.data, old.data
+    assert isinstance(shard, DTensor)
     if not isinstance(value, DTensor):
-        value = distribute_tensor(value.to(mesh.device_type), mesh, placements)
-    elif value.device_mesh != mesh or value.placements != placements:
-        value = distribute_tensor(value.full_tensor(), mesh, placements, src_data_rank=None)
-    new = nn.Parameter(value.to(device), requires_grad=old.requires_grad)
+        memory = torch.empty(local_tensor(shard).shape, dtype=like.dtype, device=device)
+        made = as_dtensor(memory, shard)
+        fill_from_first(made, value, shard.device_mesh)
+    elif value.device_mesh != shard.device_mesh or value.placements != shard.placements:
+        made = cut(gather_on_device(value), shard, device=device, dtype=like.dtype)
+    else:
+        made = value.detach().to(device=device, dtype=like.dtype)  # type: ignore[assignment]  # a DTensor
+    new = nn.Parameter(made, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     return new
-
-
-def _broadcast_from_first(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-    """Broadcast rank 0's values: along the last axis of the mesh, then along the first."""
-    for axis in reversed(range(mesh.ndim)):
-        dist.broadcast(parameter.detach(), group=mesh.get_group(axis), group_src=0)

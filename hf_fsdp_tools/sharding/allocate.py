@@ -1,10 +1,14 @@
 """Give a model on meta uninitialised storage: whole tensors, and this rank's shards of DTensors."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor
 from hf_fsdp_tools.modeling.linear4bit import mark_weights
+from hf_fsdp_tools.sharding.fsdp2_internals import new_memory
 
 __all__ = ["allocate", "renew", "with_data", "with_storage"]
 
@@ -16,8 +20,8 @@ def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | Non
 
     Args:
         model: plain, or sharded by `fully_shard` while on meta.
-        device: of shards; the CPU for a CPU-offloaded FSDP2 model. Buffers and whole parameters of a sharded model go
-            to the mesh's device.
+        device: of shards; the CPU for a CPU-offloaded FSDP2 model, whose shards are then in pinned memory if the
+            policy says so. Buffers and whole parameters of a sharded model go to the mesh's device.
         dtype: of floating-point parameters; None keeps their own dtypes. Buffers always keep their own.
 
     No rank communicates.
@@ -51,11 +55,13 @@ def _allocated(model: nn.Module, device: torch.device, dtype: torch.dtype | None
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     # CPU offload is for shards alone: whole tensors are on the mesh's device.
     whole_on = torch.device(mesh.device_type) if mesh is not None else device
+    of_units = new_memory(model)
     return {
         tensor: with_storage(
             tensor,
             device=device if isinstance(tensor, DTensor) else whole_on,
             dtype=_storage_dtype(tensor, dtype),
+            memory=of_units.get(tensor) if isinstance(tensor, nn.Parameter) else None,
         )
         for tensor in found
     }
@@ -67,17 +73,28 @@ def _storage_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dty
     return dtype if chosen and dtype is not None else tensor.dtype
 
 
-def with_storage(tensor: torch.Tensor, *, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+def with_storage(
+    tensor: torch.Tensor,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    memory: Callable[[torch.device, torch.dtype], torch.Tensor] | None = None,
+) -> torch.Tensor:
     """A parameter or buffer like `tensor` with uninitialised memory on `device`; of a DTensor, this rank's shard.
 
     Strides, attributes that code set on a parameter, and hooks on its gradient are kept.
+
+    Args:
+        tensor: on any device; of a DTensor on meta, only the shard gets memory.
+        device: of the memory, also where the mesh of a DTensor is of another device.
+        dtype: None keeps that of `tensor`.
+        memory: makes the memory of a DTensor's shard; None leaves it to `torch.empty`.
     """
     dtype = dtype or tensor.dtype
     if isinstance(tensor, DTensor):
-        local = torch.empty(tensor.to_local().shape, dtype=dtype, device=device)
-        data: torch.Tensor = DTensor.from_local(
-            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
+        shape = local_tensor(tensor).shape
+        local = memory(device, dtype) if memory else torch.empty(shape, dtype=dtype, device=device)
+        data: torch.Tensor = as_dtensor(local, tensor)
     else:
         data = torch.empty_like(tensor, dtype=dtype, device=device)
     return with_data(tensor, data) if isinstance(tensor, nn.Parameter) else data

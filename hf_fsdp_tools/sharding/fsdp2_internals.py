@@ -12,8 +12,9 @@ Words, as in torch's own files:
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.accelerator import pinned_empty
+from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import own_class
 
@@ -35,6 +38,7 @@ __all__ = [
     "make_gathered_memory",
     "make_root",
     "managed_parameters",
+    "new_memory",
     "parameters_of_unit",
     "release",
     "replace_parameter",
@@ -139,6 +143,37 @@ def complete_unit(module: FSDPModule, output: Any) -> Any:
         output = state._post_forward(state._modules[0], None, output)
         state._modules_to_run_forward.clear()
     return output
+
+
+# ---- memory of shards ----
+
+
+def new_memory(model: nn.Module) -> dict[nn.Parameter, Callable[[torch.device, torch.dtype], torch.Tensor]]:
+    """For each shard that a unit gathers, a function that makes uninitialised memory for it, and tells FSDP2.
+
+    FSDP2 gathers from memory of the length of the longest shard, and under CPU offload from pinned memory. Memory that
+    is neither, it copies: then a rank has its share twice, and writes each page once more than it must.
+
+    The functions are called with device and dtype; on the CPU the memory is pinned if the unit's policy says so. They
+    return this rank's part, which is the beginning of the memory along the dimension that is split.
+    """
+    makers: dict[nn.Parameter, Callable[[torch.device, torch.dtype], torch.Tensor]] = {}
+    for group in _groups(model):
+        for entry in group.fsdp_params:
+            shard = entry._module_info.module._parameters.get(entry._module_info.param_name)
+            if shard is not None:
+                makers[shard] = partial(_memory_of, entry, shard)
+    return makers
+
+
+def _memory_of(entry: Any, shard: nn.Parameter, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    size, dim = entry.padded_sharded_param_size, entry.fsdp_placement.dim
+    is_pinned = entry.pin_memory and device.type == "cpu"
+    memory = pinned_empty(size, dtype) if is_pinned else torch.empty(size, dtype=dtype, device=device)
+    length = local_tensor(shard).shape[dim] if local_tensor(shard).numel() else 0
+    memory.narrow(dim, length, size[dim] - length).zero_()
+    entry._sharded_param_data = memory.view(-1)
+    return memory.narrow(dim, 0, length)
 
 
 # ---- taking FSDP2 off, and replacing a parameter ----

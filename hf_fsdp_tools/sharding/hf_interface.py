@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.distributed.shards import as_dtensor, cut, part_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
@@ -131,12 +132,17 @@ def _resize_token_embeddings(
     return resized
 
 
-def _cut_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+def _cut_whole_tensors(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *others: Any
+) -> None:
     """Put this rank's part in the place of each whole tensor that is to be loaded into a shard of a module's own.
 
-    A tensor of another shape stays as it is, for torch's error.
+    Parts are views of the whole tensors, on their devices, and torch copies them into the shards. With `assign=True`
+    they become the shards: new memory on the device of the old ones. A tensor of another shape stays as it is, for
+    torch's error.
     """
     reshard_units(module)  # FSDP2's own hook does so too late, after this one
+    is_kept = local_metadata.get("assign_to_params_buffers", False)
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
         if (
@@ -145,8 +151,9 @@ def _cut_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: st
             and not isinstance(value, DTensor)
             and value.shape == parameter.shape
         ):
-            state_dict[prefix + name] = distribute_tensor(
-                value.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None
+            whole = value.detach()
+            state_dict[prefix + name] = (
+                cut(whole, parameter) if is_kept else as_dtensor(part_of(whole, parameter), parameter)
             )
 
 
