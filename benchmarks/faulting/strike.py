@@ -12,7 +12,7 @@ __all__ = ["Strike", "strike_after", "watch_files"]
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod"}
-_CALLS = ["write", "writev", "pwrite", "pwritev", "fsync", "ftruncate", "posix_fallocate"]
+_CALLS = ["write", "writev", "pwrite", "pwritev", "fsync", "ftruncate"]
 """System calls on an open file that Python announces by no audit event."""
 
 

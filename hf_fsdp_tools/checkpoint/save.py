@@ -1,10 +1,14 @@
 """A sharded model back into an ordinary Hugging Face checkpoint: every rank writes its own bytes to the same files."""
 
+import ctypes
 import errno
 import os
 import secrets
+import sys
 import time
+import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,7 @@ from hf_fsdp_tools.checkpoint.regions import row_major_strides, slice_view
 from hf_fsdp_tools.checkpoint.report import SaveReport
 from hf_fsdp_tools.checkpoint.save_adapter import save_adapter
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
-from hf_fsdp_tools.distributed.shards import is_first_replica, local_boxes_of, local_tensor, memory_view
+from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view, replica_of
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import original_classes
@@ -40,6 +44,10 @@ __all__ = ["save_pretrained"]
 _MIN_RUN_BYTES = 2048
 """Mean bytes of a run in the file below which a tensor is gathered instead: one system call per run costs more than
 sending the tensor to rank 0. (assumed)"""
+
+_MIN_PART_BYTES = 2**20
+"""Bytes that each replica of a shard must get to write for the replicas to share the shard; less is written by one of
+them. (assumed)"""
 
 
 def save_pretrained(
@@ -60,6 +68,7 @@ def save_pretrained(
 
     No rank gathers the model. All ranks compute the same layout, rank 0 makes the files at full length in a hidden
     folder, every rank writes and syncs its own ranges, and rank 0 gives all files their names once they are complete.
+    Under HSDP the replicas of a shard share its bytes.
     Until one last rename, whoever opens the folder gets the checkpoint that was there, and then the new one. Gathered
     one at a time, and counted, are tensors whose reverse conversion does more than move data, and tensors that would be
     written in runs of a few bytes.
@@ -115,7 +124,7 @@ def save_pretrained(
         _refuse_cast(model, dtype)
         layout = plan_layout(model, dtype, max_shard_size, draft.path)
         transfers = _plan_transfers(model, layout)
-        scattered = {key for key, parts in transfers.items() if _is_scattered(parts)}
+        scattered = {key for key, parts in transfers.items() if _is_scattered([transfer for transfer, _ in parts])}
     # A tensor is gathered by all ranks or by none, so they must agree on which.
     to_gather = sorted(
         {key for key in layout.places if key not in transfers}.union(*all_ranks(scattered, "planning the checkpoint"))
@@ -192,14 +201,25 @@ def _create_files(layout: Layout, folder: Path) -> None:
 
 def _reserve(descriptor: int, size: int) -> None:
     """Give a file its length; where the file system can, also its blocks, so that a full disk shows before any work."""
-    if hasattr(os, "posix_fallocate") and size:
-        try:
-            os.posix_fallocate(descriptor, 0, size)
-            return
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
     os.ftruncate(descriptor, size)
+    code = _fallocate(descriptor, size)
+    if code not in (0, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+        raise OSError(code, os.strerror(code))
+
+
+def _fallocate(descriptor: int, size: int) -> int:
+    """Reserve the blocks of a file by the system call `fallocate`; the number of its error, 0 without one.
+
+    `os.posix_fallocate` is not that call alone: on file systems without it (FUSE, NFS before 4.2, mounts of object
+    stores) the C library writes a byte into every block instead, 34 million writes for 140 GB.
+    """
+    if sys.platform != "linux" or not size:
+        return 0
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    while fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+        if (code := ctypes.get_errno()) != errno.EINTR:
+            return code
+    return 0
 
 
 def _check_visible(layout: Layout, folder: Path) -> None:
@@ -239,8 +259,11 @@ def _stage_configs(model: nn.Module, draft: Draft, dtype: torch.dtype | None, to
 # ---- bytes ----
 
 
-def _plan_transfers(model: nn.Module, layout: Layout) -> dict[str, list[Transfer]]:
-    """This rank's transfers by hub key; without the keys whose reverse conversion does more than move data."""
+def _plan_transfers(model: nn.Module, layout: Layout) -> dict[str, list[tuple[Transfer, tuple[int, int]]]]:
+    """This rank's transfers by hub key, each with (index, number) of the replica that this rank holds.
+
+    Keys whose reverse conversion does more than move data are left out.
+    """
     state = saved_tensors(model)
     return {
         key: list(_transfers(key, place, state, layout))
@@ -249,12 +272,15 @@ def _plan_transfers(model: nn.Module, layout: Layout) -> dict[str, list[Transfer
     }
 
 
-def _transfers(key: str, place: Place, state: Mapping[str, torch.Tensor], layout: Layout) -> Iterator[Transfer]:
-    """Yield what this rank writes of one saved tensor: its boxes of each model tensor that the saved one is made of."""
+def _transfers(
+    key: str, place: Place, state: Mapping[str, torch.Tensor], layout: Layout
+) -> Iterator[tuple[Transfer, tuple[int, int]]]:
+    """Yield what this rank holds of one saved tensor: its boxes of each model tensor that the saved one is made of."""
     strides = row_major_strides(place.tensor.shape)
     for piece in place.tensor.pieces or ():
         source = state[piece.source]
-        if not is_first_replica(source):
+        replica = replica_of(source)
+        if replica is None:
             continue
         local = local_tensor(source)
         for box, local_start in local_boxes_of(source):
@@ -263,25 +289,56 @@ def _transfers(key: str, place: Place, state: Mapping[str, torch.Tensor], layout
                 start = [a + b for a, b in zip(piece.box.start, part.start, strict=True)]
                 first = sum(i * s for i, s in zip(start, strides, strict=True))
                 held = held.contiguous()  # a copy only where a rank holds several ranges of one dimension
-                yield Transfer(
+                transfer = Transfer(
                     file=layout.path(place.file),
                     start=place.offset + first * place.dtype.itemsize,
                     dtype=place.dtype,
                     strides=strides,
                     memory=held.as_strided(view.length, view.strides, held.storage_offset() + view.offset),
                 )
+                yield transfer, replica
+
+
+def _part_of_replica(key: str, transfer: Transfer, replica: tuple[int, int]) -> Iterator[Transfer]:
+    """Yield the part of a transfer that this rank writes, if any; its replicas, which hold the same, write the rest.
+
+    A large transfer is cut along the dimension with the longest steps in the file, so that each replica writes about
+    one run of it. Small ones are dealt out by the tensor's name.
+    """
+    index, number = replica
+    longest = sorted(zip(transfer.strides, range(len(transfer.strides)), strict=True), reverse=True)
+    dim = next((d for _, d in longest if transfer.memory.shape[d] >= number), None)
+    if number == 1:
+        yield transfer
+    elif dim is None or transfer.num_bytes < number * _MIN_PART_BYTES:
+        if zlib.crc32(key.encode()) % number == index:
+            yield transfer
+    else:
+        size = transfer.memory.shape[dim]
+        first, stop = size * index // number, size * (index + 1) // number
+        yield replace(
+            transfer,
+            start=transfer.start + first * transfer.strides[dim] * transfer.dtype.itemsize,
+            memory=transfer.memory.narrow(dim, first, stop - first),
+        )
 
 
 def _write_all(
     model: nn.Module,
     layout: Layout,
-    transfers: Mapping[str, list[Transfer]],
+    transfers: Mapping[str, list[tuple[Transfer, tuple[int, int]]]],
     to_gather: list[str],
     folder: Path,
     staging_bytes: int,
 ) -> TransferStats:
     """Write and sync this rank's bytes: in place first, then, on rank 0, what is gathered. Every rank must call."""
-    in_place = [t for key, parts in transfers.items() if key not in to_gather for t in parts]
+    in_place = [
+        own
+        for key, held in transfers.items()
+        if key not in to_gather
+        for transfer, replica in held
+        for own in _part_of_replica(key, transfer, replica)
+    ]
     with agreed("writing the checkpoint", folder):
         stats = write_transfers(in_place, staging_bytes=staging_bytes)
     for key in to_gather:

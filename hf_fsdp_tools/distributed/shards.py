@@ -31,6 +31,7 @@ __all__ = [
     "local_tensor",
     "memory_view",
     "part_of",
+    "replica_of",
     "replicated_axes",
 ]
 
@@ -80,23 +81,32 @@ def replicated_axes(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
     return tuple((axis, index) for axis, (placement, index) in enumerate(placed) if placement.is_replicate())
 
 
-def is_first_replica(tensor: torch.Tensor) -> bool:
-    """Whether this rank writes its part of a tensor: of replicas, the first one does; of a plain tensor, rank 0.
+def replica_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """(index, number) of this rank's replica of its part of a tensor; None where its part is left to other ranks.
 
-    The first replica has coordinate 0 on every mesh axis that replicates. A mesh cut out of a larger mesh (FSDP's,
-    beside tensor parallelism) is repeated along the axes that it lacks; the repetition with the larger mesh's first
-    rank is the first one.
+    Of a plain tensor, rank 0 has the only replica. A DTensor has as many as the mesh axes that replicate it have ranks.
+    A mesh cut out of a larger mesh (FSDP's, beside tensor parallelism) is repeated along the axes that it lacks; only
+    the repetition with the larger mesh's first rank counts.
     """
     if isinstance(tensor, LocalBoxes):
-        return tensor.is_first_replica
+        return (0, 1) if tensor.is_first_replica else None
     if not isinstance(tensor, DTensor):
-        return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        return (0, 1) if not dist.is_initialized() or dist.get_rank() == 0 else None
     coordinate = tensor.device_mesh.get_coordinate()
-    replicas = zip(tensor.placements, coordinate or (), strict=False)
-    if coordinate is None or any(index != 0 for p, index in replicas if p.is_replicate()):
-        return False
     first = tensor.device_mesh._get_root_mesh().mesh.min()  # no public name in torch 2.11 to 2.13
-    return bool((tensor.device_mesh.mesh == first).any())
+    if coordinate is None or not bool((tensor.device_mesh.mesh == first).any()):
+        return None
+    index, number = 0, 1
+    for placement, i, ranks in zip(tensor.placements, coordinate, tensor.device_mesh.shape, strict=True):
+        if placement.is_replicate():
+            index, number = index * ranks + i, number * ranks
+    return index, number
+
+
+def is_first_replica(tensor: torch.Tensor) -> bool:
+    """Whether this rank stands for its part of a tensor where one rank alone must: sums, and what is sent to rank 0."""
+    replica = replica_of(tensor)
+    return replica is not None and replica[0] == 0
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Saving on real ranks: the files are what plain save_pretrained writes, and plain from_pretrained gets every bit
 back."""
 
+import errno
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
+from hf_fsdp_tools.checkpoint import save
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.checkpoint.report import SaveReport
@@ -75,12 +77,21 @@ def test_every_kind_is_saved_as_transformers_saves_it(
 # ---- other placements, dtypes, layouts ----
 
 
+def no_space(*_: Any) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
     """HSDP, other shard dimensions, and fp32 master weights saved in the dtype they came from."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded_meta_model("mixtral", folders["mixtral"], mesh=mesh)
     load_weights(model, folders["mixtral"])
     reports = [save_pretrained(model, root / "hsdp", max_shard_size="60KB")]
+    with patch.object(save, "_MIN_PART_BYTES", 64):  # else all are so small that one replica writes them alone
+        reports.append(save_pretrained(model, root / "hsdp, cut", max_shard_size="60KB"))
+    broken = patch.object(os, "pwritev", no_space) if dist.get_rank() == 3 else nullcontext()
+    with broken, pytest.raises(CheckpointError, match=r"rank 3: .*cannot be written: .*No space left"):
+        save_pretrained(model, root / "hsdp", max_shard_size="60KB")
     for kind in ("mixtral", "gpt2", "vit"):
         model = sharded_meta_model(kind, folders[kind], shard_placement_fn=last_even_dim)
         load_weights(model, folders[kind])
@@ -94,11 +105,19 @@ def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
 def test_other_placements_and_dtypes(folders: dict[str, Path], tmp_path: Path) -> None:
     folders = folders | {"bf16": make_checkpoint("mixtral", tmp_path / "original", dtype=torch.bfloat16)}
     per_rank = run_ranks(save_otherwise, 4, folders, tmp_path)
-    assert_same_checkpoint("mixtral", tmp_path / "hsdp", folders["mixtral"])
+    for name in ("hsdp", "hsdp, cut"):
+        assert_same_checkpoint("mixtral", tmp_path / name, folders["mixtral"])
+        files = {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")}
+        alone = {path.name: path.read_bytes() for path in (tmp_path / "columns mixtral").glob("*.safetensors")}
+        assert files == alone, "to the bit the files that ranks without replicas write"
     for kind in ("mixtral", "gpt2", "vit"):
         assert_same_checkpoint(kind, tmp_path / f"columns {kind}", folders[kind])
     assert_same_checkpoint("mixtral", tmp_path / "bf16", folders["bf16"])
-    assert [r[0].bytes_written > 0 for r in per_rank] == [True, True, False, False], "one replica writes"
+    for i in range(2):
+        assert all(rank[i].bytes_written > 0 for rank in per_rank), "both replicas write"
+        assert sum(rank[i].bytes_written for rank in per_rank) == per_rank[0][i].total_bytes, "each byte once"
+    first, second = (sum(rank[1].bytes_written for rank in part) for part in (per_rank[:2], per_rank[2:]))
+    assert abs(first - second) < 0.1 * (first + second), "about as much each"
     assert json.loads((tmp_path / "bf16" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -197,6 +216,30 @@ def test_a_trained_model_is_saved_with_its_update(folders: dict[str, Path], tmp_
     assert not torch.equal(saved["lm_head.weight"], before["lm_head.weight"])
 
 
+# ---- room on the disk ----
+
+
+def test_blocks_are_reserved_and_never_written_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the system call, the C library's stand-in would write 4 KiB by 4 KiB what is to be written anyway."""
+    size = 2**20 + 1
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("posix_fallocate may write every block"))
+    with open(tmp_path / "reserved", "wb") as stream:
+        can = save._fallocate(stream.fileno(), size) == 0
+        save._reserve(stream.fileno(), size)
+    with open(tmp_path / "bare", "wb") as stream, patch.object(save, "_fallocate", lambda *_: errno.EOPNOTSUPP):
+        save._reserve(stream.fileno(), size)
+    reserved, bare = ((tmp_path / name).stat() for name in ("reserved", "bare"))
+    assert reserved.st_size == bare.st_size == size
+    assert bare.st_blocks * 512 < size, "nothing was written"
+    assert not can or reserved.st_blocks * 512 >= size
+    with (
+        open(tmp_path / "full", "wb") as stream,
+        patch.object(save, "_fallocate", lambda *_: errno.ENOSPC),
+        pytest.raises(OSError, match="No space left"),
+    ):
+        save._reserve(stream.fileno(), size)
+
+
 # ---- faults ----
 
 
@@ -204,16 +247,13 @@ def save_with_fault(folder: Path, target: Path, fault: str) -> str:
     model = sharded_meta_model("llama", folder)
     load_weights(model, folder)
 
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
-
     if fault == "another folder":
         target = target / str(dist.get_rank())
         target.mkdir()
-    broken = {("disk full at once", 0): "posix_fallocate", ("disk full on one rank", 1): "pwritev"}
-    name = broken.get((fault, dist.get_rank()))
+    at_once = patch.object(save, "_fallocate", lambda *_: errno.ENOSPC)
+    broken = {("disk full at once", 0): at_once, ("disk full on one rank", 1): patch.object(os, "pwritev", no_space)}
     with (
-        patch.object(os, name, full) if name is not None else nullcontext(),
+        broken.get((fault, dist.get_rank()), nullcontext()),
         pytest.raises(CheckpointError) as caught,
     ):
         save_pretrained(model, target)

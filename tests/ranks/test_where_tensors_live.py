@@ -1,0 +1,170 @@
+"""Where shards live: on the device on which they are, whatever the mesh's device, and in memory that is made once.
+
+A mesh of another device is played by a mesh whose device type reads "meta": what is moved to the device of the mesh
+loses its values, and shows.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from hf_fsdp_tools import load_weights, make_wrap_plan, shard_model
+from hf_fsdp_tools.distributed import shards
+from hf_fsdp_tools.distributed.shards import as_dtensor, cut, fill_from_first, local_tensor, part_of
+from hf_fsdp_tools.integrations.model import _shard_like
+from hf_fsdp_tools.modeling.initialize import initialize_missing
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.sharding import adapters, fsdp2_internals
+from hf_fsdp_tools.sharding.allocate import allocate
+from tests._checkpoints import assert_same_model, plain_model
+from tests._dist import run_ranks
+
+
+@contextmanager
+def mesh_elsewhere() -> Iterator[None]:
+    """A block in which every mesh is of another device than the shards."""
+    with patch.object(DeviceMesh, "device_type", property(lambda mesh: "meta")):
+        yield
+
+
+def hsdp() -> DeviceMesh:
+    return init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+# ---- cutting ----
+
+
+def cuts() -> None:
+    """Shapes of even, uneven and empty shards, along any dimension; the reference is torch's own."""
+    line, square = init_device_mesh("cpu", (2,)), hsdp()
+    generator = torch.Generator().manual_seed(0)
+    for shape, mesh, placements in [
+        ((5, 3), line, [Shard(0)]),
+        ((1, 4), line, [Shard(0)]),
+        ((4, 6, 2), line, [Shard(1)]),
+        ((3, 3), square, [Replicate(), Shard(0)]),
+        ((), line, [Replicate()]),
+        ((0, 3), line, [Shard(0)]),
+    ]:
+        whole = torch.randn(shape, generator=generator)
+        reference = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        blank = as_dtensor(local_tensor(reference).to("meta"), reference)
+        assert blank.is_meta and blank.shape == whole.shape and blank.placements == tuple(placements)
+        with mesh_elsewhere():
+            part = part_of(whole, blank)
+            shard = cut(whole, blank, device=torch.device("cpu"), dtype=torch.float64)
+            again = as_dtensor(part, reference)
+        assert torch.equal(part, local_tensor(reference)), shape
+        assert not part.numel() or part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), "a view"
+        assert torch.equal(local_tensor(shard), local_tensor(reference).double()) and shard.dtype == torch.float64
+        assert local_tensor(shard).is_contiguous() and shard.shape == whole.shape
+        assert again.device.type == "cpu" and torch.equal(again.full_tensor(), whole), shape
+        with patch.object(shards, "_SLAB_BYTES", 20):  # pieces of a few rows
+            filled = as_dtensor(torch.full_like(local_tensor(reference), -1), reference)
+            fill_from_first(filled, whole if dist.get_rank() == 0 else torch.full_like(whole, 7), mesh)
+            plain = torch.full_like(whole, 9)
+            fill_from_first(plain, whole if dist.get_rank() == 0 else plain, mesh)
+        assert torch.equal(filled.full_tensor(), whole) and torch.equal(plain, whole), shape
+
+
+# ---- models ----
+
+
+def models(folder: Path) -> None:
+    model: Any = build_meta_model(folder)
+    shard_model(model, make_wrap_plan(model), mesh=hsdp())
+    with mesh_elsewhere():
+        allocate(model, device=torch.device("cpu"))
+        assert {p.device.type for p in model.parameters()} == {local_tensor(p).device.type for p in model.parameters()}
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+        assert {b.device.type for b in model.buffers()} == {"meta"}, "only shards are offloaded"
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        names = {name for name, _ in model.named_parameters()}
+        initialize_missing(model, missing_keys=names, seed=3)
+    alone = build_meta_model(folder)
+    allocate(alone, device=torch.device("cpu"))
+    initialize_missing(alone, missing_keys=names, seed=3)
+    assert_same_model(model, alone)
+
+    plain = plain_model("llama", folder)
+    for assign in (False, True):
+        with mesh_elsewhere():
+            model.load_state_dict({k: v.clone() for k, v in plain.state_dict().items()}, assign=assign)
+        assert_same_model(model, plain)
+        parameter = model.lm_head.weight
+        held = local_tensor(parameter).untyped_storage().nbytes()
+        assert held <= parameter.nbytes // 2 + parameter[0].nbytes, "not a view of the whole tensor"
+        torch.nn.init.zeros_(parameter)
+
+    shown = {}
+    with mesh_elsewhere(), adapters._one_axis(model):
+        shown = {name: (p.device.type, local_tensor(p).data_ptr()) for name, p in model.named_parameters()}
+    assert shown == {name: ("cpu", local_tensor(p).data_ptr()) for name, p in model.named_parameters()}
+
+    state = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(1))
+    with mesh_elsewhere():
+        mine = _shard_like(model.lm_head.weight, state)
+    assert torch.equal(mine.full_tensor(), state)
+
+
+# ---- memory of offloaded shards ----
+
+
+def pinned_once(folder: Path) -> None:
+    """FSDP2 finds each shard in pinned memory of the length that it gathers from, and copies none."""
+    made: list[torch.Tensor] = []
+
+    def pinned_empty(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        made.append(torch.empty(tuple(shape), dtype=dtype))
+        return made[-1]
+
+    def is_pinned(tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in {t.untyped_storage().data_ptr() for t in made}
+
+    def new_zeros(tensor: torch.Tensor, *shape: Any) -> torch.Tensor:
+        assert tensor.is_meta, "a shard is copied to be padded"
+        return torch.zeros(*shape, dtype=tensor.dtype, device="meta")
+
+    with (
+        patch.object(fsdp2_internals, "pinned_empty", pinned_empty),
+        patch.object(torch.Tensor, "is_pinned", is_pinned),
+        patch.object(torch.Tensor, "pin_memory", lambda tensor: pytest.fail("a shard is copied into pinned memory")),
+        patch.object(torch.Tensor, "new_zeros", new_zeros),
+    ):
+        model: Any = build_meta_model(folder)
+        policy = CPUOffloadPolicy(pin_memory=True)
+        for layer in model.model.layers:
+            fully_shard(layer, offload_policy=policy)
+        fully_shard(model, offload_policy=policy)
+        load_weights(model, folder, progress=False)
+        kept = {name: local_tensor(p).data_ptr() for name, p in model.named_parameters()}
+        model._get_fsdp_state()._lazy_init()
+        assert {name: local_tensor(p).data_ptr() for name, p in model.named_parameters()} == kept
+    assert all(is_pinned(local_tensor(p)) for p in model.parameters())
+    assert len(made) == len(list(model.parameters())), "each shard once"
+    sizes = {p.shape[0] for p in model.parameters()}
+    assert any(size % 2 for size in sizes), "some shards are padded"
+    assert sum(t.nbytes for t in made) == sum(-(-p.shape[0] // 2) * p.nbytes // p.shape[0] for p in model.parameters())
+    assert_same_model(model, plain_model("llama", folder))
+
+
+def all_of_it(folder: Path) -> None:
+    cuts()
+    models(folder)
+    pinned_once(folder)
+
+
+def test_shards_stay_where_they_are_and_their_memory_is_made_once(folders: dict[str, Path]) -> None:
+    run_ranks(all_of_it, 2, folders["llama"])
