@@ -1,4 +1,4 @@
-"""What only a GPU can break: pinned copies on side streams, NCCL beside gloo, CPU offload, loss scaling, compilation.
+"""What only a GPU can break: pinned copies on side streams, NCCL beside gloo, loss scaling, compilation.
 
 Each test runs on the CPU, and the same function on a GPU where there is one: one rank is enough. With two GPUs it runs
 sharded. All ranks train on the same rows, so the numbers do not depend on how many there are.
@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import (
@@ -141,25 +139,7 @@ def test_files_reach_memory_and_come_back_through_staging_buffers(device: Any, r
     run_ranks(_staged, ranks, tmp_path, device=device)
 
 
-# ---- CPU offload, precision ----
-
-
-def _offloaded(folder: Path, out: Path) -> list[float]:
-    model = from_pretrained(folder, offload_policy=CPUOffloadPolicy())
-    assert_same_model(model, AutoModelForCausalLM.from_pretrained(folder))
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor) and parameter.device.type == "cpu", name
-        assert parameter.to_local().is_pinned() == (_is_gpu() and parameter.to_local().numel() > 0), name
-    assert {buffer.device.type for buffer in model.buffers()} == {local_device().type}
-    losses = _steps(model)
-    save_pretrained(model, out / "offloaded")
-    return losses
-
-
-@on_each
-def test_cpu_offload_trains_from_pinned_shards(device: Any, ranks: int, folder: Path, tmp_path: Path) -> None:
-    for losses in run_ranks(_offloaded, ranks, folder, tmp_path, device=device):
-        _close(losses, _expected(folder))
+# ---- precision ----
 
 
 def _mixed(folder: Path, mixed_precision: str) -> list[float]:
