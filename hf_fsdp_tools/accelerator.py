@@ -1,10 +1,12 @@
 """This machine's accelerator: CUDA, ROCm, XPU or NPU, all through `torch.accelerator`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Protocol
 
 import torch
 
-__all__ = ["find_accelerator", "pinned_empty"]
+__all__ = ["Mark", "SideStream", "find_accelerator", "pinned_empty", "side_stream_for"]
 
 
 def find_accelerator() -> torch.device | None:
@@ -19,3 +21,95 @@ def find_accelerator() -> torch.device | None:
 def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Uninitialised host memory that the accelerator copies from and to by itself."""
     return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+
+
+class Mark(Protocol):
+    """A place in the queue of a stream: a `torch.Event`."""
+
+    def query(self) -> bool:
+        """Whether everything queued before it is done."""
+
+    def synchronize(self) -> None:
+        """Wait until everything queued before it is done."""
+
+
+class SideStream:
+    """A stream of one device beside the stream that the program computes on, and the memory that its copies need.
+
+    What is queued runs in order, and the host goes on at once. Any thread may queue, after it has called `enter`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Make a stream.
+
+        Args:
+            device: with an index.
+        """
+        self.device = device
+        self._stream = torch.Stream(device=device)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a tensor is on this device."""
+        return tensor.device == self.device
+
+    def enter(self) -> None:
+        """Let the calling thread use this device and this stream from now on.
+
+        A new thread's current device is device 0; whatever a thread does there makes a context on device 0, which takes
+        half a gigabyte for as long as the process lives.
+        """
+        torch.accelerator.set_device_index(self.device)
+        torch.accelerator.set_stream(self._stream)
+
+    def follow(self) -> None:
+        """Let what is queued from now on wait for what the calling thread's current stream has to do until now."""
+        self._stream.wait_stream(torch.accelerator.current_stream(self.device))
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Uninitialised bytes of pinned memory."""
+        return pinned_empty((num_bytes,), torch.uint8)
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Uninitialised bytes on the device, for the calling thread's current stream."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy between pinned and device memory: the same dtype, both contiguous."""
+        to.copy_(source, non_blocking=True)
+
+    def copy_each(self, to: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Queue copies within the device, any dtypes and strides, in as few kernels as the device can."""
+        torch._foreach_copy_(to, sources)
+
+    def mark(self) -> Mark:
+        """A mark after everything that is queued now."""
+        return self._stream.record_event()
+
+    def wait(self) -> None:
+        """Wait until everything that is queued is done."""
+        self._stream.synchronize()
+
+    def release(self) -> None:
+        """Give back memory that PyTorch's allocators keep for later: of the device, and pinned from torch 2.12 on."""
+        torch.accelerator.empty_cache()
+        if hasattr(torch.accelerator, "empty_host_cache"):
+            torch.accelerator.empty_host_cache()
+
+
+def side_stream_for(tensors: Iterable[torch.Tensor]) -> SideStream | None:
+    """The side stream of the first device of these tensors that is of this machine's accelerator; None without one.
+
+    Each device has one for the life of the process: PyTorch keeps freed memory for the stream that it was allocated on,
+    so that each further stream would hold memory of its own.
+    """
+    devices = dict.fromkeys(tensor.device for tensor in tensors)
+    if all(device.type == "cpu" for device in devices):
+        return None
+    accelerator = find_accelerator()
+    device = next((d for d in devices if accelerator is not None and d.type == accelerator.type), None)
+    return None if device is None else _side_stream(device)
+
+
+@cache
+def _side_stream(device: torch.device) -> SideStream:
+    return SideStream(device)

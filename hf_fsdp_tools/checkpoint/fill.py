@@ -1,6 +1,7 @@
 """Fill this rank's shards of an allocated model: read, convert, pack, and under HSDP receive from the first replica."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -8,12 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.accelerator import SideStream, side_stream_for
 from hf_fsdp_tools.checkpoint.conversion import ConversionGroup, convert_group, persistent_tensors
-from hf_fsdp_tools.checkpoint.io.files import TransferStats, read_transfers
+from hf_fsdp_tools.checkpoint.io.files import Reader, TransferStats
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer, transfers_into
 from hf_fsdp_tools.checkpoint.match import Match
 from hf_fsdp_tools.checkpoint.quantized.pack import quantize_weights
-from hf_fsdp_tools.checkpoint.quantized.share import share_of_packed
+from hf_fsdp_tools.checkpoint.quantized.share import PackedShare, compute_device, share_of_packed
 from hf_fsdp_tools.checkpoint.report import loading_bar
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
@@ -84,6 +86,9 @@ def fill_shards(
     Under HSDP (a parameter is sharded along one axis of its mesh and replicated along another) the first replica reads,
     and each shard is broadcast along the replicate axis, over the mesh's own process group: each byte is read once.
 
+    All reads share one set of threads, open files and staging buffers. On an accelerator, memory that PyTorch's
+    allocators then keep for later is given back.
+
     Every rank must call. The ranks exchange errors, and under HSDP shards.
 
     Raises:
@@ -93,21 +98,25 @@ def fill_shards(
     with agreed(doing):
         share = _share_of(model, match)
         packed = share_of_packed(model, match.to_pack, match.load_map, match.index)
+        side = _side_stream_of(model, packed)
     to_read = share.read_bytes + packed.read_bytes
-    with loading_bar(to_read, rank=rank, world_size=world_size, progress=progress) as on_bytes:
-        with agreed(doing):
-            stats = read_transfers(
-                share.transfers,
-                staging_bytes=staging_bytes,
-                in_flight=in_flight,
-                # Where all ranks share this machine, another rank wants the bytes that this one skips.
-                read_ahead=rank_on_node()[1] == world_size,
-                on_bytes=on_bytes,
-            )
-            converted = _convert_whole(model, match, share.opaque, staging_bytes, on_bytes)
-        stats += quantize_weights(
-            packed, match.index, doing=doing, staging_bytes=staging_bytes, in_flight=in_flight, on_bytes=on_bytes
+    with ExitStack() as stack:
+        if side is not None:
+            stack.callback(side.release)
+        bar = loading_bar(to_read, rank=rank, world_size=world_size, progress=progress)
+        reader = Reader(
+            staging_bytes=staging_bytes,
+            side=side,
+            in_flight=in_flight,
+            # Where all ranks share this machine, another rank wants the bytes that this one skips.
+            read_ahead=rank_on_node()[1] == world_size,
+            on_bytes=stack.enter_context(bar),
         )
+        stack.enter_context(reader)
+        with agreed(doing):
+            stats = reader.read(share.transfers)
+            converted = _convert_whole(model, match, share.opaque, reader)
+        stats += quantize_weights(packed, match.index, reader, doing=doing, staging_bytes=staging_bytes)
     _receive(persistent_tensors(model), share.received)
     return Filled(
         stats=stats,
@@ -116,6 +125,13 @@ def fill_shards(
         replicated_bytes=share.replicated_bytes + packed.replicated_bytes,
         host_bytes=share.host_bytes + packed.host_bytes,
     )
+
+
+def _side_stream_of(model: nn.Module, packed: PackedShare) -> SideStream | None:
+    """The side stream of the accelerator that values are read to; None where all of them go to the host."""
+    shards = [local_tensor(tensor) for tensor in persistent_tensors(model).values()]
+    computed = [torch.empty(0, device=compute_device(weight.sharded)) for weight in packed.weights[:1]]
+    return side_stream_for([*shards, *computed])
 
 
 def _share_of(model: nn.Module, match: Match) -> _Share:
@@ -158,8 +174,7 @@ def _convert_whole(
     model: nn.Module,
     match: Match,
     opaque: Iterable[ConversionGroup],
-    staging_bytes: int,
-    on_bytes: Callable[[int], object],
+    reader: Reader,
 ) -> TransferStats:
     """Run conversions that compute, one at a time: read whole tensors, convert them, keep this rank's shards."""
     state, index = persistent_tensors(model), match.index
@@ -175,7 +190,7 @@ def _convert_whole(
                 memory, PieceTensor.stored(index.tensors[key], dtype), Box.whole(memory.shape), index.source
             )
         )
-        stats += read_transfers(transfers, staging_bytes=staging_bytes, on_bytes=on_bytes)
+        stats += reader.read(transfers)
         for key, result in convert_group(model, group, whole).items():
             if key not in match.loaded or match.loaded[key].pieces is not None:
                 continue

@@ -16,7 +16,7 @@ from hf_fsdp_tools.checkpoint.conversion import set_conversions
 from hf_fsdp_tools.checkpoint.fill import Filled, fill_shards
 from hf_fsdp_tools.checkpoint.fingerprint import refuse_other_contents
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.io.files import REQUESTS_IN_FLIGHT
+from hf_fsdp_tools.checkpoint.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, STAGING_BYTES_PINNED
 from hf_fsdp_tools.checkpoint.match import Match, check_ties, match_checkpoint, refuse_not_finite
 from hf_fsdp_tools.checkpoint.quantized.pack import forget_scales
 from hf_fsdp_tools.checkpoint.report import LoadReport, MemoryWatch, log_keys
@@ -51,7 +51,7 @@ def load_weights(
     added_tokens: AddedTokens | None = None,
     check_finite: bool = False,
     seed: int | None = None,
-    staging_bytes: int = 64 * 2**20,
+    staging_bytes: int | None = None,
     requests_in_flight: int = REQUESTS_IN_FLIGHT,
     progress: bool | None = None,
     **hub_kwargs: Any,
@@ -81,7 +81,8 @@ def load_weights(
         check_finite: refuse NaN and infinity in what was read; each rank looks at its own shards.
         seed: of the model's own initialisation; the values do not depend on the number of ranks. None: it follows from
             rank 0's generator, that is from `torch.manual_seed` or `set_seed`.
-        staging_bytes: bound of host memory above the shards; at least 1 MiB.
+        staging_bytes: bound of host memory above the shards; at least 1 MiB. None: 64 MiB, or 320 MiB of pinned memory
+            for shards on an accelerator, so that it reads 16 times 16 MiB at once while other buffers are copied from.
         requests_in_flight: reads of this rank at a time. The default suits the page cache, local disks and network file
             systems; more may help where one request takes very long, fewer where a file server throttles.
         progress: a bar with bytes and speed on rank 0, over that rank's own bytes. None: where standard error is a
@@ -107,6 +108,8 @@ def load_weights(
             storage, or arguments differ between ranks; the same on every rank.
     """
     with agreed("checking the arguments of load_weights"):
+        if staging_bytes is None:
+            staging_bytes = STAGING_BYTES if (device or _device_of(model)).type == "cpu" else STAGING_BYTES_PINNED
         if staging_bytes < 2**20:
             raise ConfigError(f"staging_bytes is {staging_bytes}; it must be at least {2**20} (1 MiB).")
         if requests_in_flight < 1:

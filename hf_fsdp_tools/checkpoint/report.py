@@ -49,7 +49,7 @@ class LoadReport:
     """Keys that the model initialised itself: missing and mismatched ones."""
 
     bytes_read: int
-    """Bytes of tensor data that this rank read."""
+    """Bytes of tensor data that this rank read; gaps between wanted bytes that were read through count."""
 
     share_bytes: int
     """Bytes of this rank's shards of the loaded tensors, in the stored dtypes: the least that must be read."""
@@ -67,10 +67,14 @@ class LoadReport:
     """System calls that read data."""
 
     staging_bytes: int
-    """Bytes of staging buffers."""
+    """Bytes of staging buffers, pinned where shards are on an accelerator."""
 
     peak_host_bytes: int
-    """Bytes by which the process's resident memory rose above the shards during loading (see `MemoryWatch`)."""
+    """Bytes by which the process's resident memory rose above the shards during loading (see `MemoryWatch`).
+
+    On an accelerator it also holds what the driver maps into the process meanwhile: the device's context and kernels
+    that are loaded when they are first used (hundreds of MB that are no staging), and pinned buffers as far as the
+    system counts them as resident. `staging_bytes` is exact there."""
 
     seconds: dict[str, float]
     """Time per stage on this rank: plan, read, initialize."""

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_fsdp_tools.checkpoint.io import files
-from hf_fsdp_tools.checkpoint.io.files import MAX_GAP_BYTES, read_transfers, write_transfers
+from hf_fsdp_tools.checkpoint.io.files import MAX_GAP_BYTES, Reader, read_transfers, write_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.checkpoint.report import MemoryWatch
@@ -125,7 +125,8 @@ def test_read_ahead_is_off_so_that_neighbours_bytes_stay_on_the_disk(
     file.write_bytes(raw(torch.ones(4)))
     read_transfers([whole(file, torch.ones(4), torch.zeros(4))], staging_bytes=MIB)
     write_transfers([whole(file, torch.ones(4), torch.ones(4))], staging_bytes=MIB)
-    read_transfers([whole(file, torch.ones(4), torch.zeros(4))], staging_bytes=MIB, read_ahead=True)
+    with Reader(staging_bytes=MIB, side=None, read_ahead=True) as reader:
+        reader.read([whole(file, torch.ones(4), torch.zeros(4))])
     assert advice == [(0, 0, os.POSIX_FADV_RANDOM)]
 
 
@@ -147,7 +148,8 @@ def test_large_tensors_are_divided_so_that_several_requests_bring_them(
     file = tmp_path / "stored.bin"
     file.write_bytes(raw(tensor))
     memory, arrived = torch.zeros(100, 30), []
-    stats = read_transfers([whole(file, tensor, memory)], staging_bytes=MIB, on_bytes=arrived.append)
+    with Reader(staging_bytes=MIB, side=None, on_bytes=arrived.append) as reader:
+        stats = reader.read([whole(file, tensor, memory)])
     assert torch.equal(tensor, memory)
     assert stats.calls == 12 and sum(arrived) == 12000 and max(arrived) == 1024
 
@@ -163,8 +165,9 @@ def test_after_a_failure_no_further_request_is_begun(tmp_path: Path, monkeypatch
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(files.os, "preadv", broken)
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        read_transfers([whole(file, torch.zeros(1000), torch.zeros(1000))], staging_bytes=MIB, in_flight=4)
+    reader = Reader(staging_bytes=MIB, side=None, in_flight=4)
+    with reader, pytest.raises(CheckpointError, match="Input/output error"):
+        reader.read([whole(file, torch.zeros(1000), torch.zeros(1000))])
     assert len(begun) <= 4
 
 

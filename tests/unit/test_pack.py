@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ from transformers import BitsAndBytesConfig
 from transformers.quantizers import quantizer_bnb_4bit
 
 from hf_fsdp_tools import CheckpointError, ConfigError, build_meta_model, load_weights, make_wrap_plan
+from hf_fsdp_tools.checkpoint import fill
+from hf_fsdp_tools.checkpoint.io import files
+from hf_fsdp_tools.checkpoint.io.files import Reader
 from hf_fsdp_tools.checkpoint.quantized import pack
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of, refuse_cast
 from tests._checkpoints import make_checkpoint
+from tests._late import LateSideStream, Machine
 
 TINY = {
     "vocab_size": 131,
@@ -98,34 +103,75 @@ def test_without_being_asked_nothing_imports_bitsandbytes():
 
 
 def test_weights_are_packed_in_parts_of_bounded_size(tmp_path, monkeypatch):
-    """A weight of 8 MB at 1 MiB of staging: no part, and no window that is read, is larger than its share of that."""
+    """A weight of 8 MB at 1 MiB of staging: no part, and no window that is read, is larger than its share of that; one
+    window is read while the one before is packed."""
     import bitsandbytes.functional
 
     config = hf.LlamaConfig(**TINY | {"intermediate_size": 32768, "num_hidden_layers": 1})
     plain = hf.LlamaForCausalLM(config)
     plain.save_pretrained(tmp_path)
-    parts, windows = [], []
-    quantize, read = bitsandbytes.functional.quantize_4bit, pack.read_transfers
+    parts, windows, order = [], [], []
+    quantize, begin = bitsandbytes.functional.quantize_4bit, Reader.begin
 
     def packing(values, **options):
+        order.append("pack")
         parts.append(values.numel())
         return quantize(values, **options)
 
-    def reading(transfers, **options):
+    def reading(reader, transfers):
+        order.append("read")
         windows.append(sum(t.memory.numel() * t.memory.itemsize for t in transfers))
-        return read(transfers, **options)
+        return begin(reader, transfers)
 
     monkeypatch.setattr(bitsandbytes.functional, "quantize_4bit", packing)
-    monkeypatch.setattr(pack, "read_transfers", reading)
+    monkeypatch.setattr(Reader, "begin", reading)
     model = build_meta_model(tmp_path, dtype=torch.float32, quantization_config=four_bits())
     report = load_weights(model, tmp_path, staging_bytes=2**20)
     assert report.read_ratio == 1.0 and report.bytes_read == sum(p.numel() for p in plain.parameters()) * 4
     assert sum(parts) == sum(packing_of(m).numel for m in packed_linears(model).values())
-    assert max(parts) * pack._WORK_BYTES <= 2**19 and max(windows) <= 2**18
+    assert sum(windows[1:]) == 4 * sum(parts), "the first read is of what is not packed"
+    assert max(parts) * pack._WORK_BYTES <= 2**18 and max(windows[1:]) <= 2**16
+    assert any(a == b == "read" for a, b in pairwise(order[2:])), "after those of the first window"
     # a plain model on one process computes with what was loaded
     expected = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=four_bits())
     ids = torch.arange(3, 19).reshape(1, 16)
     assert torch.equal(model.train()(ids).logits, expected.train()(ids).logits)
+
+
+def test_a_whole_load_to_a_late_accelerator(tmp_path, monkeypatch):
+    """Values travel through pinned buffers and arrive late: one pool of threads and one set of buffers for all of it,
+    and the bits of a load by the CPU."""
+    config = hf.LlamaConfig(**TINY | {"intermediate_size": 1024})
+    hf.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    pools, pool = [], files.ThreadPoolExecutor
+    monkeypatch.setattr(
+        files, "ThreadPoolExecutor", lambda *args, **options: pools.append(args) or pool(*args, **options)
+    )
+
+    def loaded():
+        model = build_meta_model(tmp_path, dtype=torch.float32, quantization_config=four_bits())
+        pools.clear()
+        report = load_weights(model, tmp_path, staging_bytes=2**20)
+        assert len(pools) == 1 and 0 < report.staging_bytes <= 2**20
+        states = {name: module.quant_state.as_dict() for name, module in packed_linears(model).items()}
+        return model.state_dict(), states
+
+    expected, expected_states = loaded()
+    with Machine(late_s=2e-4) as machine:
+        machine.set_device(1)
+        side = LateSideStream(machine, 1, holds=lambda tensor: True)
+        monkeypatch.setattr(fill, "side_stream_for", lambda tensors: side)
+        found, states = loaded()
+        assert set(machine.named) == {1} and machine.released == 1
+        assert sum(machine.pinned_bytes) <= 2**20 and machine.pinned_alive == 0 and machine.copies_under_way == 0
+    assert found.keys() == expected.keys() and states.keys() == expected_states.keys()
+    for key in expected:
+        bits = [tensor.contiguous().view(torch.uint8) for tensor in (found[key], expected[key])]
+        assert torch.equal(*bits), key  # packed values are NaN to the dtype that stores them
+    for key in states:
+        assert str(states[key]) == str(expected_states[key]) and torch.equal(
+            states[key]["absmax"], expected_states[key]["absmax"]
+        )
 
 
 def test_8_bit_floats_are_no_values_to_pack(tmp_path):

@@ -1,17 +1,43 @@
-"""Staging buffers: bounded, in turn, and never given out while somebody copies from them."""
+"""Staging buffers: bounded, in turn, and never given out while somebody copies from them; the road to an accelerator,
+on a stand-in whose copies are late."""
 
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
-from hf_fsdp_tools.checkpoint.io.staging import Ring, Staging
+from hf_fsdp_tools.checkpoint.io import files, staging
+from hf_fsdp_tools.checkpoint.io.files import Reader, Writer
+from hf_fsdp_tools.checkpoint.io.staging import Ring, buffer_sizes
+from hf_fsdp_tools.checkpoint.io.transfer import Transfer
+from hf_fsdp_tools.checkpoint.regions import row_major_strides
+from hf_fsdp_tools.errors import CheckpointError
+from tests._late import POISON, LateSideStream, Machine
+
+KIB, MIB = 2**10, 2**20
+OWN = 1  # of devices 0 and 1
+IN_FLIGHT = 4
+
+
+# ---- buffers ----
 
 
 class Copy:
-    """Stands for an event of a stream: notes in what order it was waited for."""
+    """Stands for an event of a stream: done once it was waited for."""
 
     def __init__(self, name: str, waited: list[str]) -> None:
         self.name, self.waited = name, waited
+
+    def query(self) -> bool:
+        return self.name in self.waited
 
     def synchronize(self) -> None:
         self.waited.append(self.name)
@@ -28,27 +54,316 @@ def test_a_buffer_comes_back_only_after_the_copy_from_it() -> None:
     ring = Ring(make, 2)
     given = []
     for name in "abcde":
-        given.append(ring.next())
-        ring.copied_when(Copy(name, waited))
+        given.append(ring.take())
+        ring.give_back(given[-1], Copy(name, waited))
     assert [id(b) for b in given] == [id(made[i % 2]) for i in range(5)] and len(made) == 2
     assert waited == ["a", "b", "c"]  # one copy runs while the other buffer is filled
-    ring.drain()
-    assert waited == ["a", "b", "c", "d", "e"]
 
 
-def test_a_buffer_that_nobody_copies_from_is_not_waited_for() -> None:
-    ring = Ring(lambda: torch.empty(4), 1)
-    assert ring.next() is ring.next()
-    ring.drain()
+def test_no_buffer_is_made_while_one_is_idle() -> None:
+    ring = Ring(lambda: torch.empty(4), 3)
+    first = ring.take()
+    ring.give_back(first, None)
+    assert ring.take() is first
+    ring.give_back(first, Copy("done", ["done"]))
+    assert ring.take() is first and ring.made == 1
 
 
-def test_each_thread_has_its_own_buffers() -> None:
-    staging = Staging(num_bytes=100, device=None)
+def test_threads_never_hold_the_same_buffer() -> None:
+    ring = Ring(lambda: torch.zeros(1, dtype=torch.int64), 3)
+
+    def use(number: int) -> bool:
+        buffer = ring.take()
+        buffer.fill_(number)
+        is_own = all(buffer.item() == number for _ in range(20))
+        ring.give_back(buffer, None)
+        return is_own
+
     with ThreadPoolExecutor(3) as pool:
-        buffers = list(pool.map(lambda _: staging.next_buffer(), range(30)))
-    distinct = {buffer.data_ptr() for buffer in buffers}
-    assert 1 <= len(distinct) <= 3 and staging.allocated_bytes == 100 * len(distinct)
-    seen: list[torch.Tensor] = []
-    staging.next_buffer()
-    staging.hand_over(torch.ones(3), seen.append)
-    assert torch.equal(seen[0], torch.ones(3))
+        assert all(pool.map(use, range(300)))
+    assert ring.made <= 3
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 16, 100])
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("staging_bytes", [MIB, 64 * MIB, files.STAGING_BYTES_PINNED, 2**34])
+def test_buffers_are_as_many_as_threads_and_within_the_bound(staging_bytes: int, pinned: bool, in_flight: int) -> None:
+    count, size = buffer_sizes(staging_bytes, in_flight, pinned=pinned)
+    assert count * size <= staging_bytes and count >= in_flight and size >= 2 * KIB
+    assert count > in_flight or not pinned, "what is copied from is not read into"
+    assert size & (size - 1) == 0 or not pinned, "PyTorch would round it up beyond the bound"
+
+
+def test_the_default_for_accelerators_reads_16_times_16_mib_at_once() -> None:
+    assert buffer_sizes(files.STAGING_BYTES_PINNED, files.REQUESTS_IN_FLIGHT, pinned=True) == (20, 16 * MIB)
+
+
+# ---- the road to an accelerator ----
+
+
+@contextmanager
+def devices(late_s: float = 1e-3) -> Iterator[tuple[Machine, LateSideStream]]:
+    with Machine(late_s=late_s) as machine:
+        machine.set_device(OWN)
+        yield machine, LateSideStream(machine, OWN)
+
+
+def stored(folder: Path, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Path, list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for _ in range(count)]
+    file = folder / f"stored-{count}-{shape}-{dtype}"
+    file.write_bytes(b"".join(t.view(-1).view(torch.uint8).numpy().tobytes() for t in tensors))
+    return file, tensors
+
+
+def places(file: Path, tensors: list[torch.Tensor], make: Callable[[torch.Tensor], torch.Tensor]) -> list[Transfer]:
+    """A transfer of each tensor to new memory, which holds the same number of its first columns."""
+    begins = [sum(t.nbytes for t in tensors[:i]) for i in range(len(tensors))]
+    return [
+        Transfer(file=file, start=begin, dtype=t.dtype, strides=row_major_strides(t.shape), memory=make(t))
+        for begin, t in zip(begins, tensors, strict=True)
+    ]
+
+
+def whole(machine: Machine, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: machine.tensor(*tensor.shape, dtype=dtype)
+
+
+def every_other_row(machine: Machine) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Memory with gaps."""
+    return lambda tensor: machine.tensor(2 * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype)[::2]
+
+
+CASES: dict[str, Any] = {
+    # what of it, tensors, shape, stored dtype, dtype in memory
+    "large runs": (whole, 12, (64, 300), torch.bfloat16, torch.bfloat16),
+    "many small runs": (whole, 400, (7, 5), torch.bfloat16, torch.bfloat16),
+    "cast": (whole, 12, (64, 300), torch.float32, torch.bfloat16),
+    "a scalar between": (whole, 9, (), torch.float32, torch.float32),
+    "gaps in memory": (lambda machine, dtype: every_other_row(machine), 12, (64, 30), torch.bfloat16, torch.bfloat16),
+}
+
+
+@pytest.fixture
+def watched_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], list[int]]:
+    """Reads refuse buffers that a copy still reads, and poison them before they fill them."""
+
+    def watch(machine: Machine) -> list[int]:
+        real, seen = os.preadv, []
+
+        def preadv(descriptor: int, buffers: list[memoryview], position: int) -> int:
+            seen.append(position)
+            for buffer in buffers:
+                assert not machine.is_read(buffer), "a buffer is refilled while a copy reads it"
+                buffer[:] = bytes([POISON]) * len(buffer)
+            return real(descriptor, buffers, position)
+
+        monkeypatch.setattr(files.os, "preadv", preadv)
+        return seen
+
+    return watch
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_arrive_and_come_back_however_late_copies_are(
+    case: str, tmp_path: Path, watched_reads: Callable[[Machine], list[int]]
+) -> None:
+    make, count, shape, of_file, of_memory = CASES[case]
+    file, tensors = stored(tmp_path, count, shape, of_file)
+    copy = tmp_path / "copy"
+    copy.write_bytes(bytes(file.stat().st_size))
+    with devices() as (machine, side):
+        watched_reads(machine)
+        transfers = places(file, tensors, make(machine, of_memory))
+        with Reader(staging_bytes=96 * KIB, side=side, in_flight=IN_FLIGHT) as reader:
+            stats = reader.read(transfers)
+        for transfer, tensor in zip(transfers, tensors, strict=True):
+            assert torch.equal(transfer.memory, tensor.to(of_memory))
+        assert 0 < stats.staging_bytes <= 96 * KIB and stats.num_bytes == file.stat().st_size
+        again = [
+            Transfer(file=copy, start=t.start, dtype=t.dtype, strides=t.strides, memory=t.memory) for t in transfers
+        ]
+        with Writer(staging_bytes=96 * KIB, side=side, in_flight=IN_FLIGHT) as writer:
+            writer.begin(again)()
+        assert set(machine.named) == {OWN}, "a call on another device makes a context there"
+    rounded = [tensor.to(of_memory).to(of_file) for tensor in tensors]
+    assert copy.read_bytes() == b"".join(t.view(-1).view(torch.uint8).numpy().tobytes() for t in rounded)
+
+
+def test_columns_are_cast_by_the_device_from_buffers_that_hold_the_gaps_too(tmp_path: Path) -> None:
+    file, (tensor,) = stored(tmp_path, 1, (64, 3000), torch.float32)
+    with devices() as (machine, side):
+        memory = machine.tensor(64, 1000, dtype=torch.bfloat16)
+        transfer = Transfer(file=file, start=4000, dtype=torch.float32, strides=(3000, 1), memory=memory)
+        for read_ahead, calls in ((True, 2), (False, 64)):
+            memory.fill_(0)
+            with Reader(staging_bytes=4 * MIB, side=side, in_flight=1, read_ahead=read_ahead) as reader:
+                stats = reader.read([transfer])
+            assert torch.equal(memory, tensor[:, 1000:2000].bfloat16())
+            assert stats.calls <= calls, "gaps of 8 kB are read through where the page cache has them anyway"
+
+
+def test_few_large_runs_are_copied_straight_and_many_small_ones_by_one_copy_and_one_kernel(tmp_path: Path) -> None:
+    large, few = stored(tmp_path, 3, (64, 256), torch.bfloat16)
+    small, many = stored(tmp_path, 200, (16, 8), torch.bfloat16)
+    with devices() as (machine, side), Reader(staging_bytes=2 * MIB, side=side, in_flight=1) as reader:
+        reader.read(places(large, few, whole(machine, torch.bfloat16)))
+        assert machine.done == ["copy"] * 3
+        machine.done.clear()
+        stats = reader.read(places(small, many, whole(machine, torch.bfloat16)))
+        assert machine.done == ["copy", "copy_each"] and stats.calls == 1
+
+
+def test_small_reads_share_a_buffer(tmp_path: Path) -> None:
+    """Every second one of many tensors, with large gaps between them: a call each, and one copy."""
+    file, tensors = stored(tmp_path, 40, (64, 64), torch.bfloat16)
+    with devices() as (machine, side), Reader(staging_bytes=2 * MIB, side=side, in_flight=1) as reader:
+        transfers = places(file, tensors, whole(machine, torch.bfloat16))[::2]
+        stats = reader.read(transfers)
+        assert stats.calls == 20 and machine.done == ["copy", "copy_each"]
+        assert all(torch.equal(t.memory, tensor) for t, tensor in zip(transfers, tensors[::2], strict=True))
+
+
+def test_requests_of_a_batch_lie_in_the_buffer_where_their_dtype_may(tmp_path: Path) -> None:
+    file = tmp_path / "stored"
+    numbers = torch.arange(5, dtype=torch.float64)
+    file.write_bytes(b"odd" + bytes(20001) + numbers.numpy().tobytes())
+    with devices() as (machine, side), Reader(staging_bytes=MIB, side=side, in_flight=1) as reader:
+        odd, even = machine.tensor(3, dtype=torch.uint8), machine.tensor(5, dtype=torch.float32)
+        transfers = [
+            Transfer(file=file, start=0, dtype=torch.uint8, strides=(1,), memory=odd),
+            Transfer(file=file, start=20004, dtype=torch.float64, strides=(1,), memory=even),
+        ]
+        assert reader.read(transfers).calls == 2 and machine.done == ["copy", "copy_each"]
+        assert bytes(odd.tolist()) == b"odd" and torch.equal(even, numbers.float())
+
+
+def test_what_was_queued_before_on_the_programs_stream_comes_first(tmp_path: Path) -> None:
+    """The memory of a shard may be in use: here the program still writes to it."""
+    file, tensors = stored(tmp_path, 4, (64, 300), torch.bfloat16)
+    with devices() as (machine, side), Reader(staging_bytes=MIB, side=side, in_flight=IN_FLIGHT) as reader:
+        for _ in range(2):
+            transfers = places(file, tensors, whole(machine, torch.bfloat16))
+            for transfer in transfers:
+                memory = machine.raw(transfer.memory)
+                machine.stream(OWN).add(memory.zero_, late_s=0.02)
+            reader.read(transfers)
+            machine.stream(OWN).mark().synchronize()
+            assert all(torch.equal(t.memory, tensor) for t, tensor in zip(transfers, tensors, strict=True))
+
+
+def test_host_memory_does_not_travel_through_the_device(tmp_path: Path) -> None:
+    """Offloaded shards that are cast, beside whole parameters on the device."""
+    file, tensors = stored(tmp_path, 20, (64, 300), torch.float32)
+    with devices() as (machine, side), Reader(staging_bytes=MIB, side=side, in_flight=IN_FLIGHT) as reader:
+        transfers = places(file, tensors, lambda tensor: torch.empty(tensor.shape, dtype=torch.bfloat16))
+        transfers[::5] = places(file, tensors, whole(machine, torch.bfloat16))[::5]
+        reader.read(transfers)
+        assert all(torch.equal(t.memory, tensor.bfloat16()) for t, tensor in zip(transfers, tensors, strict=True))
+        assert machine.done.count("copy") == machine.done.count("copy_each") <= 4
+
+
+def test_one_set_of_threads_and_buffers_serves_all_reads_of_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, tensors = stored(tmp_path, 12, (64, 300), torch.bfloat16)
+    threads, real, opened = set(), os.preadv, []
+
+    def preadv(*args: Any) -> int:
+        threads.add(threading.get_ident())
+        return real(*args)
+
+    open_file = os.open
+    monkeypatch.setattr(files.os, "preadv", preadv)
+    monkeypatch.setattr(files.os, "open", lambda *args: opened.append(args[0]) or open_file(*args))
+    with devices() as (machine, side):
+        with Reader(staging_bytes=96 * KIB, side=side, in_flight=IN_FLIGHT) as reader:
+            for _ in range(10):
+                transfers = places(file, tensors, whole(machine, torch.bfloat16))
+                assert reader.read(transfers).staging_bytes <= 96 * KIB
+        assert len(threads) <= IN_FLIGHT and opened == [file]
+        assert len(machine.pinned_bytes) <= buffer_sizes(96 * KIB, IN_FLIGHT, pinned=True)[0]
+        assert sum(machine.pinned_bytes) <= 96 * KIB and machine.pinned_alive == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_everything_dies_without_the_garbage_collector(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor memory does not make Python's collector run, so pinned memory in a cycle would stay for long."""
+    file, tensors = stored(tmp_path, 12, (64, 300), torch.bfloat16)
+    with devices() as (machine, side):
+        transfers = places(file, tensors, whole(machine, torch.bfloat16))
+        if fails:
+            with open(file, "r+b") as stream:
+                stream.truncate(file.stat().st_size // 2)
+        gc.collect()
+        gc.disable()
+        try:
+            reader = Reader(staging_bytes=96 * KIB, side=side, in_flight=IN_FLIGHT)
+            with reader:
+                if fails:
+                    with pytest.raises(CheckpointError, match="shrank"):
+                        reader.read(transfers)
+                else:
+                    reader.read(transfers)
+            assert machine.pinned_bytes and machine.pinned_alive == 0
+            known = weakref.ref(reader), weakref.ref(reader._staging)
+            del reader
+            assert [each() for each in known] == [None, None]
+        finally:
+            gc.enable()
+
+
+def test_copies_are_waited_for_when_scattering_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory, pinned or of shards, must not be freed under a copy."""
+    file, tensors = stored(tmp_path, 8, (64, 300), torch.float32)
+
+    class Failing(LateSideStream):
+        def copy_each(self, to: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+            super().copy_each(to[:1], sources[:1])
+            raise RuntimeError("the kernel is not there")
+
+    with devices(late_s=0.02) as (machine, _):
+        side = Failing(machine, OWN)
+        transfers = places(file, tensors, whole(machine, torch.bfloat16))
+        reader = Reader(staging_bytes=96 * KIB, side=side, in_flight=IN_FLIGHT)
+        with reader, pytest.raises(RuntimeError, match="the kernel is not there"):
+            reader.begin(transfers)()
+        assert machine.copies_under_way == 0 and "copy" in machine.done
+        # nor where nobody waits for what was begun
+        with Reader(staging_bytes=96 * KIB, side=side, in_flight=IN_FLIGHT) as reader:
+            reader.begin(transfers)
+        assert machine.copies_under_way == 0
+
+
+def test_one_chunk_leaves_the_device_while_the_one_before_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, tensors = stored(tmp_path, 6, (64, 300), torch.bfloat16)
+    real, arrived, beside = os.pwritev, threading.Event(), []
+
+    def pwritev(*args: Any) -> int:
+        if not beside:  # the first one: goes on once another chunk has arrived
+            arrived.clear()
+            beside.append(False)
+            beside[0] = arrived.wait(10)
+        return real(*args)
+
+    monkeypatch.setattr(files.os, "pwritev", pwritev)
+    with devices(late_s=0.01) as (machine, side):
+        machine.on_copy = arrived.set
+        transfers = places(file, tensors, whole(machine, torch.bfloat16))
+        for transfer, tensor in zip(transfers, tensors, strict=True):
+            transfer.memory.copy_(tensor)
+        with Writer(staging_bytes=96 * KIB, side=side, in_flight=2) as writer:
+            writer.begin(transfers)()
+    assert beside == [True]
+
+
+def test_the_number_of_straight_copies_is_bounded(tmp_path: Path) -> None:
+    file, tensors = stored(tmp_path, staging._STRAIGHT_COPIES + 1, (8, 8), torch.bfloat16)
+    for count, done in ((len(tensors), ["copy", "copy_each"]), (len(tensors) - 1, ["copy"] * (len(tensors) - 1))):
+        with devices() as (machine, side), Reader(staging_bytes=MIB, side=side, in_flight=1) as reader:
+            reader.read(places(file, tensors, whole(machine, torch.bfloat16))[:count])
+            assert machine.done == done

@@ -2,33 +2,59 @@
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import torch
 
-from hf_fsdp_tools.checkpoint.io.staging import BUFFERS_PER_THREAD, Staging
-from hf_fsdp_tools.checkpoint.io.transfer import Request, Transfer, cut_requests
+from hf_fsdp_tools.accelerator import SideStream, side_stream_for
+from hf_fsdp_tools.checkpoint.io.staging import Staging
+from hf_fsdp_tools.checkpoint.io.transfer import Batch, Limits, Request, Route, Transfer, cut_batches
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
 
-__all__ = ["MAX_GAP_BYTES", "REQUESTS_IN_FLIGHT", "TransferStats", "read_transfers", "write_transfers"]
+__all__ = [
+    "MAX_GAP_BYTES",
+    "REQUESTS_IN_FLIGHT",
+    "STAGING_BYTES",
+    "STAGING_BYTES_PINNED",
+    "Reader",
+    "TransferStats",
+    "Writer",
+    "read_transfers",
+    "write_transfers",
+]
 
 REQUESTS_IN_FLIGHT = 16
 """Requests that one rank has under way at a time. The page cache and a local disk need few; on a network file system,
 where a request waits for milliseconds, the rate grows with their number. (assumed)"""
 
+STAGING_BYTES = 64 * 2**20
+"""Staging buffers of one rank where the CPU casts: half of it, 2 MiB for each of 16 threads. (assumed)"""
+
+STAGING_BYTES_PINNED = 320 * 2**20
+"""Staging buffers of one rank that reads to an accelerator: 20 of 16 MiB, of which 16 are read into while the others
+are copied from. Eight ranks of a machine pin 2.5 GiB while they load. (assumed)"""
+
 MAX_GAP_BYTES = 4096
 """Unwanted bytes between wanted ones up to which one request reads both: a page, which is read whole anyway."""
 
+_DEVICE_GAP_BYTES = 64 * 2**10
+"""The same for an accelerator where all ranks share the machine, so that the page cache gets every byte anyway. A
+request costs about 20 µs of Python, in which a thread reads so many bytes at 4 GB/s; and one request of many rows is
+scattered by one kernel. (assumed)"""
+
 _REQUEST_BYTES = 8 * 2**20
-"""Bytes of the largest request. Large, so that its latency is small beside its transfer (80 ms at 100 MB/s); small, so
-that one tensor (an embedding) occupies several requests at once. (assumed)"""
+"""Bytes of the largest request straight into memory. Large, so that its latency is small beside its transfer (80 ms at
+100 MB/s); small, so that one tensor (an embedding) occupies several requests at once. (assumed)"""
 
 _READING = ("read", "the disk and permissions")
 _WRITING = ("written", "space and permissions")
@@ -48,7 +74,7 @@ class TransferStats:
     """Bytes of staging buffers."""
 
     def __add__(self, other: "TransferStats") -> "TransferStats":
-        """The cost of two sets one after the other; their buffers are not alive at the same time."""
+        """The cost of two sets that used the same buffers, or were not moved at the same time."""
         return TransferStats(
             num_bytes=self.num_bytes + other.num_bytes,
             calls=self.calls + other.calls,
@@ -56,45 +82,19 @@ class TransferStats:
         )
 
 
-def read_transfers(
-    transfers: Iterable[Transfer],
-    *,
-    staging_bytes: int,
-    in_flight: int = REQUESTS_IN_FLIGHT,
-    read_ahead: bool = False,
-    on_bytes: Callable[[int], object] = lambda num_bytes: None,
-) -> TransferStats:
-    """Fill the memory of every transfer from its file, in file order.
-
-    A run of bytes that is the same in memory is read straight into it (CPU only). Everything else goes through staging
-    buffers, pinned for a GPU, from which it is cast and scattered.
-
-    Args:
-        transfers: what to read; memory of any dtype, strides and device.
-        staging_bytes: upper bound of all staging buffers together.
-        in_flight: requests at a time, one thread each.
-        read_ahead: whether the system may read on behind each request, for other ranks of this node that want the bytes
-            there. Where no rank wants them, reading on costs the disk about twice a rank's share.
-        on_bytes: told how many bytes (as stored) arrived since the last call; all calls together give the size of the
-            transfers, gaps left out. Called by the reading threads, one at a time.
+def read_transfers(transfers: Iterable[Transfer], *, staging_bytes: int) -> TransferStats:
+    """Fill the memory of every transfer from its file, once, as `Reader` does.
 
     Raises:
         CheckpointError: a file cannot be read, or is shorter than its header said.
     """
-    return _move(
-        transfers,
-        partial(_open_to_read, read_ahead=read_ahead),
-        _read,
-        staging_bytes=staging_bytes,
-        in_flight=in_flight,
-        max_gap_bytes=MAX_GAP_BYTES,
-        on_bytes=on_bytes,
-    )
+    transfers = list(transfers)
+    side = side_stream_for(transfer.memory for transfer in transfers)
+    with Reader(staging_bytes=staging_bytes, side=side) as reader:
+        return reader.read(transfers)
 
 
-def write_transfers(
-    transfers: Iterable[Transfer], *, staging_bytes: int, in_flight: int = REQUESTS_IN_FLIGHT
-) -> TransferStats:
+def write_transfers(transfers: Iterable[Transfer], *, staging_bytes: int) -> TransferStats:
     """Write the memory of every transfer to its place in its file, which must exist at full length.
 
     No byte outside the transfers is touched, so that several ranks can write to one file.
@@ -102,130 +102,216 @@ def write_transfers(
     Args:
         transfers: what to write; memory of any dtype, strides and device.
         staging_bytes: upper bound of all staging buffers together.
-        in_flight: requests at a time, one thread each.
 
     Raises:
         CheckpointError: a file cannot be written, on a full disk for example.
     """
-    return _move(transfers, _open_to_write, _write, staging_bytes=staging_bytes, in_flight=in_flight, max_gap_bytes=0)
+    transfers = list(transfers)
+    side = side_stream_for(transfer.memory for transfer in transfers)
+    with Writer(staging_bytes=staging_bytes, side=side) as writer:
+        return writer.begin(transfers)()
 
 
-def _move(
-    transfers: Iterable[Transfer],
-    open_file: Callable[[Path], int],
-    handle: Callable[[int, Request, Staging], int],
-    *,
-    staging_bytes: int,
-    in_flight: int,
-    max_gap_bytes: int,
-    on_bytes: Callable[[int], object] = lambda num_bytes: None,
-) -> TransferStats:
-    """Cut transfers into requests, open each file once, and handle all requests on a few threads."""
-    buffer_bytes = min(staging_bytes // (in_flight * BUFFERS_PER_THREAD), _REQUEST_BYTES)
-    requests = list(
-        cut_requests(transfers, request_bytes=_REQUEST_BYTES, buffer_bytes=buffer_bytes, max_gap_bytes=max_gap_bytes)
-    )
-    staged = [request for request in requests if not request.is_direct]
-    devices = (transfer.memory.device for request in staged for transfer in request.transfers)
-    staging = Staging(
-        num_bytes=max((request.stop - request.start for request in staged), default=0),
-        device=next((device for device in devices if device.type == "cuda"), None),
-    )
-    with ExitStack() as stack:
-        stack.callback(staging.finish)  # after an error too
-        descriptors: dict[Path, int] = {}
-        for file in {request.file: None for request in requests}:
-            descriptors[file] = open_file(file)
-            stack.callback(os.close, descriptors[file])
-        calls = _on_threads(
-            requests, lambda request: handle(descriptors[request.file], request, staging), in_flight, on_bytes
-        )
-    num_bytes = sum(request.stop - request.start for request in requests)
-    return TransferStats(num_bytes=num_bytes, calls=calls, staging_bytes=staging.allocated_bytes)
+class _Mover(ABC):
+    """Threads, open files and staging buffers that move transfers between files and memory; a context manager.
 
+    All of them are kept until the block ends, so that several sets of transfers use the same.
+    """
 
-def _on_threads(
-    requests: Sequence[Request], handle: Callable[[Request], int], in_flight: int, on_bytes: Callable[[int], object]
-) -> int:
-    """The sum of `handle(request)` over all requests, run on threads; after a failure no further request is begun."""
-    waiting = deque(requests)
-    one_at_a_time = threading.Lock()
+    def __init__(
+        self,
+        *,
+        staging_bytes: int,
+        side: SideStream | None,
+        in_flight: int = REQUESTS_IN_FLIGHT,
+        on_bytes: Callable[[int], object] = lambda num_bytes: None,
+    ) -> None:
+        """Start nothing yet.
 
-    def work() -> int:
-        done = 0
+        Args:
+            staging_bytes: upper bound of all staging buffers together.
+            side: of the accelerator that holds memory of transfers (`side_stream_for`); None for the CPU alone. Memory
+                on any further device is copied from and to by the CPU, one transfer after the other.
+            in_flight: requests at a time, one thread each.
+            on_bytes: told how many bytes (as stored) were moved since the last call; all calls together give the size
+                of the transfers, gaps left out. Called by the threads, one at a time.
+        """
+        self._staging = Staging(staging_bytes=staging_bytes, in_flight=in_flight, side=side)
+        self._side = side
+        self._in_flight = in_flight
+        self._on_bytes = on_bytes
+        self._one_at_a_time = threading.Lock()
+        self._descriptors: dict[Path, int] = {}
+        self._pool = ThreadPoolExecutor(in_flight, thread_name_prefix="checkpoint")
+        self._waiting: deque[Batch] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._waiting.clear()
+        self._pool.shutdown()
+        try:
+            if self._side is not None:
+                self._side.wait()  # the memory of copies must not be freed before
+        finally:
+            self._staging.free()
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+
+    def begin(self, transfers: Iterable[Transfer]) -> Callable[[], TransferStats]:
+        """Begin to move transfers; what is given waits until all are moved, and says at what cost.
+
+        One set at a time: wait for it before the next one begins. The memory must stay alive until then.
+        """
+        batches = list(cut_batches(transfers, self._limits(), on_device=self._is_on_device))
+        for file in {request.file: None for batch in batches for request in batch.requests}:
+            if file not in self._descriptors:
+                self._descriptors[file] = self._open(file)
+        if self._side is not None:  # the memory may be in use by what was queued before, or not be written yet
+            self._side.follow()
+        num_bytes = sum(request.stop - request.start for batch in batches for request in batch.requests)
+        self._waiting = deque(batches)
+        count = max(1, min(self._in_flight, len(batches)))
+        works = [self._pool.submit(self._work, self._waiting) for _ in range(count)]
+        return partial(self._wait, works, num_bytes)
+
+    def _wait(self, works: list[Future[int]], num_bytes: int) -> TransferStats:
+        try:
+            wait(works)
+            calls = 0
+            while works:  # no name for a work: its error would keep itself alive through its traceback
+                calls += works.pop().result()
+        finally:
+            self._waiting.clear()  # after an interrupt, too
+            if self._side is not None:
+                self._side.wait()
+        return TransferStats(num_bytes=num_bytes, calls=calls, staging_bytes=self._staging.allocated_bytes)
+
+    def _work(self, waiting: deque[Batch]) -> int:
+        """Move batches until none is left; the number of system calls. After a failure no further batch is begun."""
+        if self._side is not None:
+            self._side.enter()
+        calls = 0
         while True:
             try:
-                request = waiting.popleft()
+                batch = waiting.popleft()
             except IndexError:
-                return done
+                return calls
             try:
-                done += handle(request)
+                calls += self._move(batch)
             except BaseException:
                 waiting.clear()
                 raise
-            with one_at_a_time:
-                on_bytes(request.num_bytes)
+            with self._one_at_a_time:
+                self._on_bytes(batch.num_bytes)
 
-    count = max(1, min(in_flight, len(requests)))
-    with ThreadPoolExecutor(count, thread_name_prefix="checkpoint") as pool:
-        try:
-            return sum(pool.map(lambda _: work(), range(count)))
-        finally:
-            waiting.clear()  # after an interrupt, too
+    def _is_on_device(self, memory: torch.Tensor) -> bool:
+        return self._side is not None and self._side.holds(memory)
 
+    @abstractmethod
+    def _limits(self) -> Limits: ...
 
-def _open_to_read(file: Path, *, read_ahead: bool) -> int:
-    """A descriptor of the file; without `read_ahead`, the system reads from the disk only the bytes asked for."""
-    with _io_errors(file, *_READING), watched(file):
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        if not read_ahead and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        return descriptor
+    @abstractmethod
+    def _open(self, file: Path) -> int: ...
+
+    @abstractmethod
+    def _move(self, batch: Batch) -> int: ...
 
 
-def _open_to_write(file: Path) -> int:
-    with _io_errors(file, *_WRITING), watched(file):
-        return os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+class Reader(_Mover):
+    """Fills the memory of transfers from their files, in file order.
+
+    A run of bytes that is the same in memory on the host is read straight into it. Everything else goes through staging
+    buffers, from which the CPU casts and scatters it; or, for memory on an accelerator, pinned ones, from which it is
+    copied straight to its place where dtype and layout agree, or else to the device, to be cast and scattered there.
+    """
+
+    def __init__(
+        self,
+        *,
+        staging_bytes: int,
+        side: SideStream | None,
+        in_flight: int = REQUESTS_IN_FLIGHT,
+        read_ahead: bool = False,
+        on_bytes: Callable[[int], object] = lambda num_bytes: None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            staging_bytes: as for `_Mover`, like `side`, `in_flight` and `on_bytes`.
+            side: None for the CPU alone.
+            in_flight: requests at a time.
+            read_ahead: whether the system may read on behind each request, for other ranks of this node that want the
+                bytes there. Where no rank wants them, reading on costs the disk about twice a rank's share.
+            on_bytes: told how many bytes arrived since the last call.
+        """
+        super().__init__(staging_bytes=staging_bytes, side=side, in_flight=in_flight, on_bytes=on_bytes)
+        self._read_ahead = read_ahead
+
+    def read(self, transfers: Iterable[Transfer]) -> TransferStats:
+        """Fill the memory of every transfer.
+
+        Raises:
+            CheckpointError: a file cannot be read, or is shorter than its header said.
+        """
+        return self.begin(transfers)()
+
+    def _limits(self) -> Limits:
+        return Limits(
+            request_bytes=_REQUEST_BYTES,
+            buffer_bytes=self._staging.buffer_bytes,
+            host_gap_bytes=MAX_GAP_BYTES,
+            device_gap_bytes=_DEVICE_GAP_BYTES if self._read_ahead else MAX_GAP_BYTES,
+        )
+
+    def _open(self, file: Path) -> int:
+        """A descriptor; without `read_ahead`, the system reads from the disk only the bytes asked for."""
+        with _io_errors(file, *_READING), watched(file):
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            if not self._read_ahead and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            return descriptor
+
+    def _move(self, batch: Batch) -> int:
+        if batch.route is not Route.DIRECT:
+            return self._staging.read(batch, partial(self._fill, batch))
+        (request,) = batch.requests
+        return self._read(request, [transfer.memory for transfer in request.transfers])
+
+    def _fill(self, batch: Batch, buffer: torch.Tensor) -> int:
+        return sum(self._read(request, [part]) for request, part in batch.parts_of(buffer))
+
+    def _read(self, request: Request, memory: list[torch.Tensor]) -> int:
+        with _io_errors(request.file, *_READING):
+            return _all_bytes(os.preadv, self._descriptors[request.file], request, memory)
 
 
-def _read(descriptor: int, request: Request, staging: Staging) -> int:
-    """Read one request; the number of system calls."""
-    with _io_errors(request.file, *_READING):
-        if request.is_direct:
-            return _all_bytes(os.preadv, descriptor, request, [transfer.memory for transfer in request.transfers])
-        buffer = staging.next_buffer()[: request.stop - request.start]
-        calls = _all_bytes(os.preadv, descriptor, request, [buffer])
-    staging.hand_over(buffer, partial(_scatter, request))
-    return calls
+class Writer(_Mover):
+    """Writes the memory of transfers to their places in files, as `write_transfers` says."""
 
+    def _limits(self) -> Limits:
+        buffer_bytes = self._staging.buffer_bytes
+        return Limits(request_bytes=_REQUEST_BYTES, buffer_bytes=buffer_bytes, host_gap_bytes=0, device_gap_bytes=0)
 
-def _write(descriptor: int, request: Request, staging: Staging) -> int:
-    """Write one request; the number of system calls."""
-    with _io_errors(request.file, *_WRITING):
-        if request.is_direct:
-            return _all_bytes(os.pwritev, descriptor, request, [transfer.memory for transfer in request.transfers])
-        buffer = staging.next_buffer()[: request.stop - request.start]
-        staging.collect(buffer, partial(_gather, request))
-        return _all_bytes(os.pwritev, descriptor, request, [buffer])
+    def _open(self, file: Path) -> int:
+        with _io_errors(file, *_WRITING), watched(file):
+            return os.open(file, os.O_WRONLY | os.O_CLOEXEC)
 
+    def _move(self, batch: Batch) -> int:
+        if batch.route is not Route.DIRECT:
+            return self._staging.write(batch, partial(self._empty, batch))
+        (request,) = batch.requests
+        return self._write(request, [transfer.memory for transfer in request.transfers])
 
-def _scatter(request: Request, buffer: torch.Tensor) -> None:
-    """Cast the bytes of a request into the memory of its transfers."""
-    for transfer in request.transfers:
-        transfer.memory.copy_(_staged(transfer, buffer, request.start))  # within a GPU: queued, not waited for
+    def _empty(self, batch: Batch, buffer: torch.Tensor) -> int:
+        return sum(self._write(request, [part]) for request, part in batch.parts_of(buffer))
 
-
-def _gather(request: Request, buffer: torch.Tensor) -> None:
-    """Cast the memory of a request's transfers into a buffer with the layout of the file."""
-    for transfer in request.transfers:
-        _staged(transfer, buffer, request.start).copy_(transfer.memory)
-
-
-def _staged(transfer: Transfer, buffer: torch.Tensor, request_start: int) -> torch.Tensor:
-    """The elements of a transfer within the staging buffer, with the shape of its memory."""
-    begin = transfer.start - request_start
-    raw = buffer[begin : begin + transfer.stop - transfer.start].view(transfer.dtype)
-    return raw.as_strided(transfer.memory.shape, transfer.strides, raw.storage_offset())
+    def _write(self, request: Request, memory: list[torch.Tensor]) -> int:
+        with _io_errors(request.file, *_WRITING):
+            return _all_bytes(os.pwritev, self._descriptors[request.file], request, memory)
 
 
 def _all_bytes(

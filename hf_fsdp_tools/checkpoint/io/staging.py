@@ -3,129 +3,179 @@
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
-__all__ = ["BUFFERS_PER_THREAD", "CopyDone", "Ring", "Staging"]
+from hf_fsdp_tools.accelerator import Mark, SideStream
+from hf_fsdp_tools.checkpoint.io.transfer import Batch, Route
 
-BUFFERS_PER_THREAD = 2
-"""Buffers of one thread for a GPU: one is filled while the other is copied from. The CPU needs one, since its copies
-are done when they return."""
+__all__ = ["Ring", "Staging", "buffer_sizes"]
+
+_HOST_BUFFER_BYTES = 8 * 2**20
+"""Bytes of the largest buffer that the CPU casts from, and of the largest request. (assumed)"""
+
+_PINNED_BUFFER_BYTES = 16 * 2**20
+"""Bytes of the largest pinned buffer. At 50 GB/s a GPU takes them in 0.3 ms, beside which the 0.1 ms of Python per
+batch on some other thread is small; a power of two, to which PyTorch rounds pinned memory up. (assumed)"""
+
+_STRAIGHT_COPIES = 8
+"""Runs of one batch up to which each is copied by itself between pinned memory and its place. A copy costs the host
+about 10 µs, and 8 of 2 MiB take the bus 300 µs. More runs go in one copy to the device, and from there in one kernel.
+(assumed)"""
 
 
-class CopyDone(Protocol):
-    """Knows when a copy is done: an event of a CUDA stream."""
+def buffer_sizes(staging_bytes: int, in_flight: int, *, pinned: bool) -> tuple[int, int]:
+    """How many buffers there may be, and bytes of each; together at most `staging_bytes`.
 
-    def synchronize(self) -> None:
-        """Wait until the copy is done."""
+    The CPU's copies are done when they return, so each thread needs one buffer. They take half of the bound; the rest
+    is for values that wait to be packed. For an accelerator there are a quarter more buffers than threads: while those
+    are copied from, all threads read.
+    """
+    if not pinned:
+        return in_flight, min(staging_bytes // (2 * in_flight), _HOST_BUFFER_BYTES)
+    count = in_flight + max(1, in_flight // 4)
+    size = min(staging_bytes // count, _PINNED_BUFFER_BYTES)
+    return count, 1 << max(0, size.bit_length() - 1)
 
 
 class Ring:
-    """Buffers of one thread, used in turn."""
+    """Buffers that threads take and give back."""
 
     def __init__(self, make: Callable[[], torch.Tensor], count: int) -> None:
+        """Make no buffer yet.
+
+        Args:
+            make: makes a buffer.
+            count: of buffers at most; at least one for each thread that holds one at a time.
+        """
         self._make = make
         self._count = count
-        self._used: deque[tuple[torch.Tensor, CopyDone | None]] = deque()
+        self._lock = threading.Lock()
+        self._free: deque[tuple[torch.Tensor, Mark | None]] = deque()
+        self.made = 0
 
-    def next(self) -> torch.Tensor:
-        """A buffer to fill: a new one while there are fewer than `count`, then the one used longest ago.
+    def take(self) -> torch.Tensor:
+        """A buffer to fill: the one given back longest ago, or a new one while that one is still copied from.
 
-        Waits until the last copy from the buffer is done.
+        There are at most `count`; then this waits until the copy is done.
         """
-        if len(self._used) < self._count:
-            buffer, done = self._make(), None
-        else:
-            buffer, done = self._used.popleft()
-        if done is not None:
-            done.synchronize()
-        self._used.append((buffer, None))
+        with self._lock:
+            is_idle = bool(self._free) and (self._free[0][1] is None or self._free[0][1].query())
+            is_new = not is_idle and self.made < self._count
+            if is_new:
+                self.made += 1
+            else:
+                buffer, copied = self._free.popleft()
+        if is_new:
+            return self._make()
+        if copied is not None and not is_idle:
+            copied.synchronize()
         return buffer
 
-    def copied_when(self, done: CopyDone) -> None:
-        """Note that the buffer given out last is being copied from until `done`."""
-        self._used[-1] = (self._used[-1][0], done)
+    def give_back(self, buffer: torch.Tensor, copied: Mark | None) -> None:
+        """Note that a buffer can be taken again after `copied`."""
+        with self._lock:
+            self._free.append((buffer, copied))
 
-    def drain(self) -> None:
-        """Wait until all copies are done."""
-        for _, done in self._used:
-            if done is not None:
-                done.synchronize()
+    def clear(self) -> None:
+        """Forget the buffers that were given back."""
+        self._free.clear()
 
 
 class Staging:
-    """The staging buffers of all threads; for a GPU they are pinned, and each thread copies on a stream of its own."""
+    """The staging buffers of one load or save, and the copies between them and the memory of transfers.
 
-    def __init__(self, *, num_bytes: int, device: torch.device | None) -> None:
-        self._num_bytes = num_bytes
-        self._device = device
-        self._local = threading.local()
-        self._rings: list[Ring] = []
-        self._made = 0
-        # The memory that is copied may be in use by what was queued before, or not be written yet.
-        self._before = torch.cuda.current_stream(device).record_event() if device is not None else None
+    For an accelerator the buffers are pinned, and all copies run on its side stream, which every thread that calls must
+    have entered.
+    """
+
+    def __init__(self, *, staging_bytes: int, in_flight: int, side: SideStream | None) -> None:
+        """Make no buffer yet.
+
+        Args:
+            staging_bytes: upper bound of all buffers together.
+            in_flight: threads that will call.
+            side: of the accelerator whose memory is copied; None for the CPU alone.
+        """
+        count, self.buffer_bytes = buffer_sizes(staging_bytes, in_flight, pinned=side is not None)
+        self._side = side
+        num_bytes = self.buffer_bytes
+        self._ring = Ring(lambda: _new_buffer(num_bytes, side), count)
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of all buffers together."""
-        return self._num_bytes * self._made
+        return self.buffer_bytes * self._ring.made
 
-    def next_buffer(self) -> torch.Tensor:
-        """A buffer for the calling thread to fill."""
-        return self._ring().next()
+    def free(self) -> None:
+        """Free all buffers; call it when no copy is under way."""
+        self._ring.clear()
 
-    def hand_over(self, filled: torch.Tensor, scatter: Callable[[torch.Tensor], None]) -> None:
-        """Let `scatter` copy from the calling thread's last buffer.
+    def read(self, batch: Batch, fill: Callable[[torch.Tensor], int]) -> int:
+        """Let `fill` read the bytes of a batch into a buffer, and cast and scatter them; what `fill` gives.
 
-        For a GPU, the bytes are first copied there as they are in the file, from pinned memory, queued and not waited
-        for. `scatter` gets the copy, and its casts run on the GPU, on the thread's own stream.
+        Copies to an accelerator are queued, and not waited for before the buffer is taken again.
         """
-        if self._device is None:
-            scatter(filled)
-            return
-        stream = self._stream()
+        buffer, copied = self._ring.take(), None
         try:
-            with torch.cuda.stream(stream):
-                scatter(filled.to(self._device, non_blocking=True))
-        finally:  # what was queued before an error is waited for, too
-            self._ring().copied_when(stream.record_event())
+            calls = fill(buffer)
+            if self._side is None or batch.route is Route.HOST:
+                for transfer, staged in zip(batch.transfers, batch.staged(buffer), strict=True):
+                    transfer.memory.copy_(staged)
+            else:
+                _to_device(batch, buffer, self._side)
+                copied = self._side.mark()
+            return calls
+        finally:  # after an error nobody wants what the buffer brings next
+            self._ring.give_back(buffer, copied)
 
-    def collect(self, buffer: torch.Tensor, gather: Callable[[torch.Tensor], None]) -> None:
-        """Let `gather` fill a buffer of the calling thread, and return when it is full.
+    def write(self, batch: Batch, empty: Callable[[torch.Tensor], int]) -> int:
+        """Gather and cast the memory of a batch into a buffer, and let `empty` write it; what `empty` gives.
 
-        From a GPU, `gather` runs on the thread's own stream, after the work that was queued when this object was made.
+        The copies of one thread run beside the writes of the others.
         """
-        if self._device is None:
-            gather(buffer)
-            return
-        stream = self._stream()
-        with torch.cuda.stream(stream):
-            gather(buffer)
-        stream.synchronize()
+        buffer = self._ring.take()
+        try:
+            if self._side is None or batch.route is Route.HOST:
+                for transfer, staged in zip(batch.transfers, batch.staged(buffer), strict=True):
+                    staged.copy_(transfer.memory)
+            else:
+                _from_device(batch, buffer, self._side)
+                self._side.mark().synchronize()
+            return empty(buffer)
+        finally:
+            self._ring.give_back(buffer, None)
 
-    def finish(self) -> None:
-        """Wait until all copies have arrived, also after an error: their memory must not be freed before.
 
-        Call it from the thread that made this object.
-        """
-        for ring in self._rings:
-            ring.drain()
+def _new_buffer(num_bytes: int, side: SideStream | None) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu") if side is None else side.pinned(num_bytes)
 
-    def _ring(self) -> Ring:
-        if not hasattr(self._local, "ring"):
-            self._local.ring = Ring(self._new_buffer, 1 if self._device is None else BUFFERS_PER_THREAD)
-            self._rings.append(self._local.ring)
-        ring: Ring = self._local.ring
-        return ring
 
-    def _new_buffer(self) -> torch.Tensor:
-        self._made += 1
-        return torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._device is not None)
+def _to_device(batch: Batch, buffer: torch.Tensor, side: SideStream) -> None:
+    """Queue the copies from a pinned buffer to the memory of a batch."""
+    memory = [transfer.memory for transfer in batch.transfers]
+    if _is_straight(batch):
+        for to, source in zip(memory, batch.staged(buffer), strict=True):
+            side.copy(to, source)
+        return
+    arrived = side.empty(batch.buffer_bytes)
+    side.copy(arrived, buffer[: batch.buffer_bytes])
+    side.copy_each(memory, batch.staged(arrived))
 
-    def _stream(self) -> torch.cuda.Stream:
-        if not hasattr(self._local, "stream"):
-            self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch's own
-            self._local.stream.wait_event(self._before)
-        stream: torch.cuda.Stream = self._local.stream
-        return stream
+
+def _from_device(batch: Batch, buffer: torch.Tensor, side: SideStream) -> None:
+    """Queue the copies from the memory of a batch to a pinned buffer."""
+    memory = [transfer.memory for transfer in batch.transfers]
+    if _is_straight(batch):
+        for to, source in zip(batch.staged(buffer), memory, strict=True):
+            side.copy(to, source)
+        return
+    leaving = side.empty(batch.buffer_bytes)
+    side.copy_each(batch.staged(leaving), memory)
+    side.copy(buffer[: batch.buffer_bytes], leaving)
+
+
+def _is_straight(batch: Batch) -> bool:
+    """Whether the runs of a batch are copied one by one."""
+    transfers = batch.transfers
+    return len(transfers) <= _STRAIGHT_COPIES and all(transfer.is_run for transfer in transfers)

@@ -1,13 +1,15 @@
-"""Which bytes of a file belong to which memory, cut into requests that one system call moves each.
+"""Which bytes of a file belong to which memory, cut into requests and batches.
 
 Words used here:
 
     transfer   elements of a file, at regular steps, and the same elements in memory
     request    transfers of one file that are read or written together, small enough for one system call
+    batch      requests that share a staging buffer, or one request that needs none
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 
 import torch
@@ -17,10 +19,31 @@ from hf_fsdp_tools.checkpoint.regions import slice_piece
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.distributed.boxes import Box
 
-__all__ = ["Request", "Transfer", "cut_requests", "transfers_into"]
+__all__ = ["Batch", "Limits", "Request", "Route", "Transfer", "cut_batches", "transfers_into"]
 
 _MAX_RUNS = 1024
 """Memory regions that one `preadv` or `pwritev` takes (IOV_MAX on Linux)."""
+
+_MAX_REQUESTS = 64
+"""Requests of one batch, which one thread moves one after the other; so that many small ones keep all threads busy.
+(assumed)"""
+
+_ALIGNMENT = 64
+"""Each request of a batch begins at a multiple of so many bytes of the buffer: enough for every dtype, and for copies
+in words of 16 bytes."""
+
+
+class Route(Enum):
+    """How bytes travel between a file and memory."""
+
+    DIRECT = auto()
+    """Straight: the bytes in memory on the host are those in the file, in one run."""
+
+    HOST = auto()
+    """Through a staging buffer, cast and scattered by the CPU."""
+
+    DEVICE = auto()
+    """Through a pinned staging buffer, cast and scattered by the accelerator that holds the memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +77,14 @@ class Transfer:
         return self.memory.numel() * self.dtype.itemsize
 
     @property
-    def is_direct(self) -> bool:
+    def is_run(self) -> bool:
         """Whether the bytes in memory are the bytes in the file, in one run."""
-        return (
-            self.memory.dtype == self.dtype
-            and self.memory.device.type == "cpu"
-            and self.strides in ((), (1,))
-            and self.memory.is_contiguous()
-        )
+        return self.memory.dtype == self.dtype and self.strides in ((), (1,)) and self.memory.is_contiguous()
+
+    def staged(self, buffer: torch.Tensor, begin: int) -> torch.Tensor:
+        """The elements, with the shape of the memory, in a buffer in which the first one lies at byte `begin`."""
+        raw = buffer[begin : begin + self.stop - self.start].view(self.dtype)
+        return raw.as_strided(self.memory.shape, self.strides, raw.storage_offset())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,18 +98,74 @@ class Request:
     """In file order."""
 
     start: int
-    """Position of the first byte."""
+    """Position of the first byte to move."""
 
     stop: int
-    """Position after the last byte."""
+    """Position after the last byte to move."""
 
-    is_direct: bool
-    """Whether the bytes go between file and final memory without a staging buffer."""
+    route: Route
+    """Of all transfers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Requests that share a staging buffer, or one direct request."""
+
+    requests: tuple[Request, ...]
+    """All of one route."""
+
+    places: tuple[int, ...]
+    """Where the bytes of each request begin in the buffer."""
+
+    @property
+    def route(self) -> Route:
+        """How the bytes travel."""
+        return self.requests[0].route
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Those of all requests."""
+        return tuple(transfer for request in self.requests for transfer in request.transfers)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the elements in the file; gaps between them do not count."""
+        """Bytes of the elements in the files; gaps that are read through do not count."""
         return sum(transfer.num_bytes for transfer in self.transfers)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffer that are used."""
+        return self.places[-1] + self.requests[-1].stop - self.requests[-1].start
+
+    def parts_of(self, buffer: torch.Tensor) -> Iterator[tuple[Request, torch.Tensor]]:
+        """Yield each request with its bytes in a buffer."""
+        for request, place in zip(self.requests, self.places, strict=True):
+            yield request, buffer[place : place + request.stop - request.start]
+
+    def staged(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The elements of each transfer in a buffer."""
+        return [
+            transfer.staged(buffer, place + transfer.start - request.start)
+            for request, place in zip(self.requests, self.places, strict=True)
+            for transfer in request.transfers
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How large requests and batches may be."""
+
+    request_bytes: int
+    """Bytes of the largest direct request."""
+
+    buffer_bytes: int
+    """Bytes of a staging buffer."""
+
+    host_gap_bytes: int
+    """Unwanted bytes between wanted ones up to which a request of the CPU moves both; 0 for writing."""
+
+    device_gap_bytes: int
+    """The same for an accelerator."""
 
 
 def transfers_into(
@@ -115,26 +194,56 @@ def transfers_into(
         )
 
 
-def cut_requests(
-    transfers: Iterable[Transfer], *, request_bytes: int, buffer_bytes: int, max_gap_bytes: int
-) -> Iterator[Request]:
-    """Yield requests that together move the transfers, in file order.
+def cut_batches(
+    transfers: Iterable[Transfer], limits: Limits, *, on_device: Callable[[torch.Tensor], bool]
+) -> Iterator[Batch]:
+    """Yield batches that together move the transfers, in file order.
 
     Args:
         transfers: of any files.
-        request_bytes: bytes of the largest direct request.
-        buffer_bytes: bytes of its file that a staged request may span.
-        max_gap_bytes: unwanted bytes between wanted ones up to which a request moves both; 0 for writing.
+        limits: sizes.
+        on_device: whether memory is on the accelerator for which buffers are pinned.
     """
-    parts: dict[Path, list[Transfer]] = {}
+    staged: list[Request] = []
+    places: list[int] = []
+    for request in _cut_requests(transfers, limits, on_device):
+        if request.route is not Route.DEVICE:
+            yield Batch(requests=(request,), places=(0,))
+            continue
+        place = -(-(places[-1] + staged[-1].stop - staged[-1].start) // _ALIGNMENT) * _ALIGNMENT if staged else 0
+        is_full = place + request.stop - request.start > limits.buffer_bytes or len(staged) == _MAX_REQUESTS
+        if staged and is_full:
+            yield Batch(requests=tuple(staged), places=tuple(places))
+            staged, places, place = [], [], 0
+        staged.append(request)
+        places.append(place)
+    if staged:
+        yield Batch(requests=tuple(staged), places=tuple(places))
+
+
+def _cut_requests(
+    transfers: Iterable[Transfer], limits: Limits, on_device: Callable[[torch.Tensor], bool]
+) -> Iterator[Request]:
+    """Yield requests that together move the transfers, in file order."""
+    parts: dict[Path, list[tuple[Transfer, Route]]] = {}
     for transfer in transfers:
-        # Half the buffer each, so that two parts that interleave in the file fit into it together.
-        for part in _cut_to_fit(_merged(transfer), buffer_bytes // 2, max_gap_bytes) if transfer.memory.numel() else ():
-            parts.setdefault(transfer.file, []).extend(_divided(part, request_bytes))
+        if transfer.memory.numel():
+            parts.setdefault(transfer.file, []).extend(_cut(_merged(transfer), limits, on_device(transfer.memory)))
     for file in sorted(parts):
-        in_order = sorted(((part.start, part.stop, i) for i, part in enumerate(parts[file])))
-        placed = ((start, stop, parts[file][i]) for start, stop, i in in_order)
-        yield from _join_neighbours(file, placed, request_bytes, buffer_bytes)
+        in_order = sorted((part.start, part.stop, i) for i, (part, _) in enumerate(parts[file]))
+        yield from _join_neighbours(file, (parts[file][i] for _, _, i in in_order), limits)
+
+
+def _cut(transfer: Transfer, limits: Limits, is_on_device: bool) -> Iterator[tuple[Transfer, Route]]:
+    """Yield parts of a transfer, each with its route, of which each fits a request."""
+    gap_bytes = limits.device_gap_bytes if is_on_device else limits.host_gap_bytes
+    # Half the buffer each, so that two parts that interleave in the file fit into it together.
+    for part in _cut_to_fit(transfer, limits.buffer_bytes // 2, gap_bytes):
+        is_direct = part.is_run and part.memory.device.type == "cpu"
+        route = Route.DEVICE if is_on_device else Route.DIRECT if is_direct else Route.HOST
+        largest = limits.request_bytes if route is Route.DIRECT else limits.buffer_bytes
+        for divided in _divided(part, largest) if part.is_run else (part,):
+            yield divided, route
 
 
 def _merged(transfer: Transfer) -> Transfer:
@@ -157,8 +266,8 @@ def _merged(transfer: Transfer) -> Transfer:
 
 
 def _cut_to_fit(transfer: Transfer, limit: int, max_gap_bytes: int) -> Iterator[Transfer]:
-    """Cut along the dimension with the largest step until each part fits `limit` and has no gap that is too large."""
-    if transfer.is_direct or not transfer.strides:
+    """Cut along the dimension with the largest step until each part is one run, or fits `limit` without large gaps."""
+    if transfer.is_run or not transfer.strides:
         yield transfer
         return
     size, strides, memory = transfer.dtype.itemsize, transfer.strides, transfer.memory
@@ -179,41 +288,39 @@ def _cut_to_fit(transfer: Transfer, limit: int, max_gap_bytes: int) -> Iterator[
         yield from _cut_to_fit(cut, limit, max_gap_bytes)
 
 
-def _divided(transfer: Transfer, request_bytes: int) -> Iterator[Transfer]:
-    """Yield a direct transfer in parts of at most `request_bytes`, so that several requests move it at once."""
-    if transfer.num_bytes <= request_bytes or not transfer.is_direct:
+def _divided(transfer: Transfer, num_bytes: int) -> Iterator[Transfer]:
+    """Yield one run in parts of at most `num_bytes`, so that several requests move it at once."""
+    if transfer.num_bytes <= num_bytes:
         yield transfer
         return
     start = transfer.start
-    for part in torch.split(transfer.memory, max(1, request_bytes // transfer.dtype.itemsize)):
+    for part in torch.split(transfer.memory, max(1, num_bytes // transfer.dtype.itemsize)):
         yield Transfer(file=transfer.file, start=start, dtype=transfer.dtype, strides=transfer.strides, memory=part)
         start += part.numel() * transfer.dtype.itemsize
 
 
-def _join_neighbours(
-    file: Path, parts: Iterable[tuple[int, int, Transfer]], request_bytes: int, buffer_bytes: int
-) -> Iterator[Request]:
+def _join_neighbours(file: Path, parts: Iterable[tuple[Transfer, Route]], limits: Limits) -> Iterator[Request]:
     """Yield neighbours as one request: direct transfers while they touch, staged ones while they touch or overlap.
 
     Args:
         file: of all parts.
-        parts: (start, stop, transfer) in file order.
-        request_bytes: bytes of the largest direct request.
-        buffer_bytes: bytes of the largest staged request.
+        parts: in file order.
+        limits: of the requests.
     """
     joined: list[Transfer] = []
     first = last = 0
-    direct = False
-    for start, stop, part in parts:
-        is_direct = part.is_direct
-        touches = bool(joined) and is_direct == direct and (start == last if direct else start <= last)
-        fits = max(last, stop) - first <= (request_bytes if direct else buffer_bytes) and len(joined) < _MAX_RUNS
-        is_aligned = direct or (start - first) % part.dtype.itemsize == 0
+    way = Route.DIRECT
+    for part, route in parts:
+        start, stop, is_direct = part.start, part.stop, route is Route.DIRECT
+        touches = bool(joined) and route is way and (start == last if is_direct else start <= last)
+        largest = limits.request_bytes if is_direct else limits.buffer_bytes
+        fits = max(last, stop) - first <= largest and len(joined) < _MAX_RUNS
+        is_aligned = is_direct or (start - first) % part.dtype.itemsize == 0
         if not (touches and fits and is_aligned):
             if joined:
-                yield Request(file=file, transfers=tuple(joined), start=first, stop=last, is_direct=direct)
-            joined, first, last, direct = [], start, stop, is_direct
+                yield Request(file=file, transfers=tuple(joined), start=first, stop=last, route=way)
+            joined, first, last, way = [], start, stop, route
         joined.append(part)
         last = max(last, stop)
     if joined:
-        yield Request(file=file, transfers=tuple(joined), start=first, stop=last, is_direct=direct)
+        yield Request(file=file, transfers=tuple(joined), start=first, stop=last, route=way)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.io.files import TransferStats, read_transfers
+from hf_fsdp_tools.checkpoint.io.files import Reader, TransferStats
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer, transfers_into
 from hf_fsdp_tools.checkpoint.quantized.share import PackedShare, PackedWeight, Span, compute_device
 from hf_fsdp_tools.checkpoint.regions import row_major_strides
@@ -35,26 +35,19 @@ _WORK_BYTES = 32
 
 
 def quantize_weights(
-    share: PackedShare,
-    index: CheckpointIndex,
-    *,
-    doing: str,
-    staging_bytes: int,
-    in_flight: int,
-    on_bytes: Callable[[int], object],
+    share: PackedShare, index: CheckpointIndex, reader: Reader, *, doing: str, staging_bytes: int
 ) -> TransferStats:
     """Fill the shards of 4-bit weights and give all 4-bit layers their scales.
 
     The result equals bitsandbytes' packing of whole weights bit for bit. Values are cast to the dtype of the model and
-    packed on the mesh's device, a bounded number at a time.
+    packed on the mesh's device, a bounded number at a time; while some are packed, the next ones are read.
 
     Args:
         share: of an allocated model.
         index: of the checkpoint.
+        reader: whose buffers take half of `staging_bytes` where the CPU packs.
         doing: for messages, as in `agreed`.
-        staging_bytes: bound of host memory above the shards and the scales.
-        in_flight: requests at a time.
-        on_bytes: told how many bytes arrived, as by `read_transfers`.
+        staging_bytes: bound of host memory above the shards and the scales, the reader's buffers included.
 
     Every rank must call. The ranks exchange errors, and add up the scales (4 bytes per block of 64 values) of some
     weights at a time.
@@ -65,17 +58,48 @@ def quantize_weights(
     stats = TransferStats()
     if share.scales:
         with agreed(doing):
-            stats += read_scales(share, index, staging_bytes=staging_bytes)
+            stats += read_scales(share, index, reader)
+    if not share.weights:
+        return stats
+    device = compute_device(share.weights[0].sharded)
+    bounds = _Bounds.on_host(staging_bytes) if device.type == "cpu" else _ON_DEVICE
     # The scales of one batch of weights are joined together; the batches are the same on every rank.
-    for weights in _batches(share.weights, staging_bytes // 8, lambda w: 4 * w.packing.num_blocks, lambda w: None):
-        device = compute_device(weights[0].sharded)
+    for weights in _batches(share.weights, bounds.scale_bytes, lambda w: 4 * w.packing.num_blocks, lambda w: None):
         scales = [torch.zeros(weight.packing.num_blocks, dtype=torch.float32, device=device) for weight in weights]
         with agreed(doing):
-            stats += _pack(weights, scales, index, staging_bytes, in_flight, on_bytes)
+            stats += _pack(weights, scales, index, reader, bounds)
         for weight, own in zip(weights, scales, strict=True):
             join_scales(own, weight.sharded)
             set_quant_state(weight.module, make_quant_state(own, weight.packing))
     return stats
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bounds:
+    """How much is packed at a time."""
+
+    scale_bytes: int
+    """Scales that are joined together."""
+
+    window_bytes: int
+    """Values that are read together; one such window is packed while the next one is read."""
+
+    part_values: int
+    """Values that are packed by one call."""
+
+    @classmethod
+    def on_host(cls, staging_bytes: int) -> "_Bounds":
+        """Half of `staging_bytes` in all; buffers for reading take the other half."""
+        return cls(
+            scale_bytes=staging_bytes // 8,
+            window_bytes=staging_bytes // 16,
+            part_values=staging_bytes // (4 * _WORK_BYTES),
+        )
+
+
+_ON_DEVICE = _Bounds(scale_bytes=2**28, window_bytes=2**28, part_values=2**26)
+"""On an accelerator, whose memory will hold a training: a window keeps 16 reads of 16 MiB in flight, and the scales of
+eight ranks' windows are joined together. (assumed)"""
 
 
 def _batches(
@@ -119,22 +143,25 @@ def _pack(
     weights: Sequence[PackedWeight],
     scales: Sequence[torch.Tensor],
     index: CheckpointIndex,
-    staging_bytes: int,
-    in_flight: int,
-    on_bytes: Callable[[int], object],
+    reader: Reader,
+    bounds: _Bounds,
 ) -> TransferStats:
-    """Read and pack this rank's blocks of some weights: packed bytes go to the shards, scales to `scales`."""
+    """Read and pack this rank's blocks of some weights: packed bytes go to the shards, scales to `scales`.
+
+    Packing stays on the calling thread and its stream: bitsandbytes packs on the device's default stream.
+    """
     stats = TransferStats()
-    device = scales[0].device
-    many = staging_bytes // (4 * _WORK_BYTES) if device.type == "cpu" else staging_bytes // 16
-    parts = _parts_of(weights, scales, many)
-    for window in _batches(parts, staging_bytes // 8, lambda p: p.numel * p.dtype.itemsize, lambda p: p.dtype):
-        values = torch.empty(sum(part.numel for part in window), dtype=window[0].dtype, device=device)
+    parts = _parts_of(weights, scales, bounds.part_values)
+    arrived: list[tuple[_Part, torch.Tensor]] = []
+    for window in _batches(parts, bounds.window_bytes, lambda p: p.numel * p.dtype.itemsize, lambda p: p.dtype):
+        values = torch.empty(sum(part.numel for part in window), dtype=window[0].dtype, device=scales[0].device)
         regions = torch.split(values, [part.numel for part in window])
-        wanted = [t for part, region in zip(window, regions, strict=True) for t in _transfers_of(part, region, index)]
-        stats += read_transfers(wanted, staging_bytes=staging_bytes // 4, in_flight=in_flight, on_bytes=on_bytes)
-        for part, region in zip(window, regions, strict=True):
-            _pack_part(part, region)
+        placed = list(zip(window, regions, strict=True))
+        wait = reader.begin([t for part, region in placed for t in _transfers_of(part, region, index)])
+        _pack_parts(arrived)
+        stats += wait()
+        arrived = placed
+    _pack_parts(arrived)
     return stats
 
 
@@ -160,6 +187,12 @@ def _transfers_of(part: _Part, region: torch.Tensor, index: CheckpointIndex) -> 
         local = region[at - part.start :].as_strided(box.length, row_major_strides(box.length))
         yield from transfers_into(local, part.weight.plain, box, index.source)
         at += box.numel
+
+
+def _pack_parts(arrived: list[tuple[_Part, torch.Tensor]]) -> None:
+    """Pack the values of a window, and forget them."""
+    while arrived:
+        _pack_part(*arrived.pop(0))
 
 
 def _pack_part(part: _Part, values: torch.Tensor) -> None:
@@ -225,7 +258,7 @@ def make_quant_state(scales: torch.Tensor, packing: Packing) -> Any:
     return QuantState(absmax=nested, offset=offset, state2=of_scales, **common)
 
 
-def read_scales(share: PackedShare, index: CheckpointIndex, *, staging_bytes: int) -> TransferStats:
+def read_scales(share: PackedShare, index: CheckpointIndex, reader: Reader) -> TransferStats:
     """Read the stored scales, whole, and give them to the layers whose packed weights are stored.
 
     Raises:
@@ -244,7 +277,7 @@ def read_scales(share: PackedShare, index: CheckpointIndex, *, staging_bytes: in
         for name, memory in tensors.items():
             stored = PieceTensor.stored(index.tensors[keys[name]], memory.dtype)
             transfers += transfers_into(memory, stored, Box.whole(memory.shape), index.source)
-    stats = read_transfers(transfers, staging_bytes=staging_bytes)
+    stats = reader.read(transfers)
     for module, keys, tensors in read:
         set_quant_state(module, _checked_state(module, keys, tensors, index))
     return stats

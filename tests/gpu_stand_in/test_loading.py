@@ -1,0 +1,191 @@
+"""Loading and saving on a stand-in for the CUDA runtime, which counts: contexts, pinned memory, copies, waiting.
+
+Skipped where the stand-in is not set up. Every function here runs on ranks of their own, which see the stand-in's GPUs;
+the counts are of one rank's process.
+"""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_fsdp_tools import from_pretrained, save_pretrained
+from hf_fsdp_tools.accelerator import side_stream_for
+from hf_fsdp_tools.checkpoint.io.files import (
+    STAGING_BYTES,
+    STAGING_BYTES_PINNED,
+    Reader,
+    read_transfers,
+    write_transfers,
+)
+from hf_fsdp_tools.checkpoint.io.transfer import Transfer
+from hf_fsdp_tools.distributed.mesh import local_device
+from tests._dist import num_gpus, run_ranks
+from tests.gpu_stand_in.count import CASES, make_llama, move_counted, transfers_of
+
+try:
+    import fakegpu
+except ImportError:
+    fakegpu = None
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        fakegpu is None or not fakegpu.is_fake() or num_gpus() < 2,
+        reason="counts calls on two GPUs of a stand-in for the CUDA runtime, which is not set up here",
+    ),
+]
+
+MIB = 2**20
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+# ---- whole loads and saves ----
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    make_llama(path)
+    return path
+
+
+def _contexts(folder: Path, out: Path) -> None:
+    own = [dist.get_rank()]
+    assert fakegpu.contexts() == own
+    stacks = fakegpu.trace_contexts()
+    model = from_pretrained(folder, load_kwargs={"progress": False})
+    assert fakegpu.contexts() == own, stacks
+    cast = from_pretrained(folder, dtype=FP32, load_kwargs={"progress": False})
+    save_pretrained(model, out / "as it is")
+    save_pretrained(cast, out / "cast", dtype=BF16)
+    assert fakegpu.contexts() == own, stacks
+    calls = fakegpu.stats("cudaSetDevice")
+    assert not {name for name in calls if name != f"cudaSetDevice {own[0]}"}, calls
+
+
+def test_each_rank_has_a_context_on_its_own_device_alone(folder: Path, tmp_path: Path) -> None:
+    run_ranks(_contexts, 2, folder, tmp_path, device="cuda", timeout_s=240)
+
+
+def _pinned() -> tuple[int, int]:
+    """Bytes of pinned memory in use, and with what PyTorch keeps for later."""
+    torch.cuda.synchronize()
+    stats = torch.cuda.host_memory_stats()
+    return stats["active_bytes.current"], stats["allocated_bytes.current"]
+
+
+def _ten_loads(folder: Path, dtype: torch.dtype) -> None:
+    device = local_device()
+    seen = []
+    gc.collect()
+    gc.disable()  # nothing may wait for it
+    try:
+        for _ in range(10):
+            model = from_pretrained(folder, dtype=dtype, load_kwargs={"progress": False})
+            held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+            shards = sum(p.to_local().nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+            assert shards <= held <= shards + MIB
+            seen.append((*_pinned(), reserved - held))
+            del model
+            gc.collect()  # the model's modules are cycles by themselves
+            torch.cuda.empty_cache()
+    finally:
+        gc.enable()
+    in_use, kept, unused = zip(*seen, strict=True)
+    assert set(in_use) == {0} and len(set(kept)) == 1, seen
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        assert kept[0] == 0
+    # One segment of each size that PyTorch's allocator asks the driver for: 2 and 20 MiB.
+    assert max(unused) <= 22 * MIB, seen
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["straight", "cast"])
+def test_ten_loads_hold_no_more_memory_than_one(dtype: torch.dtype, folder: Path) -> None:
+    run_ranks(_ten_loads, 1, folder, dtype, device="cuda", timeout_s=240)
+
+
+# ---- transfers ----
+
+SMALL_CASES: dict[str, Any] = {
+    # as CASES, but for seconds of kernels on the host
+    "large": ([(1024, 1024)] * 6, BF16, BF16, 1),
+    "mixed sizes": ([(700, 512), (512,), (64, 512), (1,)] * 8, BF16, BF16, 1),
+    "small": ([(64, 16)] * 800, BF16, BF16, 1),
+    "cast": ([(512, 1024)] * 6, FP32, BF16, 1),
+    "columns": ([(256, 4096)] * 4, BF16, BF16, 8),
+}
+
+
+def _expected(transfer: Transfer, content: bytes) -> torch.Tensor:
+    flat = torch.frombuffer(bytearray(content[transfer.start : transfer.stop]), dtype=transfer.dtype)
+    return flat.as_strided(transfer.memory.shape, transfer.strides).to(transfer.memory.dtype)
+
+
+def _moved_and_back(folder: Path, delay_us: int) -> None:
+    fakegpu.set_delay(delay_us)
+    for case in SMALL_CASES:
+        CASES[case] = SMALL_CASES[case]
+        file, copy = folder / f"{case} {delay_us}", folder / f"copy of {case} {delay_us}"
+        with fakegpu.kernels_on_cpu():
+            transfers = transfers_of(file, case, local_device())
+            numbers = torch.randn(file.stat().st_size // 2, generator=torch.Generator().manual_seed(0))
+            content = numbers.to(BF16).view(torch.uint8).numpy().tobytes()
+            file.write_bytes(content)
+            copy.write_bytes(bytes(len(content)))
+            side = side_stream_for(transfer.memory for transfer in transfers)
+            with Reader(staging_bytes=2 * MIB, side=side, in_flight=4, read_ahead=True) as reader:
+                reader.read(transfers)
+            for transfer in transfers:
+                host = transfer.memory.cpu()
+                bits = [t.contiguous().view(-1).view(torch.uint8) for t in (host, _expected(transfer, content))]
+                assert torch.equal(*bits), case
+            back = [
+                Transfer(file=copy, start=t.start, dtype=t.dtype, strides=t.strides, memory=t.memory) for t in transfers
+            ]
+            write_transfers(back, staging_bytes=2 * MIB)
+        written = copy.read_bytes()
+        for transfer in transfers:
+            want = _expected(transfer, content).to(transfer.dtype).to(transfer.memory.dtype)
+            bits = [t.contiguous().view(-1).view(torch.uint8) for t in (_expected(transfer, written), want)]
+            assert torch.equal(*bits), f"{case}, written"
+
+
+@pytest.mark.parametrize("delay_us", [0, 300, 3000])
+def test_bytes_are_equal_however_late_the_streams_are(delay_us: int, tmp_path: Path) -> None:
+    run_ranks(_moved_and_back, 1, tmp_path, delay_us, device="cuda", timeout_s=240)
+
+
+def _counts(folder: Path) -> dict[str, dict[str, float]]:
+    if dist.get_rank() == 0:
+        return {}
+    found = {}
+    for case in ("tensors of 16 MiB", "tensors of 32 KiB", "fp32 to bf16"):
+        transfers = transfers_of(folder / "stored", case, local_device())
+        num_bytes = sum(transfer.num_bytes for transfer in transfers)
+        for way, move, staging_bytes in (
+            ("read", read_transfers, STAGING_BYTES_PINNED),
+            ("written", write_transfers, STAGING_BYTES),
+        ):
+            counts = move_counted(lambda: move(transfers, staging_bytes=staging_bytes), num_bytes)  # noqa: B023
+            found[f"{case}, {way}"] = counts
+    return found
+
+
+def test_copies_and_waits_per_gb_stay_below_a_bound(tmp_path: Path) -> None:
+    """Buffers of 16 MiB are 60 per GB, of 2 MiB (saving) 477; one copy each, and at most one wait."""
+    _, found = run_ranks(_counts, 2, tmp_path, device="cuda", timeout_s=240)
+    for name, figures in found.items():
+        is_read = name.endswith("read")
+        batches = 62 if is_read else 490
+        there, back = ("H2D", "D2H") if is_read else ("D2H", "H2D")
+        assert 50 <= figures[there] <= batches and figures[back] == 0, (name, figures)
+        assert figures["D2D"] == figures["pageable"] == figures["sets device 0"] == 0, (name, figures)
+        assert figures["waits"] <= batches + 20, (name, figures)
+        # One for casts, one for each 64 small tensors; straight copies need none.
+        assert figures["kernels"] <= (0 if name.startswith("tensors of 16") else 2 * batches), (name, figures)
+        blocks = 20  # 16 threads, and a quarter more
+        assert figures["pinned blocks"] <= blocks, (name, figures)
