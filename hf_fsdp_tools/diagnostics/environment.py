@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis, diagnose
 from hf_fsdp_tools.diagnostics.findings import Finding
 from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.distributed.network import loopback_address
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
@@ -75,10 +77,10 @@ def check_environment() -> Environment:
     """
     versions = {name: _version(name) for name in (*_REQUIRED, *_OPTIONAL)}
     distributed = dist.is_available()
-    checks = {"gloo": "is_gloo_available", "nccl": "is_nccl_available", "mpi": "is_mpi_available"}
-    backends = tuple(name for name, check in checks.items() if distributed and getattr(dist, check)())
+    known = ("gloo", "nccl", "xccl", "hccl", "mpi")
+    backends = tuple(name for name in known if distributed and dist.is_backend_available(name))
     order = ("error", "warning", "info")
-    findings = [*_check_packages(versions), *_check_devices(backends)]
+    findings = [*_check_packages(versions), *_check_devices(backends), *_check_network()]
     return Environment(
         versions=versions,
         devices=_devices(),
@@ -131,10 +133,14 @@ def _devices() -> tuple[str, ...]:
     accelerator = find_accelerator()
     if accelerator is None:
         return (f"CPU, {os.cpu_count()} cores",)
-    if accelerator.type != "cuda":
-        return tuple(f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count()))
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple(f"cuda:{index} {p.name}, {p.total_memory / 1e9:.1f} GB" for index, p in enumerate(properties))
+    return tuple(_described(torch.device(accelerator.type, index)) for index in range(torch.accelerator.device_count()))
+
+
+def _described(device: torch.device) -> str:
+    """A device with its name and memory, as far as torch says them."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
+    name, memory = getattr(properties, "name", ""), getattr(properties, "total_memory", None)
+    return f"{device} {name}".rstrip() + (f", {memory / 1e9:.1f} GB" if memory else "")
 
 
 def untried_versions(*names: str) -> Iterator[Finding]:
@@ -165,7 +171,8 @@ def _check_packages(versions: dict[str, str | None]) -> Iterator[Finding]:
 
 
 def _check_devices(backends: tuple[str, ...]) -> Iterator[Finding]:
-    has_cuda = torch.cuda.is_available()
+    accelerator = find_accelerator()
+    own = dist.get_default_backend_for_device(accelerator) if accelerator is not None and backends else ""
     if not backends:
         yield Finding(
             code="no-backend",
@@ -173,24 +180,50 @@ def _check_devices(backends: tuple[str, ...]) -> Iterator[Finding]:
             fact="This torch was built without distributed backends.",
             cure="Install a torch with them: the wheels for Linux have gloo, those for CUDA also NCCL.",
         )
-    elif has_cuda and "nccl" not in backends:
+    elif accelerator is not None and not dist.is_backend_available(own):
         yield Finding(
-            code="no-nccl",
+            code=f"no-{own}",
             severity="error",
-            fact=f"{torch.cuda.device_count()} CUDA devices and no NCCL; the backends are {', '.join(backends)}.",
-            cure="Install the torch wheel for CUDA on Linux.",
+            fact=f"{torch.accelerator.device_count()} {accelerator.type} device(s) and no {own}; the backends are "
+            f"{', '.join(backends)}.",
+            cure=f"Install the torch wheel for {accelerator.type} on Linux.",
         )
-    if torch.version.cuda and not has_cuda:
+    built_for = torch.accelerator.current_accelerator()
+    if accelerator is None and built_for is not None and built_for.type != "mps":
+        release = torch.version.cuda or torch.version.hip or ""
         yield Finding(
             code="no-device",
             severity="warning",
-            fact=f"This torch is built for CUDA {torch.version.cuda} and sees no GPU: it would run on the CPU.",
-            cure="Check nvidia-smi, the driver's version, and CUDA_VISIBLE_DEVICES.",
+            fact=f"This torch is built for {built_for.type} {release}".rstrip() + " and sees no device: it would run "
+            "on the CPU.",
+            cure="Check the driver's version (nvidia-smi, rocm-smi, xpu-smi) and variables that hide devices "
+            "(CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES, ZE_AFFINITY_MASK).",
         )
-    if has_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if accelerator is not None and not _computes_bfloat16(accelerator):
         yield Finding(
             code="no-bfloat16",
             severity="warning",
-            fact=f"{torch.cuda.get_device_name()} does not compute in bfloat16.",
+            fact=f"{_described(accelerator)} does not compute in bfloat16.",
             cure="Use mixed_precision fp16 or no.",
+        )
+
+
+def _computes_bfloat16(device: torch.device) -> bool:
+    """Whether the device itself does; True where torch does not say."""
+    check = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    if check is None:
+        return True
+    emulated = "including_emulation" in signature(check).parameters
+    return bool(check(including_emulation=False) if emulated else check())
+
+
+def _check_network() -> Iterator[Finding]:
+    if address := loopback_address():
+        yield Finding(
+            code="loopback",
+            severity="warning",
+            fact=f"The name of this machine resolves to {address}, and the job runs on several machines (WORLD_SIZE is "
+            "above LOCAL_WORLD_SIZE): gloo would tell the others that address, at which they find themselves.",
+            cure="Set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface between the machines, as `ip "
+            "address` lists them; or give the host name its real address in /etc/hosts.",
         )

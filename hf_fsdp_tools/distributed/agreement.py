@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_fsdp_tools import errors
+from hf_fsdp_tools.distributed.cpu_backend import timeout_of
 from hf_fsdp_tools.distributed.mesh import rank_on_node
-from hf_fsdp_tools.distributed.rounds import StoppedElsewhere, rounds_of
+from hf_fsdp_tools.distributed.rounds import StoppedElsewhere, patience_of_at_least, rounds_of
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError, RanksError
 from hf_fsdp_tools.hub import local_path
@@ -28,11 +29,13 @@ __all__ = [
     "agreed",
     "all_ranks",
     "by_rank",
+    "going_first",
     "opened",
     "rank_and_size",
     "same_on_all_ranks",
     "shared_rng_state",
     "shared_seed",
+    "wait_for_all_ranks",
 ]
 
 T = TypeVar("T")
@@ -128,6 +131,43 @@ def agreed(doing: str, where: str | PathLike[str] = "", *, ranks: Sequence[int] 
     lines = [f"rank {listed([str(r) for r in failed if failed[r][1] == text], 8)}: {text}" for text in texts]
     what = f"{doing[:1].upper()}{doing[1:]}{f' ({str(where)!r})' if where else ''}"
     raise kind(f"{what} failed on {len(failed)} of {len(told)} ranks.\n{listed_lines(lines, head='')}") from failure
+
+
+def wait_for_all_ranks() -> None:
+    """Return once every rank has called this. A rank that has ended is named within seconds.
+
+    A rank may do something of its own before it comes, for as long as a barrier of the process group would wait
+    (`timeout_of`), or `patience` says if that is longer. No backend is used.
+
+    Raises:
+        RanksError: a rank does not come, or is in another call.
+    """
+    if rounds_of() is not None:
+        with patience_of_at_least(timeout_of().total_seconds()):
+            all_ranks(None, "waiting for every rank")
+
+
+@contextmanager
+def going_first(is_first: bool) -> Iterator[None]:
+    """Run a block on some ranks before the others; if it fails on one of the first, the others do not run it.
+
+    Args:
+        is_first: of this rank.
+
+    Every rank must enter. How long the first ranks may take: see `wait_for_all_ranks`; bytes that they read and write
+    are progress.
+
+    Raises:
+        FSDPToolsError: the block failed on one of the first ranks; see `agreed`.
+    """
+    if rounds_of() is None:
+        yield
+        return
+    with patience_of_at_least(timeout_of().total_seconds()), agreed("waiting for the ranks that go first"):
+        if is_first:
+            yield
+    if not is_first:
+        yield
 
 
 def _as_told(failure: Exception | None) -> tuple[str, str] | None:

@@ -1,17 +1,25 @@
 """Parallel degrees as a value, the device mesh that they make, and the process group."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_fsdp_tools.accelerator import find_accelerator
+from hf_fsdp_tools.distributed.cpu_backend import GROUP_TIMEOUT, add_cpu_backend
+from hf_fsdp_tools.distributed.launcher import check_started, device_index, local_rank, local_size
+from hf_fsdp_tools.distributed.network import choose_interface
+from hf_fsdp_tools.distributed.rounds import rounds_of
 from hf_fsdp_tools.errors import MeshError
+from hf_fsdp_tools.text import listed
 
-__all__ = ["ParallelDims", "backends", "ensure_process_group", "local_device", "rank_on_node"]
+__all__ = ["ParallelDims", "backends", "ensure_process_group", "local_device", "rank_on_node", "shared_devices"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +81,31 @@ class ParallelDims:
 
 
 def local_device() -> torch.device:
-    """The device of this process: the accelerator with the index LOCAL_RANK, or the CPU on a machine without one."""
+    """The device of this process, or the CPU on a machine without an accelerator.
+
+    The device to which the script has bound the process group (`init_process_group(device_id=…)`); otherwise the
+    accelerator of the process's rank on its machine, or the only one that is visible (see `device_index`).
+
+    Raises:
+        MeshError: the launcher's variables give this process no device of its own.
+    """
     accelerator = find_accelerator()
     if accelerator is None:
         return torch.device("cpu")
-    return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is not None and accelerator.type in (known := _devices.get(group, {})):
+        return known[accelerator.type]
+    bound = None if group is None else group.bound_device_id
+    if bound is not None and bound.type == accelerator.type:
+        return torch.device(bound)
+    count, current = torch.accelerator.device_count(), torch.accelerator.current_device_index()
+    index = device_index(os.environ, count=count, kind=accelerator.type, current=current)
+    return torch.device(accelerator.type, index)
 
 
 def rank_on_node() -> tuple[int, int]:
     """(rank, number of processes) on this machine, as the launcher says; (0, 1) without a launcher."""
-    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return local_rank(os.environ) or 0, local_size(os.environ)
 
 
 def backends(device_type: str, own: str) -> str:
@@ -97,61 +120,78 @@ def ensure_process_group(
     backend: str | None = None,
     init_method: str | None = None,
 ) -> None:
-    """Start the default process group unless one runs: gloo for the CPU, otherwise the device's own backend and gloo.
+    """Have a default process group that communicates by the device's own backend and, between CPUs, by gloo.
+
+    Starts one unless one runs. A group that runs already (of `TrainingArguments`, of the script) keeps its backends and
+    its time limit, and is given gloo if it has none (`add_cpu_backend`). The process's own device becomes the current
+    one.
 
     Args:
         device_type: "cpu", or that of this machine's accelerator.
-        timeout: of each collective; None is torch's own (30 minutes for gloo, 10 for NCCL).
+        timeout: of each collective over any of the backends; None means 30 minutes (`GROUP_TIMEOUT`).
         backend: None means as above.
         init_method: as for `torch.distributed.init_process_group`; None reads the launcher's variables.
 
-    Every rank must call. A process without a launcher becomes a world of 1.
+    Every rank must call. A process without a launcher becomes a world of 1. The ranks exchange which device each uses.
 
     Raises:
         MeshError: this process has no device of its own, variables of the launcher are absent, or `srun` or `mpirun`
             started several processes that would each train alone.
     """
-    if dist.is_initialized():
+    if not dist.is_initialized():
+        is_launched = check_started(os.environ)
+        device = _set_device(device_type)
+        backend = backend or backends(device_type, dist.get_default_backend_for_device(device))
+        timeout = timeout or GROUP_TIMEOUT
+        if is_launched:
+            choose_interface()
+            dist.init_process_group(backend, init_method=init_method, timeout=timeout)
+        else:
+            store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's own list of exports
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    known = _devices.setdefault(dist.group.WORLD, {})
+    if device_type in known or dist.get_backend() == "fake":
         return
+    device = _set_device(device_type)
+    add_cpu_backend()
+    _check_devices(device)
+    known[device_type] = device
+
+
+_devices: "WeakKeyDictionary[Any, dict[str, torch.device]]" = WeakKeyDictionary()
+"""This process's device of each type, once a process group has been taken up; it does not change afterwards."""
+
+
+def _set_device(device_type: str) -> torch.device:
+    """Make this process's device the current one."""
     device = torch.device("cpu") if device_type == "cpu" else local_device()
     if device.type != "cpu":
-        count = torch.accelerator.device_count()
-        if device.index >= count:
-            raise MeshError(
-                f"LOCAL_RANK is {device.index}, but this machine has {count} {device.type} device(s): every process "
-                f"needs its own. Launch at most {count} process(es) on this machine."
-            )
         torch.accelerator.set_device_index(device.index)
-    own = dist.get_default_backend_for_device(device)
-    backend = backend or backends(device.type, own)
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        _refuse_many_alone()
-        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's own list of exports
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    return device
+
+
+def _check_devices(device: torch.device) -> None:
+    """Refuse two processes on one device, which NCCL refuses later, and less clearly."""
+    rounds = rounds_of()
+    if rounds is None or device.type == "cpu":
         return
-    absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if absent:
-        raise MeshError(f"Not set: {', '.join(absent)}. Start the script with `accelerate launch` or `torchrun`.")
-    dist.init_process_group(backend, init_method=init_method, timeout=timeout)
+    properties = torch.get_device_module(device).get_device_properties(device)
+    shared = shared_devices(rounds.exchange(str(getattr(properties, "uuid", "")), "comparing devices"))
+    if shared:
+        raise MeshError(
+            f"{listed(shared)} use one {device.type} device: every process needs its own. Launch fewer processes on "
+            "that machine, or give each another device (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)."
+        )
 
 
-_STEPS = {
-    "SLURM_STEP_NUM_TASKS": "srun",  # not SLURM_NTASKS, which the shells of salloc and sbatch have too
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "MV2_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpirun",
-}
-"""Variables that tell a process how many were started with it, and by whom (Slurm, Open MPI, MVAPICH2, MPICH)."""
+def shared_devices(devices: Sequence[str]) -> list[str]:
+    """The ranks that have the same device, as "ranks 0, 1"; empty where each has its own.
 
-
-def _refuse_many_alone() -> None:
-    """Refuse to be a world of 1 where a launcher that sets no RANK has started more processes than this one."""
-    for name, launcher in _STEPS.items():
-        if (count := os.environ.get(name, "")).isdigit() and int(count) > 1:
-            raise MeshError(
-                f"{launcher} has started {count} processes ({name}) and RANK is not set, so that each would train "
-                f"alone. Start one process on each node, and let torchrun start the others: {launcher} "
-                f"{'--ntasks-per-node=1' if launcher == 'srun' else '--map-by ppr:1:node'} torchrun "
-                "--nnodes=NODES --nproc-per-node=GPUS --rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500 script.py. "
-                "Or set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process."
-            )
+    Args:
+        devices: the unique name (UUID) of each rank's device; "" and zeros are no names.
+    """
+    places: dict[str, list[str]] = {}
+    for rank, name in enumerate(devices):
+        if name.strip("0-"):
+            places.setdefault(name, []).append(str(rank))
+    return [f"ranks {listed(ranks)}" for ranks in places.values() if len(ranks) > 1]

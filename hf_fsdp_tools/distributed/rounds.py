@@ -22,7 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,7 +37,7 @@ from hf_fsdp_tools.distributed.beat import Beat
 from hf_fsdp_tools.errors import RanksError
 from hf_fsdp_tools.text import listed
 
-__all__ = ["GIVE_UP_S", "Rounds", "Scope", "StoppedElsewhere", "patience", "rounds_of"]
+__all__ = ["GIVE_UP_S", "Rounds", "Scope", "StoppedElsewhere", "patience", "patience_of_at_least", "rounds_of"]
 
 GIVE_UP_S = 600.0
 """How long a rank that others wait for may make no progress: what NCCL's collectives wait by default, and more than a
@@ -95,6 +95,11 @@ def patience(seconds: float) -> Iterator[None]:
         yield
     finally:
         _patience_s.reset(token)
+
+
+def patience_of_at_least(seconds: float) -> AbstractContextManager[None]:
+    """As `patience`, unless more patience was asked for already."""
+    return patience(max(seconds, _patience_s.get()))
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.checkpoint.manifest import write_manifest
 from hf_fsdp_tools.checkpoint.save import save_pretrained
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, going_first, wait_for_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.fsdp1.precision import cast_where_computed
 from hf_fsdp_tools.fsdp1.under_accelerate import let_generate
@@ -212,6 +212,25 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         self.step = all_ranks(self.step, "loading the state")[
             0
         ]  # ranks without a file of their own would accumulate out of step
+
+    def wait_for_everyone(self) -> None:
+        """Wait as `Accelerator.wait_for_everyone` does, for every rank, without a collective: a lost rank is named.
+
+        Accelerate's barrier on the device of LOCAL_RANK fails where each process sees one device of its own.
+        """
+        wait_for_all_ranks()
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Run a block on rank 0 before the others, as `Accelerator.main_process_first` does. See `going_first`."""
+        with going_first(self.is_main_process):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Run a block on the first rank of each machine before the others. See `going_first`."""
+        with going_first(self.is_local_main_process):
+            yield
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Skip as `Accelerator.skip_first_batches` does, with a loader whose start draws no random number.

@@ -12,13 +12,14 @@ from accelerate import Accelerator, DistributedType, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DataLoaderConfiguration, DynamoBackend, InitProcessGroupKwargs, TorchDynamoPlugin
 
-from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device
+from hf_fsdp_tools.distributed.cpu_backend import GROUP_TIMEOUT
+from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_set
 
-__all__ = ["make_accelerator", "start_state"]
+__all__ = ["make_accelerator", "start_state", "use_one_device"]
 
 
 def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerate_kwargs: Any) -> Accelerator:
@@ -111,12 +112,16 @@ def start_state(
         return
     if PartialState._shared_state and PartialState().distributed_type == DistributedType.NO and _is_launched():
         PartialState._reset_state()  # TrainingArguments without use_cpu made it, where each process would train alone
+    _name_local_rank()
+    options = {"timeout": GROUP_TIMEOUT, **(group or {})}
     if not cpu:
         # with gloo beside NCCL, which Accelerate does on some variables only
-        ensure_process_group(local_device().type, **group or {})
-    PartialState(cpu=cpu, **(group or {}) if cpu else {})
-    if PartialState().distributed_type == DistributedType.NO:
-        ensure_process_group("cpu" if cpu else local_device().type, **group or {})
+        ensure_process_group(local_device().type, **options)
+    PartialState(cpu=cpu, **options if cpu else {})
+    device = torch.device("cpu") if cpu else local_device()
+    ensure_process_group(device.type, **options)
+    if not cpu:
+        torch.accelerator.set_device_index(device.index)  # PartialState sets the one of LOCAL_RANK
     if parallelism_config is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
         parallelism_config = ParallelismConfig()  # fills itself from the variables beside that one
     state = AcceleratorState(
@@ -131,11 +136,31 @@ def start_state(
         plugin.set_mixed_precision(state.mixed_precision)
         for shared in (state, PartialState()):
             shared.distributed_type = DistributedType.FSDP
-            if cpu:
-                shared.device = torch.device("cpu")  # FSDP1 takes cpu:0 for another device
         state.fsdp_plugin = plugin
+    for shared in (state, PartialState()):
+        # FSDP1 takes cpu:0 for another device; alone, Accelerate knows no index, and takes MPS
+        shared.device = device
     _check_state(plugin)
     _check_axes(state.parallelism_config)
+
+
+def use_one_device(args: Any) -> None:
+    """Let a Trainer with these arguments use the one device of Accelerate's state.
+
+    `TrainingArguments` alone on a machine with several GPUs counts all of them, with which the Trainer would multiply
+    the batch size, and wrap a sharded model in `DataParallel`. It takes MPS on a Mac, and device 0 where LOCAL_RANK is
+    not set.
+    """
+    state = PartialState()
+    if args.n_gpu > 1:
+        if state.num_processes == 1:
+            warnings.warn(
+                f"1 of {args.n_gpu} devices is used ({state.device}): this process was started alone. To use all: "
+                f"torchrun --nproc-per-node={args.n_gpu} script.py, or accelerate launch.",
+                stacklevel=5,
+            )
+        args._n_gpu = 1
+    args._setup_devices = state.device
 
 
 def _group_options(handlers: Iterable[Any] | None) -> dict[str, Any]:
@@ -172,6 +197,16 @@ def _check_axes(config: Any) -> None:
             f"{', '.join(f'{name}={getattr(config, name)}' for name in asked)}: only dp_replicate_size and "
             "dp_shard_size can be above 1 here. Leave the others out of the parallelism config."
         )
+
+
+def _name_local_rank() -> None:
+    """Tell Accelerate the rank on this machine, which it reads in LOCAL_RANK alone (not srun's or mpirun's variables).
+
+    Without it, each process of a launched job would train alone.
+    """
+    if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
+        rank, size = rank_on_node()
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
 
 
 def _is_launched() -> bool:

@@ -41,7 +41,7 @@ from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
 from hf_fsdp_tools.integrations.saving import remove_marks, saveable
 from hf_fsdp_tools.integrations.settings import plugin_arguments
-from hf_fsdp_tools.integrations.state import start_state
+from hf_fsdp_tools.integrations.state import start_state, use_one_device
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
 from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of
 
@@ -138,6 +138,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
             dynamo_plugin=TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode),
             group={"timeout": args.ddp_timeout_delta},
         )
+        use_one_device(args)
         with _hidden_settings(args):
             super().create_accelerator_and_postprocess()
         asked = args.accelerator_config.gradient_accumulation_kwargs or {}

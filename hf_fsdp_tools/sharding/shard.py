@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from hf_fsdp_tools.distributed.agreement import agreed, same_on_all_ranks
+from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.modeling.linear4bit import refuse_cast
@@ -101,9 +102,9 @@ def shard_model(
 
     Raises:
         WrapPlanError: the plan breaks a rule for this model.
-        ConfigError: the model or a part of it is sharded already, it cannot checkpoint activations, CPU offload lacks a
-            backend for CPUs, `mp_policy` would cast 4-bit weights, or plan, arguments or dtypes differ between ranks.
-            As every error, the same on every rank.
+        ConfigError: the model or a part of it is sharded already, it cannot checkpoint activations, `mp_policy` would
+            cast 4-bit weights, or plan, arguments or dtypes differ between ranks. As every error, the same on every
+            rank.
     """
     mesh = _without_names(mesh if mesh is not None else ParallelDims().build_mesh())
     ranks = sorted(mesh.mesh.flatten().tolist())
@@ -128,6 +129,9 @@ def shard_model(
         activation_checkpointing=activation_checkpointing,
         compile=compile,
     )
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        for group in mesh.get_all_groups():
+            add_cpu_backend(group)  # clipping sums the norms of offloaded gradients between CPUs
     if activation_checkpointing:
         _checkpoint_activations(model)
     options = None if compile is False else {} if compile is True else dict(compile)
@@ -191,23 +195,10 @@ def _without_names(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _offload_policy(policy: OffloadPolicy | None, mesh: DeviceMesh) -> OffloadPolicy:
-    """The offload policy for a mesh: without pinned memory on CPUs, and refused without a backend for CPUs.
-
-    Clipping sums the norms of offloaded gradients between CPUs.
-    """
-    if not isinstance(policy, CPUOffloadPolicy):
-        return policy or OffloadPolicy()
-    if mesh.device_type == "cpu":
+    """The offload policy for a mesh: without pinned memory on CPUs."""
+    if isinstance(policy, CPUOffloadPolicy) and mesh.device_type == "cpu":
         return CPUOffloadPolicy(pin_memory=False)
-    lacking = [config for group in mesh.get_all_groups() if "cpu" not in (config := dist.get_backend_config(group))]
-    if lacking:
-        raise ConfigError(
-            "CPU offload clips gradients on the CPU, and the process group communicates by "
-            f'{lacking[0]!r} only. Start it with "cpu:gloo,{lacking[0]}": make_accelerator() and '
-            "ParallelDims.build_mesh() do so when called before anything else starts one (TrainingArguments does), or "
-            "set FSDP_OFFLOAD_PARAMS=true for the launch."
-        )
-    return policy
+    return policy or OffloadPolicy()
 
 
 def _check_checkpointing(model: nn.Module) -> None:

@@ -1,0 +1,57 @@
+"""Gloo beside the device's own backend in groups that were started without it, for tensors and objects on the CPU."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, _get_default_group, _get_default_store
+
+from hf_fsdp_tools.distributed.network import choose_interface
+
+__all__ = ["GROUP_TIMEOUT", "add_cpu_backend", "has_cpu_backend", "timeout_of"]
+
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""Time limit of a collective in groups that this package starts, over any backend: what torch gives gloo, and the
+Trainer all of its groups (`ddp_timeout`)."""
+
+_CPU = torch.device("cpu")
+
+
+def has_cpu_backend(group: ProcessGroup | None = None) -> bool:
+    """Whether a process group, by default the default one, communicates between CPUs."""
+    return _CPU in (group or _get_default_group())._device_types
+
+
+def timeout_of(group: ProcessGroup | None = None) -> timedelta:
+    """The time limit of a group's collectives, the longest of its backends'; `GROUP_TIMEOUT` where none says it."""
+    group = group or _get_default_group()
+    options = (getattr(group._get_backend(device), "options", None) for device in group._device_types)
+    limits = [limit for one in options if (limit := getattr(one, "_timeout", None)) is not None]
+    return max(limits, default=GROUP_TIMEOUT)
+
+
+def add_cpu_backend(group: ProcessGroup | None = None) -> None:
+    """Give a process group gloo for tensors on the CPU, if it has no backend for them.
+
+    Who starts a group chooses its backends: `TrainingArguments`, and most scripts, choose NCCL alone. Then torch sends
+    objects (the plan of a DCP save, what Accelerate gathers) over NCCL and the GPU, and nothing on the CPU (counts of
+    labels, norms of offloaded gradients) can be sent at all. The group's own backends, and its time limit, stay.
+
+    Args:
+        group: of which this process is a member; None means the default group.
+
+    Every member must call. Members of a group that lacks gloo connect to each other.
+    """
+    group = group or _get_default_group()
+    if has_cpu_backend(group) or not dist.is_gloo_available():
+        return
+    choose_interface()
+    name, description = group.group_name, group.group_desc
+    store, path = _get_default_store(), f"hf_fsdp_tools/gloo/{name}"
+    # A group that is started again over the same store must not find the addresses of its former life.
+    life = (store.add(f"{path}/lives", 1) - 1) // group.size()
+    own = PrefixStore(f"{path}/{life}/", store)
+    gloo = dist.ProcessGroupGloo(own, group.rank(), group.size(), timeout=timeout_of(group))
+    group._register_backend(_CPU, ProcessGroup.BackendType.GLOO, gloo)
+    group._set_group_name(name)  # of all its backends: torch asks the first one for the group's name
+    group._set_group_desc(description)
