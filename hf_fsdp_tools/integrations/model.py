@@ -23,12 +23,12 @@ from hf_fsdp_tools.sharding.adapters import shard_added
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.fsdp2_internals import count_units
 from hf_fsdp_tools.sharding.hf_interface import turn_cache_off
-from hf_fsdp_tools.sharding.hooks import is_averaged
 from hf_fsdp_tools.sharding.shard import (
     compile_sharded,
     shard_model,
     sharding_of,
 )
+from hf_fsdp_tools.sharding.whole import is_averaged
 from hf_fsdp_tools.text import listed
 
 __all__ = [

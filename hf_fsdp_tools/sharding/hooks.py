@@ -9,19 +9,16 @@
   their memory.
 - After the forward pass of a list of experts: make every expert part of the result, so that all ranks reduce the same
   gradients, whichever experts their tokens chose.
-- After each backward pass: average the gradients of parameters that every rank holds whole.
 - Before torch 2.13: complete units with a module that did not run. These versions run FSDP2's hooks at the first and
   the last module of a unit; 2.13 runs them at each module, and completes the unit after the pass of the whole model
   (`_register_group_forward_hooks`, `_force_complete_incomplete_states`). Delete this with the support of 2.11 and 2.12.
 """
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -31,7 +28,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
     make_gathered_memory,
 )
 
-__all__ = ["add_hooks", "average_gradients", "cast_inputs", "is_averaged"]
+__all__ = ["add_hooks", "cast_inputs"]
 
 _IS_BEFORE_2_13 = not hasattr(FSDPModule, "reset_iter_state")
 """Whether torch is older than 2.13."""
@@ -78,39 +75,6 @@ def add_hooks(
     if _IS_BEFORE_2_13:
         model.register_forward_hook(_complete_units)
     model.register_forward_hook(partial(_reshard_after_evaluation, kept=frozenset(kept)))
-
-
-def average_gradients(parameters: Iterable[nn.Parameter], groups: Iterable[dist.ProcessGroup]) -> None:
-    """Average the gradients of trainable parameters that every rank holds whole, after each backward pass from now on.
-
-    Args:
-        parameters: that every rank holds whole; frozen ones, and those that are averaged already, are left alone.
-        groups: over which to average, one after the other; for a mesh, `mesh.get_all_groups()`.
-
-    Nothing is communicated before the next backward pass.
-    """
-    hook = partial(_average_gradient, groups=tuple(groups))
-    for parameter in parameters:
-        if parameter.requires_grad and not is_averaged(parameter):
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
-
-
-def is_averaged(parameter: torch.Tensor) -> bool:
-    """Whether `average_gradients` was called for a parameter; a user's own hooks on its gradient do not count."""
-    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-    return any(isinstance(hook, partial) and hook.func is _average_gradient for hook in hooks)
-
-
-def _average_gradient(parameter: torch.Tensor, *, groups: tuple[dist.ProcessGroup, ...]) -> None:
-    """Average a gradient over all groups; FSDP reduces gradients of sharded parameters only.
-
-    Averaging after every micro-batch is right under accumulation too: the sum of earlier micro-batches is equal on all
-    ranks, and the average of equal values is the same value.
-    """
-    assert parameter.grad is not None
-    for group in groups:
-        dist.all_reduce(parameter.grad, group=group)
-    parameter.grad /= math.prod(dist.get_world_size(group) for group in groups)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own

@@ -24,8 +24,9 @@ from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.compile import compile_blocks
 from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, count_units, reshard_units
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
-from hf_fsdp_tools.sharding.hooks import add_hooks, average_gradients
+from hf_fsdp_tools.sharding.hooks import add_hooks
 from hf_fsdp_tools.sharding.placement import choose_placement
+from hf_fsdp_tools.sharding.whole import average_gradients
 from hf_fsdp_tools.text import dtype_name
 
 __all__ = [
