@@ -272,7 +272,7 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
     with agreed(f"preparing {type(model).__name__}"):
         check_managed(model)
         check_precision(model, accelerator)
-    prepare_for_training(model, accelerator)
+        prepare_for_training(model, accelerator)
     accelerator._models.append(model)
     model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's own mark
 

@@ -280,7 +280,11 @@ def check_precision(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def prepare_for_training(model: nn.Module, accelerator: Accelerator) -> None:
-    """Compile the plan's blocks if the Accelerator asks for it, and turn off the cache of a model that is trained."""
+    """Compile the plan's blocks if the Accelerator asks for it, and turn off the cache of a model that is trained.
+
+    Raises:
+        ConfigError: the Accelerator asks for CUDA graphs.
+    """
     dynamo = accelerator.state.dynamo_plugin
     if dynamo.backend != DynamoBackend.NO:
         compile_sharded(model, dynamo.to_kwargs())
