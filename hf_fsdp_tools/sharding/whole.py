@@ -30,8 +30,8 @@ for each element, and reduced in one call. (assumed)"""
 class WholeGradient(torch.Tensor):
     """The gradient of a whole parameter, which counts as replicated where it meets gradients of shards.
 
-    So `torch.nn.utils.clip_grad_norm_`, `clip_grad_value_` and `zero_grad(set_to_none=False)` take a model's gradients
-    as they are. In every other place it is a plain tensor, and an optimizer gets it as one.
+    So `torch.nn.utils.clip_grad_norm_`, `clip_grad_value_`, `zero_grad(set_to_none=False)` and `torch.amp.GradScaler`
+    take a model's gradients as they are. In every other place it is a plain tensor, and an optimizer gets it as one.
     """
 
     @classmethod
@@ -41,6 +41,10 @@ class WholeGradient(torch.Tensor):
         mesh = next((leaf.device_mesh for leaf in tree_leaves(operands) if isinstance(leaf, DTensor)), None)
         if mesh is None:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:  # of a GradScaler
+            # Where a gradient is infinite, DTensor tells the other ranks if the first gradient is that of a shard.
+            gradients, *others = operands[0]
+            operands = ((sorted(gradients, key=lambda each: isinstance(each, cls)), *others), operands[1])
         args, kwargs = tree_map_only(WholeGradient, lambda gradient: _replicated(gradient, mesh), operands)
         return func(*args, **kwargs)
 

@@ -229,7 +229,29 @@ def replicas_of_shards_are_clipped_and_stepped(folder: Path) -> None:
     assert apart(*found) < 5e-5
 
 
+def an_infinite_gradient_on_one_rank_stops_all_of_them(folder: Path) -> None:
+    """With torch's own scaler; of a shard, while the first gradient is that of a whole parameter."""
+    for fused in (False, True):
+        model, scaler = mixed(folder), torch.amp.GradScaler("cpu")
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        assert not isinstance(optimizer.param_groups[0]["params"][0], DTensor)
+        scaler.scale(model(**batch_of_rank(dist.get_rank())).loss).backward()
+        shard = model.lm_head.weight.grad.to_local()
+        if dist.get_rank() == 0:
+            shard[0, 0] = float("inf")
+        before = full_parameters(model)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**15 and apart(full_parameters(model), before) == 0
+        optimizer.zero_grad()
+        scaler.scale(model(**batch_of_rank(dist.get_rank())).loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**15 and apart(full_parameters(model), before) > 1e-3
+
+
 CASES = (
+    an_infinite_gradient_on_one_rank_stops_all_of_them,
     replicas_of_shards_are_clipped_and_stepped,
     every_optimizer,
     every_clip,
