@@ -31,7 +31,7 @@ from hf_fsdp_tools.fsdp1.precision import cast_where_computed
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.allocate import with_storage
-from hf_fsdp_tools.sharding.hooks import average_gradients
+from hf_fsdp_tools.sharding.whole import average_gradients
 from hf_fsdp_tools.text import listed
 
 __all__ = ["load_weights_fsdp1", "wrap_fsdp1"]

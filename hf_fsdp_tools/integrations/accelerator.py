@@ -13,7 +13,6 @@ from accelerate.utils.constants import SCALER_NAME
 from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.checkpoint.manifest import write_manifest
 from hf_fsdp_tools.checkpoint.save import save_pretrained
@@ -31,7 +30,7 @@ from hf_fsdp_tools.integrations.model import (
     shard_additions,
     shard_in_place,
 )
-from hf_fsdp_tools.integrations.optimizers import check_optimizers, clip_values, step_kinds_apart
+from hf_fsdp_tools.integrations.optimizers import check_optimizers, clip_norm, clip_values
 from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
 from hf_fsdp_tools.integrations.saved_state import (
     ACCELERATE_GLOBS,
@@ -42,6 +41,7 @@ from hf_fsdp_tools.integrations.saved_state import (
     write_state,
 )
 from hf_fsdp_tools.integrations.saving import former_of, remove_checkpoint, remove_leftovers, replacing, saveable
+from hf_fsdp_tools.sharding.whole import by_kind, step_kinds_apart
 
 __all__ = ["ShardedAccelerator", "ShardedScaler", "adopt"]
 
@@ -96,9 +96,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         if not self.is_fsdp2:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         self.unscale_gradients()
-        # Accelerate's own method also compares lists of tensors, which fails where several models are prepared.
-        norm = self._clip_grad_norm_dtensor_aware(list(parameters), max_norm, norm_type=norm_type)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return clip_norm(given, max_norm, norm_type, self.device)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip as `torch.nn.utils.clip_grad_value_` does, each shard by its own rank; nothing is communicated."""
@@ -268,7 +267,7 @@ def _prepare_object(accelerator: Accelerator, obj: Any) -> Any:
     if isinstance(obj, torch.utils.data.DataLoader):
         return accelerator.prepare_data_loader(obj)
     if isinstance(obj, torch.optim.Optimizer):
-        step_kinds_apart(obj)
+        step_kinds_apart()  # models that other code sharded have whole parameters too
         return accelerator.prepare_optimizer(obj, device_placement=False)
     if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
         return accelerator.prepare_scheduler(obj)
@@ -292,7 +291,7 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
     with agreed(f"preparing {type(model).__name__}"):
         check_managed(model)
         check_precision(model, accelerator)
-    prepare_for_training(model, accelerator)
+        prepare_for_training(model, accelerator)
     accelerator._models.append(model)
     model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's own mark
 
@@ -318,24 +317,37 @@ def _numbered(folder: Path) -> list[Path]:
 
 
 class ShardedScaler(torch.amp.GradScaler):
-    """torch's `GradScaler` for optimizers of both sharded and whole (0-d, for instance) parameters.
+    """torch's `GradScaler` for optimizers of sharded and whole parameters, on the mesh's device or offloaded.
 
     torch (2.13) divides all gradients of a device in one call, which cannot mix the two kinds. Here each kind has a
     call of its own. Where any gradient is infinite on one rank, every rank skips the step: torch compares gradients of
     shards between ranks, and gradients of whole parameters are averages, equal on all ranks.
     """
 
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step as `GradScaler.step` does; fused optimizers too are not called where a gradient is infinite.
+
+        torch lets them look at the gradients themselves, on the device of the loss scale: Accelerate would not see that
+        a step was skipped, and offloaded parameters would be stepped before the answer has arrived on the CPU.
+        """
+        looks_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # torch's own
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            optimizer._step_supports_amp_scaling = looks_itself  # type: ignore[attr-defined]
+
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         found: dict[torch.device, torch.Tensor] = {}
-        for sharded in (True, False):
-            groups = [
-                {"params": [p for p in group["params"] if isinstance(p.grad, DTensor) is sharded]}
-                for group in optimizer.param_groups
-            ]
-            part: Any = SimpleNamespace(param_groups=groups)
-            for device, infinite in super()._unscale_grads_(part, inv_scale, found_inf.clone(), allow_fp16).items():
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        for kind in by_kind(held):
+            part: Any = SimpleNamespace(param_groups=[{"params": kind}])
+            here = kind[0].device
+            # torch itself copies to the device of the gradients without waiting; to the CPU, one has to wait.
+            ours = super()._unscale_grads_(part, inv_scale.to(here), found_inf.to(here, copy=True), allow_fp16)
+            for device, infinite in ours.items():
                 found[device] = torch.maximum(found[device], infinite) if device in found else infinite
         return found
 

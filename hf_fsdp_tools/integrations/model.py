@@ -24,12 +24,12 @@ from hf_fsdp_tools.sharding.adapters import shard_added
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.fsdp2_internals import count_units
 from hf_fsdp_tools.sharding.hf_interface import turn_cache_off
-from hf_fsdp_tools.sharding.hooks import is_averaged
 from hf_fsdp_tools.sharding.shard import (
     compile_sharded,
     shard_model,
     sharding_of,
 )
+from hf_fsdp_tools.sharding.whole import is_averaged
 from hf_fsdp_tools.text import listed
 
 __all__ = [
@@ -270,7 +270,11 @@ def check_precision(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def prepare_for_training(model: nn.Module, accelerator: Accelerator) -> None:
-    """Compile the plan's blocks if the Accelerator asks for it, and turn off the cache of a model that is trained."""
+    """Compile the plan's blocks if the Accelerator asks for it, and turn off the cache of a model that is trained.
+
+    Raises:
+        ConfigError: the Accelerator asks for CUDA graphs.
+    """
     dynamo = accelerator.state.dynamo_plugin
     if dynamo.backend != DynamoBackend.NO:
         compile_sharded(model, dynamo.to_kwargs())

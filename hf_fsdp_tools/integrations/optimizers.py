@@ -1,15 +1,15 @@
-"""Optimizers of sharded models: what cannot step shards is refused, and shards are stepped apart from whole tensors."""
+"""Optimizers of sharded models: what cannot step shards is refused; and clipping of all of a model's gradients."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.sharding.whole import by_kind
 
-__all__ = ["by_kind", "check_optimizers", "clip_values", "step_kinds_apart"]
+__all__ = ["check_optimizers", "clip_norm", "clip_values"]
 
 _NOT_FOR_SHARDS = (
     "bitsandbytes",
@@ -57,48 +57,28 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def step_kinds_apart(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer step shards and whole parameters of one group one after the other, from now on.
+def clip_norm(parameters: Iterable[torch.Tensor], limit: float, order: float, device: torch.device) -> torch.Tensor:
+    """Scale all gradients down, in place, to a norm of at most `limit`; return the norm that they had together.
 
-    Parameters that FSDP cannot shard (0-d), or that the policy keeps whole, stand beside shards in one group. torch's
-    fused and foreach steps take a group in one call, which cannot mix the two kinds. Here the groups are parted for the
-    time of a step only: a scheduler, a state dict and a user see the groups as they were made.
+    Gradients may be shards of several meshes and whole ones, on several devices (offloaded shards are on the CPU). The
+    norms of shards are summed over their mesh.
 
     Args:
-        optimizer: of torch, one that extends its class, or Accelerate's around it; called again, nothing changes.
+        parameters: with the gradients; those without one are left out.
+        limit: of the norm.
+        order: of the norm: 2, infinity, …
+        device: of the result.
+
+    Every rank must call.
     """
-    while (within := getattr(optimizer, "optimizer", None)) is not None:  # a second `train()` wraps Accelerate's again
-        optimizer = within
-    if getattr(optimizer, "_steps_kinds_apart", False):
-        return
-    optimizer._steps_kinds_apart = True  # type: ignore[attr-defined]  # a plain attribute of our own
-    parted: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
-
-    def part(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        join(optimizer, args, kwargs)  # a step that failed left them parted
-        kinds = [by_kind(group["params"]) for group in optimizer.param_groups]
-        if any(len(lists) > 1 for lists in kinds):
-            for group, lists in zip(optimizer.param_groups, kinds, strict=True):
-                parted.append((group, [{**group, "params": parameters} for parameters in lists]))
-            optimizer.param_groups = [each for _, parts in parted for each in parts]
-
-    def join(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if parted:
-            for group, parts in parted:  # some optimizers count their steps in the group
-                group.update({key: value for each in parts for key, value in each.items() if key != "params"})
-            optimizer.param_groups = [group for group, _ in parted]
-            parted.clear()
-
-    optimizer.register_step_pre_hook(part)
-    optimizer.register_step_post_hook(join)
-
-
-def by_kind(parameters: Iterable[torch.Tensor]) -> Sequence[list[torch.Tensor]]:
-    """Shards of each mesh, and whole parameters, each in a list of its own; empty lists are left out."""
-    kinds: dict[Any, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        kinds.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-    return list(kinds.values())
+    kinds = by_kind(parameter for parameter in parameters if parameter.grad is not None)
+    norms = [nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None], order) for kind in kinds]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm.as_subclass(torch.Tensor) for norm in norms]
+    norms = [norm.to(device) for norm in norms]
+    total = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms, order).to(device)
+    for kind in kinds:
+        nn.utils.clip_grads_with_norm_(kind, limit, total)
+    return total
 
 
 def clip_values(parameters: Iterable[torch.Tensor], limit: float) -> None:

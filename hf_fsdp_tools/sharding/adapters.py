@@ -29,8 +29,8 @@ from hf_fsdp_tools.sharding.adapter_plan import laid_over
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters, release
 from hf_fsdp_tools.sharding.hf_interface import answer_for_shards
-from hf_fsdp_tools.sharding.hooks import average_gradients, is_averaged
 from hf_fsdp_tools.sharding.shard import Sharding, apply_again, sharded_module, sharding_of
+from hf_fsdp_tools.sharding.whole import average_gradients, is_averaged
 from hf_fsdp_tools.text import first_line, first_lines
 
 __all__ = ["add_adapter", "load_adapter", "shard_added"]

@@ -6,9 +6,43 @@ from typing import Any
 from torch import nn
 from transformers import Cache
 
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.planning.plan import WrapPlan
 
-__all__ = ["compile_blocks"]
+__all__ = ["check_options", "compile_blocks"]
+
+_WITHOUT_GRAPHS = {"max-autotune": "max-autotune-no-cudagraphs", "reduce-overhead": "default"}
+"""The modes of `torch.compile` that record CUDA graphs, and what each is without them (torch's documentation of
+`torch.compile`)."""
+
+
+def check_options(options: Mapping[str, Any], device_type: str) -> None:
+    """Refuse options of `torch.compile` that record CUDA graphs; on CPUs there are none.
+
+    A CUDA graph reads parameters where they were when it was recorded. FSDP2 frees gathered parameters after their use
+    and gathers them elsewhere: at best, each step would record anew.
+
+    Args:
+        options: of `torch.compile`.
+        device_type: of the mesh.
+
+    Raises:
+        ConfigError: names the option, and what to use instead.
+    """
+    if device_type == "cpu":
+        return
+    asked: dict[str, str] = {}
+    if (mode := options.get("mode")) in _WITHOUT_GRAPHS:
+        asked[f"mode={mode!r}"] = f"mode={_WITHOUT_GRAPHS[mode]!r}"
+    if (options.get("options") or {}).get("triton.cudagraphs"):
+        asked["options={'triton.cudagraphs': True}"] = "False there"
+    if options.get("backend") == "cudagraphs":
+        asked["backend='cudagraphs'"] = "backend='inductor'"
+    if asked:
+        raise ConfigError(
+            f"torch.compile with {' and '.join(asked)} records CUDA graphs, which read parameters at fixed addresses, "
+            f"and FSDP2 gathers parameters elsewhere in each step. Use {' and '.join(asked.values())}."
+        )
 
 
 def compile_blocks(model: nn.Module, plan: WrapPlan, options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -3,25 +3,24 @@
 - Before the forward pass of each unit, in inference mode: make the memory of gathered parameters outside of it.
 - Before the forward pass of blocks and other modules with shards, under mixed precision: cast their inputs. FSDP2
   itself would cast the inputs of the root, with labels, token counts and masks.
+- Around the forward pass of modules with whole parameters, under mixed precision: weights in the dtype of computation,
+  as FSDP2 gathers those of shards.
 - Around the forward pass of batch norms, under mixed precision: weights in the dtype of the running statistics.
 - After a forward pass without gradients: reshard the units.
 - After the forward pass of a unit that returns its own weights (a table of positions): copy them, before FSDP2 frees
   their memory.
 - After the forward pass of a list of experts: make every expert part of the result, so that all ranks reduce the same
   gradients, whichever experts their tokens chose.
-- After each backward pass: average the gradients of parameters that every rank holds whole.
 - Before torch 2.13: complete units with a module that did not run. These versions run FSDP2's hooks at the first and
   the last module of a unit; 2.13 runs them at each module, and completes the unit after the pass of the whole model
   (`_register_group_forward_hooks`, `_force_complete_incomplete_states`). Delete this with the support of 2.11 and 2.12.
 """
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -31,7 +30,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
     make_gathered_memory,
 )
 
-__all__ = ["add_hooks", "average_gradients", "cast_inputs", "is_averaged"]
+__all__ = ["add_hooks", "cast_inputs"]
 
 _IS_BEFORE_2_13 = not hasattr(FSDPModule, "reset_iter_state")
 """Whether torch is older than 2.13."""
@@ -55,21 +54,28 @@ def add_hooks(
         experts: lists of experts, by the modules that run them.
     """
     for module in model.modules():  # hooks of modules that are in no unit any more are removed
-        for hook in (_make_gathered_memory, cast_inputs, _use_dtype_of_statistics):
+        for hook in (_make_gathered_memory, cast_inputs, _use_dtype, _use_dtype_of_statistics):
             _drop_hook(module._forward_pre_hooks, hook)
-        for hook in (_use_gathered_dtype, _reach_experts, _part_from_weights):
+        for hook in (_give_weights_back, _reach_experts, _part_from_weights):
             _drop_hook(module._forward_hooks, hook)
         if isinstance(module, FSDPModule) and module is not model and module._parameters:
             module.register_forward_hook(_part_from_weights, prepend=True)  # before FSDP2's own, which frees
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(_make_gathered_memory, prepend=True)  # before FSDP2's own, which gathers
     if param_dtype is not None:
-        for module in _first_with_shards(model):
-            module.register_forward_pre_hook(partial(cast_inputs, dtype=param_dtype), with_kwargs=True)
+        casting = dict.fromkeys(_first_with_shards(model))
         for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None and module.affine:
-                module.register_forward_pre_hook(_use_dtype_of_statistics)
-                module.register_forward_hook(_use_gathered_dtype, always_call=True)
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
+                if module.affine:
+                    module.register_forward_pre_hook(_use_dtype_of_statistics)
+                    module.register_forward_hook(_give_weights_back, always_call=True)
+            elif whole := _whole_weights(module):
+                module.register_forward_pre_hook(partial(_use_dtype, names=whole, dtype=param_dtype))
+                module.register_forward_hook(_give_weights_back, always_call=True)
+                casting.setdefault(module)
+        casting.pop(model, None)  # the root takes labels and counts too
+        for module in casting:
+            module.register_forward_pre_hook(partial(cast_inputs, dtype=param_dtype), with_kwargs=True)
     for runner, members in (experts or {}).items():  # before FSDP2's own hook, which reshards
         runner.register_forward_hook(partial(_reach_experts, experts=members), prepend=True)
     # These must come after FSDP2's own hooks, which may be new.
@@ -78,39 +84,6 @@ def add_hooks(
     if _IS_BEFORE_2_13:
         model.register_forward_hook(_complete_units)
     model.register_forward_hook(partial(_reshard_after_evaluation, kept=frozenset(kept)))
-
-
-def average_gradients(parameters: Iterable[nn.Parameter], groups: Iterable[dist.ProcessGroup]) -> None:
-    """Average the gradients of trainable parameters that every rank holds whole, after each backward pass from now on.
-
-    Args:
-        parameters: that every rank holds whole; frozen ones, and those that are averaged already, are left alone.
-        groups: over which to average, one after the other; for a mesh, `mesh.get_all_groups()`.
-
-    Nothing is communicated before the next backward pass.
-    """
-    hook = partial(_average_gradient, groups=tuple(groups))
-    for parameter in parameters:
-        if parameter.requires_grad and not is_averaged(parameter):
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
-
-
-def is_averaged(parameter: torch.Tensor) -> bool:
-    """Whether `average_gradients` was called for a parameter; a user's own hooks on its gradient do not count."""
-    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-    return any(isinstance(hook, partial) and hook.func is _average_gradient for hook in hooks)
-
-
-def _average_gradient(parameter: torch.Tensor, *, groups: tuple[dist.ProcessGroup, ...]) -> None:
-    """Average a gradient over all groups; FSDP reduces gradients of sharded parameters only.
-
-    Averaging after every micro-batch is right under accumulation too: the sum of earlier micro-batches is equal on all
-    ranks, and the average of equal values is the same value.
-    """
-    assert parameter.grad is not None
-    for group in groups:
-        dist.all_reduce(parameter.grad, group=group)
-    parameter.grad /= math.prod(dist.get_world_size(group) for group in groups)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
@@ -191,22 +164,38 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
+def _whole_weights(module: nn.Module) -> tuple[str, ...]:
+    """The names of the floating-point parameters of a module's own that every rank holds whole.
+
+    Without those of no dimension: what is computed with these has the dtype of the other operand.
+    """
+    return tuple(
+        name
+        for name, weight in module._parameters.items()
+        if weight is not None and not isinstance(weight, DTensor) and weight.is_floating_point() and weight.dim()
+    )
+
+
+def _use_dtype(module: Any, args: object, *, names: Collection[str], dtype: torch.dtype) -> None:
+    """Give a module its weights of these names in another dtype, until its forward pass ends."""
+    own = {name: weight for name in names if (weight := module._parameters[name]) is not None}
+    if any(weight.dtype != dtype for weight in own.values()):
+        module._own_weights = own
+        module._parameters.update({name: weight.to(dtype) for name, weight in own.items()})
+
+
 def _use_dtype_of_statistics(norm: Any, args: object) -> None:
     """Give a batch norm its gathered weights in the dtype of its running statistics, which no other dtype goes with.
 
     As autocast does it: inputs and outputs are in the lower precision, weights and statistics are not.
     """
-    dtype = norm.running_mean.dtype
-    gathered = {name: norm._parameters[name] for name in ("weight", "bias") if norm._parameters[name] is not None}
-    if any(weight.dtype != dtype for weight in gathered.values()):
-        norm._gathered_weights = gathered
-        norm._parameters.update({name: weight.to(dtype) for name, weight in gathered.items()})
+    _use_dtype(norm, args, names=("weight", "bias"), dtype=norm.running_mean.dtype)
 
 
-def _use_gathered_dtype(norm: Any, args: object, output: object) -> None:
-    """Give a batch norm its gathered weights back."""
-    if (gathered := norm.__dict__.pop("_gathered_weights", None)) is not None:
-        norm._parameters.update(gathered)
+def _give_weights_back(module: Any, args: object, output: object) -> None:
+    """Give a module its own weights back."""
+    if (own := module.__dict__.pop("_own_weights", None)) is not None:
+        module._parameters.update(own)
 
 
 def _part_from_weights(module: nn.Module, args: object, output: Any) -> Any:

@@ -1,12 +1,15 @@
 """Choose the dimension along which a parameter is sharded: 0, unless it has too few indices for the ranks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["choose_placement", "is_much_padding", "padded_ratio", "sharded_dim"]
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.planning.plan import WrapPlan
+
+__all__ = ["check_partial_resharding", "choose_placement", "is_much_padding", "padded_ratio", "sharded_dim"]
 
 _MOST_PADDING = 1.25
 """Padded bytes over bytes up to which a parameter is split along dimension 0. Padding costs bandwidth between ranks;
@@ -64,3 +67,44 @@ def padded_ratio(size: int, ranks: int) -> float:
     FSDP2 pads every shard to the longest one (`padded_sharded_param_size` in torch's `_fsdp_param.py`).
     """
     return -(-size // ranks) * ranks / size if size else 1.0
+
+
+def check_partial_resharding(model: nn.Module, plan: WrapPlan, ranks: int) -> None:
+    """Refuse a unit that is to be resharded over fewer ranks with a parameter that is split along another dimension.
+
+    FSDP2 reshards over fewer ranks along dimension 0 only: with a parameter that is split along another one, the
+    backward pass fails (torch 2.13: an IndexError in `foreach_all_gather_copy_out` of its `_fsdp_collectives.py`).
+
+    Args:
+        model: not sharded yet.
+        plan: of the model.
+        ranks: number of shards; replicas do not count.
+
+    Raises:
+        ConfigError: names the unit, the parameter and its dimension.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    units = {name for unit in plan.units for name in unit.modules}
+    for unit in plan.units:
+        if isinstance(unit.reshard_after_forward, bool) or unit.reshard_after_forward is None:
+            continue
+        for name in unit.modules:
+            for fqn, parameter in _held(name, modules[name], units - {name}):
+                placement = None if fqn in plan.replicated else choose_placement(parameter, ranks)
+                if placement is not None:
+                    raise ConfigError(
+                        f"Unit {name or 'root'!r} has reshard_after_forward={unit.reshard_after_forward}, and {fqn!r} "
+                        f"of shape {tuple(parameter.shape)} is split along dimension {placement.dim}, having too few "
+                        f"rows for {ranks} ranks: FSDP2 reshards over fewer ranks along dimension 0 only. Use True or "
+                        "False for this unit: HybridPolicy(reshard_after_forward={…: True})."
+                    )
+
+
+def _held(name: str, module: nn.Module, others: Collection[str]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters at and below a module, without those of other units."""
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            yield f"{name}.{key}".lstrip("."), parameter
+    for key, child in module.named_children():
+        if (fqn := f"{name}.{key}".lstrip(".")) not in others:
+            yield from _held(fqn, child, others)

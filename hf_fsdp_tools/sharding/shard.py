@@ -22,11 +22,12 @@ from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import check_wrap_plan
 from hf_fsdp_tools.planning.stacks import lists_of_experts
 from hf_fsdp_tools.sharding.allocate import renew
-from hf_fsdp_tools.sharding.compile import compile_blocks
+from hf_fsdp_tools.sharding.compile import check_options, compile_blocks
 from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, count_units, reshard_units
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
-from hf_fsdp_tools.sharding.hooks import add_hooks, average_gradients
-from hf_fsdp_tools.sharding.placement import choose_placement
+from hf_fsdp_tools.sharding.hooks import add_hooks
+from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement
+from hf_fsdp_tools.sharding.whole import average_gradients
 from hf_fsdp_tools.text import dtype_name
 
 __all__ = [
@@ -95,7 +96,8 @@ def shard_model(
             None keeps them on the device.
         activation_checkpointing: recompute each block's activations in the backward pass (non-reentrant), which saves
             memory for about a third more computation. Turns `use_cache` off.
-        compile: compile each block in place, True or with options for `torch.compile` (`{"mode": "max-autotune"}`).
+        compile: compile each block in place, True or with options for `torch.compile`
+            (`{"mode": "max-autotune-no-cudagraphs"}`).
 
     Every rank of the mesh must call, with equal arguments. The ranks exchange errors, and one digest of the plan, the
     other arguments and the dtypes of the parameters, before anything is sharded.
@@ -103,11 +105,13 @@ def shard_model(
     Raises:
         WrapPlanError: the plan breaks a rule for this model.
         ConfigError: the model or a part of it is sharded already, it cannot checkpoint activations, `mp_policy` would
-            cast 4-bit weights, or plan, arguments or dtypes differ between ranks. As every error, the same on every
-            rank.
+            cast 4-bit weights, `compile` asks for CUDA graphs, a unit that is to be resharded over fewer ranks is split
+            along another dimension than 0, or plan, arguments or dtypes differ between ranks. As every error, the same
+            on every rank.
     """
     mesh = _without_names(mesh if mesh is not None else ParallelDims().build_mesh())
     ranks = sorted(mesh.mesh.flatten().tolist())
+    options = None if compile is False else {} if compile is True else dict(compile)
     with agreed("checking the plan", ranks=ranks):
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             raise ConfigError(
@@ -115,7 +119,10 @@ def shard_model(
             )
         if problems := check_wrap_plan(model, plan):
             raise WrapPlanError(f"The plan does not fit {type(model).__name__}: " + "; ".join(problems))
+        check_partial_resharding(model, plan, mesh.size(-1))
         offload_policy = _offload_policy(offload_policy, mesh)
+        if options is not None:
+            check_options(options, mesh.device_type)
         refuse_cast(model, mp_policy.param_dtype if mp_policy else None)
         if activation_checkpointing:
             _check_checkpointing(model)
@@ -134,7 +141,6 @@ def shard_model(
             add_cpu_backend(group)  # clipping sums the norms of offloaded gradients between CPUs
     if activation_checkpointing:
         _checkpoint_activations(model)
-    options = None if compile is False else {} if compile is True else dict(compile)
     if options is not None:
         compile_blocks(model, plan, options)
     sharding = Sharding(
@@ -176,9 +182,14 @@ def _remembered(model: nn.Module) -> Iterator[tuple[nn.Module, Sharding]]:
 
 
 def compile_sharded(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Compile the blocks of a sharded model, as `shard_model(..., compile=options)` does, unless they are compiled."""
+    """Compile the blocks of a sharded model, as `shard_model(..., compile=options)` does, unless they are compiled.
+
+    Raises:
+        ConfigError: the options ask for CUDA graphs.
+    """
     for module, sharding in _remembered(model):
         if sharding.compile is None:
+            check_options(options, sharding.mesh.device_type)
             compile_blocks(module, sharding.plan, options)
             remember_sharding(module, replace(sharding, compile=dict(options)))
 

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.sharding.compile import compile_blocks
+from hf_fsdp_tools.sharding.compile import check_options, compile_blocks
 from tests.unit.test_blocks import Block, Model
 
 
@@ -42,3 +43,31 @@ def test_a_call_with_a_cache_is_not_compiled(compiled: tuple[nn.Module, list[int
     without = block(x)
     assert len(graphs) == 1, "a call without a cache is compiled"
     torch.testing.assert_close(with_cache, without + 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mode": "max-autotune"}, r"mode='max-autotune' records CUDA graphs.*Use mode='max-autotune-no-cudagraphs'\."),
+        ({"mode": "reduce-overhead", "backend": "inductor"}, r"mode='reduce-overhead'.*Use mode='default'\."),
+        ({"options": {"triton.cudagraphs": True}}, r"triton\.cudagraphs.*Use False there\."),
+        ({"backend": "cudagraphs"}, r"backend='cudagraphs'.*Use backend='inductor'\."),
+    ],
+)
+def test_cuda_graphs_are_refused_where_parameters_move(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_options(options, "cuda")
+    check_options(options, "cpu")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mode": "max-autotune-no-cudagraphs"},
+        {"mode": None, "backend": "inductor", "options": None},  # as Accelerate gives them
+        {"options": {"triton.cudagraphs": False}},
+    ],
+)
+def test_other_options_are_compiled_with(options: dict[str, Any]) -> None:
+    check_options(options, "cuda")

@@ -1,0 +1,208 @@
+"""Parameters that every rank holds whole, trained beside shards: their gradients are averaged, clipped and stepped.
+
+Parameters that FSDP cannot shard (0-d), or that the policy keeps whole, stand beside shards in one model and in one
+group of an optimizer. Their gradients are reduced here, because FSDP2 reduces those of shards only. They are plain
+tensors, which torch's functions over lists of tensors do not mix with DTensors.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["WholeGradient", "average_gradients", "by_kind", "is_averaged", "step_kinds_apart"]
+
+_REDUCED_ALONE = 2**22
+"""Elements from which a gradient is reduced where it lies. Smaller ones are copied into one tensor, which takes 4 bytes
+for each element, and reduced in one call. (assumed)"""
+
+
+class WholeGradient(torch.Tensor):
+    """The gradient of a whole parameter, which counts as replicated where it meets gradients of shards.
+
+    So `torch.nn.utils.clip_grad_norm_`, `clip_grad_value_`, `zero_grad(set_to_none=False)` and `torch.amp.GradScaler`
+    take a model's gradients as they are. In every other place it is a plain tensor, and an optimizer gets it as one.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch; beside a DTensor, with a replicated DTensor of the same memory."""
+        operands = (args, kwargs or {})
+        mesh = next((leaf.device_mesh for leaf in tree_leaves(operands) if isinstance(leaf, DTensor)), None)
+        if mesh is None:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:  # of a GradScaler
+            # Where a gradient is infinite, DTensor tells the other ranks if the first gradient is that of a shard.
+            gradients, *others = operands[0]
+            operands = ((sorted(gradients, key=lambda each: isinstance(each, cls)), *others), operands[1])
+        args, kwargs = tree_map_only(WholeGradient, lambda gradient: _replicated(gradient, mesh), operands)
+        return func(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain tensor."""
+        return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(torch.Tensor)
+
+
+def _replicated(gradient: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A DTensor of the same memory. `DTensor.from_local` would move a norm of offloaded gradients to the mesh."""
+    local = _plain(gradient)
+    meta = TensorMeta(local.shape, local.stride(), local.dtype)
+    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+# ---- gradients ----
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], groups: Iterable[dist.ProcessGroup]) -> None:
+    """Average the gradients of trainable parameters that every rank holds whole, after each backward pass from now on.
+
+    All gradients of one backward pass are sent at its end: small ones together, in fp32 where they are in a lower
+    precision. A parameter with another hook on its gradient (an optimizer that steps in the backward pass) is averaged
+    before that hook runs. `torch.optim` then steps these parameters in one group with shards.
+
+    Averaging after every micro-batch is right under accumulation too: the sum of earlier micro-batches is equal on all
+    ranks, and the average of equal values is the same value.
+
+    Args:
+        parameters: that every rank holds whole; frozen ones, and those that are averaged already, are left alone.
+        groups: over which to average, one after the other; for a mesh, `mesh.get_all_groups()`.
+
+    Nothing is communicated before the next backward pass. There every rank of the groups must give the same parameters
+    a gradient.
+    """
+    average = _Averaging(groups)
+    for parameter in parameters:
+        if parameter.requires_grad and not is_averaged(parameter):
+            parameter.register_post_accumulate_grad_hook(average)  # type: ignore[no-untyped-call]  # torch's own
+            step_kinds_apart()
+
+
+def is_averaged(parameter: torch.Tensor) -> bool:
+    """Whether `average_gradients` was called for a parameter; a user's own hooks on its gradient do not count."""
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    return any(isinstance(hook, _Averaging) for hook in hooks)
+
+
+class _Averaging:
+    """The hook on the gradients of one model's whole parameters."""
+
+    def __init__(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        self._groups = tuple(groups)
+        self._pending: dict[torch.Tensor, None] = {}  # in the order of the backward pass, the same on every rank
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """Average the gradient at the end of the backward pass, or at once for a hook that comes after this one."""
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        if len(hooks) > 1:
+            self._average([parameter])
+            return
+        self._pending[parameter] = None
+        # As FSDP2 and DDP do. One call of `_finish` would be enough; but a pass that fails half-way makes none.
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        parameters = list(self._pending)
+        self._pending.clear()
+        self._average(parameters)
+
+    @torch.no_grad()
+    def _average(self, parameters: Sequence[torch.Tensor]) -> None:
+        gradients = [_plain(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if (ranks := math.prod(dist.get_world_size(group) for group in self._groups)) > 1:
+            alone = [gradient for gradient in gradients if gradient.is_sparse or gradient.numel() >= _REDUCED_ALONE]
+            for gradient in alone:
+                self._sum(gradient).div_(ranks)
+            small = [gradient for gradient in gradients if not any(gradient is other for other in alone)]
+            for _, same in groupby(sorted(small, key=_sort_of), key=_sort_of):
+                self._average_together(list(same), ranks)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.as_subclass(WholeGradient)
+
+    def _average_together(self, gradients: Sequence[torch.Tensor], ranks: int) -> None:
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        joined = torch.cat([gradient.flatten().to(dtype) for gradient in gradients])
+        parts = torch.split(self._sum(joined).div_(ranks), [gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view(gradient.shape))
+
+    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        for group in self._groups:
+            dist.all_reduce(tensor, group=group)
+        return tensor
+
+
+def _sort_of(gradient: torch.Tensor) -> str:
+    """What small gradients that are sent together have in common."""
+    return f"{gradient.device} {torch.promote_types(gradient.dtype, torch.float32)}"
+
+
+# ---- steps ----
+
+
+def by_kind(tensors: Iterable[torch.Tensor]) -> Sequence[list[torch.Tensor]]:
+    """Shards of each mesh, and whole tensors, on each device, in a list of its own; empty lists are left out."""
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        kinds.setdefault((mesh, tensor.device), []).append(tensor)
+    return list(kinds.values())
+
+
+@cache
+def step_kinds_apart() -> None:
+    """Let optimizers step shards and whole parameters of one group one after the other, from now on.
+
+    torch's fused and foreach steps, which it prefers on GPUs, take a group in one call. The groups of a
+    `torch.optim.Optimizer`, or of a class that extends it, are parted for the time of a step: a scheduler, a state dict
+    and a user see the groups as they were made. Optimizers without such a group step as before. For all optimizers of
+    this process; called again, nothing changes.
+    """
+    register_optimizer_step_pre_hook(_part)
+    register_optimizer_step_post_hook(_join)
+
+
+def _part(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Part the groups, and give the optimizer plain gradients, so that no state of it is made of our own class."""
+    _join(optimizer, args, kwargs)  # a step that failed left them so
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    whole = [parameter for parameter in held if isinstance(parameter.grad, WholeGradient)]
+    for parameter in whole:
+        parameter.grad = _plain(parameter.grad)
+    kinds = [by_kind(group["params"]) for group in optimizer.param_groups]
+    parted = None
+    if any(len(lists) > 1 for lists in kinds):
+        parted = [
+            (group, [{**group, "params": parameters} for parameters in lists])
+            for group, lists in zip(optimizer.param_groups, kinds, strict=True)
+        ]
+        optimizer.param_groups = [part for _, parts in parted for part in parts]
+    if whole or parted:
+        optimizer._as_made = whole, parted
+
+
+def _join(optimizer: Any, args: Any, kwargs: Any) -> None:
+    whole, parted = optimizer.__dict__.pop("_as_made", ((), None))
+    for parameter in whole:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.as_subclass(WholeGradient)
+    if parted is not None:
+        for group, parts in parted:  # some optimizers count their steps in the group
+            group.update({key: value for part in parts for key, value in part.items() if key != "params"})
+        optimizer.param_groups = [group for group, _ in parted]
