@@ -36,13 +36,8 @@ def median(values: Sequence[float], digits: int = 2) -> str:
 def table(rows: dict[str, Row]) -> list[str]:
     """One row per loader; ratios are medians over runs of the same round. Columns that hold nothing are left out."""
     columns = ["loader", "seconds: median (min–max)", "÷ limit", "÷ ours", "read() MB by rank", "÷ share"]
-    columns += [
-        "disk MB by rank",
-        "÷ share",
-        "above the shards MB by rank (mapped files)",
-        "GPU MB above, reserved; pinned, left",
-    ]
-    columns += ["result"]
+    columns += ["disk MB by rank", "÷ share", "above the shards MB by rank (mapped files)"]
+    columns += ["GPU MB above (stays reserved); pinned (stays in use)", "result"]
     lines = [cells_of(name, row, rows) for name, row in rows.items()]
     kept = [i for i in range(len(columns)) if any(line[i] for line in lines)]
     shown = [[line[i] for i in kept] for line in [columns, ["---"] * len(columns), *lines]]
