@@ -42,17 +42,28 @@ def why_not(part: Part, settings: Settings) -> str:
         return f"it needs about {part.gpu_gb:.0f} GB of GPU memory; there are {settings.gpu_gb:.0f}"
     if absent := [name for name in part.packages if find_spec(name) is None]:
         return f"not installed: {', '.join(absent)}"
+    sizes = [0.01 if settings.small else MODEL_GB[name] for name in part.models if not _is_made(name, settings)]
+    needed, free = sum(sizes) * 1.1 + 0.5, shutil.disk_usage(settings.scratch).free / 1e9
+    if sizes and free < needed:
+        return (
+            f"it needs {needed:.0f} GB in {settings.scratch.parent}, where {free:.0f} are free; SCRATCH=FOLDER names "
+            "another place"
+        )
     return ""
+
+
+def _is_made(model: str, settings: Settings) -> bool:
+    return Path(settings.model(model)).exists()
 
 
 def run_part(part: Part, settings: Settings, limit_s: float) -> Record:
     """The record of a part that can run here; its programs get `limit_s` at most, together."""
     began = time.monotonic()
     record: Record = {"step": part.step, "name": part.name, "commands": {}, "tails": {}}
-    if reason := _made_models(part, settings):
+    if reason := _made_models(part, settings, limit_s):
         return {**record, "status": "failed", "why": reason, "seconds": time.monotonic() - began}
     done: dict[str, Done] = {}
-    deadline = time.monotonic() + min(part.limit_s, limit_s)
+    deadline = min(time.monotonic() + part.limit_s, began + limit_s)
     with tempfile.TemporaryDirectory(dir=settings.scratch, prefix="part-") as files:
         for index, (name, command) in enumerate(part.programs.items()):
             result = Path(files, f"{index}.json")
@@ -64,9 +75,9 @@ def run_part(part: Part, settings: Settings, limit_s: float) -> Record:
             record["commands"][name] = shown(command, settings, part.variables)
         outcome, problems = _read(part, done)
     record |= outcome.as_record()
-    record["tails"] = {name: tail(program.output) for name, program in done.items() if program.failed}
+    record["tails"] = {name: tail(program.output) for name, program in done.items() if program.code not in part.codes}
     record["seconds"] = time.monotonic() - began
-    return {**record, **_verdict(outcome, done, problems)}
+    return {**record, **_verdict(part, outcome, done, problems)}
 
 
 def _read(part: Part, done: dict[str, Done]) -> tuple[Outcome, str]:
@@ -74,14 +85,14 @@ def _read(part: Part, done: dict[str, Done]) -> tuple[Outcome, str]:
     try:
         return part.read(done), ""
     except Exception:
-        if any(program.failed for program in done.values()):
+        if any(program.code not in part.codes for program in done.values()):
             return Outcome(), ""
         return Outcome(), f"its output could not be read: {traceback.format_exc().splitlines()[-1]}"
 
 
-def _verdict(outcome: Outcome, done: dict[str, Done], problems: str) -> Record:
+def _verdict(part: Part, outcome: Outcome, done: dict[str, Done], problems: str) -> Record:
     over = [name for name, program in done.items() if program.code is None]
-    failed = [name for name, program in done.items() if program.code]
+    failed = [name for name, program in done.items() if program.code not in (None, *part.codes)]
     broken = [check.claim for check in outcome.checks if not check.held]
     said = [f"its time was over: {', '.join(over)}"] if over else []
     said += [f"{name} ended with code {done[name].code}: {last_error(done[name].output)}" for name in failed]
@@ -91,22 +102,15 @@ def _verdict(outcome: Outcome, done: dict[str, Done], problems: str) -> Record:
     return {"status": "timed out" if over else "failed" if why else "passed", "why": why}
 
 
-def _made_models(part: Part, settings: Settings) -> str:
+def _made_models(part: Part, settings: Settings, limit_s: float) -> str:
     """Make the checkpoints that are not there yet; why that failed, if it did."""
     for name in part.models:
         folder = Path(settings.model(name))
-        if folder.exists():
+        if _is_made(name, settings):
             continue
-        free = shutil.disk_usage(settings.scratch).free / 1e9
-        needed = (0.01 if settings.small else MODEL_GB[name]) * 1.1 + 0.5
-        if free < needed:
-            return (
-                f"the model {name} needs {needed:.0f} GB in {settings.scratch.parent}, where {free:.0f} are free; "
-                "SCRATCH=FOLDER names another place"
-            )
         small = ["--small"] if settings.small else []
         command = [sys.executable, "-m", "benchmarks.gpu.models", name, str(folder), *small]
-        made = run_program(command, settings, _MODEL_LIMIT_S, {})
+        made = run_program(command, settings, min(_MODEL_LIMIT_S, limit_s), {})
         if made.failed or not folder.exists():
             return f"the model {name} could not be made: {last_error(made.output)}"
     return ""

@@ -23,7 +23,7 @@ _QWEN_4B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 12
 _LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
 _LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
 
-_SHAPES: dict[str, tuple[type[hf.PreTrainedConfig], dict[str, int | bool]]] = {
+SHAPES: dict[str, tuple[type[hf.PreTrainedConfig], dict[str, int | bool]]] = {
     "1b": (hf.LlamaConfig, _LLAMA_1B),
     "4b": (hf.Qwen3Config, _QWEN_4B),
     "8b": (hf.LlamaConfig, _LLAMA_8B),
@@ -39,7 +39,7 @@ def make_model(name: str, folder: Path, small: bool) -> None:
         make_demo_model(part)
         model = hf.AutoModelForCausalLM.from_pretrained(part)
     else:
-        kind, shape = _SHAPES[name]
+        kind, shape = SHAPES[name]
         config = kind(**(shape | _SMALL if small else shape))
         torch.manual_seed(0)
         with torch.device("cuda"):
@@ -57,7 +57,7 @@ def make_model(name: str, folder: Path, small: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("name", choices=["demo", *_SHAPES])
+    parser.add_argument("name", choices=["demo", *SHAPES])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--small", action="store_true", help="the architecture, with tiny sizes")
     options = parser.parse_args()

@@ -83,6 +83,9 @@ class Part:
     variables: dict[str, str] = field(default_factory=dict)
     """Of the environment."""
 
+    codes: tuple[int, ...] = (0,)
+    """Exit codes that are no failure; with others than 0, what is read tells."""
+
 
 def parts(settings: Settings) -> list[Part]:
     """All parts, in their order."""
@@ -122,6 +125,7 @@ def _about() -> list[Part]:
             read=reading.tests,
             limit_s=480,
             packages=("pytest",),
+            codes=(0, 1),
         ),
     ]
 
