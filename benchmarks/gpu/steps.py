@@ -108,7 +108,7 @@ def _module(name: str, *arguments: str, ranks: int = 1) -> list[str]:
 
 def _about() -> list[Part]:
     doctor = "import sys; from hf_fsdp_tools.cli.main import main; sys.exit(main(['doctor']))"
-    tests = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "-rfE", "--tb=short"]
+    tests = ["-m", "gpu", "-v", "-p", "no:cacheprovider", "--continue-on-collection-errors", "-rfE", "--tb=short"]
     return [
         Part(
             step=1,

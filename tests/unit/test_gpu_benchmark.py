@@ -283,6 +283,13 @@ def test_test_reports_are_counted_and_absent_packages_are_no_failures(tmp_path: 
     assert not outcome.checks[0].held and outcome.text == "tests.c::bad"
 
 
+def test_tests_that_did_not_end_are_counted_from_what_they_printed(tmp_path: Path) -> None:
+    output = "tests/a.py::one[a b] PASSED [ 3%]\ntests/a.py::two FAILED [ 6%]\ntests/a.py::three "
+    outcome = reading.tests({"tests": Done(code=None, output=output, files=str(tmp_path))})
+    assert outcome.figures == {"passed": 1, "failed": 1} and outcome.text == "tests/a.py::two"
+    assert not outcome.checks[0].held
+
+
 def test_the_last_lines_leave_out_progress_bars() -> None:
     output = "first\n 10%|█ | 1/9\r100%|██| 9/9\n\x1b[0mlast: error\n"
     assert tail(output) == ["first", "\x1b[0mlast: error"]
