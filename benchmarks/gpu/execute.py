@@ -27,7 +27,7 @@ _GRACE_S = 15.0
 """How long a program may take to end after it was told to (assumed: launchers end their ranks within it)."""
 
 _MODEL_LIMIT_S = 240.0
-_KEPT_LINES = 25
+_KEPT_LINES = 40
 _KEPT_CHARACTERS = 200_000
 _ROOT = Path(__file__).parents[2]
 
@@ -177,10 +177,10 @@ def output_lines(lines: list[str]) -> list[str]:
 
 
 def last_error(output: str) -> str:
-    """The last line that names an error, else the last line."""
-    lines = tail(output)
-    errors = [line for line in lines if re.search(r"(Error|Exception|error)\b.*:", line)]
-    return [*lines[-1:], *errors][-1] if lines else "it printed nothing"
+    """The last exception that a program names, but not its launcher's; else its last line."""
+    found = re.findall(r"^(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception|error): .+)$", output, re.MULTILINE)
+    own = [line for line in found if "ChildFailedError" not in line]
+    return [*(tail(output) or ["it printed nothing"])[-1:], *own][-1][:300]
 
 
 def shown(command: list[str], settings: Settings, variables: dict[str, str]) -> str:

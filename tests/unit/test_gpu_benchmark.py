@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from benchmarks.gpu import reading, train
-from benchmarks.gpu.execute import run_part, tail, why_not
+from benchmarks.gpu.execute import last_error, run_part, tail, why_not
 from benchmarks.gpu.models import SHAPES
 from benchmarks.gpu.page import render
 from benchmarks.gpu.record import Check, Done, Outcome, Ratio
@@ -293,6 +293,13 @@ def test_tests_that_did_not_end_are_counted_from_what_they_printed(tmp_path: Pat
 def test_the_last_lines_leave_out_progress_bars() -> None:
     output = "first\n 10%|█ | 1/9\r100%|██| 9/9\n\x1b[0mlast: error\n"
     assert tail(output) == ["first", "\x1b[0mlast: error"]
+
+
+def test_the_error_of_a_rank_is_named_and_not_that_of_its_launcher() -> None:
+    launched = "[rank1]: RuntimeError: the disk is full\ntorch.distributed.ChildFailedError:\n===\nexitcode: 1\n"
+    assert last_error(launched) == "RuntimeError: the disk is full"
+    assert last_error("finetune: error: no such model\n") == "finetune: error: no such model"
+    assert last_error("killed\n") == "killed" and last_error("") == "it printed nothing"
 
 
 def test_a_part_that_ran_twice_is_shown_as_it_ended() -> None:
