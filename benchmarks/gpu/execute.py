@@ -27,7 +27,10 @@ _GRACE_S = 15.0
 """How long a program may take to end after it was told to (assumed: launchers end their ranks within it)."""
 
 _MODEL_LIMIT_S = 240.0
-_KEPT_LINES = 40
+_KEPT_LINES = 25
+_NOISE = re.compile(r"^\*+$|OMP_NUM_THREADS|FutureWarning|warnings\.warn|^\s*\^+\s*$|\d+%\|")
+_ERROR = re.compile(r"^(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception|error): .+)$")
+_LAUNCHER = "ChildFailedError"
 _KEPT_CHARACTERS = 200_000
 _ROOT = Path(__file__).parents[2]
 
@@ -165,26 +168,23 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def tail(output: str) -> list[str]:
-    """The last lines of an output, without the earlier states of progress bars."""
-    lines = [line.rsplit("\r", 1)[-1].rstrip()[:300] for line in output.splitlines(keepends=False)]
-    return [line for line in output_lines(lines) if line][-_KEPT_LINES:]
-
-
-def output_lines(lines: list[str]) -> list[str]:
-    """Without lines that say nothing of a failure."""
-    noise = re.compile(r"^\*+$|OMP_NUM_THREADS|FutureWarning|warnings\.warn|^\s*\^+\s*$|\d+%\|")
-    return [line for line in lines if not noise.search(line)]
+    """The last lines that say something: up to the last error that a program itself names, or to the end."""
+    lines = [line.rsplit("\r", 1)[-1].rstrip()[:300] for line in output.splitlines()]
+    lines = [line for line in lines if line and not _NOISE.search(line)]
+    errors = [index for index, line in enumerate(lines) if _ERROR.match(line) and _LAUNCHER not in line]
+    return lines[: errors[-1] + 1 if errors else len(lines)][-_KEPT_LINES:]
 
 
 def last_error(output: str) -> str:
     """The last exception that a program names, but not its launcher's; else its last line."""
-    found = re.findall(r"^(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception|error): .+)$", output, re.MULTILINE)
-    own = [line for line in found if "ChildFailedError" not in line]
-    return [*(tail(output) or ["it printed nothing"])[-1:], *own][-1][:300]
+    last = (tail(output) or ["it printed nothing"])[-1]
+    named = _ERROR.match(last)
+    return named[1] if named else last
 
 
 def shown(command: list[str], settings: Settings, variables: dict[str, str]) -> str:
     """A command line as one would type it."""
     words = ["python" if word == sys.executable else word for word in command]
     said = shlex.join(words).replace(str(settings.scratch), "$SCRATCH")
+    said = said.replace("'{result}'", "$RESULT").replace("{files}", "$FILES")
     return " ".join([*(f"{name}={value}" for name, value in variables.items()), said])

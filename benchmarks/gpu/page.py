@@ -1,5 +1,6 @@
 """The kept records as one Markdown page: what passed, what failed, every ratio with its two figures, and the rest."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +33,7 @@ def render(records: Sequence[Record]) -> str:
             lines += ["", f"## Step {step}: {title}", *[line for part in own for line in _details(part)]]
     for run in runs:
         lines += _where(run)
-    return "\n".join(lines) + "\n"
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
 
 
 def _devices(runs: Sequence[dict[str, Any]]) -> str:
@@ -44,8 +45,8 @@ def _verdict(runs: Sequence[dict[str, Any]], parts: Sequence[dict[str, Any]]) ->
     count = Counter(part["status"] for part in parts)
     bad = count["failed"] + count["timed out"]
     said = f"**{bad} of {len(parts)} parts failed**" if bad else f"**None of {len(parts)} parts failed**"
-    rest = {"passed": "passed", "skipped": "were skipped", "not run": "were not run"}
-    lines = [", ".join([said, *(f"{count[key]} {word}" for key, word in rest.items() if count[key])]) + "."]
+    rest = [f"{count[key]} {key}" for key in ("passed", "skipped", "not run") if count[key]]
+    lines = [", ".join([said, *rest]) + "."]
     if not runs[-1]["machine"]["gpus"]:
         lines += ["", "**There is no GPU on this machine: steps 2 to 8 measured nothing.**"]
     if any(run["small"] for run in runs):

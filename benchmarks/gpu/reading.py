@@ -33,13 +33,14 @@ def tests(done: dict[str, Done]) -> Outcome:
     for case in cases:
         name = f"{case.get('classname', '')}::{case.get('name')}".removeprefix("::")
         error, failure, skip = (case.find(kind) for kind in ("error", "failure", "skipped"))
-        said = "".join(part.text or part.get("message", "") for part in (error, failure) if part is not None)
+        problems = [part for part in (error, failure) if part is not None]
+        said = "\n".join(f"{part.text or ''}\n{part.get('message', '')}" for part in problems)
         missing = re.search(r"No module named '(\w+)", said)
         if error is not None and "collection" in error.get("message", "") and missing:
             absent.add(f"{case.get('name')}: {missing[1]} is not installed")
         elif error is not None or failure is not None:
             count["failed"] += 1
-            bad.append(name)
+            bad.append(f"{name}: {(said.strip().splitlines() or ['?'])[-1][:200]}")
         elif skip is not None:
             count["skipped"] += 1
             skipped[skip.get("message", "")] += 1

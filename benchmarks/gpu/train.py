@@ -123,7 +123,6 @@ def mean_over_ranks(loss: torch.Tensor) -> float:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Build, train, and what that took."""
-    torch.cuda.init()
     begin = time.perf_counter()
     work = Plain(options) if options.plain else Ours(options)
     torch.cuda.synchronize()

@@ -138,7 +138,7 @@ def test_a_part_that_fails_ends_no_other(tmp_path: Path) -> None:
     assert made[3]["why"] == "not installed: no_such_package"
     assert made[4]["why"] == "it needs 2 GPUs; there is 1"
     page = book.page.read_text()
-    assert "**3 of 6 parts failed**, 1 passed, 2 were skipped." in page
+    assert "**3 of 6 parts failed**, 1 passed, 2 skipped." in page
     assert page.index("ValueError: the disk is full") < page.index("## Ratios"), "seen at once"
     again = Book(tmp_path / "out", "records")
     assert again.passed() == {(6, "works")}
@@ -166,7 +166,7 @@ def test_what_is_not_begun_in_time_is_said_not_to_have_run(tmp_path: Path) -> No
     book.add({"run": {**RUN, "machine": MACHINE}})
     (record,) = run_all([_part("works", WRITES)], _settings(tmp_path), book, 0, say=lambda *said, **how: None)
     assert record["status"] == "not run" and "--resume" in record["why"]
-    assert "1 were not run" in book.page.read_text()
+    assert "1 not run" in book.page.read_text()
 
 
 def test_a_model_that_finds_no_room_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ def test_test_reports_are_counted_and_absent_packages_are_no_failures(tmp_path: 
     bad = '<testcase classname="tests.c" name="bad"><failure message="no"/></testcase>'
     (tmp_path / "tests.xml").write_text(cases.replace("{more}", bad))
     outcome = reading.tests(done)
-    assert not outcome.checks[0].held and outcome.text == "tests.c::bad"
+    assert not outcome.checks[0].held and outcome.text == "tests.c::bad: no"
 
 
 def test_tests_that_did_not_end_are_counted_from_what_they_printed(tmp_path: Path) -> None:
@@ -299,6 +299,7 @@ def test_the_error_of_a_rank_is_named_and_not_that_of_its_launcher() -> None:
     launched = "[rank1]: RuntimeError: the disk is full\ntorch.distributed.ChildFailedError:\n===\nexitcode: 1\n"
     assert last_error(launched) == "RuntimeError: the disk is full"
     assert last_error("finetune: error: no such model\n") == "finetune: error: no such model"
+    assert tail(launched) == ["[rank1]: RuntimeError: the disk is full"]
     assert last_error("killed\n") == "killed" and last_error("") == "it printed nothing"
 
 
