@@ -4,6 +4,7 @@
     python benchmarks/load.py --models dense --cache cold --ranks 2 --records load.jsonl      # some cells, kept as JSON
     python benchmarks/load.py --report load.jsonl --output benchmarks/results/load.md         # a table of all
     python benchmarks/load.py --device cuda --models dense 8b --ranks 1                       # to GPUs, one per rank
+    python benchmarks/load.py --checkpoint FOLDER --dtype stored                              # a checkpoint of your own
 
 It writes its own checkpoints (real architectures, random bf16 weights, several files) and keeps them for the next run.
 Each load runs in fresh processes, the loaders in turn (A B C, B C A, …), so that a slow minute hits all: on GPUs over
@@ -23,12 +24,13 @@ on the GPU is done.
 
 limit     as many bytes as the rank's share, by `pread` on 4 threads (or one per core) from one contiguous part of each
           file into fresh memory; for fp32, which takes twice the memory, the other half is faulted in as well. To a
-          GPU: the slower of reading them into buffers that are used again and again, and copying as many from such
-          pinned buffers
+          GPU: the slower of reading them, with as many threads as ours has reads in flight, into buffers that are used
+          again and again, and copying as many from such pinned buffers
 read()    bytes that came through read calls; neither mapped files nor what ranks send each other count here
 disk      bytes that came from the disk, mapped files included, charged to the rank that met them first
 above     highest resident memory minus what was resident before minus the local shards; mapped files count if touched
-GPU       highest memory allocated on the GPU minus what was before minus the shards; pinned host memory, at its highest
+GPU       highest memory allocated on the GPU minus what was before minus the shards (memory that stays reserved beside
+          the shards); pinned host memory at its highest (and what stays in use), before any garbage is collected
 result    every parameter and buffer, non-persistent ones too, against plain `from_pretrained`, by checksums
 """
 
@@ -46,9 +48,9 @@ from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error")
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # looking for GPUs must not start CUDA, which survives no fork
+os.environ.setdefault("NCCL_DEBUG", "WARN")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 from loading.bars import summary
 from loading.job import DTYPES, Job
 from loading.loaders import loaders_of
@@ -58,7 +60,7 @@ from loading.storage import Storage
 from loading.tables import Row, render, table, title_of
 
 import hf_fsdp_tools
-from tests._dist import run_ranks
+from tests._dist import hide_gpus, num_gpus, run_ranks
 
 PRELOAD = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe", "gpt2")]
 PRELOAD += ["hf_fsdp_tools.pretrained", "loading.measure"]
@@ -75,9 +77,8 @@ def run_cell(job: Job, tiny: Path, args: argparse.Namespace, cell: Figures, expe
             set_cache(job.folder, cell["cache"])
             check = not results[name]  # the first run is enough
             try:
-                results[name].append(
-                    run_ranks(measure, cell["ranks"], name, job, tiny, check, cell["mode"], timeout_s=900)
-                )
+                given = (name, job, tiny, check and not args.unchecked, cell["mode"])
+                results[name].append(run_ranks(measure, cell["ranks"], *given, timeout_s=900, device=args.device))
             except AssertionError as error:  # holds the failing ranks' tracebacks
                 failed[name] = reason(str(error))
     return {name: row_of(runs, failed.get(name, ""), expected) for name, runs in results.items()}
@@ -115,7 +116,9 @@ def row_of(runs: list[list[Figures]], failed: str, expected: list[Figures]) -> R
         }
     )
     last = runs[-1][0]["notes"]
-    kept = {key: last[key] for key in ("stages", "read_bytes_s", "copy_bytes_s") if key in last}
+    kept = {key: last[key] for key in ("stages", "read_bytes_s", "copy_bytes_s", "threads") if key in last}
+    if all("stages" in run[0]["notes"] for run in runs):
+        kept["read_s"] = [max(rank["notes"]["stages"]["read"] for rank in run) for run in runs]
     return {
         "seconds": [max(rank["seconds"] for rank in run) for run in runs],
         "ranks": [{k: v for k, v in rank.items() if isinstance(v, int)} for rank in runs[-1]],
@@ -128,7 +131,7 @@ def about(device: str) -> dict[str, str]:
     """Where and how a cell was measured."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     versions = (f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "safetensors"))
-    where = f"{torch.cuda.device_count()} GPUs, NCCL" if device == "cuda" else "gloo on the CPU"
+    where = f"{num_gpus()} GPUs, NCCL" if device == "cuda" else "gloo on the CPU"
     machine = f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB of memory, {where}"
     return {
         "where": f"{date.today()}; hf_fsdp_tools {hf_fsdp_tools.__version__}, {', '.join(versions)}; {machine}.",
@@ -141,17 +144,14 @@ def cells(args: argparse.Namespace) -> Iterator[Figures]:
     mode = "alone" if args.alone else "slow storage" if args.slow_storage else "side by side"
     caches, ranks_of = (["cold"], [1]) if args.alone else (args.cache, args.ranks)
     clock = args.folder / "clock"
-    for kind in args.models:
-        gb = GB_OF_8B if kind == "8b" else args.size_gb
-        folder, tiny = args.folder / f"{kind}-{gb:g}GB", args.folder / f"{kind}-tiny"
-        run_ranks(make_checkpoint, 1, kind, gb * 1e9, folder, timeout_s=900)
-        run_ranks(make_checkpoint, 1, kind, 1e6, tiny, timeout_s=900)
+    for kind, folder, tiny in checkpoints(args):
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         for dtype, shared in itertools.product(args.dtype, args.shared_mb_s if args.slow_storage else [0]):
             limit = shared * 1e6 or None
             storage = Storage(shared_bytes_s=limit, clock=clock) if args.slow_storage else None
             job = Job(folder=folder, dtype=DTYPES[dtype], device=args.device, replicas=args.replicas, storage=storage)
-            expected = run_ranks(reference, 1, job, timeout_s=900)[0] if mode == "side by side" else [{}]
+            compared = mode == "side by side" and not args.unchecked
+            expected = run_ranks(reference, 1, job, timeout_s=900, device=args.device)[0] if compared else [{}]
             for cache, ranks in itertools.product(caches, ranks_of):
                 clock.write_bytes(bytes(8))
                 cell = {"model": kind, "bytes": size, "dtype": dtype, "cache": cache, "ranks": ranks, "mode": mode}
@@ -159,6 +159,19 @@ def cells(args: argparse.Namespace) -> Iterator[Figures]:
                 cell["shared_bytes_s"] = limit or 0
                 rows = run_cell(job, tiny, args, cell, expected)
                 yield {"cell": cell, "rows": rows, "about": about(args.device)}
+
+
+def checkpoints(args: argparse.Namespace) -> Iterator[tuple[str, Path, Path]]:
+    """Name, folder, and a tiny checkpoint to load first, of each model that was asked for."""
+    for kind in ["dense"] if args.checkpoint else args.models:
+        gb = GB_OF_8B if kind == "8b" else args.size_gb
+        folder, tiny = args.folder / f"{kind}-{gb:g}GB", args.folder / f"{kind}-tiny"
+        run_ranks(make_checkpoint, 1, kind, 1e6, tiny, timeout_s=900)
+        if args.checkpoint:
+            yield args.checkpoint.name, args.checkpoint, tiny
+        else:
+            run_ranks(make_checkpoint, 1, kind, gb * 1e9, folder, timeout_s=900)
+            yield kind, folder, tiny
 
 
 def parsed() -> argparse.Namespace:
@@ -169,11 +182,13 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, nargs="+", help="2 and 4; on GPUs also 1, and not more than there are")
     parser.add_argument("--models", nargs="+", choices=KINDS, default=[kind for kind in KINDS if kind != "8b"])
+    parser.add_argument("--checkpoint", type=Path, help="this folder of safetensors in bf16, instead of --models")
     parser.add_argument("--size-gb", type=float, default=3.0, help="bf16 bytes of each model; not of 8b")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--cache", nargs="+", choices=["warm", "cold"], default=["warm", "cold"])
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--loaders", nargs="+", help="only these rows, named as in the table")
+    parser.add_argument("--unchecked", action="store_true", help="do not compare what was loaded with plain loading")
     parser.add_argument("--alone", action="store_true", help="rank 3 of 8 alone, cold")
     parser.add_argument("--slow-storage", action="store_true", help="5 ms per request, 100 MB/s per stream")
     parser.add_argument("--shared-mb-s", type=float, nargs="+", default=[0.0], help="all streams together; 0: no limit")
@@ -184,7 +199,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--preface", type=Path, help="with --report: Markdown to put between the summary and the cells")
     parser.add_argument("--output", type=Path, help="Markdown file")
     args = parser.parse_args()
-    gpus = torch.cuda.device_count()
+    gpus = num_gpus()
     plain = not (args.alone or args.slow_storage)
     args.device = args.device or ("cuda" if gpus and plain else "cpu")
     args.ranks = args.ranks or ([n for n in (1, 2, 4) if n <= gpus] if args.device == "cuda" else [2, 4])
@@ -203,13 +218,12 @@ def report(records: Sequence[Figures], preface: str = "") -> str:
 
 
 def main() -> None:
+    hide_gpus()  # from this process and the fork server, not from ranks that are to use one
     args = parsed()
     if args.report:
         records = [json.loads(line) for line in args.report.read_text().splitlines()]
         args.output.write_text(report(records, args.preface.read_text() if args.preface else ""))
         return
-    if args.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     multiprocessing.set_forkserver_preload(PRELOAD)
     args.folder.mkdir(parents=True, exist_ok=True)
     made = []

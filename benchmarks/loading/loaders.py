@@ -1,5 +1,6 @@
 """Every loader that is compared, as a function from a `Job` to a `Loaded`."""
 
+import inspect
 import os
 import time
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from hf_fsdp_tools.sharding.shard import shard_model
 
 from .job import Job, Loaded, synchronize
 
-__all__ = ["LAZY", "LIMIT", "OURS", "PAGE", "PLAIN", "REPLAYED", "Load", "loaders_of"]
+__all__ = ["LAZY", "LIMIT", "OURS", "PAGE", "PLAIN", "REPLAYED", "THREADS", "Load", "loaders_of", "with_threads"]
 
 Load = Callable[[Job], Loaded]
 
@@ -42,6 +43,8 @@ OURS = "hf_fsdp_tools"
 LAZY = "transformers native, then written once"
 PLAIN = "transformers from_pretrained(device_map)"
 REPLAYED = "mapped files, replayed"
+THREADS = (4, 8, 16)
+"""Reads in flight with which the limit and ours are measured on a GPU, besides what ours does by itself."""
 _PART_BYTES = 2**24  # of one request of the limit
 
 
@@ -131,9 +134,20 @@ def read_part(part: tuple[Path, int, int], memory: torch.Tensor) -> None:
         assert os.preadv(stream.fileno(), [memory.numpy().data], part[1]) == part[2] == memory.numel()
 
 
+def with_threads(name: str, threads: int) -> str:
+    """The row of a loader that keeps so many reads in flight."""
+    return f"{name}, {threads} reads in flight"
+
+
 def limit_threads() -> int:
     """Four, or as many as a rank has cores."""
     return max(4, len(os.sched_getaffinity(0)) // dist.get_world_size())
+
+
+def own_threads() -> int:
+    """Reads that ours keeps in flight by itself, which the limit on a GPU then has too."""
+    given = inspect.signature(hf_fsdp_tools.load_weights).parameters["requests_in_flight"].default
+    return int(given) if given else limit_threads()
 
 
 def load_limit(job: Job) -> Loaded:
@@ -147,11 +161,11 @@ def load_limit(job: Job) -> Loaded:
     return Loaded(tensors=memory)
 
 
-def load_limit_to_device(job: Job) -> Loaded:
+def load_limit_to_device(job: Job, *, threads: int | None = None) -> Loaded:
     """The slower of two things done one after the other: the rank's share read into buffers that are used again and
     again, and as many bytes copied from such a buffer to the device. What overlaps both perfectly takes that long.
     """
-    device, parts, threads = job.torch_device, parts_of_share(job.folder), limit_threads()
+    device, parts, threads = job.torch_device, parts_of_share(job.folder), threads or own_threads()
     pinned = [torch.zeros(_PART_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(threads)]
     sizes = [size * job.dtype.itemsize // 2 for _, _, size in parts]
     memory = list(torch.zeros(sum(sizes), dtype=torch.uint8, device=device).split(sizes))
@@ -169,7 +183,7 @@ def load_limit_to_device(job: Job) -> Loaded:
 
     copy_s = seconds_together(copy, device)
     total = sum(size for _, _, size in parts)
-    notes = {"read_bytes_s": total / read_s, "copy_bytes_s": total / copy_s}
+    notes = {"read_bytes_s": total / read_s, "copy_bytes_s": total / copy_s, "threads": threads}
     return Loaded(tensors=memory, seconds=max(read_s, copy_s), notes=notes)
 
 
@@ -222,11 +236,12 @@ _ON_GPU: dict[str, tuple[Load, bool]] = {
     PLAIN: (load_plain, False),
     "transformers native": (load_native, False),
     **_PEERS,
+    **{with_threads(LIMIT, n): (partial(load_limit_to_device, threads=n), False) for n in THREADS},
+    **{with_threads(OURS, n): (partial(load_ours, requests_in_flight=n), False) for n in THREADS},
 }
 _SLOW: dict[str, tuple[Load, bool]] = {
     OURS: (load_slowly, False),
-    f"{OURS}, 4 requests in flight": (partial(load_slowly, requests_in_flight=4), False),
-    f"{OURS}, 64 requests in flight": (partial(load_slowly, requests_in_flight=64), False),
+    **{with_threads(OURS, n): (partial(load_slowly, requests_in_flight=n), False) for n in (4, 64)},
     REPLAYED: (replay_mapped, False),
 }
 

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,14 @@ def measure(name: str, job: Job, tiny: Path, check: bool, mode: str) -> Figures:
         dist.destroy_process_group()
         os.environ |= {"RANK": "3", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "1"}
         dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
-    if job.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
     end_without_memory()
     load(Job(folder=tiny, dtype=job.dtype, device=job.device, replicas=job.replicas, storage=job.storage))
     gc.collect()
     device = job.torch_device
     synchronize(device)
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    with suppress(OSError):  # some sandboxes have no such file; the high-water mark is then that of the whole process
+        Path("/proc/self/clear_refs").write_text("5")  # it starts again from here
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -58,13 +58,15 @@ def measure(name: str, job: Job, tiny: Path, check: bool, mode: str) -> Figures:
     synchronize(device)
     dist.barrier()
     seconds = time.perf_counter() - start
-    after = usage(device)
+    after = usage(device)  # before anything collects garbage: what a load leaves behind must show
     on_host, on_device = (sum(t.nbytes for t in shards if (t.device.type == "cpu") is host) for host in (True, False))
     fields = (("read", "rchar"), ("disk", "read_bytes"), ("mapped", "RssFile"), ("cpu_us", "cpu_us"))
     figures: Figures = {figure: after[field] - before[field] for figure, field in fields}
     figures["above"] = after["VmHWM"] - before["VmRSS"] - on_host
     figures["above_device"] = after["device_peak"] - before["device"] - on_device
+    figures["reserved_left"] = after["device_reserved"] - before["device_reserved"] - on_device
     figures["pinned"] = after["pinned_peak"]
+    figures["pinned_left"] = after["pinned"]
     figures["share"] = (on_host + on_device) * 2 // job.dtype.itemsize  # as stored
     wanted = check and mode == "side by side" and loaded.model is not None
     sums = checksums(loaded.model) if wanted and loaded.model is not None else {}
@@ -96,11 +98,15 @@ def usage(device: torch.device) -> dict[str, int]:
     """Bytes read and bytes resident of this process, from /proc, its processor time, and memory of and for a GPU."""
     fields = (line.split() for name in ("io", "status") for line in Path("/proc/self", name).read_text().splitlines())
     figures = {f[0].rstrip(":"): int(f[1]) * (1024 if f[-1] == "kB" else 1) for f in fields if f[1:] and f[1].isdigit()}
-    figures |= {"device": 0, "device_peak": 0, "pinned_peak": 0, "cpu_us": int(time.process_time() * 1e6)}
+    on_gpu = dict.fromkeys(("device", "device_peak", "device_reserved", "pinned", "pinned_peak"), 0)
+    figures |= {**on_gpu, "cpu_us": int(time.process_time() * 1e6)}
     if device.type == "cuda":
         figures["device"] = torch.cuda.memory_allocated(device)
         figures["device_peak"] = torch.cuda.max_memory_allocated(device)
-        figures["pinned_peak"] = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+        figures["device_reserved"] = torch.cuda.memory_reserved(device)
+        host = torch.cuda.host_memory_stats()  # empty until something is pinned
+        figures["pinned"] = host.get("active_bytes.current", 0)
+        figures["pinned_peak"] = host.get("allocated_bytes.peak", 0)
     return figures
 
 

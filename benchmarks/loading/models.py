@@ -85,7 +85,7 @@ def set_cache(folder: Path, cache: str) -> None:
     """Bring the files into the page cache, or ask the system to forget them.
 
     Raises:
-        RuntimeError: A file is still in the cache, because a process maps it.
+        RuntimeError: A file is still in the cache, because a process maps it or its file system lives in memory.
     """
     for file in folder.iterdir():
         with open(file, "rb") as stream:
@@ -97,7 +97,8 @@ def set_cache(folder: Path, cache: str) -> None:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             if cached := cached_bytes(stream.fileno()):
                 raise RuntimeError(
-                    f"{file}: {cached} bytes stay in the page cache; another process maps them. End that one."
+                    f"{file}: {cached} bytes stay in the page cache. Another process maps them: end that one; or the "
+                    "file system lives in memory (tmpfs): put the checkpoint on a disk."
                 )
 
 

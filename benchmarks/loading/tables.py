@@ -36,8 +36,8 @@ def median(values: Sequence[float], digits: int = 2) -> str:
 def table(rows: dict[str, Row]) -> list[str]:
     """One row per loader; ratios are medians over runs of the same round. Columns that hold nothing are left out."""
     columns = ["loader", "seconds: median (min–max)", "÷ limit", "÷ ours", "read() MB by rank", "÷ share"]
-    columns += ["disk MB by rank", "÷ share", "above the shards MB by rank (mapped files)", "GPU MB above, pinned"]
-    columns += ["result"]
+    columns += ["disk MB by rank", "÷ share", "above the shards MB by rank (mapped files)"]
+    columns += ["GPU MB above (stays reserved); pinned (stays in use)", "result"]
     lines = [cells_of(name, row, rows) for name, row in rows.items()]
     kept = [i for i in range(len(columns)) if any(line[i] for line in lines)]
     shown = [[line[i] for i in kept] for line in [columns, ["---"] * len(columns), *lines]]
@@ -61,9 +61,15 @@ def cells_of(name: str, row: Row, rows: dict[str, Row]) -> list[str]:
         by_rank["disk"],
         f"{disk:.2f}",
         f"{by_rank['above']} ({by_rank['mapped']})",
-        f"{by_rank['above_device']}; {by_rank['pinned']}" if on_gpu else "",
+        gpu_cell(by_rank) if on_gpu else "",
         row["wrong"],
     ]
+
+
+def gpu_cell(by_rank: dict[str, str]) -> str:
+    """Memory of and for the GPU, by rank."""
+    above, reserved = by_rank["above_device"], by_rank["reserved_left"]
+    return f"{above} ({reserved}); {by_rank['pinned']} ({by_rank['pinned_left']})"
 
 
 def remarks(rows: dict[str, Row]) -> list[str]:
@@ -77,7 +83,8 @@ def remarks(rows: dict[str, Row]) -> list[str]:
         speeds = [
             f"{what} {limit[key] / 1e9:.1f} GB/s" for what, key in (("read", "read_bytes_s"), ("copy", "copy_bytes_s"))
         ]
-        lines.append(f"Limit, each rank: {', '.join(speeds)}.")
+        threads = f" on {limit['threads']} threads" if "threads" in limit else ""
+        lines.append(f"Limit, each rank{threads}: {', '.join(speeds)}.")
     return [line for remark in lines for line in ("", remark)]
 
 

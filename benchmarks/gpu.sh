@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# What a GPU shows, with one command, on one page: benchmarks/results/gpu-NAME-DATE.md, and JSON lines beside it.
+#
+#     benchmarks/gpu.sh                 # all steps; about 25 minutes on one H200
+#     benchmarks/gpu.sh 1-4             # some steps; their records are added to those of the day
+#     benchmarks/gpu.sh 6 --only LoRA   # parts whose name holds a text; --list names all parts
+#     benchmarks/gpu.sh --resume        # what has not passed yet today
+#     benchmarks/gpu.sh --small         # tiny sizes, to try the programs
+#     benchmarks/gpu.sh --report A.jsonl B.jsonl --output PAGE.md    # one page of several runs; runs nothing
+#
+# Steps:
+#   1  versions, nvidia-smi, hf-fsdp doctor
+#   2  tests marked gpu
+#   3  contexts: each rank on its own GPU alone (2 GPUs or more)
+#   4  loading, warm and cold, beside the limit of the machine and transformers
+#   5  the recipe, and short runs: CPU offload, fp16, whole parameters, LoRA, QLoRA
+#   6  full fine-tuning and LoRA at 1 to 8 B beside plain transformers
+#   7  peak memory against prediction
+#   8  two GPUs: the same training as on one, saving, resuming
+#
+# A step that fails ends no other: its last lines are on the page. What cannot run here (no GPU, one GPU, a package that
+# is not installed, too little memory) is said in one line. Nothing is downloaded: models have random weights and are
+# made on the GPU. Each part has a time limit; exit code 1 says that a part failed.
+#
+# Variables: OUT (folder of page and records), SCRATCH (folder for up to 28 GB of models, removed at the end; it should
+# be on a disk, for a cold page cache), BUDGET_S (seconds, 1800; what is not begun by then is not run), SMALL=1, PYTHON.
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+exec "${PYTHON:-python3}" -m benchmarks.gpu.run "$@"
