@@ -141,6 +141,9 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         use_one_device(args)
         with _hidden_settings(args):
             super().create_accelerator_and_postprocess()
+        if hasattr(args, "model_init_kwargs"):
+            # Under FSDP, TRL 1.16 loads reference and reward models with device_map="auto": from each rank onto GPU 0.
+            args.model_init_kwargs = {"device_map": None, **(args.model_init_kwargs or {})}
         asked = args.accelerator_config.gradient_accumulation_kwargs or {}
         self.accelerator = adopt(self.accelerator, sync_each_batch=asked.get("sync_each_batch", True))
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig
 from tokenizers import Tokenizer
@@ -34,6 +35,7 @@ from trl import (
 )
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator, sharding_of
+from hf_fsdp_tools.distributed.mesh import local_device
 from tests._checkpoints import make_model
 from tests._dist import run_cases, run_ranks
 from tests._training import arguments, logged, num_units
@@ -45,6 +47,10 @@ close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
 
 
 # ---- data, arguments, models: all made on the spot ----
+
+
+def _accelerator() -> Accelerator:
+    return make_accelerator(cpu=local_device().type == "cpu")
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -134,7 +140,7 @@ SOURCES = {"sft": "tied", "dpo": "tied", "kto": "llama", "reward": "reward"}
 
 def _one_trainer(task, route, sources, folder):
     kind = SOURCES[task]
-    model = _model(task, sources[kind], make_accelerator(cpu=True) if route == "sharded" else None)
+    model = _model(task, sources[kind], _accelerator() if route == "sharded" else None)
     trainer = _trainer(task, model, folder / task / route, mixed=True)
     trainer.train()
     plan = sharding_of(trainer.model).plan
@@ -157,7 +163,7 @@ def _in_bf16(task, mixed, sources, folder, **settings):
 
 def _fresh_head(sources, folder):
     """In no file, made by the name of its module: the same on any number of ranks, sharded and trained."""
-    model = _model("reward", sources["tied"], make_accelerator(cpu=True))
+    model = _model("reward", sources["tied"], _accelerator())
     before = model.score.weight.full_tensor().clone()
     _trainer("reward", model, folder / "fresh", mixed=True, max_steps=1).train()
     assert model.score.weight.requires_grad and not torch.equal(model.score.weight.full_tensor(), before)
@@ -199,7 +205,7 @@ def _short_run(folder, model, extra=None, **settings):
 
 
 def given_sharded(sources, folder):
-    accelerator = make_accelerator(cpu=True)
+    accelerator = _accelerator()
     policy, reference = (_model("dpo", sources["tied"], accelerator) for _ in range(2))
     trainer = _short_run(folder, policy, {"ref_model": reference})
     assert trainer.ref_model is reference and sharding_of(reference).plan.digest == sharding_of(policy).plan.digest
@@ -211,6 +217,8 @@ def given_sharded(sources, folder):
 def given_plain(sources, folder):
     reference = _model("dpo", sources["tied"])
     trainer = _short_run(folder, _model("dpo", sources["tied"]), {"ref_model": reference})
+    # TRL would load a reference of its own onto GPU 0 from each rank.
+    assert trainer.args.model_init_kwargs["device_map"] is None
     assert num_units(trainer.ref_model) == len(sharding_of(trainer.model).plan.units)
     return logged(trainer)
 
@@ -218,14 +226,14 @@ def given_plain(sources, folder):
 def precomputed(sources, folder):
     """TRL hashes the plain reference, shards it, runs it over the data set, and drops it again."""
     rows = {"rows": sources["rows"], "precompute_ref_log_probs": True}
-    trainer = _short_run(folder, _model("dpo", sources["tied"], make_accelerator(cpu=True)), **rows)
+    trainer = _short_run(folder, _model("dpo", sources["tied"], _accelerator()), **rows)
     assert trainer.ref_model is None
     return logged(trainer)
 
 
 def synced(sources, folder):
     sync = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
-    trainer = _short_run(folder, _model("dpo", sources["tied"], make_accelerator(cpu=True)), **sync)
+    trainer = _short_run(folder, _model("dpo", sources["tied"], _accelerator()), **sync)
     for mine, theirs in zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True):
         assert torch.equal(mine.to_local(), theirs.to_local()), "the reference follows the policy, shard by shard"
     return logged(trainer)
@@ -240,7 +248,7 @@ def adapter_off(sources, folder):
 
 def sharded_as_one_unit(sources, folder):
     alone = fully_shard(_model("dpo", sources["tied"]))
-    model = _model("dpo", sources["tied"], make_accelerator(cpu=True))
+    model = _model("dpo", sources["tied"], _accelerator())
     with pytest.raises(ConfigError, match=r"ref_model is sharded as 1 unit.*from_pretrained"):
         _short_run(folder, model, {"ref_model": alone})
 
@@ -322,7 +330,7 @@ def test_any_rank_may_read_a_frozen_model_alone(checkpoints, tmp_path):
 
 def _generate(sources, folder, mixed):
     if mixed:
-        accelerator = make_accelerator(cpu=True)
+        accelerator = _accelerator()
         model = _model("grpo", sources["llama"], accelerator)
         rank = dist.get_rank()
         # each rank stops at its own length: all go on until the last has finished
@@ -354,7 +362,7 @@ def test_grpo_generates_scores_and_trains_on_shards_as_under_ddp(checkpoints, tm
 
 
 def _two_models(sources):
-    accelerator = make_accelerator(cpu=True)
+    accelerator = _accelerator()
     llama = from_pretrained(sources["llama"], accelerator=accelerator)
     gpt2 = make_model("gpt2")  # another architecture, plain
     llama, gpt2 = accelerator.prepare(llama, gpt2)
