@@ -80,6 +80,8 @@ def run_part(part: Part, settings: Settings, limit_s: float) -> Record:
     record |= outcome.as_record()
     record["tails"] = {name: tail(program.output) for name, program in done.items() if program.code not in part.codes}
     record["seconds"] = time.monotonic() - began
+    if time.monotonic() - began >= limit_s and any(program.code is None for program in done.values()):
+        return {**record, "status": "not run", "why": f"it was ended: {NOT_RUN}", "checks": []}
     return {**record, **_verdict(part, outcome, done, problems)}
 
 

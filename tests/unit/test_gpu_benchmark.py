@@ -167,6 +167,8 @@ def test_what_is_not_begun_in_time_is_said_not_to_have_run(tmp_path: Path) -> No
     (record,) = run_all([_part("works", WRITES)], _settings(tmp_path), book, 0, say=lambda *said, **how: None)
     assert record["status"] == "not run" and "--resume" in record["why"]
     assert "1 not run" in book.page.read_text()
+    cut = run_part(_part("long", "import time; time.sleep(60)"), _settings(tmp_path), 1)
+    assert cut["status"] == "not run" and "--resume" in cut["why"], "its own time was not over"
 
 
 def test_a_model_that_finds_no_room_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
