@@ -38,7 +38,8 @@ def tests(done: dict[str, Done]) -> Outcome:
         if found is None:
             count["passed"] += 1
         elif found.get("message") == "collection skipped":
-            absent.append(f"{name}: {said.strip().rsplit('Skipped: ')[-1].removesuffix("')")}")
+            why = said.strip().rsplit("Skipped: ")[-1].removesuffix("')")
+            absent.append(f"{name}: {why}")
         elif found.get("message") == "collection failure" and missing and missing[1] not in _OWN_PACKAGES:
             absent.append(f"{name}: {missing[1]} is not installed")
         elif found.tag == "skipped":
