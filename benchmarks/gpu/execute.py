@@ -187,6 +187,6 @@ def last_error(output: str) -> str:
 def shown(command: list[str], settings: Settings, variables: dict[str, str]) -> str:
     """A command line as one would type it."""
     words = ["python" if word == sys.executable else word for word in command]
-    said = shlex.join(words).replace(str(settings.scratch), "$SCRATCH")
-    said = said.replace("'{result}'", "$RESULT").replace("{files}", "$FILES")
+    said = re.sub(r"'([^' ]*)\{files\}([^' ]*)'", r"\1$FILES\2", shlex.join(words).replace("'{result}'", "$RESULT"))
+    said = said.replace(str(settings.scratch), "$SCRATCH")
     return " ".join([*(f"{name}={value}" for name, value in variables.items()), said])
