@@ -22,6 +22,9 @@
 # is not installed, too little memory) is said in one line. Nothing is downloaded: models have random weights and are
 # made on the GPU. Each part has a time limit; exit code 1 says that a part failed.
 #
+# Where a command may take ten minutes only: BUDGET_S=560 and steps 1-3, then 4, then 5, then 6-8. The records of a day
+# are added up where OUT keeps them; where it does not, --report joins them.
+#
 # Variables: OUT (folder of page and records), SCRATCH (folder for up to 28 GB of models, removed at the end; it should
 # be on a disk, for a cold page cache), BUDGET_S (seconds, 1800; what is not begun by then is not run), SMALL=1, PYTHON.
 set -euo pipefail

@@ -80,6 +80,8 @@ def run_part(part: Part, settings: Settings, limit_s: float) -> Record:
     record |= outcome.as_record()
     record["tails"] = {name: tail(program.output) for name, program in done.items() if program.code not in part.codes}
     record["seconds"] = time.monotonic() - began
+    if time.monotonic() - began >= limit_s and any(program.code is None for program in done.values()):
+        return {**record, "status": "not run", "why": f"it was ended: {NOT_RUN}", "checks": []}
     return {**record, **_verdict(part, outcome, done, problems)}
 
 
@@ -185,6 +187,6 @@ def last_error(output: str) -> str:
 def shown(command: list[str], settings: Settings, variables: dict[str, str]) -> str:
     """A command line as one would type it."""
     words = ["python" if word == sys.executable else word for word in command]
-    said = shlex.join(words).replace(str(settings.scratch), "$SCRATCH")
-    said = said.replace("'{result}'", "$RESULT").replace("{files}", "$FILES")
+    said = re.sub(r"'([^' ]*)\{files\}([^' ]*)'", r"\1$FILES\2", shlex.join(words).replace("'{result}'", "$RESULT"))
+    said = said.replace(str(settings.scratch), "$SCRATCH")
     return " ".join([*(f"{name}={value}" for name, value in variables.items()), said])

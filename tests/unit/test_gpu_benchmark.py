@@ -167,6 +167,8 @@ def test_what_is_not_begun_in_time_is_said_not_to_have_run(tmp_path: Path) -> No
     (record,) = run_all([_part("works", WRITES)], _settings(tmp_path), book, 0, say=lambda *said, **how: None)
     assert record["status"] == "not run" and "--resume" in record["why"]
     assert "1 not run" in book.page.read_text()
+    cut = run_part(_part("long", "import time; time.sleep(60)"), _settings(tmp_path), 1)
+    assert cut["status"] == "not run" and "--resume" in cut["why"], "its own time was not over"
 
 
 def test_a_model_that_finds_no_room_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,19 +270,27 @@ def test_contexts_on_other_gpus_and_growing_memory_are_failures() -> None:
 def test_test_reports_are_counted_and_absent_packages_are_no_failures(tmp_path: Path) -> None:
     cases = """<testsuites><testsuite>
     <testcase classname="tests.a" name="good"/>
-    <testcase classname="tests.a" name="off"><skipped message="needs 2 CUDA device(s); there are 1"/></testcase>
-    <testcase classname="" name="tests.b"><error message="collection failure">ModuleNotFoundError: No module named 'trl'
-    </error></testcase>{more}</testsuite></testsuites>"""
+    <testcase classname="tests.a" name="off"><skipped message="needs 2 GPUs">tests/a.py:7: needs 2</skipped></testcase>
+    <testcase classname="" name="tests.b"><error message="collection failure">tests/b.py:7: in
+E   ModuleNotFoundError: No module named 'trl'</error></testcase>
+    <testcase classname="" name="tests.c"><skipped message="collection skipped">('c.py', 39, 'Skipped: no bitsandbytes')
+    </skipped></testcase>MORE</testsuite></testsuites>"""
     done = {"tests": Done(code=1, output="", files=str(tmp_path))}
-    (tmp_path / "tests.xml").write_text(cases.replace("{more}", ""))
+    (tmp_path / "tests.xml").write_text(cases.replace("MORE", ""))
     outcome = reading.tests(done)
-    assert outcome.figures["not collected"] == "tests.b: trl is not installed"
-    assert outcome.figures["skipped: needs 2 CUDA device(s); there are 1"] == 1
+    assert outcome.figures["not collected"] == "tests.b: trl is not installed; tests.c: no bitsandbytes"
+    assert outcome.figures["skipped: needs 2 GPUs"] == 1
     assert [(check.claim, check.held) for check in outcome.checks] == [("1 passed, 0 failed, 1 skipped", True)]
-    bad = '<testcase classname="tests.c" name="bad"><failure message="no"/></testcase>'
-    (tmp_path / "tests.xml").write_text(cases.replace("{more}", bad))
+    bad = """<testcase classname="tests.d" name="bad"><failure message="AssertionError: [+32 more lines]">
+E   a traceback
+E   RuntimeError: no</failure></testcase>"""
+    (tmp_path / "tests.xml").write_text(cases.replace("MORE", bad))
     outcome = reading.tests(done)
-    assert not outcome.checks[0].held and outcome.text == "tests.c::bad: no"
+    assert not outcome.checks[0].held and outcome.text == "tests.d::bad: RuntimeError: no"
+    own = """<testcase classname="" name="tests.e"><error message="collection failure">
+E   ModuleNotFoundError: No module named 'tests.gone'</error></testcase>"""
+    (tmp_path / "tests.xml").write_text(cases.replace("MORE", own))
+    assert not reading.tests(done).checks[0].held, "a module of our own is no optional package"
 
 
 def test_tests_that_did_not_end_are_counted_from_what_they_printed(tmp_path: Path) -> None:
