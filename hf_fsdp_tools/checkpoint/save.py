@@ -67,11 +67,10 @@ def save_pretrained(
     checkpoint that needs no PEFT.
 
     No rank gathers the model. All ranks compute the same layout, rank 0 makes the files at full length in a hidden
-    folder, every rank writes and syncs its own ranges, and rank 0 gives all files their names once they are complete.
-    Under HSDP the replicas of a shard share its bytes.
-    Until one last rename, whoever opens the folder gets the checkpoint that was there, and then the new one. Gathered
-    one at a time, and counted, are tensors whose reverse conversion does more than move data, and tensors that would be
-    written in runs of a few bytes.
+    folder, every rank writes and syncs its own ranges (under HSDP the replicas of a shard share its bytes), and rank 0
+    gives all files their names once they are complete. Until one last rename, whoever opens the folder gets the
+    checkpoint that was there, and then the new one. Gathered one at a time, and counted, are tensors whose reverse
+    conversion does more than move data, and tensors that would be written in runs of a few bytes.
 
     Args:
         model: its config, and generation config if it generates, are written too; `config.dtype` and

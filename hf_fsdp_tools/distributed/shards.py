@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 _SLAB_BYTES = 64 * 2**20
-"""Largest piece of a whole tensor that is sent at a time, unless one index of its first dimension is larger."""
+"""Largest piece of a whole tensor that is sent at a time, unless one index of its first dimension is larger.
+(assumed)"""
 
 
 @runtime_checkable

@@ -145,6 +145,7 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     # PEFT may have run the embedding alone for a prompt encoder, and FSDP2 then takes it for the root: shard again.
     replaced = _shard_again(base, sharding, managed) if inside or outside else {}
     outside = [parameter for parameter in outside if parameter not in replaced]
+    _bring_to_device(model, base, torch.device(sharding.mesh.device_type))
     for parameter in outside:
         fill_from_first(parameter, parameter, sharding.mesh)
     average_gradients(outside, sharding.mesh.get_all_groups())
@@ -291,6 +292,7 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
     plan = laid_over(sharding.plan, base)
     same_on_all_ranks("sharding what was added", ranks=sorted(sharding.mesh.mesh.flatten().tolist()), plan=plan)
     release(base)
+    _make_buffers_whole(base)
     kept = {base.get_parameter(name) for name in plan.replicated}
     dtypes = _dtypes(set(base.parameters()) - kept - managed, sharding)
 
@@ -299,6 +301,30 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
 
     shards = apply_again(base, replace(sharding, plan=plan), fill, dtypes=dtypes)
     return {old: shard for old, shard in shards.items() if old is not shard}
+
+
+def _bring_to_device(model: nn.Module, base: nn.Module, device: torch.device) -> None:
+    """Bring what PEFT keeps outside the base to the device of the computation; PEFT puts it beside the base's shards.
+
+    Under CPU offload these are on the CPU, and a prompt encoder would compute there.
+    """
+    inside = set(base.modules())
+    for module in model.modules():
+        if module not in inside:
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if not isinstance(tensor, DTensor):
+                    tensor.data = tensor.data.to(device)
+
+
+def _make_buffers_whole(base: nn.Module) -> None:
+    """Put whole tensors in the place of buffers that are shards, which PEFT makes of rows of an embedding's shard.
+
+    FSDP2 would have to move them to its device, and refuses. Every rank must call; each buffer is gathered.
+    """
+    for module in base.modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, DTensor):
+                module._buffers[name] = gather_on_device(buffer)
 
 
 def _undo_casts(base: nn.Module) -> None:

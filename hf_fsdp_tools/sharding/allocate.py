@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor
 from hf_fsdp_tools.modeling.linear4bit import mark_weights
-from hf_fsdp_tools.sharding.fsdp2_internals import new_memory
+from hf_fsdp_tools.sharding.fsdp2_internals import forget_memory, new_memory
 
 __all__ = ["allocate", "renew", "with_data", "with_storage"]
 
@@ -38,9 +38,11 @@ def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | Non
 def renew(model: nn.Module) -> None:
     """Let FSDP2 note parameters that were put in the place of others. No rank communicates.
 
-    FSDP2 keeps a reference to each shard and renews it in `_apply`, also for a function that changes nothing.
+    FSDP2 keeps a reference to each shard and renews it in `_apply`, also for a function that changes nothing; but not
+    where the new parameter is on meta.
     """
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch's own
+    forget_memory(model)
     mark_weights(model)
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "complete_unit",
     "copy_released",
     "count_units",
+    "forget_memory",
     "is_offloaded",
     "make_gathered_memory",
     "make_root",
@@ -157,13 +158,25 @@ def new_memory(model: nn.Module) -> dict[nn.Parameter, Callable[[torch.device, t
     The functions are called with device and dtype; on the CPU the memory is pinned if the unit's policy says so. They
     return this rank's part, which is the beginning of the memory along the dimension that is split.
     """
-    makers: dict[nn.Parameter, Callable[[torch.device, torch.dtype], torch.Tensor]] = {}
+    return {shard: partial(_memory_of, entry, shard) for entry, shard in _registered(model)}
+
+
+def forget_memory(model: nn.Module) -> None:
+    """Let FSDP2 forget the memory of shards that are on meta again, so that it is freed."""
+    for entry, shard in _registered(model):
+        if shard.is_meta:
+            entry._sharded_param_data = torch.empty(
+                entry.padded_sharded_param_size, dtype=shard.dtype, device="meta"
+            ).view(-1)
+
+
+def _registered(model: nn.Module) -> Iterator[tuple[Any, nn.Parameter]]:
+    """Yield each entry with the parameter that its module registers now."""
     for group in _groups(model):
         for entry in group.fsdp_params:
-            shard = entry._module_info.module._parameters.get(entry._module_info.param_name)
-            if shard is not None:
-                makers[shard] = partial(_memory_of, entry, shard)
-    return makers
+            parameter = entry._module_info.module._parameters.get(entry._module_info.param_name)
+            if parameter is not None:
+                yield entry, parameter
 
 
 def _memory_of(entry: Any, shard: nn.Parameter, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -142,6 +142,30 @@ def test_adapters_under_cpu_offload(device: Any, ranks: int, folder: Path, tmp_p
         _close(losses, expected)
 
 
+def _other_adapters(folder: Path) -> None:
+    """A prompt encoder beside the base, and rows of an embedding, of which PEFT keeps a copy in a buffer."""
+    from peft import LoraConfig, PromptTuningConfig
+
+    for config in (
+        PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+        LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 5], task_type="CAUSAL_LM"),
+    ):
+        losses = []
+        for policy in (None, CPUOffloadPolicy()):
+            model = add_adapter(from_pretrained(folder, offload_policy=policy), config, seed=0)
+            whole = [t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, DTensor)]
+            assert {t.device.type for t in whole} == {local_device().type}
+            assert not any(isinstance(buffer, DTensor) for buffer in model.buffers())
+            losses.append(_steps(model, count=2))
+        _close(losses[1], losses[0])
+
+
+@on_each
+def test_what_adapters_keep_whole_is_on_the_device_under_cpu_offload(device: Any, ranks: int, folder: Path) -> None:
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    run_ranks(_other_adapters, ranks, folder, device=device)
+
+
 def _whole_and_offloaded(out: Path) -> None:
     """Parameters that FSDP cannot shard (0-d, empty) and buffers stay on the device of the computation."""
 

@@ -4,6 +4,7 @@ A mesh of another device is played by a mesh whose device type reads "meta": wha
 loses its values, and shows.
 """
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +17,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_fsdp_tools import load_weights, make_wrap_plan, shard_model
+from hf_fsdp_tools import CheckpointError, load_weights, make_wrap_plan, shard_model
+from hf_fsdp_tools.checkpoint import load
 from hf_fsdp_tools.distributed import shards
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, fill_from_first, local_tensor, part_of
 from hf_fsdp_tools.integrations.model import _shard_like
@@ -148,6 +151,16 @@ def pinned_once(folder: Path) -> None:
         for layer in model.model.layers:
             fully_shard(layer, offload_policy=policy)
         fully_shard(model, offload_policy=policy)
+        with (
+            patch.object(load, "initialize_missing", side_effect=CheckpointError("it fails after reading")),
+            pytest.raises(CheckpointError, match="it fails after reading"),
+        ):
+            load_weights(model, folder, progress=False)
+        abandoned = [StorageWeakRef(memory.untyped_storage()) for memory in made]
+        assert len(made) == len(list(model.parameters()))
+        made.clear()
+        gc.collect()
+        assert all(memory.expired() for memory in abandoned), "a load that fails frees what it took"
         load_weights(model, folder, progress=False)
         kept = {name: local_tensor(p).data_ptr() for name, p in model.named_parameters()}
         model._get_fsdp_state()._lazy_init()
