@@ -88,6 +88,7 @@ class SideStream:
         """Give back memory that PyTorch's allocators keep for later: of the device, and pinned from torch 2.12 on."""
         torch.accelerator.empty_cache()
         if hasattr(torch.accelerator, "empty_host_cache"):
+            self.wait()  # a pinned block counts as used until the stream has passed the event of its being freed
             torch.accelerator.empty_host_cache()
 
 
