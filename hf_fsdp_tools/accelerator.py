@@ -85,7 +85,7 @@ class SideStream:
         self._stream.synchronize()
 
     def release(self) -> None:
-        """Give back memory that PyTorch's allocators keep for later: of the device, and pinned (not with torch 2.11)."""
+        """Give back memory that PyTorch keeps for later: of the device, and pinned (not with torch 2.11)."""
         torch.accelerator.empty_cache()
         if hasattr(torch.accelerator, "empty_host_cache"):
             self.wait()  # a pinned block counts as used until the stream has passed the event of its being freed
