@@ -90,9 +90,10 @@ class SideStream:
         self._stream.synchronize()
 
     def release(self) -> None:
-        """Give back memory that PyTorch's allocators keep for later: of the device, and pinned from torch 2.12 on."""
+        """Give back memory that PyTorch keeps for later: of the device, and pinned (not with torch 2.11)."""
         torch.accelerator.empty_cache()
         if hasattr(torch.accelerator, "empty_host_cache"):
+            self.wait()  # a pinned block counts as used until the stream has passed the event of its being freed
             torch.accelerator.empty_host_cache()
 
 

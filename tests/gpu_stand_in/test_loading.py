@@ -96,9 +96,9 @@ def _ten_loads(folder: Path, dtype: torch.dtype) -> None:
     finally:
         gc.enable()
     in_use, kept, unused = zip(*seen, strict=True)
-    assert set(in_use) == {0} and len(set(kept)) == 1, seen
-    if hasattr(torch.accelerator, "empty_host_cache"):
-        assert kept[0] == 0
+    assert len(set(kept)) == 1 and kept[0] <= STAGING_BYTES_PINNED, seen
+    if hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.11 keeps them, and counts what is in use wrongly
+        assert set(in_use) == {0} == set(kept), seen
     # One segment of each size that PyTorch's allocator asks the driver for: 2 and 20 MiB.
     assert max(unused) <= 22 * MIB, seen
 
@@ -185,7 +185,8 @@ def test_copies_and_waits_per_gb_stay_below_a_bound(tmp_path: Path) -> None:
         assert 50 <= figures[there] <= batches and figures[back] == 0, (name, figures)
         assert figures["D2D"] == figures["pageable"] == figures["sets device 0"] == 0, (name, figures)
         assert figures["waits"] <= batches + 20, (name, figures)
-        # One for casts, one for each 64 small tensors; straight copies need none.
-        assert figures["kernels"] <= (0 if name.startswith("tensors of 16") else 2 * batches), (name, figures)
+        # One for a batch, and one for each 60 small tensors or more; straight copies need none.
+        kernels = 0 if name.startswith("tensors of 16") else batches + 30518 / 60
+        assert figures["kernels"] <= kernels, (name, figures)
         blocks = 20  # 16 threads, and a quarter more
         assert figures["pinned blocks"] <= blocks, (name, figures)

@@ -4,6 +4,7 @@ Each test runs on the CPU, and the same function on a GPU where there is one: on
 sharded. All ranks train on the same rows, so the numbers do not depend on how many there are.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_fsdp_tools import (
     CheckpointError,
@@ -26,6 +28,7 @@ from hf_fsdp_tools.checkpoint.io.files import read_transfers, write_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.accelerator import adopt
+from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from tests._checkpoints import assert_same_model
 from tests._dist import num_gpus, run_ranks
 from tests._training import ShardedTrainer, apart, arguments, full_parameters, logged, new_accelerator, train
@@ -101,6 +104,8 @@ def _loading(folder: Path, out: Path) -> list[float]:
     assert_same_model(model, AutoModelForCausalLM.from_pretrained(out / "saved"))
     load_weights(model, folder)  # over weights that are there
     assert_same_model(model, plain)
+    others = set(range(torch.cuda.device_count())) - {torch.cuda.current_device()} if _is_gpu() else set()
+    assert not any(torch._C._cuda_hasPrimaryContext(other) for other in others), "half a gigabyte of another rank's GPU"
     return losses
 
 
@@ -110,8 +115,52 @@ def test_load_train_save(device: Any, ranks: int, folder: Path, tmp_path: Path) 
         _close(losses, _expected(folder))
 
 
+def _held(folder: Path) -> None:
+    seen = []
+    for _ in range(10):
+        model = from_pretrained(folder, dtype=torch.float32, load_kwargs={"staging_bytes": 2**20})
+        torch.cuda.synchronize()
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        stats = torch.cuda.host_memory_stats()
+        seen.append((stats["active_bytes.current"], stats["allocated_bytes.current"], unused))
+        del model
+    in_use, kept, unused = zip(*seen, strict=True)
+    assert max(kept) <= 2**20 and max(unused) <= 22 * 2**20, seen
+    assert not any(in_use) or not hasattr(torch.accelerator, "empty_host_cache"), seen
+
+
+@pytest.mark.gpu
+@_needs(1)
+def test_ten_loads_hold_no_more_memory_than_one(folder: Path) -> None:
+    """Neither pinned memory, nor memory of the device beside the shards: one segment of each size, 2 and 20 MiB."""
+    run_ranks(_held, 1, folder, device="cuda")
+
+
+def _packed(folder: Path) -> None:
+    from bitsandbytes.nn import Linear4bit
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.bfloat16)
+    options = {"quantization_config": config, "dtype": torch.bfloat16}
+    model = from_pretrained(folder, **options)
+    plain = AutoModelForCausalLM.from_pretrained(folder, device_map={"": local_device()}, **options)
+    expected = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        found, wanted = (t.detach().contiguous().view(-1).view(torch.uint8).cpu() for t in (whole, expected[name]))
+        assert torch.equal(found, wanted), name
+    scales = {name: m.weight.quant_state.absmax for name, m in plain.named_modules() if isinstance(m, Linear4bit)}
+    for name, module in packed_linears(model).items():
+        assert torch.equal(module.quant_state.absmax.cpu(), scales[name.removesuffix(".weight")].cpu()), name
+
+
+@on_each
+def test_4_bit_weights_are_those_of_plain_from_pretrained(device: Any, ranks: int, folder: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    run_ranks(_packed, ranks, folder, device=device)
+
+
 def _staged(folder: Path) -> None:
-    """More bytes than all buffers hold, every second column, cast on the way there and back."""
+    """More bytes than all buffers hold, every second column, cast on the way there and back; and many small runs."""
     tensor = torch.randn(4096, 512, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     rank = dist.get_rank()
     file, copy = folder / f"stored-{rank}", folder / f"copy-{rank}"
@@ -128,6 +177,16 @@ def _staged(folder: Path) -> None:
         write_transfers([whole], staging_bytes=2**20)
         written = torch.frombuffer(bytearray(copy.read_bytes()), dtype=torch.bfloat16)[: 4096 * 256]
         assert torch.equal(written.view(4096, 256), tensor[:, ::2] * 2)
+    small = [torch.zeros(512, dtype=torch.bfloat16, device=local_device()) for _ in range(4096)]
+    rows = [
+        Transfer(file=file, start=1024 * i, dtype=torch.bfloat16, strides=(1,), memory=row)
+        for i, row in enumerate(small)
+    ]
+    for some in (rows, rows[1::2], rows[:3]):
+        read_transfers(some, staging_bytes=2**20)
+    assert torch.equal(torch.stack(small).cpu(), tensor)
+    write_transfers([replace(row, file=copy) for row in rows], staging_bytes=2**20)
+    assert copy.read_bytes() == file.read_bytes()
     with open(file, "r+b") as stream:
         stream.truncate(tensor.nbytes // 2)
     with pytest.raises(CheckpointError, match="shrank"):  # while copies of the first half are under way

@@ -231,19 +231,22 @@ def _cut_requests(
             parts.setdefault(transfer.file, []).extend(_cut(_merged(transfer), limits, on_device(transfer.memory)))
     for file in sorted(parts):
         in_order = sorted((part.start, part.stop, i) for i, (part, _) in enumerate(parts[file]))
-        yield from _join_neighbours(file, (parts[file][i] for _, _, i in in_order), limits)
+        placed = ((start, stop, *parts[file][i]) for start, stop, i in in_order)
+        yield from _join_neighbours(file, placed, limits)
 
 
 def _cut(transfer: Transfer, limits: Limits, is_on_device: bool) -> Iterator[tuple[Transfer, Route]]:
     """Yield parts of a transfer, each with its route, of which each fits a request."""
+    if transfer.is_run:
+        yield from _divided(transfer, limits, is_on_device)
+        return
     gap_bytes = limits.device_gap_bytes if is_on_device else limits.host_gap_bytes
     # Half the buffer each, so that two parts that interleave in the file fit into it together.
     for part in _cut_to_fit(transfer, limits.buffer_bytes // 2, gap_bytes):
-        is_direct = part.is_run and part.memory.device.type == "cpu"
-        route = Route.DEVICE if is_on_device else Route.DIRECT if is_direct else Route.HOST
-        largest = limits.request_bytes if route is Route.DIRECT else limits.buffer_bytes
-        for divided in _divided(part, largest) if part.is_run else (part,):
-            yield divided, route
+        if part.is_run:
+            yield from _divided(part, limits, is_on_device)
+        else:
+            yield part, Route.DEVICE if is_on_device else Route.HOST
 
 
 def _merged(transfer: Transfer) -> Transfer:
@@ -288,30 +291,35 @@ def _cut_to_fit(transfer: Transfer, limit: int, max_gap_bytes: int) -> Iterator[
         yield from _cut_to_fit(cut, limit, max_gap_bytes)
 
 
-def _divided(transfer: Transfer, num_bytes: int) -> Iterator[Transfer]:
-    """Yield one run in parts of at most `num_bytes`, so that several requests move it at once."""
-    if transfer.num_bytes <= num_bytes:
-        yield transfer
+def _divided(run: Transfer, limits: Limits, is_on_device: bool) -> Iterator[tuple[Transfer, Route]]:
+    """Yield one run, with its route, in parts that fit a request, so that several requests move it at once."""
+    on_host = Route.DIRECT if run.memory.device.type == "cpu" else Route.HOST
+    route = Route.DEVICE if is_on_device else on_host
+    num_bytes = limits.request_bytes if route is Route.DIRECT else limits.buffer_bytes
+    if run.num_bytes <= num_bytes:
+        yield run, route
         return
-    start = transfer.start
-    for part in torch.split(transfer.memory, max(1, num_bytes // transfer.dtype.itemsize)):
-        yield Transfer(file=transfer.file, start=start, dtype=transfer.dtype, strides=transfer.strides, memory=part)
-        start += part.numel() * transfer.dtype.itemsize
+    start = run.start
+    for part in torch.split(run.memory, max(1, num_bytes // run.dtype.itemsize)):
+        yield Transfer(file=run.file, start=start, dtype=run.dtype, strides=run.strides, memory=part), route
+        start += part.numel() * run.dtype.itemsize
 
 
-def _join_neighbours(file: Path, parts: Iterable[tuple[Transfer, Route]], limits: Limits) -> Iterator[Request]:
+def _join_neighbours(
+    file: Path, parts: Iterable[tuple[int, int, Transfer, Route]], limits: Limits
+) -> Iterator[Request]:
     """Yield neighbours as one request: direct transfers while they touch, staged ones while they touch or overlap.
 
     Args:
         file: of all parts.
-        parts: in file order.
+        parts: (start, stop, transfer, route) in file order.
         limits: of the requests.
     """
     joined: list[Transfer] = []
     first = last = 0
     way = Route.DIRECT
-    for part, route in parts:
-        start, stop, is_direct = part.start, part.stop, route is Route.DIRECT
+    for start, stop, part, route in parts:
+        is_direct = route is Route.DIRECT
         touches = bool(joined) and route is way and (start == last if is_direct else start <= last)
         largest = limits.request_bytes if is_direct else limits.buffer_bytes
         fits = max(last, stop) - first <= largest and len(joined) < _MAX_RUNS
