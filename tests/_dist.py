@@ -8,6 +8,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -83,11 +85,14 @@ def run_ranks(
         AssertionError: A rank raised, died or was still running at `timeout_s`; holds every failing rank's traceback.
     """
     gpus = dict(_gpus) if device == "cuda" else None
+    # The rank unpickles it itself, once it sees its GPUs: importing the test's module may import bitsandbytes, which
+    # looks for GPUs, and PyTorch counts them once.
+    call = bytes(ForkingPickler.dumps((fn, args)))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         deadline = time.monotonic() + timeout_s
         context = multiprocessing.get_context("spawn") if fresh else _CONTEXT
         ranks = [
-            context.Process(target=_rank_main, args=(fn, rank, world_size, folder, timeout_s, gpus, args), daemon=True)
+            context.Process(target=_rank_main, args=(call, rank, world_size, folder, timeout_s, gpus), daemon=True)
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -183,18 +188,12 @@ def _failure(folder: Path, rank: int, process: BaseProcess, timeout_s: float) ->
 
 
 def _rank_main(
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    folder: str,
-    timeout_s: float,
-    gpus: dict[str, Any] | None,
-    args: tuple[Any, ...],
+    call: bytes, rank: int, world_size: int, folder: str, timeout_s: float, gpus: dict[str, Any] | None
 ) -> None:
-    """The life of one rank: group up, call, result or traceback to a file, group down."""
+    """The life of one rank: group up, call (a pickled function and its arguments), result or traceback to a file, group
+    down."""
     global _deadline
     _deadline = time.monotonic() + timeout_s
-    gc.freeze()  # `gc.collect()`, which a Trainer calls often, need not look through what was imported: 0.2 s each time
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before the first call to CUDA, which reads it
@@ -214,6 +213,8 @@ def _rank_main(
             patience = timedelta(seconds=timeout_s + 30)  # the parent's timeout comes first and says more
             if gpus is not None:
                 torch.cuda.set_device(rank)
+            fn, args = pickle.loads(call)
+            gc.freeze()  # `gc.collect()`, which a Trainer calls often, need not look through imports: 0.2 s each time
             backend = "gloo" if gpus is None else "cpu:gloo,cuda:nccl"
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
             result = fn(*args)

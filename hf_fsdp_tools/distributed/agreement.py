@@ -142,9 +142,11 @@ def wait_for_all_ranks() -> None:
     Raises:
         RanksError: a rank does not come, or is in another call.
     """
-    if rounds_of() is not None:
+    rounds = rounds_of()
+    if rounds is not None:
         with patience_of_at_least(timeout_of().total_seconds()):
-            all_ranks(None, "waiting for every rank")
+            rounds.exchange(None, "waiting for every rank")
+        rounds.wait_for_readers()  # a script may end here
 
 
 @contextmanager

@@ -164,6 +164,7 @@ class Rounds:
             store.set_timeout(timedelta(seconds=5))  # a file store whose folder is gone would try for five minutes
             with suppress(RuntimeError):  # the store is gone: nobody waits
                 store.set(key, b"")
+                self.wait_for_readers()
             store.set_timeout(usual)
 
         return say
@@ -220,7 +221,8 @@ class Rounds:
             else:
                 self._wait(path, place, doing, around)
             said = _split(self._store.get(f"{path}/joined"))
-            self._store.delete_key(f"{path}/{self._rank}")
+            with suppress(dist.DistError):  # rank 0 sees that all have read, and may end the store with itself
+                self._store.delete_key(f"{path}/{self._rank}")
         self._former = path
         if len({other for other, _ in said}) > 1:
             raise RanksError(
@@ -229,6 +231,16 @@ class Rounds:
                 + ". Call the same functions in the same order on every rank."
             )
         return [value for _, value in said]
+
+    def wait_for_readers(self) -> None:
+        """On rank 0, return once every rank has read the last round, or after 5 s.
+
+        Rank 0 keeps the store unless a launcher does: if it ended at once, the others would not learn that all came.
+        """
+        unread = [f"{self._former}/{rank}" for rank in self.ranks] if self._rank == 0 and self._former else []
+        end_s = time.monotonic() + 5
+        while (unread := [key for key in unread if self._store.check([key])]) and time.monotonic() < end_s:
+            time.sleep(_POLL_S[1] / 10)
 
     def _refuse_given_up(self, path: str) -> None:
         if self._store.check([f"{path}/gave up"]):

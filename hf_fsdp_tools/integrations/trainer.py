@@ -203,7 +203,8 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
                 torch.save(as_asked(args), folder / "training_args.bin")
                 self._written = [*self._written, *weights_in(folder)]
         if args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=args.hub_revision)
+            with agreed("pushing to the hub"):  # where the others wait for rank 0, which uploads
+                self.push_to_hub(commit_message="Model save", revision=args.hub_revision)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save as the Trainer does, then declare the checkpoint complete, and only then delete old ones."""

@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -219,18 +220,30 @@ def test_an_unfit_environment_is_an_error_with_its_cure(monkeypatch, attribute, 
     assert finding.severity == "error" and cure in finding.cure
 
 
-def test_what_is_known_of_devices(monkeypatch):
+@pytest.mark.parametrize(("kind", "backend", "emulates"), [("cuda", "nccl", True), ("xpu", "xccl", False)])
+def test_devices_of_every_kind_are_named(monkeypatch, kind, backend, emulates):
+    properties = SimpleNamespace(name="Model 7", total_memory=48e9)
+    supported = (lambda including_emulation=True: including_emulation) if emulates else (lambda: False)
+    module = SimpleNamespace(get_device_properties=lambda device: properties, is_bf16_supported=supported)
+    monkeypatch.setattr(environment, "find_accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    monkeypatch.setattr("torch.get_device_module", lambda device: module)
+    monkeypatch.setattr("torch.distributed.is_backend_available", lambda name: name == "gloo")
+    found = check_environment()
+    assert found.devices == (f"{kind}:0 Model 7, 48.0 GB", f"{kind}:1 Model 7, 48.0 GB")
+    findings = _findings(found)
+    assert findings[f"no-{backend}"].fact == f"2 {kind} device(s) and no {backend}; the backends are gloo."
+    assert "Model 7" in findings["no-bfloat16"].fact and "fp16" in findings["no-bfloat16"].cure
+    monkeypatch.setattr("torch.get_device_module", lambda device: SimpleNamespace())  # a kind that tells nothing
+    assert check_environment().devices == (f"{kind}:0", f"{kind}:1")
+
+
+def test_a_torch_for_devices_that_sees_none_is_warned_of(monkeypatch):
+    monkeypatch.setattr(environment, "find_accelerator", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    finding = _findings(check_environment())["no-device"]
-    assert (finding.severity, finding.fact) == (
-        "warning",
-        "This torch is built for CUDA 13.0 and sees no GPU: it would run on the CPU.",
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
-    found = list(environment._check_devices(("gloo",)))
-    assert [finding.code for finding in found] == ["no-nccl", "no-bfloat16"]
-    assert "2 CUDA devices" in found[0].fact and "Tesla V100" in found[1].fact and "fp16" in found[1].cure
+    for kind, warned in (("cuda", True), ("mps", False)):
+        monkeypatch.setattr("torch.accelerator.current_accelerator", lambda kind=kind: torch.device(kind))
+        found = _findings(check_environment())
+        assert ("no-device" in found) is warned
+        fact = "This torch is built for cuda 13.0 and sees no device: it would run on the CPU."
+        assert not warned or (found["no-device"].severity, found["no-device"].fact) == ("warning", fact)

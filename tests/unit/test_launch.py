@@ -1,16 +1,22 @@
-"""How the process group starts: whom a launcher has started without RANK does not train alone; timeouts are kept."""
+"""How the process group starts: whom a launcher has started without RANK does not train alone, each process finds its
+device and its network, timeouts are kept."""
 
+import os
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import InitProcessGroupKwargs
 from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import FSDPTrainerMixin, MeshError, make_accelerator
-from hf_fsdp_tools.distributed.mesh import ensure_process_group
+from hf_fsdp_tools.diagnostics.environment import check_environment
+from hf_fsdp_tools.distributed.cpu_backend import GROUP_TIMEOUT, timeout_of
+from hf_fsdp_tools.distributed.launcher import device_index, local_rank, local_size
+from hf_fsdp_tools.distributed.mesh import ensure_process_group, shared_devices
+from hf_fsdp_tools.distributed.network import choose_interface, interface_of_nccl, loopback_address
 from tests._checkpoints import make_model
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -100,3 +106,150 @@ def test_the_trainers_ddp_timeout_is_that_of_the_group(alone, tmp_path):
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, ddp_timeout=15, report_to=[])
     OurTrainer(model=make_model("llama"), args=args)
     assert timeout_of_group() == timedelta(seconds=15)
+
+
+# ---- which device, on which network ----
+
+FLAT = {"RANK": "3", "WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank", "size"),
+    [
+        ({}, None, 1),
+        ({"SLURM_LOCALID": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}, None, 1),  # without RANK: a world of its own
+        ({**FLAT, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "SLURM_LOCALID": "0"}, 1, 2),  # torchrun within srun
+        ({**FLAT, "SLURM_LOCALID": "3", "SLURM_STEP_TASKS_PER_NODE": "4"}, 3, 4),
+        ({**FLAT, "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_NODEID": "1"}, 0, 2),
+        ({**FLAT, "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_NODEID": "2"}, 0, 1),
+        ({**FLAT, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 1, 2),
+        ({**FLAT, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, 1, 2),
+        ({**FLAT, "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}, 1, 2),
+        (FLAT, None, 1),
+    ],
+)
+def test_every_launcher_tells_the_rank_on_the_machine(variables, rank, size):
+    assert (local_rank(variables), local_size(variables)) == (rank, size)
+
+
+@pytest.mark.parametrize(
+    ("variables", "count", "current", "index"),
+    [
+        ({**FLAT, "LOCAL_RANK": "3"}, 4, 0, 3),
+        ({**FLAT, "LOCAL_RANK": "3"}, 1, 0, 0),  # one visible to each process
+        ({**FLAT, "SLURM_LOCALID": "3"}, 4, 0, 3),
+        (FLAT, 1, 0, 0),
+        ({}, 8, 0, 0),
+        ({}, 8, 5, 5),  # alone, on the device that the script has chosen
+        ({**FLAT, "LOCAL_RANK": "3"}, 8, 5, 5),
+    ],
+)
+def test_the_device_of_a_process(variables, count, current, index):
+    assert device_index(variables, count=count, kind="cuda", current=current) == index
+    if "LOCAL_RANK" in variables and not current:
+        assert index == int(variables["LOCAL_RANK"]) % count, "what Accelerate takes"
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({**FLAT, "LOCAL_RANK": "3"}, "LOCAL_RANK is 3, but this machine has 2 cuda device"),
+        ({**FLAT, "SLURM_LOCALID": "2"}, "LOCAL_RANK is 2"),
+        (FLAT, "WORLD_SIZE is 4, 2 cuda devices are visible, and LOCAL_RANK is not set .* SLURM_LOCALID.* torchrun"),
+    ],
+)
+def test_a_process_without_a_device_of_its_own_is_refused(variables, said):
+    with pytest.raises(MeshError, match=said):
+        device_index(variables, count=2, kind="cuda")
+
+
+def test_processes_on_one_device_are_found():
+    none = "00000000-0000-0000-0000-000000000000"
+    assert shared_devices(["a", "b", "a", "c", "b"]) == ["ranks 0, 2", "ranks 1, 4"]
+    assert shared_devices(["a", "b"]) == shared_devices(["", "", none, none]) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("eth0", "eth0"),
+        ("=eth0", "eth0"),
+        ("ib", "ib0"),
+        ("eth", None),  # two begin so
+        ("=eth", None),
+        ("eth0,ib0", None),
+        ("^eth0", None),
+        ("bond0", None),
+        ("", None),
+    ],
+)
+def test_the_interface_that_nccl_is_told_to_use(asked, found):
+    assert interface_of_nccl({"NCCL_SOCKET_IFNAME": asked}, ["lo", "eth0", "eth1", "ib0"]) == found
+
+
+@pytest.fixture
+def two_machines(monkeypatch):
+    """This process as one of two machines, whose name is known to the loopback alone."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.1.1", 0))])
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
+    return monkeypatch
+
+
+def test_gloo_follows_nccl_on_several_machines(two_machines):
+    two_machines.setenv("NCCL_SOCKET_IFNAME", "eth1")
+    two_machines.setenv("LOCAL_WORLD_SIZE", "2")
+    choose_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "", "one machine"
+    two_machines.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.warns(UserWarning, match="gloo uses eth1, which NCCL_SOCKET_IFNAME names"):
+        choose_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
+    two_machines.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    choose_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0", "what is asked for stays"
+
+
+def test_a_host_name_of_the_loopback_is_warned_of(two_machines):
+    with pytest.warns(UserWarning, match=r"resolves to 127\.0\.1\.1.* Set GLOO_SOCKET_IFNAME"):
+        choose_interface()
+    (finding,) = [one for one in check_environment().findings if one.code == "loopback"]
+    assert "resolves to 127.0.1.1" in finding.fact and "GLOO_SOCKET_IFNAME" in finding.cure
+    two_machines.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert loopback_address() == ""
+    two_machines.setenv("GLOO_SOCKET_IFNAME", "")
+    two_machines.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("10.0.0.7", 0))])
+    assert loopback_address() == ""
+
+
+# ---- time limits, and what the Trainer takes for its own ----
+
+
+def test_a_group_of_ours_waits_for_30_minutes(alone):
+    ensure_process_group("cpu")
+    assert timeout_of() == timeout_of_group() == GROUP_TIMEOUT == timedelta(minutes=30)
+
+
+def test_a_group_of_the_script_keeps_its_time_limit(alone):
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
+    ensure_process_group("cpu")
+    assert timeout_of() == timeout_of_group() == timedelta(seconds=77)
+
+
+def test_a_trainer_alone_uses_one_of_several_devices(alone, tmp_path):
+    class OurTrainer(FSDPTrainerMixin, Trainer):
+        pass
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=2, report_to=[])
+    args._n_gpu = 8  # as on a machine with eight GPUs
+    args._setup_devices = PartialState().device = torch.device("mps")  # as on a Mac
+    assert args.train_batch_size == 16
+    with pytest.warns(UserWarning, match="1 of 8 devices is used .* torchrun --nproc-per-node=8"):
+        trainer = OurTrainer(model=make_model("llama"), args=args)
+    assert (args.n_gpu, args.train_batch_size, args.device) == (1, 2, trainer.accelerator.device)
+    assert trainer.accelerator.device == torch.device("cpu")
+    assert not isinstance(trainer._wrap_model(trainer.model), torch.nn.DataParallel)

@@ -1,0 +1,114 @@
+"""A process group that has no backend for CPUs, as `TrainingArguments` starts on GPUs, is given one; waiting for a rank
+that is busy uses no backend at all."""
+
+import os
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Trainer
+
+from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator, save_pretrained
+from hf_fsdp_tools.checkpoint.gather import gather_to_first
+from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
+from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, has_cpu_backend, timeout_of
+from tests._dist import run_ranks
+from tests._training import ShardedTrainer, arguments, batches_of, make_rows, train
+
+SECONDS = timedelta(seconds=77)
+
+
+def _without_cpus(folder: Path) -> tuple[int, int]:
+    """Start the default group anew, with gloo for a kind of device that is not there, and none for CPUs."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    store = dist.FileStore(str(folder / "other store"), size)
+    dist.init_process_group("cuda:gloo", store=store, rank=rank, world_size=size, timeout=SECONDS)
+    return rank, size
+
+
+def _given_a_backend(model: Path, out: Path) -> list[float]:
+    rank, size = _without_cpus(out)
+    name = dist.group.WORLD.group_name
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.ones(1))
+    accelerator = make_accelerator(cpu=True)
+    count = torch.ones(1)
+    dist.all_reduce(count)
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, rank)
+    assert (count.item(), everyone) == (size, list(range(size)))
+    assert dist.group.WORLD.group_name == name, "meshes find their group by its name"
+    assert timeout_of() == SECONDS, "a group that was there keeps its time limit"
+    part = dist.new_group(list(range(size)), backend="cuda:gloo")  # as that of a mesh's axis
+    assert not has_cpu_backend(part)
+    for _ in range(2):  # nothing happens the second time
+        add_cpu_backend(part)
+    dist.all_reduce(count, group=part)
+    assert count.item() == size * size
+    sharded = from_pretrained(model, accelerator=accelerator)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+    sharded, optimizer = accelerator.prepare(sharded.train(), optimizer)
+    losses = train(sharded, optimizer, batches_of(make_rows(4), 2), accelerator=accelerator, clip=0.5)
+    accelerator.save_state(out / "state")
+    accelerator.load_state(out / "state")
+    save_pretrained(sharded, out / "saved")
+    whole = gather_to_first(next(sharded.parameters()), staging_bytes=1000)
+    assert (whole is None) == (rank > 0)
+    _waiting(accelerator, rank)
+    trainer = ShardedTrainer(model=sharded, args=arguments(out / "pushed"), train_dataset=make_rows(4))
+    trainer.args.push_to_hub = True
+    uploading = ConfigError("no network") if rank == 0 else None
+    with patch.object(Trainer, "push_to_hub", side_effect=uploading), pytest.raises(ConfigError, match="no network"):
+        trainer.save_model()  # the others wait for rank 0's upload, and do not go on without it
+    return losses
+
+
+def _waiting(accelerator: Any, rank: int) -> None:
+    """With all collectives forbidden; rank 0 is busy for longer than the group would wait."""
+    refused = patch.multiple(dist, barrier=None, all_reduce=None, all_gather_object=None, broadcast_object_list=None)
+    with refused, patch("hf_fsdp_tools.distributed.agreement.timeout_of", return_value=timedelta(seconds=1)):
+        time.sleep(3 if rank == 0 else 0)
+        accelerator.wait_for_everyone()
+        order = []
+        with accelerator.main_process_first():
+            order.append(time.time())
+            time.sleep(0.2 if rank == 0 else 0)
+        began = [one[0] for one in all_ranks(order)]
+        assert began[1] - began[0] > 0.2, "rank 1 begins once rank 0 is through"
+        # What fails on the first rank stops the others, which would wait for the group's time limit.
+        with pytest.raises(ConfigError, match="no room"), accelerator.main_process_first():
+            assert rank == 0, "not begun"
+            raise ConfigError("no room")
+
+
+def test_a_group_without_a_backend_for_cpus_is_given_one(folders: dict[str, Path], tmp_path: Path) -> None:
+    first, second = run_ranks(_given_a_backend, 2, folders["llama"], tmp_path)
+    assert first == second and first[-1] < first[0]
+    assert (tmp_path / "saved" / "config.json").is_file()
+
+
+def _waits_and_leaves(port: int) -> None:
+    """As a script does at its end, without a launcher that keeps the store."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    wait_for_all_ranks()
+    os._exit(0)
+
+
+def test_the_rank_that_keeps_the_store_leaves_last() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(AssertionError) as left:  # none has returned
+        run_ranks(_waits_and_leaves, 3, port)
+    assert str(left.value).count("died with exit code 0") == 3, left.value
