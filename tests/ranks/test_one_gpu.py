@@ -178,7 +178,7 @@ def _mixed(folder: Path, mixed_precision: str, offload: bool, fused: bool) -> li
     model = from_pretrained(folder, accelerator=accelerator)
     assert {p.dtype for p in model.parameters()} == {torch.float32}, "master weights"
     if offload:
-        places = {(isinstance(p, DTensor), p.device.type) for p in model.parameters()}
+        places = {(hasattr(p, "placements"), p.device.type) for p in model.parameters()}
         assert places == {(True, "cpu"), (False, local_device().type)}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     model, optimizer = accelerator.prepare(model.train(), optimizer)
