@@ -183,6 +183,10 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
         reshard_units(self.model)
         return super().create_optimizer(*args, **kwargs)
 
+    def _mixed_mesh_grad_norm(self, model: nn.Module, max_norm: float) -> Any:
+        """Clip shards and whole parameters together; the Trainer itself would not divide by the loss scale before."""
+        return self.accelerator.clip_grad_norm_(model.parameters(), max_norm)
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's (`evaluate`, `predict`), for every rank: a call by some ranks alone is named."""
         all_ranks(None, "evaluating")

@@ -5,6 +5,7 @@ sharded. All ranks train on the same rows, so the numbers do not depend on how m
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_fsdp_tools import (
     CheckpointError,
+    ConfigError,
     HybridFSDPPlugin,
+    HybridPolicy,
     ParallelDims,
     diagnose,
     from_pretrained,
@@ -30,7 +33,7 @@ from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.accelerator import adopt
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from tests._checkpoints import assert_same_model
-from tests._dist import num_gpus, run_ranks
+from tests._dist import num_gpus, run_cases, run_ranks
 from tests._training import ShardedTrainer, apart, arguments, full_parameters, logged, new_accelerator, train
 
 STEPS = 3
@@ -201,14 +204,23 @@ def test_files_reach_memory_and_come_back_through_staging_buffers(device: Any, r
 # ---- precision ----
 
 
-def _mixed(folder: Path, mixed_precision: str) -> list[float]:
-    accelerator = new_accelerator(mixed_precision=mixed_precision)
+WHOLE = HybridPolicy(replicate=("model.norm.weight", "model.layers.1.input_layernorm.weight", "model.embed_tokens"))
+
+
+def _mixed(folder: Path, mixed_precision: str, offload: bool, fused: bool) -> list[float]:
+    """Offloaded shards, on the CPU, stand in one group with whole parameters, on the device."""
+    plugin = HybridFSDPPlugin(policy=WHOLE if offload else None, cpu_offload=offload)
+    accelerator = new_accelerator(mixed_precision=mixed_precision, fsdp_plugin=plugin)
     if mixed_precision == "fp16" and not _is_gpu():
         accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu"), True  # what Accelerate has on GPUs
         adopt(accelerator, sync_each_batch=True)
     model = from_pretrained(folder, accelerator=accelerator)
     assert {p.dtype for p in model.parameters()} == {torch.float32}, "master weights"
-    model, optimizer = accelerator.prepare(model.train(), torch.optim.AdamW(model.parameters(), lr=1e-2))
+    if offload:
+        places = {(hasattr(p, "placements"), p.device.type) for p in model.parameters()}
+        assert places == {(True, "cpu"), (False, local_device().type)}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    model, optimizer = accelerator.prepare(model.train(), optimizer)
     losses = train(model, optimizer, [_batch()] * STEPS, accelerator=accelerator, clip=0.5)
     if mixed_precision == "fp16":
         assert accelerator.scaler is not None and not optimizer.step_was_skipped
@@ -221,11 +233,17 @@ def _mixed(folder: Path, mixed_precision: str) -> list[float]:
 
 
 @on_each
-@pytest.mark.parametrize("mixed_precision", ["bf16", "fp16"])
-def test_mixed_precision(device: Any, ranks: int, mixed_precision: str, folder: Path) -> None:
-    for losses in run_ranks(_mixed, ranks, folder, mixed_precision, device=device):
-        # bf16 keeps 8 bits of a number (4e-3), fp16 11; three steps
-        _close(losses, _expected(folder), rtol=2e-2)
+@pytest.mark.parametrize(
+    ("mixed_precision", "offload"),
+    [("bf16", False), ("fp16", False), ("no", True), ("bf16", True), ("fp16", True)],
+    ids=["bf16", "fp16", "fp32 offloaded", "bf16 offloaded", "fp16 offloaded"],
+)
+def test_precision_and_offload(device: Any, ranks: int, mixed_precision: str, offload: bool, folder: Path) -> None:
+    cases = {str(fused): partial(_mixed, folder, mixed_precision, offload, fused) for fused in (False, True)}
+    for found in run_ranks(run_cases, ranks, cases, device=device):
+        for losses in found.values():
+            # bf16 keeps 8 bits of a number (4e-3), fp16 11; three steps
+            _close(losses, _expected(folder), rtol=1e-4 if mixed_precision == "no" else 2e-2)
 
 
 # ---- compiled, adapted ----
@@ -240,6 +258,19 @@ def _compiled(folder: Path) -> list[float]:
 def test_compiled_blocks(device: Any, ranks: int, folder: Path) -> None:
     for losses in run_ranks(_compiled, ranks, folder, device=device, timeout_s=240):
         _close(losses, _expected(folder))
+
+
+def _compiled_without_graphs(folder: Path) -> list[float]:
+    with pytest.raises(ConfigError, match="records CUDA graphs"):
+        from_pretrained(folder, compile={"mode": "max-autotune"})
+    return _steps(from_pretrained(folder, compile={"mode": "max-autotune-no-cudagraphs"}))
+
+
+@pytest.mark.gpu
+@_needs(1)
+def test_cuda_graphs_are_refused_and_the_same_mode_without_them_trains(folder: Path) -> None:
+    (losses,) = run_ranks(_compiled_without_graphs, 1, folder, device="cuda", timeout_s=300)
+    _close(losses, _expected(folder))
 
 
 def _adapted(folder: Path, out: Path) -> list[float]:

@@ -227,7 +227,9 @@ def _clipping_by_the_trainer(folder: Path, out: Path) -> float:
     new_accelerator(fsdp_plugin=HybridFSDPPlugin(policy=CLIPPED))
     model = AutoModelForCausalLM.from_pretrained(folder)
     trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(4 * ROWS))
+    unscale = trainer.accelerator.unscale_gradients = Mock(wraps=trainer.accelerator.unscale_gradients)
     trainer.train()
+    assert unscale.call_count == 1, "under fp16 the gradients are divided by the loss scale before they are clipped"
     assert sum(not isinstance(p, DTensor) for p in trainer.model.parameters()) == 2
     return float(logged(trainer, "grad_norm")[0])
 
