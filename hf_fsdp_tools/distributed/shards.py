@@ -154,7 +154,7 @@ def as_dtensor(
     return DTensor(part.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's own
 
 
-def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     """This rank's part of a whole tensor that is to be sharded like `like`, in the whole one's device and dtype.
 
     A view of the whole tensor, unless this rank holds several ranges of one dimension. Nothing is communicated.

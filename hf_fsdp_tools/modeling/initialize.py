@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
@@ -201,4 +202,7 @@ def _zeros_on_cpu(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 def _copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
     with torch.no_grad():
-        local_tensor(target).copy_(part_of(whole, target))
+        if isinstance(target, DTensor):
+            local_tensor(target).copy_(part_of(whole, target))
+        else:
+            target.copy_(whole)  # FSDP1's flat shards take their part themselves
