@@ -66,7 +66,7 @@ class _SeenWhenUnpickled:
     """Becomes the rank that the environment of the process that unpickles it says."""
 
     def __reduce__(self) -> Any:
-        return os.environ.get, ("RANK",)
+        return os.getenv, ("RANK",)
 
 
 def _same(value: Any) -> Any:
