@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -87,7 +86,7 @@ def run_ranks(
     gpus = dict(_gpus) if device == "cuda" else None
     # The rank unpickles it itself, once it sees its GPUs: importing the test's module may import bitsandbytes, which
     # looks for GPUs, and PyTorch counts them once.
-    call = bytes(ForkingPickler.dumps((fn, args)))
+    call = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         deadline = time.monotonic() + timeout_s
         context = multiprocessing.get_context("spawn") if fresh else _CONTEXT

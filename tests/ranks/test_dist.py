@@ -2,6 +2,7 @@
 
 import os
 import time
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -59,3 +60,19 @@ def test_a_rank_that_does_not_come_back_is_shown_where_it_is(monkeypatch: pytest
     assert "1 of 2 cases failed\n--- case 'stays away':\n" in first and "rank 0 fails" in first
     assert "Another rank has not come back from it; no further case was begun" in first
     assert "in stays_away" in second, "where it is"
+
+
+class _SeenWhenUnpickled:
+    """Becomes the rank that the environment of the process that unpickles it says."""
+
+    def __reduce__(self) -> Any:
+        return os.getenv, ("RANK",)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def test_a_rank_imports_what_it_runs_once_its_environment_is_set() -> None:
+    # What a test's module imports may look for GPUs (bitsandbytes does), and PyTorch counts them once.
+    assert run_ranks(_same, 2, _SeenWhenUnpickled()) == ["0", "1"]

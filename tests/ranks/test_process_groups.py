@@ -18,28 +18,32 @@ from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator, save_p
 from hf_fsdp_tools.checkpoint.gather import gather_to_first
 from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, has_cpu_backend, timeout_of
-from tests._dist import run_ranks
+from hf_fsdp_tools.distributed.mesh import local_device, shared_devices
+from tests._dist import num_gpus, run_ranks
 from tests._training import ShardedTrainer, arguments, batches_of, make_rows, train
 
 SECONDS = timedelta(seconds=77)
 
 
-def _without_cpus(folder: Path) -> tuple[int, int]:
-    """Start the default group anew, with gloo for a kind of device that is not there, and none for CPUs."""
+def _without_cpus(folder: Path, backend: str) -> tuple[int, int]:
+    """Start the default group anew, with one backend and none for CPUs; on a GPU bound to it, as torch advises."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    dist.barrier()
+    wait_for_all_ranks()  # so that nothing is under way
     dist.destroy_process_group()
     store = dist.FileStore(str(folder / "other store"), size)
-    dist.init_process_group("cuda:gloo", store=store, rank=rank, world_size=size, timeout=SECONDS)
+    bound = torch.device("cuda", rank) if backend == "nccl" else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=SECONDS, device_id=bound)
     return rank, size
 
 
 def _given_a_backend(model: Path, out: Path) -> list[float]:
-    rank, size = _without_cpus(out)
+    on_cpu = local_device().type == "cpu"
+    backend = "cuda:gloo" if on_cpu else "nccl"  # the first: gloo for a kind of device that is not there
+    rank, size = _without_cpus(out, backend)
     name = dist.group.WORLD.group_name
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         dist.all_reduce(torch.ones(1))
-    accelerator = make_accelerator(cpu=True)
+    accelerator = make_accelerator(cpu=on_cpu)
     count = torch.ones(1)
     dist.all_reduce(count)
     everyone: list[Any] = [None] * size
@@ -47,7 +51,7 @@ def _given_a_backend(model: Path, out: Path) -> list[float]:
     assert (count.item(), everyone) == (size, list(range(size)))
     assert dist.group.WORLD.group_name == name, "meshes find their group by its name"
     assert timeout_of() == SECONDS, "a group that was there keeps its time limit"
-    part = dist.new_group(list(range(size)), backend="cuda:gloo")  # as that of a mesh's axis
+    part = dist.new_group(list(range(size)), backend=backend)  # as that of a mesh's axis
     assert not has_cpu_backend(part)
     for _ in range(2):  # nothing happens the second time
         add_cpu_backend(part)
@@ -62,7 +66,8 @@ def _given_a_backend(model: Path, out: Path) -> list[float]:
     save_pretrained(sharded, out / "saved")
     whole = gather_to_first(next(sharded.parameters()), staging_bytes=1000)
     assert (whole is None) == (rank > 0)
-    _waiting(accelerator, rank)
+    if size > 1:
+        _waiting(accelerator, rank)
     trainer = ShardedTrainer(model=sharded, args=arguments(out / "pushed"), train_dataset=make_rows(4))
     trainer.args.push_to_hub = True
     uploading = ConfigError("no network") if rank == 0 else None
@@ -80,7 +85,7 @@ def _waiting(accelerator: Any, rank: int) -> None:
         order = []
         with accelerator.main_process_first():
             order.append(time.time())
-            time.sleep(0.2 if rank == 0 else 0)
+            time.sleep(0.5 if rank == 0 else 0)
         began = [one[0] for one in all_ranks(order)]
         assert began[1] - began[0] > 0.2, "rank 1 begins once rank 0 is through"
         # What fails on the first rank stops the others, which would wait for the group's time limit.
@@ -89,16 +94,43 @@ def _waiting(accelerator: Any, rank: int) -> None:
             raise ConfigError("no room")
 
 
-def test_a_group_without_a_backend_for_cpus_is_given_one(folders: dict[str, Path], tmp_path: Path) -> None:
-    first, second = run_ranks(_given_a_backend, 2, folders["llama"], tmp_path)
-    assert first == second and first[-1] < first[0]
+def _needs(gpus: int) -> list[Any]:
+    reason = f"needs {gpus} CUDA device(s); there are {num_gpus()}"
+    return [pytest.mark.gpu, pytest.mark.skipif(num_gpus() < gpus, reason=reason)]
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks"),
+    [
+        pytest.param("cpu", 2, id="cpu"),
+        pytest.param("cuda", 1, id="one GPU", marks=_needs(1)),
+        pytest.param("cuda", 2, id="two GPUs", marks=_needs(2)),
+    ],
+)
+def test_a_group_without_a_backend_for_cpus_is_given_one(
+    device: Any, ranks: int, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    of_ranks = run_ranks(_given_a_backend, ranks, folders["llama"], tmp_path, device=device)
+    assert of_ranks == of_ranks[:1] * ranks and of_ranks[0][-1] < of_ranks[0][0]
     assert (tmp_path / "saved" / "config.json").is_file()
+
+
+def _unique_name() -> str:
+    return str(torch.cuda.get_device_properties(local_device()).uuid)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=_needs(1)), pytest.param(2, marks=_needs(2))])
+def test_every_gpu_has_a_name_of_its_own(ranks: int) -> None:
+    names = run_ranks(_unique_name, ranks, device="cuda")
+    if not any(name.strip("0-") for name in names):
+        pytest.skip("the driver gives no unique names to devices")
+    assert shared_devices(names) == [] and shared_devices([*names, names[0]]) == [f"ranks 0, {ranks}"]
 
 
 def _waits_and_leaves(port: int) -> None:
     """As a script does at its end, without a launcher that keeps the store."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    dist.barrier()
+    wait_for_all_ranks()  # so that nothing is under way
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     wait_for_all_ranks()
