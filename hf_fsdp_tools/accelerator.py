@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from inspect import signature
 from typing import Protocol
 
 import torch
 
-__all__ = ["Mark", "SideStream", "find_accelerator", "pinned_empty", "side_stream_for"]
+__all__ = ["Mark", "SideStream", "computes_bfloat16", "find_accelerator", "pinned_empty", "side_stream_for"]
 
 
 def find_accelerator() -> torch.device | None:
@@ -16,6 +17,15 @@ def find_accelerator() -> torch.device | None:
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return None if accelerator is None or accelerator.type == "mps" else accelerator
+
+
+def computes_bfloat16(device: torch.device) -> bool:
+    """Whether the device itself does; True where torch does not say."""
+    check = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    if check is None:
+        return True
+    emulated = "including_emulation" in signature(check).parameters
+    return bool(check(including_emulation=False) if emulated else check())
 
 
 def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
-__all__ = ["hide_gpus", "num_gpus", "run_cases", "run_ranks"]
+__all__ = ["hide_gpus", "imitate_gpus", "num_gpus", "run_cases", "run_ranks"]
 
 _GRACE_S = 10.0  # how long the other ranks may go on after one has failed (assumed: enough to report their own error)
 
@@ -63,6 +63,17 @@ def num_gpus() -> int:
     """How many ranks with `device="cuda"` there can be."""
     count: int = _gpus["count"]
     return count
+
+
+def imitate_gpus(monkeypatch: Any, count: int, *, bf16: bool = True) -> None:
+    """Let the package see so many GPUs in this process, of which none can be used."""
+    import torch
+
+    from hf_fsdp_tools import accelerator
+
+    monkeypatch.setattr(accelerator, "find_accelerator", lambda: torch.device("cuda") if count else None)
+    monkeypatch.setattr(accelerator, "computes_bfloat16", lambda device: bf16)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
 
 
 def run_ranks(

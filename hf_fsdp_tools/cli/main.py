@@ -275,13 +275,11 @@ _SETTINGS = {
 def _check_gpus(options: argparse.Namespace, here: "FSDPConfig") -> None:
     """Refuse options that need more GPUs than this machine has, unless they say that the config is for another one."""
     if options.gpu and here.use_cpu:
-        raise ConfigError(
-            "--gpu: this machine has no CUDA GPU; say with --num-processes how many the other machine has"
-        )
+        raise ConfigError("--gpu: this machine has no GPU; say with --num-processes how many the other machine has")
     needed = (options.num_processes or 0) // (options.num_machines or 1)
     if not here.use_cpu and needed > here.num_processes:
         raise ConfigError(
-            f"{needed} processes on a machine with {here.num_processes} CUDA GPU(s): each needs its own; add --gpu if "
+            f"{needed} processes on a machine with {here.num_processes} GPU(s): each needs its own; add --gpu if "
             "the file is for another machine, or --cpu"
         )
 

@@ -5,14 +5,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from inspect import signature
 
 import torch
 import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 
-from hf_fsdp_tools.accelerator import find_accelerator
+from hf_fsdp_tools.accelerator import computes_bfloat16, find_accelerator
 from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis, diagnose
 from hf_fsdp_tools.diagnostics.findings import Finding
 from hf_fsdp_tools.distributed.mesh import ParallelDims
@@ -199,22 +198,13 @@ def _check_devices(backends: tuple[str, ...]) -> Iterator[Finding]:
             cure="Check the driver's version (nvidia-smi, rocm-smi, xpu-smi) and variables that hide devices "
             "(CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES, ZE_AFFINITY_MASK).",
         )
-    if accelerator is not None and not _computes_bfloat16(accelerator):
+    if accelerator is not None and not computes_bfloat16(accelerator):
         yield Finding(
             code="no-bfloat16",
             severity="warning",
             fact=f"{_described(accelerator)} does not compute in bfloat16.",
             cure="Use mixed_precision fp16 or no.",
         )
-
-
-def _computes_bfloat16(device: torch.device) -> bool:
-    """Whether the device itself does; True where torch does not say."""
-    check = getattr(torch.get_device_module(device), "is_bf16_supported", None)
-    if check is None:
-        return True
-    emulated = "including_emulation" in signature(check).parameters
-    return bool(check(including_emulation=False) if emulated else check())
 
 
 def _check_network() -> Iterator[Finding]:

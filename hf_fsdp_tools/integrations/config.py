@@ -129,7 +129,7 @@ class FSDPConfig:
         """The config that fits one machine, and the reason for each field that was chosen.
 
         Args:
-            gpu_count: CUDA GPUs of that machine, assumed to compute in bf16; None asks torch what this machine has.
+            gpu_count: GPUs of that machine, assumed to compute in bf16; None asks torch what this machine has.
 
         Starts and communicates nothing.
         """
@@ -137,9 +137,12 @@ class FSDPConfig:
         if gpu_count is None:
             import torch
 
-            gpu_count = torch.cuda.device_count()
-            bf16 = gpu_count > 0 and torch.cuda.is_bf16_supported(including_emulation=False)
-            device = f"this machine has {gpu_count or 'no'} CUDA GPU{'s' * (gpu_count > 1)}"
+            from hf_fsdp_tools.accelerator import computes_bfloat16, find_accelerator
+
+            accelerator = find_accelerator()
+            gpu_count = torch.accelerator.device_count() if accelerator is not None else 0
+            bf16 = accelerator is not None and computes_bfloat16(accelerator)
+            device = f"this machine has {gpu_count or 'no'} GPU{'s' * (gpu_count > 1)}"
             precision = "the GPUs compute in bf16; trained weights stay float32" if bf16 else "no bf16 on these GPUs"
         if gpu_count < 1:
             return cls(num_processes=CPU_PROCESSES, use_cpu=True), {

@@ -14,6 +14,7 @@ from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from hf_fsdp_tools.planning.plan import WrapPlan
 from tests._checkpoints import make_checkpoint
+from tests._dist import imitate_gpus
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +35,12 @@ def llama(tmp_path_factory):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    imitate_gpus(monkeypatch, 0)
 
 
 @pytest.fixture
 def on_four_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    imitate_gpus(monkeypatch, 4)
 
 
 def written(text):
@@ -183,7 +183,7 @@ def test_config_describes_this_machine(capsys, on_cpu):
     code, out, err = run(capsys, "config")
     assert code == 0
     assert written(out) == says(num_processes=2, use_cpu=True)
-    assert "this machine has no CUDA GPU" in err
+    assert "this machine has no GPU" in err
     assert "accelerate launch --config_file FILE" in err
 
 
@@ -191,7 +191,7 @@ def test_config_describes_a_machine_with_gpus(capsys, on_four_gpus):
     code, out, err = run(capsys, "config")
     assert code == 0
     assert written(out) == says(num_processes=4, mixed_precision="bf16")
-    assert "this machine has 4 CUDA GPUs" in err and "one for each GPU" in err
+    assert "this machine has 4 GPUs" in err and "one for each GPU" in err
 
 
 def test_config_writes_a_file(capsys, on_cpu, tmp_path):

@@ -18,6 +18,7 @@ from hf_fsdp_tools.diagnostics.findings import Finding
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from hf_fsdp_tools.integrations.settings import YAML_KEYS
+from tests._dist import imitate_gpus
 
 REPOSITORY = Path(__file__).parents[2]
 SHIPPED = sorted((REPOSITORY / "accelerate_configs").glob("fsdp*.yaml"))
@@ -58,6 +59,7 @@ LAUNCHER_ENVIRONMENTS = """
 import json, sys
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
+from tests._dist import imitate_gpus
 for path in sys.argv[1:]:
     args = launch_command_parser().parse_args(["--config_file", path, "script.py"])
     args, _, _ = _validate_launch_command(args)
@@ -365,12 +367,11 @@ def test_a_suggestion_fits_the_machine(monkeypatch):
         (4, True, FSDPConfig(num_processes=4, mixed_precision="bf16")),
         (1, False, FSDPConfig(num_processes=1)),
     ]:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True, bf16=bf16: bf16)
+        imitate_gpus(monkeypatch, count, bf16=bf16)
         config, reasons = FSDPConfig.for_machine()
         assert config == expected
         assert set(reasons) <= {field.name for field in dataclasses.fields(FSDPConfig)}
-        assert f"{count or 'no'} CUDA GPU" in reasons["use_cpu"]
+        assert f"{count or 'no'} GPU" in reasons["use_cpu"]
     config, reasons = FSDPConfig.for_machine(gpu_count=2)
     assert config == FSDPConfig(num_processes=2, mixed_precision="bf16") and "assumed" in reasons["mixed_precision"]
 
