@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -61,7 +62,8 @@ class Lion(optim.Optimizer):
             gradients = [p.grad for p in held]
             if group["foreach"]:
                 updates = torch._foreach_add(torch._foreach_mul(means, 0.9), gradients, alpha=0.1)
-                torch._foreach_sign_(updates)
+                for update in updates:  # torch 2.11 has no foreach step of shards for this
+                    update.sign_()
                 torch._foreach_add_(held, updates, alpha=-group["lr"])
                 torch._foreach_mul_(means, 0.99)
                 torch._foreach_add_(means, gradients, alpha=0.01)
@@ -197,8 +199,7 @@ def a_backward_pass_that_fails_leaves_nothing_undone(folder: Path) -> None:
     handle.remove()
     for each in (model, plain):
         each.zero_grad()
-    if hasattr(model, "reset_iter_state"):  # since torch 2.13
-        model.reset_iter_state()
+    model.reset_iter_state()
     backward(model, dist.get_rank())
     backward(plain, None)
     assert apart(full_gradients(model), full_gradients(plain)) < 1e-6
@@ -265,7 +266,8 @@ CASES = (
     every_optimizer,
     every_clip,
     gradients_are_sent_together,
-    a_backward_pass_that_fails_leaves_nothing_undone,
+    # FSDP2 cannot go on after a broken-off step before torch 2.13.
+    *([a_backward_pass_that_fails_leaves_nothing_undone] if hasattr(FSDPModule, "reset_iter_state") else []),
     gradients_in_bf16_are_summed_in_fp32,
     gradients_of_gradients_are_averaged,
 )
