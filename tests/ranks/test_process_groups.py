@@ -123,6 +123,7 @@ def _unique_name() -> str:
 def test_every_gpu_has_a_name_of_its_own(ranks: int) -> None:
     names = run_ranks(_unique_name, ranks, device="cuda")
     if not any(name.strip("0-") for name in names):
+        # Nothing to compare: drivers of some virtual devices give zeros, and then no device is refused.
         pytest.skip("the driver gives no unique names to devices")
     assert shared_devices(names) == [] and shared_devices([*names, names[0]]) == [f"ranks 0, {ranks}"]
 

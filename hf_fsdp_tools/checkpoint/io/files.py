@@ -211,6 +211,19 @@ class _Mover(ABC):
     def _is_on_device(self, memory: torch.Tensor) -> bool:
         return self._side is not None and self._side.holds(memory)
 
+    def _move(self, batch: Batch) -> int:
+        """Move a batch, through a staging buffer or straight; the number of system calls."""
+        if batch.route is not Route.DIRECT:
+            return self._stage(batch, lambda buffer: sum(self._io(*part) for part in batch.parts_of(buffer)))
+        (request,) = batch.requests
+        return self._io(request, *(transfer.memory for transfer in request.transfers))
+
+    def _io(self, request: Request, *memory: torch.Tensor) -> int:
+        with _io_errors(request.file, *self._said):
+            return _all_bytes(self._call, self._descriptors[request.file], request, memory)
+
+    _said: tuple[str, str]
+
     @abstractmethod
     def _limits(self) -> Limits: ...
 
@@ -218,7 +231,10 @@ class _Mover(ABC):
     def _open(self, file: Path) -> int: ...
 
     @abstractmethod
-    def _move(self, batch: Batch) -> int: ...
+    def _stage(self, batch: Batch, move: Callable[[torch.Tensor], int]) -> int: ...
+
+    @abstractmethod
+    def _call(self, descriptor: int, buffers: list[memoryview], position: int) -> int: ...
 
 
 class Reader(_Mover):
@@ -228,6 +244,8 @@ class Reader(_Mover):
     buffers, from which the CPU casts and scatters it; or, for memory on an accelerator, pinned ones, from which it is
     copied straight to its place where dtype and layout agree, or else to the device, to be cast and scattered there.
     """
+
+    _said = _READING
 
     def __init__(
         self,
@@ -275,22 +293,17 @@ class Reader(_Mover):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             return descriptor
 
-    def _move(self, batch: Batch) -> int:
-        if batch.route is not Route.DIRECT:
-            return self._staging.read(batch, partial(self._fill, batch))
-        (request,) = batch.requests
-        return self._read(request, [transfer.memory for transfer in request.transfers])
+    def _stage(self, batch: Batch, move: Callable[[torch.Tensor], int]) -> int:
+        return self._staging.read(batch, move)
 
-    def _fill(self, batch: Batch, buffer: torch.Tensor) -> int:
-        return sum(self._read(request, [part]) for request, part in batch.parts_of(buffer))
-
-    def _read(self, request: Request, memory: list[torch.Tensor]) -> int:
-        with _io_errors(request.file, *_READING):
-            return _all_bytes(os.preadv, self._descriptors[request.file], request, memory)
+    def _call(self, descriptor: int, buffers: list[memoryview], position: int) -> int:
+        return os.preadv(descriptor, buffers, position)
 
 
 class Writer(_Mover):
     """Writes the memory of transfers to their places in files, as `write_transfers` says."""
+
+    _said = _WRITING
 
     def _limits(self) -> Limits:
         buffer_bytes = self._staging.buffer_bytes
@@ -300,18 +313,11 @@ class Writer(_Mover):
         with _io_errors(file, *_WRITING), watched(file):
             return os.open(file, os.O_WRONLY | os.O_CLOEXEC)
 
-    def _move(self, batch: Batch) -> int:
-        if batch.route is not Route.DIRECT:
-            return self._staging.write(batch, partial(self._empty, batch))
-        (request,) = batch.requests
-        return self._write(request, [transfer.memory for transfer in request.transfers])
+    def _stage(self, batch: Batch, move: Callable[[torch.Tensor], int]) -> int:
+        return self._staging.write(batch, move)
 
-    def _empty(self, batch: Batch, buffer: torch.Tensor) -> int:
-        return sum(self._write(request, [part]) for request, part in batch.parts_of(buffer))
-
-    def _write(self, request: Request, memory: list[torch.Tensor]) -> int:
-        with _io_errors(request.file, *_WRITING):
-            return _all_bytes(os.pwritev, self._descriptors[request.file], request, memory)
+    def _call(self, descriptor: int, buffers: list[memoryview], position: int) -> int:
+        return os.pwritev(descriptor, buffers, position)
 
 
 def _all_bytes(
