@@ -221,10 +221,10 @@ class MemoryWatch:
         return max(0, reached - self._start[0] - wanted_bytes)
 
 
-def _resident() -> tuple[int, int]:
+def _resident(status: Path = Path("/proc/self/status")) -> tuple[int, int]:
     """(resident bytes of this process now, their highest value so far)."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = status.read_text().splitlines()
     except OSError:
         return 0, 0
     kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith(("VmRSS:", "VmHWM:"))}
