@@ -209,7 +209,7 @@ class BegunSave:
             gathered_bytes=self.gathered_bytes,
             write_calls=0,
             seconds=0.0,
-            copied_bytes=self.copies.num_bytes if self.copies is not None else 0,
+            copied_bytes=self._held_bytes(),
         )
 
     def finish(self) -> SaveReport:
@@ -226,6 +226,12 @@ class BegunSave:
         self.draft.end()
         if self.copies is not None:
             self.copies.give_back()
+
+    def _held_bytes(self) -> int:
+        """Of host memory on this rank: copies, and on rank 0 what was gathered for them."""
+        if self.copies is None:
+            return 0
+        return self.copies.num_bytes + (self.gathered_bytes if rank_and_size()[0] == 0 else 0)
 
     def _publish(self, stats: TransferStats) -> tuple[str, ...]:
         """Sync what this rank wrote, and let rank 0 switch; names of the weight files."""
