@@ -1,14 +1,7 @@
 """A sharded model back into an ordinary Hugging Face checkpoint: every rank writes its own bytes to the same files."""
 
-import ctypes
-import errno
-import os
 import secrets
-import sys
 import time
-import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,14 +17,15 @@ from hf_fsdp_tools.checkpoint.durable import library_errors, storage_errors, syn
 from hf_fsdp_tools.checkpoint.gather import gather_to_first
 from hf_fsdp_tools.checkpoint.io.files import TransferStats, write_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
-from hf_fsdp_tools.checkpoint.layout import Layout, Place, plan_layout
+from hf_fsdp_tools.checkpoint.layout import Layout, plan_layout
 from hf_fsdp_tools.checkpoint.merge_adapter import merged_model
+from hf_fsdp_tools.checkpoint.outgoing import Outgoing, plan_outgoing
 from hf_fsdp_tools.checkpoint.publish import publish_weights
-from hf_fsdp_tools.checkpoint.regions import row_major_strides, slice_view
+from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.checkpoint.report import SaveReport
+from hf_fsdp_tools.checkpoint.reserve import check_visible, create_files
 from hf_fsdp_tools.checkpoint.save_adapter import save_adapter
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
-from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view, replica_of
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import original_classes
@@ -40,14 +34,6 @@ from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.text import dtype_name
 
 __all__ = ["save_pretrained"]
-
-_MIN_RUN_BYTES = 2048
-"""Mean bytes of a run in the file below which a tensor is gathered instead: one system call per run costs more than
-sending the tensor to rank 0. (assumed)"""
-
-_MIN_PART_BYTES = 2**20
-"""Bytes that each replica of a shard must get to write for the replicas to share the shard; less is written by one of
-them. (assumed)"""
 
 
 def save_pretrained(
@@ -98,8 +84,7 @@ def save_pretrained(
             file, cannot be written or is not seen by all ranks; the disk is full; another job is saving there; config
             or tokenizer cannot be saved. The same on every rank; what was saved there before is unchanged.
     """
-    start = time.perf_counter()
-    rank, _ = rank_and_size()
+    start_s = time.perf_counter()
     folder = Path(folder)
     same_on_all_ranks(
         "saving the model",
@@ -122,46 +107,28 @@ def save_pretrained(
         _refuse_meta(model)
         _refuse_cast(model, dtype)
         layout = plan_layout(model, dtype, max_shard_size, draft.path)
-        transfers = _plan_transfers(model, layout)
-        scattered = {key for key, parts in transfers.items() if _is_scattered([transfer for transfer, _ in parts])}
-    # A tensor is gathered by all ranks or by none, so they must agree on which.
-    to_gather = sorted(
-        {key for key in layout.places if key not in transfers}.union(*all_ranks(scattered, "planning the checkpoint"))
-    )
+    outgoing = plan_outgoing(model, layout)
     try:
-        with agreed("preparing the save", folder):
-            if rank == 0:
-                draft.begin()
-                _stage_configs(model, draft, dtype, tokenizer)
-                _create_files(layout, folder)
-        with agreed("opening the folder", folder):
-            _check_visible(layout, folder)
-        stats = _write_all(model, layout, transfers, to_gather, folder, staging_bytes)
-        written = sum(all_ranks(stats.num_bytes, "adding up what was written"))
-        assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
-        names: tuple[str, ...] = ()
-        with agreed("finishing the save", folder):
-            if rank == 0:
-                weight_map = {key: place.file for key, place in layout.places.items()}
-                sizes = {"total_parameters": _num_parameters(model), "total_size": layout.num_bytes}
-                names = publish_weights(draft, layout.files, weight_map, sizes)
-                draft.end()  # before any rank goes on
-        names = all_ranks(names, "finishing the save")[0]
+        _prepare(model, draft, layout, dtype, tokenizer)
+        with agreed("writing the checkpoint", folder):
+            stats = write_transfers(outgoing.in_place, staging_bytes=staging_bytes)
+        for key in outgoing.gathered:
+            stats += _write_gathered(model, key, layout, staging_bytes)
+        names = _finish(draft, layout, outgoing, stats, _num_parameters(model))
     finally:
-        if rank == 0:
-            draft.end()
+        draft.end()
     return SaveReport(
         folder=str(folder),
         files=names,
         total_bytes=layout.num_bytes,
         bytes_written=stats.num_bytes,
-        gathered_bytes=sum(layout.places[key].num_bytes for key in to_gather),
+        gathered_bytes=sum(layout.places[key].num_bytes for key in outgoing.gathered),
         write_calls=stats.calls,
-        seconds=round(time.perf_counter() - start, 4),
+        seconds=round(time.perf_counter() - start_s, 4),
     )
 
 
-# ---- files ----
+# ---- before ----
 
 
 def _refuse_meta(model: nn.Module) -> None:
@@ -183,55 +150,16 @@ def _refuse_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
         )
 
 
-def _create_files(layout: Layout, folder: Path) -> None:
-    """Make every file with its header and its full length."""
-    try:
-        for file, size in layout.files.items():
-            with open(layout.path(file), "wb") as stream:
-                stream.write(layout.headers[file])
-                stream.flush()
-                _reserve(stream.fileno(), size)
-    except OSError as error:
-        raise CheckpointError(
-            f"Cannot save to {str(folder)!r}: {error}. {layout.num_bytes} bytes are to be written there; check "
-            "space and permissions, or give another folder."
-        ) from error
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    """Give a file its length; where the file system can, also its blocks, so that a full disk shows before any work."""
-    os.ftruncate(descriptor, size)
-    code = _fallocate(descriptor, size)
-    if code not in (0, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-        raise OSError(code, os.strerror(code))
-
-
-def _fallocate(descriptor: int, size: int) -> int:
-    """Reserve the blocks of a file by the system call `fallocate`; the number of its error, 0 without one.
-
-    `os.posix_fallocate` is not that call alone: on file systems without it (FUSE, NFS before 4.2, mounts of object
-    stores) the C library writes a byte into every block instead, 34 million writes for 140 GB.
-    """
-    if sys.platform != "linux" or not size:
-        return 0
-    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
-    while fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
-        if (code := ctypes.get_errno()) != errno.EINTR:
-            return code
-    return 0
-
-
-def _check_visible(layout: Layout, folder: Path) -> None:
-    """Refuse a folder in which this rank does not see the files that rank 0 made."""
-    for file, size in layout.files.items():
-        path = layout.path(file)
-        found = path.stat().st_size if path.exists() else None
-        if found != size:
-            raise CheckpointError(
-                f"{str(folder)!r} is not the same folder on this rank as on rank 0: {path.relative_to(folder)} is "
-                f"{'absent' if found is None else f'{found} bytes long'}, expected {size} bytes. Save to a file system "
-                "that all ranks share."
-            )
+def _prepare(model: nn.Module, draft: Draft, layout: Layout, dtype: torch.dtype | None, tokenizer: Any) -> None:
+    """Make the hidden folder on rank 0, with all that lies beside the weights, and files for them at full length."""
+    folder = draft.folder
+    with agreed("preparing the save", folder):
+        if rank_and_size()[0] == 0:
+            draft.begin()
+            _stage_configs(model, draft, dtype, tokenizer)
+            create_files(layout, folder)
+    with agreed("opening the folder", folder):
+        check_visible(layout, folder)
 
 
 def _num_parameters(model: nn.Module) -> int:
@@ -258,111 +186,6 @@ def _stage_configs(model: nn.Module, draft: Draft, dtype: torch.dtype | None, to
 # ---- bytes ----
 
 
-def _plan_transfers(model: nn.Module, layout: Layout) -> dict[str, list[tuple[Transfer, tuple[int, int]]]]:
-    """This rank's transfers by hub key, each with (index, number) of the replica that this rank holds.
-
-    Keys whose reverse conversion does more than move data are left out.
-    """
-    state = saved_tensors(model)
-    return {
-        key: list(_transfers(key, place, state, layout))
-        for key, place in layout.places.items()
-        if place.tensor.pieces is not None
-    }
-
-
-def _transfers(
-    key: str, place: Place, state: Mapping[str, torch.Tensor], layout: Layout
-) -> Iterator[tuple[Transfer, tuple[int, int]]]:
-    """Yield what this rank holds of one saved tensor: its boxes of each model tensor that the saved one is made of."""
-    strides = row_major_strides(place.tensor.shape)
-    for piece in place.tensor.pieces or ():
-        source = state[piece.source]
-        replica = replica_of(source)
-        if replica is None:
-            continue
-        local = local_tensor(source)
-        for box, local_start in local_boxes_of(source):
-            held = memory_view(local, local_start, box.length)
-            for part, view in slice_view(piece.view, source.shape, box):
-                start = [a + b for a, b in zip(piece.box.start, part.start, strict=True)]
-                first = sum(i * s for i, s in zip(start, strides, strict=True))
-                held = held.contiguous()  # a copy only where a rank holds several ranges of one dimension
-                transfer = Transfer(
-                    file=layout.path(place.file),
-                    start=place.offset + first * place.dtype.itemsize,
-                    dtype=place.dtype,
-                    strides=strides,
-                    memory=held.as_strided(view.length, view.strides, held.storage_offset() + view.offset),
-                )
-                yield transfer, replica
-
-
-def _part_of_replica(key: str, transfer: Transfer, replica: tuple[int, int]) -> Iterator[Transfer]:
-    """Yield the part of a transfer that this rank writes, if any; its replicas, which hold the same, write the rest.
-
-    A large transfer is cut along the dimension with the longest steps in the file, so that each replica writes about
-    one run of it. Small ones are dealt out by the tensor's name.
-    """
-    index, number = replica
-    longest = sorted(zip(transfer.strides, range(len(transfer.strides)), strict=True), reverse=True)
-    dim = next((d for _, d in longest if transfer.memory.shape[d] >= number), None)
-    if number == 1:
-        yield transfer
-    elif dim is None or transfer.num_bytes < number * _MIN_PART_BYTES:
-        if zlib.crc32(key.encode()) % number == index:
-            yield transfer
-    else:
-        size = transfer.memory.shape[dim]
-        first, stop = size * index // number, size * (index + 1) // number
-        yield replace(
-            transfer,
-            start=transfer.start + first * transfer.strides[dim] * transfer.dtype.itemsize,
-            memory=transfer.memory.narrow(dim, first, stop - first),
-        )
-
-
-def _write_all(
-    model: nn.Module,
-    layout: Layout,
-    transfers: Mapping[str, list[tuple[Transfer, tuple[int, int]]]],
-    to_gather: list[str],
-    folder: Path,
-    staging_bytes: int,
-) -> TransferStats:
-    """Write and sync this rank's bytes: in place first, then, on rank 0, what is gathered. Every rank must call."""
-    in_place = [
-        own
-        for key, held in transfers.items()
-        if key not in to_gather
-        for transfer, replica in held
-        for own in _part_of_replica(key, transfer, replica)
-    ]
-    with agreed("writing the checkpoint", folder):
-        stats = write_transfers(in_place, staging_bytes=staging_bytes)
-    for key in to_gather:
-        stats += _write_gathered(model, key, layout, staging_bytes)
-    with agreed("syncing the checkpoint", folder), storage_errors("save to", folder):
-        # Rank 0 has written to every file: headers, and what was gathered.
-        is_first = rank_and_size()[0] == 0
-        for file in map(layout.path, layout.files) if is_first else dict.fromkeys(t.file for t in in_place):
-            sync(file)
-    return stats
-
-
-def _is_scattered(transfers: list[Transfer]) -> bool:
-    """Whether writing a tensor in place takes one system call for every few bytes; up to 64 calls do not matter."""
-    num_bytes = sum(t.memory.numel() for t in transfers) * transfers[0].dtype.itemsize if transfers else 0
-    runs = 0
-    for t in transfers:
-        run = 1
-        for n, stride in sorted(zip(t.memory.shape, t.strides, strict=True), key=lambda d: d[1]):
-            if stride == run:
-                run *= n
-        runs += t.memory.numel() // run
-    return runs > 64 and num_bytes < runs * _MIN_RUN_BYTES
-
-
 def _write_gathered(model: nn.Module, key: str, layout: Layout, staging_bytes: int) -> TransferStats:
     """Gather the model tensors of one saved tensor on rank 0, which reverts their conversion and writes the result."""
     place = layout.places[key]
@@ -381,3 +204,27 @@ def _write_gathered(model: nn.Module, key: str, layout: Layout, staging_bytes: i
             )
             stats = write_transfers([transfer], staging_bytes=staging_bytes)
     return stats
+
+
+# ---- after ----
+
+
+def _finish(
+    draft: Draft, layout: Layout, outgoing: Outgoing, stats: TransferStats, num_parameters: int
+) -> tuple[str, ...]:
+    """Sync what this rank wrote, and let rank 0 make it the checkpoint of the folder; names of the weight files."""
+    is_first, folder = rank_and_size()[0] == 0, draft.folder
+    with agreed("syncing the checkpoint", folder), storage_errors("save to", folder):
+        # Rank 0 has written to every file: headers, and what was gathered.
+        for file in map(layout.path, layout.files) if is_first else dict.fromkeys(t.file for t in outgoing.in_place):
+            sync(file)
+    written = sum(all_ranks(stats.num_bytes, "adding up what was written"))
+    assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
+    names: tuple[str, ...] = ()
+    with agreed("finishing the save", folder):
+        if is_first:
+            weight_map = {key: place.file for key, place in layout.places.items()}
+            sizes = {"total_parameters": num_parameters, "total_size": layout.num_bytes}
+            names = publish_weights(draft, layout.files, weight_map, sizes)
+            draft.end()  # before any rank goes on
+    return all_ranks(names, "finishing the save")[0]
