@@ -42,8 +42,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error")
@@ -51,19 +49,19 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # looking for GPUs must not s
 os.environ.setdefault("NCCL_DEBUG", "WARN")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from loading.bars import summary
-from loading.job import DTYPES, Job
-from loading.loaders import loaders_of
-from loading.measure import OUT_OF_MEMORY, Figures, measure, reference
-from loading.models import KINDS, make_checkpoint, set_cache
-from loading.storage import Storage
-from loading.tables import Row, render, table, title_of
-
-import hf_fsdp_tools
+from benchmarks.loading.bars import summary
+from benchmarks.loading.job import DTYPES, Job
+from benchmarks.loading.loaders import loaders_of
+from benchmarks.loading.measure import measure, reference
+from benchmarks.loading.models import KINDS, make_checkpoint, set_cache
+from benchmarks.loading.storage import Storage
+from benchmarks.loading.tables import render, table, title_of
+from benchmarks.measuring.process import Figures
+from benchmarks.measuring.rounds import Row, in_turn, reason, where
 from tests._dist import hide_gpus, num_gpus, run_ranks
 
 PRELOAD = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe", "gpt2")]
-PRELOAD += ["hf_fsdp_tools.pretrained", "loading.measure"]
+PRELOAD += ["hf_fsdp_tools.pretrained", "benchmarks.loading.measure"]
 GB_OF_8B = 16.06
 
 
@@ -82,24 +80,6 @@ def run_cell(job: Job, tiny: Path, args: argparse.Namespace, cell: Figures, expe
             except AssertionError as error:  # holds the failing ranks' tracebacks
                 failed[name] = reason(str(error))
     return {name: row_of(runs, failed.get(name, ""), expected) for name, runs in results.items()}
-
-
-def in_turn(names: Sequence[str], rounds: int) -> Iterator[str]:
-    """Each name once per round. Rounds begin in different places: who comes after a loader that took much memory finds
-    it at hand, where the host of a virtual machine takes free memory back.
-    """
-    for i in range(rounds):
-        first = i * len(names) // rounds
-        yield from (*names[first:], *names[:first])
-
-
-def reason(failure: str) -> str:
-    """One line of the tracebacks of failed ranks."""
-    if f"exit code {OUT_OF_MEMORY}" in failure:
-        return "the machine has too little memory for it"
-    lines = failure.split("\n--- rank")[0].splitlines()
-    errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
-    return [lines[0], *errors][-1][:160].replace("|", "/")
 
 
 def row_of(runs: list[list[Figures]], failed: str, expected: list[Figures]) -> Row:
@@ -129,14 +109,7 @@ def row_of(runs: list[list[Figures]], failed: str, expected: list[Figures]) -> R
 
 def about(device: str) -> dict[str, str]:
     """Where and how a cell was measured."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    versions = (f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "safetensors"))
-    where = f"{num_gpus()} GPUs, NCCL" if device == "cuda" else "gloo on the CPU"
-    machine = f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB of memory, {where}"
-    return {
-        "where": f"{date.today()}; hf_fsdp_tools {hf_fsdp_tools.__version__}, {', '.join(versions)}; {machine}.",
-        "command": f"python benchmarks/load.py {' '.join(sys.argv[1:])}",
-    }
+    return {"where": where(device), "command": f"python benchmarks/load.py {' '.join(sys.argv[1:])}"}
 
 
 def cells(args: argparse.Namespace) -> Iterator[Figures]:

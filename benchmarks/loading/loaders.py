@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hf_fsdp_tools
+from benchmarks.measuring.rounds import LIMIT, OURS
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.io import files
 from hf_fsdp_tools.distributed.mesh import ParallelDims
@@ -33,13 +34,12 @@ from hf_fsdp_tools.sharding.shard import shard_model
 
 from .job import Job, Loaded, synchronize
 
-__all__ = ["LAZY", "LIMIT", "OURS", "PAGE", "PLAIN", "REPLAYED", "THREADS", "Load", "loaders_of", "with_threads"]
+__all__ = ["LAZY", "PAGE", "PLAIN", "REPLAYED", "THREADS", "Load", "load_native", "load_ours", "loaders_of"]
+__all__ += ["with_threads"]
 
 Load = Callable[[Job], Loaded]
 
 PAGE = 4096
-LIMIT = "limit"
-OURS = "hf_fsdp_tools"
 LAZY = "transformers native, then written once"
 PLAIN = "transformers from_pretrained(device_map)"
 REPLAYED = "mapped files, replayed"

@@ -3,10 +3,8 @@
 import gc
 import math
 import os
-import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
+from benchmarks.measuring.process import Figures, begin, end_without_memory, share_cores, usage
+
 from .job import Job, synchronize
 from .loaders import PAGE, loaders_of
 
-__all__ = ["OUT_OF_MEMORY", "Figures", "measure", "reference"]
-
-Figures = dict[str, Any]
-
-OUT_OF_MEMORY = 77
-"""Exit code of a rank that ended because the machine had no memory left."""
-
-_SPARE_BYTES = 2**30  # of the machine, below which ranks end
+__all__ = ["measure", "reference"]
 
 
 def measure(name: str, job: Job, tiny: Path, check: bool, mode: str) -> Figures:
@@ -37,20 +30,13 @@ def measure(name: str, job: Job, tiny: Path, check: bool, mode: str) -> Figures:
         dist.destroy_process_group()
         os.environ |= {"RANK": "3", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "1"}
         dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
+    share_cores()
     end_without_memory()
     load(Job(folder=tiny, dtype=job.dtype, device=job.device, replicas=job.replicas, storage=job.storage))
     gc.collect()
     device = job.torch_device
     synchronize(device)
-    with suppress(OSError):  # some sandboxes have no such file; the high-water mark is then that of the whole process
-        Path("/proc/self/clear_refs").write_text("5")  # it starts again from here
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        torch.cuda.reset_peak_host_memory_stats()
-    dist.barrier()
-    before = usage(device)
+    before = begin(device)
     start = time.perf_counter()
     loaded = load(job)
     shards = [t.to_local() if isinstance(t, DTensor) else t for t in loaded.parameters()]
@@ -78,36 +64,6 @@ def touch(shards: Sequence[torch.Tensor], write: bool) -> None:
     for shard in shards:
         pages = shard.view(-1).view(torch.uint8)[::PAGE] if shard.is_contiguous() else shard
         pages.add_(0) if write else pages.sum()
-
-
-def end_without_memory() -> None:
-    """End this process, with a code of its own, when the machine runs out of memory; the user's work goes on."""
-    Path("/proc/self/oom_score_adj").write_text("1000")  # should it come faster than this looks
-
-    def watch() -> None:
-        while True:
-            lines = Path("/proc/meminfo").read_text().splitlines()
-            if next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024 < _SPARE_BYTES:
-                os._exit(OUT_OF_MEMORY)
-            time.sleep(0.05)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def usage(device: torch.device) -> dict[str, int]:
-    """Bytes read and bytes resident of this process, from /proc, its processor time, and memory of and for a GPU."""
-    fields = (line.split() for name in ("io", "status") for line in Path("/proc/self", name).read_text().splitlines())
-    figures = {f[0].rstrip(":"): int(f[1]) * (1024 if f[-1] == "kB" else 1) for f in fields if f[1:] and f[1].isdigit()}
-    on_gpu = dict.fromkeys(("device", "device_peak", "device_reserved", "pinned", "pinned_peak"), 0)
-    figures |= {**on_gpu, "cpu_us": int(time.process_time() * 1e6)}
-    if device.type == "cuda":
-        figures["device"] = torch.cuda.memory_allocated(device)
-        figures["device_peak"] = torch.cuda.max_memory_allocated(device)
-        figures["device_reserved"] = torch.cuda.memory_reserved(device)
-        host = torch.cuda.host_memory_stats()  # empty until something is pinned
-        figures["pinned"] = host.get("active_bytes.current", 0)
-        figures["pinned_peak"] = host.get("allocated_bytes.peak", 0)
-    return figures
 
 
 def checksum(local: torch.Tensor, shape: Sequence[int], first_row: int = 0) -> torch.Tensor:

@@ -4,11 +4,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from .loaders import LIMIT, OURS
+from benchmarks.measuring.rounds import LIMIT, OURS, Row, median, ratios
 
-__all__ = ["Row", "ratios", "render", "table", "title_of"]
-
-Row = dict[str, Any]
+__all__ = ["render", "table", "title_of"]
 
 
 def title_of(cell: dict[str, Any]) -> str:
@@ -21,16 +19,6 @@ def title_of(cell: dict[str, Any]) -> str:
     parts += ["to GPUs"] if cell["device"] == "cuda" else []
     parts += [f"slow storage: {cell['storage']}"] if cell["storage"] else []
     return ", ".join(parts)
-
-
-def ratios(rows: dict[str, Row], name: str, base: str) -> list[float]:
-    """The times of a loader over those of another one in the same round; empty if either failed or did not run."""
-    pairs = zip(rows.get(name, {}).get("seconds", []), rows.get(base, {}).get("seconds", []), strict=False)
-    return [a / b for a, b in pairs]
-
-
-def median(values: Sequence[float], digits: int = 2) -> str:
-    return f"{statistics.median(values):.{digits}f}" if values else ""
 
 
 def table(rows: dict[str, Row]) -> list[str]:

@@ -1,8 +1,10 @@
 """Which bytes of a saved model this rank writes, and where."""
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.checkpoint.layout import Layout, Place
 from hf_fsdp_tools.checkpoint.regions import row_major_strides, slice_view
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
+from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view, replica_of
 
 __all__ = ["Outgoing", "plan_outgoing"]
@@ -60,38 +63,61 @@ def _plan_transfers(model: nn.Module, layout: Layout) -> dict[str, list[tuple[Tr
     Keys whose reverse conversion does more than move data are left out.
     """
     state = saved_tensors(model)
+    held = cache(lambda source: _held(state[source]))
+    path = cache(layout.path)
     return {
-        key: list(_transfers(key, place, state, layout))
+        key: list(_transfers(place, path(place.file), held))
         for key, place in layout.places.items()
         if place.tensor.pieces is not None
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Held:
+    """What this rank holds of a model tensor. It is asked for once: hundreds of experts are saved from one tensor."""
+
+    shape: torch.Size
+    """Of the whole tensor."""
+
+    replica: tuple[int, int]
+    """(index, number) of this rank's replica."""
+
+    boxes: tuple[tuple[Box, torch.Tensor], ...]
+    """Boxes of the tensor, each with its elements in contiguous memory."""
+
+
+def _held(source: torch.Tensor) -> _Held | None:
+    """What this rank holds of a model tensor; None where its part is left to other ranks."""
+    replica = replica_of(source)
+    if replica is None:
+        return None
+    local = local_tensor(source)
+    # A copy only where a rank holds several ranges of one dimension.
+    boxes = ((box, memory_view(local, start, box.length).contiguous()) for box, start in local_boxes_of(source))
+    return _Held(shape=source.shape, replica=replica, boxes=tuple(boxes))
+
+
 def _transfers(
-    key: str, place: Place, state: Mapping[str, torch.Tensor], layout: Layout
+    place: Place, file: Path, held: Callable[[str], _Held | None]
 ) -> Iterator[tuple[Transfer, tuple[int, int]]]:
     """Yield what this rank holds of one saved tensor: its boxes of each model tensor that the saved one is made of."""
     strides = row_major_strides(place.tensor.shape)
     for piece in place.tensor.pieces or ():
-        source = state[piece.source]
-        replica = replica_of(source)
-        if replica is None:
+        source = held(piece.source)
+        if source is None:
             continue
-        local = local_tensor(source)
-        for box, local_start in local_boxes_of(source):
-            held = memory_view(local, local_start, box.length)
+        for box, memory in source.boxes:
             for part, view in slice_view(piece.view, source.shape, box):
                 start = [a + b for a, b in zip(piece.box.start, part.start, strict=True)]
                 first = sum(i * s for i, s in zip(start, strides, strict=True))
-                held = held.contiguous()  # a copy only where a rank holds several ranges of one dimension
                 transfer = Transfer(
-                    file=layout.path(place.file),
+                    file=file,
                     start=place.offset + first * place.dtype.itemsize,
                     dtype=place.dtype,
                     strides=strides,
-                    memory=held.as_strided(view.length, view.strides, held.storage_offset() + view.offset),
+                    memory=memory.as_strided(view.length, view.strides, memory.storage_offset() + view.offset),
                 )
-                yield transfer, replica
+                yield transfer, source.replica
 
 
 def _part_of_replica(key: str, transfer: Transfer, replica: tuple[int, int]) -> Iterator[Transfer]:

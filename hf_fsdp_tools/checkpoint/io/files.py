@@ -16,6 +16,7 @@ from typing import Self
 import torch
 
 from hf_fsdp_tools.accelerator import SideStream, side_stream_for
+from hf_fsdp_tools.checkpoint.durable import begin_sync
 from hf_fsdp_tools.checkpoint.io.staging import Staging
 from hf_fsdp_tools.checkpoint.io.transfer import Batch, Limits, Request, Route, Transfer, cut_batches
 from hf_fsdp_tools.distributed.watch import watched
@@ -56,6 +57,11 @@ scattered by one kernel. (assumed)"""
 _REQUEST_BYTES = 8 * 2**20
 """Bytes of the largest request straight into memory. Large, so that its latency is small beside its transfer (80 ms at
 100 MB/s); small, so that one tensor (an embedding) occupies several requests at once. (assumed)"""
+
+_EARLY_BYTES = 2**20
+"""Bytes written by one call from which on the disk begins with them at once, and not when the system sees fit, so that
+it works while the next ones are copied: 0.65 of the time until all is on disk, of 1.8 GB written by 2 ranks. Smaller
+ones are left to the system, which joins neighbours. (assumed)"""
 
 _READING = ("read", "the disk and permissions")
 _WRITING = ("written", "space and permissions")
@@ -342,7 +348,10 @@ class Writer(_Mover):
         return self._staging.write(batch, move)
 
     def _call(self, descriptor: int, buffers: list[memoryview], position: int) -> int:
-        return os.pwritev(descriptor, buffers, position)
+        done = os.pwritev(descriptor, buffers, position)
+        if done >= _EARLY_BYTES:
+            begin_sync(descriptor, position, done)
+        return done
 
 
 def _bytes_moved(batches: Iterable[Batch]) -> int:

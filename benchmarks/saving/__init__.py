@@ -1,0 +1,1 @@
+"""What `benchmarks/save.py` is made of."""

@@ -1,0 +1,240 @@
+"""Every saver that is compared: what makes its model, before the clock, and what saves it."""
+
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin, merge_fsdp_weights
+from accelerate.utils.fsdp_utils import save_fsdp_model
+from torch import nn
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
+from transformers.distributed.checkpoint import consolidate_distributed_checkpoint
+
+import hf_fsdp_tools
+from benchmarks.loading.loaders import load_ours
+from benchmarks.measuring.rounds import LIMIT, OURS
+from hf_fsdp_tools.checkpoint.io.files import REQUESTS_IN_FLIGHT
+
+from .job import Job, Saved
+
+__all__ = ["ASYNC", "DCP", "FULL", "GATHERED", "MERGED", "PEERS", "SAVERS", "UNSYNCED", "Saver"]
+
+UNSYNCED = "limit, not synced"
+ASYNC = f"{OURS}, blocking=False"
+FULL = "Accelerate FULL_STATE_DICT"
+MERGED = "Accelerate SHARDED_STATE_DICT + merge-weights"
+GATHERED = "transformers save_pretrained"
+DCP = "torch DCP HuggingFaceStorageWriter, consolidated"
+
+_PART_BYTES = 2**23  # of one request of the limit, as of ours
+_THREADS = 4  # of torch's own writers, each of which takes a file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saver:
+    """One way to save."""
+
+    make: Callable[[Job], Any]
+    """What is to be saved, on this rank."""
+
+    save: Callable[[Any, Job], Saved]
+    """Saves it; every rank calls."""
+
+    syncs: str
+    """What it brings to disk before it returns."""
+
+
+def is_first() -> bool:
+    return dist.get_rank() == 0
+
+
+# ---- the limit ----
+
+
+def parts_of_share(job: Job) -> list[tuple[str, int, int]]:
+    """(file, position, bytes) of requests that write the rank's share: one contiguous part of each file."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    parts = []
+    for file in sorted(job.load.folder.glob("*.safetensors")):
+        begin, end = (file.stat().st_size * r // world for r in (rank, rank + 1))
+        parts += [(file.name, at, min(_PART_BYTES, end - at)) for at in range(begin, end, _PART_BYTES)]
+    return parts
+
+
+def own_share(job: Job) -> torch.Tensor:
+    """As many bytes as the rank is to write."""
+    return torch.ones(sum(size for *_, size in parts_of_share(job)), dtype=torch.uint8)
+
+
+def save_limit(memory: torch.Tensor, job: Job, *, synced: bool) -> Saved:
+    """The same bytes into new files of the same sizes, which then take the place of those that are there."""
+    parts = parts_of_share(job)
+    names = sorted({name for name, *_ in parts})
+    draft = job.target / ".draft"
+    if is_first():
+        draft.mkdir(parents=True)
+        for name in names:
+            with open(draft / name, "wb") as stream:
+                stream.truncate((job.load.folder / name).stat().st_size)
+    dist.barrier()
+    files = {name: os.open(draft / name, os.O_WRONLY) for name in names}
+
+    def write(part: tuple[str, int, int], piece: torch.Tensor) -> None:
+        assert os.pwrite(files[part[0]], piece.numpy().data, part[1]) == part[2]
+
+    with ThreadPoolExecutor(REQUESTS_IN_FLIGHT) as pool:
+        list(pool.map(write, parts, memory.split([size for *_, size in parts])))
+        if synced:
+            list(pool.map(os.fsync, files.values()))
+    for file in files.values():
+        os.close(file)
+    dist.barrier()
+    if is_first():
+        for name in names:
+            os.replace(draft / name, job.target / name)
+        draft.rmdir()
+    return Saved()
+
+
+# ---- savers ----
+
+
+def our_model(job: Job) -> nn.Module:
+    model = load_ours(job.load).model
+    assert model is not None
+    return model
+
+
+def save_ours(model: nn.Module, job: Job) -> Saved:
+    report = hf_fsdp_tools.save_pretrained(model, job.target, dtype=job.cast, max_shard_size=job.file_bytes)
+    return Saved(notes={"gathered": report.gathered_bytes, "calls": report.write_calls})
+
+
+def save_full(model: nn.Module, job: Job) -> Saved:
+    """As Accelerate's guide to FSDP saves: the whole model on rank 0, which writes it."""
+    accelerator = SimpleNamespace(distributed_type="FSDP", is_fsdp2=True)  # an Accelerator drops FSDP on CPUs
+    state = Accelerator.get_state_dict(accelerator, model)
+    if job.cast:
+        state = {key: tensor.to(job.cast) if tensor.is_floating_point() else tensor for key, tensor in state.items()}
+    PreTrainedModel.save_pretrained(
+        model, job.target, is_main_process=is_first(), state_dict=state, max_shard_size=job.file_bytes
+    )
+    return Saved()
+
+
+def save_merged(model: nn.Module, job: Job) -> Saved:
+    """Accelerate's sharded save, and `accelerate merge-weights` after it, without the time that a command needs to
+    start. It casts nothing."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    state = PartialState(cpu=job.load.device == "cpu")
+    save_fsdp_model(plugin, state, model, str(job.target / "state"))
+    dist.barrier()
+    merge_fsdp_weights(str(job.target / "state" / "pytorch_model_fsdp_0"), str(job.target))
+    save_configs(model, job.target)
+    return Saved()
+
+
+def save_configs(model: Any, folder: Path) -> None:
+    """What makes weights a checkpoint that can be opened."""
+    if is_first():
+        model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+
+
+def native_model(job: Job) -> nn.Module:
+    """Sharded by transformers itself; a single rank has the whole model."""
+    replicas, ranks = job.load.replicas, dist.get_world_size()
+    config = DistributedConfig(fsdp_size=ranks // replicas, dp_replicate_size=replicas)
+    kwargs = {"distributed_config": config} if ranks > 1 else {"device_map": {"": job.load.torch_device}}
+    model = AutoModelForCausalLM.from_pretrained(job.load.folder, dtype=job.load.dtype, **kwargs)
+    for parameter in model.parameters():
+        parameter.detach().mul_(1)  # what was mapped from a file becomes memory, as in a training
+    return model
+
+
+def save_gathered(model: Any, job: Job) -> Saved:
+    """transformers' own way to a checkpoint: it gathers the model on rank 0. It casts nothing."""
+    model.save_pretrained(job.target, is_main_process=is_first(), max_shard_size=job.file_bytes)
+    return Saved()
+
+
+def save_distributed(model: Any, job: Job) -> Saved:
+    """transformers' distributed checkpoint, consolidated by its own function. It casts nothing."""
+    config = model.config.distributed_config if dist.get_world_size() > 1 else None
+    model.save_pretrained(job.target, distributed_checkpoint=True)
+    if is_first():
+        consolidate_distributed_checkpoint(job.target, job.target / "consolidated")
+        model.config.distributed_config = None
+        save_configs(model, job.target / "consolidated")
+        model.config.distributed_config = config
+    return Saved(folder="consolidated")
+
+
+def save_dcp(model: nn.Module, job: Job, *, everywhere: bool) -> Saved:
+    """torch's writer of safetensors: each rank its shards, then rank 0, or every rank its files, writes them again."""
+    once = {id(tensor): key for key, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    state = {key: tensor.detach() for key, tensor in model.state_dict().items() if key in once.values()}
+    if job.cast:
+        state = {key: tensor.to(job.cast) if tensor.is_floating_point() else tensor for key, tensor in state.items()}
+    index = file_of_each(state, job.file_bytes)
+    options: dict[str, Any] = {"fqn_to_index_mapping": index, "thread_count": _THREADS, "save_distributed": True}
+    if everywhere:
+        parts = job.target / "sharded"
+        dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(parts), **options))
+        consolidate_safetensors_files_on_every_rank(str(parts), str(job.target), index, num_threads=_THREADS)
+        if is_first():
+            count = max(index.values())
+            files = {key: f"model-{number:05}-of-{count:05}.safetensors" for key, number in index.items()}
+            (job.target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    else:
+        options |= {"enable_consolidation": True, "thread_count_consolidation": _THREADS}
+        dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(job.target), **options))
+    save_configs(model, job.target)
+    return Saved()
+
+
+def file_of_each(state: dict[str, torch.Tensor], file_bytes: int) -> dict[str, int]:
+    """The number of the file, from 1, that holds each tensor."""
+    index, number, filled = {}, 1, 0
+    for key, tensor in state.items():
+        size = tensor.numel() * tensor.element_size()
+        if filled and filled + size > file_bytes:
+            number, filled = number + 1, 0
+        index[key] = number
+        filled += size
+    return index
+
+
+PEERS: dict[str, Saver] = {
+    FULL: Saver(make=our_model, save=save_full, syncs="nothing"),
+    MERGED: Saver(make=our_model, save=save_merged, syncs="its shards only"),
+    GATHERED: Saver(make=native_model, save=save_gathered, syncs="nothing"),
+    "transformers distributed_checkpoint, consolidated": Saver(
+        make=native_model, save=save_distributed, syncs="its shards only"
+    ),
+    DCP: Saver(make=our_model, save=partial(save_dcp, everywhere=False), syncs="its shards only"),
+    "torch DCP, consolidated on every rank": Saver(
+        make=our_model, save=partial(save_dcp, everywhere=True), syncs="its shards only"
+    ),
+}
+SAVERS: dict[str, Saver] = {
+    LIMIT: Saver(make=own_share, save=partial(save_limit, synced=True), syncs="all"),
+    UNSYNCED: Saver(make=own_share, save=partial(save_limit, synced=False), syncs="nothing"),
+    OURS: Saver(make=our_model, save=save_ours, syncs="all"),
+    **PEERS,
+}
+"""In the order of the table."""
