@@ -1,7 +1,7 @@
 """Which bytes of a saved model this rank writes, and where."""
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,11 +10,12 @@ from torch import nn
 from hf_fsdp_tools.checkpoint.conversion import saved_tensors
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.checkpoint.layout import Layout, Place
-from hf_fsdp_tools.checkpoint.regions import row_major_strides, slice_view
+from hf_fsdp_tools.checkpoint.regions import Piece, row_major_strides, slice_view
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
+from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view, replica_of
 
-__all__ = ["Outgoing", "plan_outgoing"]
+__all__ = ["Outgoing", "plan_outgoing", "transfers_from"]
 
 _MIN_RUN_BYTES = 2048
 """Mean bytes of a run in the file below which a tensor is gathered instead: one system call per run costs more than
@@ -71,7 +72,6 @@ def _transfers(
     key: str, place: Place, state: Mapping[str, torch.Tensor], layout: Layout
 ) -> Iterator[tuple[Transfer, tuple[int, int]]]:
     """Yield what this rank holds of one saved tensor: its boxes of each model tensor that the saved one is made of."""
-    strides = row_major_strides(place.tensor.shape)
     for piece in place.tensor.pieces or ():
         source = state[piece.source]
         replica = replica_of(source)
@@ -80,18 +80,36 @@ def _transfers(
         local = local_tensor(source)
         for box, local_start in local_boxes_of(source):
             held = memory_view(local, local_start, box.length)
-            for part, view in slice_view(piece.view, source.shape, box):
-                start = [a + b for a, b in zip(piece.box.start, part.start, strict=True)]
-                first = sum(i * s for i, s in zip(start, strides, strict=True))
-                held = held.contiguous()  # a copy only where a rank holds several ranges of one dimension
-                transfer = Transfer(
-                    file=layout.path(place.file),
-                    start=place.offset + first * place.dtype.itemsize,
-                    dtype=place.dtype,
-                    strides=strides,
-                    memory=held.as_strided(view.length, view.strides, held.storage_offset() + view.offset),
-                )
+            for transfer in transfers_from(held, box, source.shape, piece, layout, key):
                 yield transfer, replica
+
+
+def transfers_from(
+    held: torch.Tensor, box: Box, shape: Sequence[int], piece: Piece, layout: Layout, key: str
+) -> Iterator[Transfer]:
+    """Yield the transfers that write what is held of a model tensor to its places in one piece of a saved tensor.
+
+    Args:
+        held: the box of the model tensor, of any strides.
+        box: which part of the model tensor.
+        shape: of the whole model tensor.
+        piece: of the saved tensor, with the model tensor as its source.
+        layout: has the place of the saved tensor.
+        key: of the saved tensor.
+    """
+    place = layout.places[key]
+    strides = row_major_strides(place.tensor.shape)
+    for part, view in slice_view(piece.view, shape, box):
+        start = [a + b for a, b in zip(piece.box.start, part.start, strict=True)]
+        first = sum(i * s for i, s in zip(start, strides, strict=True))
+        held = held.contiguous()  # a copy only where a rank holds several ranges of one dimension
+        yield Transfer(
+            file=layout.path(place.file),
+            start=place.offset + first * place.dtype.itemsize,
+            dtype=place.dtype,
+            strides=strides,
+            memory=held.as_strided(view.length, view.strides, held.storage_offset() + view.offset),
+        )
 
 
 def _part_of_replica(key: str, transfer: Transfer, replica: tuple[int, int]) -> Iterator[Transfer]:

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from hf_fsdp_tools.checkpoint.io.files import TransferStats, write_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.checkpoint.layout import Layout, plan_layout
 from hf_fsdp_tools.checkpoint.merge_adapter import merged_model
-from hf_fsdp_tools.checkpoint.outgoing import Outgoing, plan_outgoing
+from hf_fsdp_tools.checkpoint.outgoing import plan_outgoing
 from hf_fsdp_tools.checkpoint.publish import publish_weights
 from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.checkpoint.report import SaveReport
@@ -33,7 +34,7 @@ from hf_fsdp_tools.modeling.peft_view import is_adapted, is_wrapper
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.text import dtype_name
 
-__all__ = ["save_pretrained"]
+__all__ = ["finish_save", "prepare_save", "save_pretrained"]
 
 
 def save_pretrained(
@@ -109,12 +110,13 @@ def save_pretrained(
         layout = plan_layout(model, dtype, max_shard_size, draft.path)
     outgoing = plan_outgoing(model, layout)
     try:
-        _prepare(model, draft, layout, dtype, tokenizer)
+        prepare_save(model, draft, layout, dtype, tokenizer)
         with agreed("writing the checkpoint", folder):
             stats = write_transfers(outgoing.in_place, staging_bytes=staging_bytes)
         for key in outgoing.gathered:
             stats += _write_gathered(model, key, layout, staging_bytes)
-        names = _finish(draft, layout, outgoing, stats, _num_parameters(model))
+        written_files = {transfer.file for transfer in outgoing.in_place}
+        names = finish_save(draft, layout, written_files, stats, _num_parameters(model))
     finally:
         draft.end()
     return SaveReport(
@@ -150,8 +152,11 @@ def _refuse_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
         )
 
 
-def _prepare(model: nn.Module, draft: Draft, layout: Layout, dtype: torch.dtype | None, tokenizer: Any) -> None:
-    """Make the hidden folder on rank 0, with all that lies beside the weights, and files for them at full length."""
+def prepare_save(model: nn.Module, draft: Draft, layout: Layout, dtype: torch.dtype | None, tokenizer: Any) -> None:
+    """Make the hidden folder on rank 0, with all that lies beside the weights, and files for them at full length.
+
+    Every rank must call; the ranks exchange errors.
+    """
     folder = draft.folder
     with agreed("preparing the save", folder):
         if rank_and_size()[0] == 0:
@@ -209,14 +214,24 @@ def _write_gathered(model: nn.Module, key: str, layout: Layout, staging_bytes: i
 # ---- after ----
 
 
-def _finish(
-    draft: Draft, layout: Layout, outgoing: Outgoing, stats: TransferStats, num_parameters: int
+def finish_save(
+    draft: Draft, layout: Layout, files: Iterable[Path], stats: TransferStats, num_parameters: int
 ) -> tuple[str, ...]:
-    """Sync what this rank wrote, and let rank 0 make it the checkpoint of the folder; names of the weight files."""
+    """Sync what this rank wrote, and let rank 0 make it the checkpoint of the folder; names of the weight files.
+
+    Args:
+        draft: begun by `prepare_save`.
+        layout: the same on every rank.
+        files: those that this rank wrote to.
+        stats: of this rank's writes.
+        num_parameters: for the index.
+
+    Every rank must call; the ranks exchange errors.
+    """
     is_first, folder = rank_and_size()[0] == 0, draft.folder
     with agreed("syncing the checkpoint", folder), storage_errors("save to", folder):
         # Rank 0 has written to every file: headers, and what was gathered.
-        for file in map(layout.path, layout.files) if is_first else dict.fromkeys(t.file for t in outgoing.in_place):
+        for file in map(layout.path, layout.files) if is_first else set(files):
             sync(file)
     written = sum(all_ranks(stats.num_bytes, "adding up what was written"))
     assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
