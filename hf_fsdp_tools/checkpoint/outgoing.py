@@ -15,7 +15,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view, replica_of
 
-__all__ = ["Outgoing", "plan_outgoing", "transfers_from"]
+__all__ = ["Outgoing", "is_scattered", "plan_outgoing", "transfers_from"]
 
 _MIN_RUN_BYTES = 2048
 """Mean bytes of a run in the file below which a tensor is gathered instead: one system call per run costs more than
@@ -41,7 +41,7 @@ def plan_outgoing(model: nn.Module, layout: Layout) -> Outgoing:
     """What this rank writes of a model. Every rank must call; the ranks exchange which tensors must be gathered."""
     with agreed("planning the checkpoint"):
         transfers = _plan_transfers(model, layout)
-        scattered = {key for key, held in transfers.items() if _is_scattered([transfer for transfer, _ in held])}
+        scattered = {key for key, held in transfers.items() if is_scattered([transfer for transfer, _ in held])}
     # A tensor is gathered by all ranks or by none, so they must agree on which.
     scattered = scattered.union(*all_ranks(scattered, "planning the checkpoint"))
     gathered = sorted({*scattered, *(key for key in layout.places if key not in transfers)})
@@ -136,7 +136,7 @@ def _part_of_replica(key: str, transfer: Transfer, replica: tuple[int, int]) -> 
         )
 
 
-def _is_scattered(transfers: list[Transfer]) -> bool:
+def is_scattered(transfers: list[Transfer]) -> bool:
     """Whether writing a tensor in place takes one system call for every few bytes; up to 64 calls do not matter."""
     num_bytes = sum(t.memory.numel() for t in transfers) * transfers[0].dtype.itemsize if transfers else 0
     runs = 0
