@@ -13,6 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the table below
+    from hf_fsdp_tools.checkpoint.export import export_checkpoint as export_checkpoint
+    from hf_fsdp_tools.checkpoint.export import merge_adapter as merge_adapter
     from hf_fsdp_tools.checkpoint.index import CheckpointIndex as CheckpointIndex
     from hf_fsdp_tools.checkpoint.load import load_weights as load_weights
     from hf_fsdp_tools.checkpoint.opening import Checkpoint as Checkpoint
@@ -60,6 +62,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.sharding.shard import sharding_of as sharding_of
 
 _NAMES_OF = {
+    "checkpoint.export": ("export_checkpoint", "merge_adapter"),
     "checkpoint.index": ("CheckpointIndex",),
     "checkpoint.load": ("load_weights",),
     "checkpoint.opening": ("Checkpoint", "open_checkpoint"),

@@ -59,7 +59,10 @@ def mergeable(model: nn.Module) -> list[nn.Module]:
     wrappers = list(_outermost(base))
     if not wrappers:
         kind = type(model).__name__
-        raise ConfigError(f"{kind} has no adapter in its modules that could be merged. Save it without merge_adapters.")
+        raise ConfigError(
+            f"{kind} has no adapter in its modules that could be merged: it works beside the base, as prompts do. Save "
+            "it as an adapter, without merge_adapters, and load it with PEFT."
+        )
     check = getattr(getattr(model, "base_model", None), "_check_merge_allowed", None)
     try:
         if check is not None:
