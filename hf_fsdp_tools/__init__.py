@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the table below
     from hf_fsdp_tools.checkpoint.background import wait_for_saves as wait_for_saves
+    from hf_fsdp_tools.checkpoint.export import export_checkpoint as export_checkpoint
+    from hf_fsdp_tools.checkpoint.export import merge_adapter as merge_adapter
     from hf_fsdp_tools.checkpoint.index import CheckpointIndex as CheckpointIndex
     from hf_fsdp_tools.checkpoint.load import load_weights as load_weights
     from hf_fsdp_tools.checkpoint.opening import Checkpoint as Checkpoint
@@ -62,6 +64,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
 
 _NAMES_OF = {
     "checkpoint.background": ("wait_for_saves",),
+    "checkpoint.export": ("export_checkpoint", "merge_adapter"),
     "checkpoint.index": ("CheckpointIndex",),
     "checkpoint.load": ("load_weights",),
     "checkpoint.opening": ("Checkpoint", "open_checkpoint"),

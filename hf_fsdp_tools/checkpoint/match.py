@@ -21,7 +21,7 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.text import dtype_name, listed_lines
 
-__all__ = ["Match", "Mismatch", "check_ties", "match_checkpoint", "refuse_not_finite"]
+__all__ = ["Match", "Mismatch", "bounded_boxes", "check_ties", "match_checkpoint", "refuse_not_finite"]
 
 Mismatch = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Key, shape in the checkpoint, shape in the model."""
@@ -206,7 +206,7 @@ def check_ties(match: Match, *, staging_bytes: int) -> None:
         if first.pieces is None or second.pieces is None or _are_same_bytes(first, second, index):
             continue  # what a conversion computes has no bytes in the file to compare
         for box, _ in local_boxes_of(match.state[name]):
-            for slab in _bounded_boxes(box, first.dtype, staging_bytes // 4):
+            for slab in bounded_boxes(box, first.dtype, staging_bytes // 4):
                 values = [torch.zeros(slab.length, dtype=first.dtype) for _ in range(2)]  # rows of added tokens stay 0
                 for tensor, value in zip((first, second), values, strict=True):
                     read_transfers(transfers_into(value, tensor, slab, index.source), staging_bytes=staging_bytes // 2)
@@ -226,7 +226,7 @@ def _are_same_bytes(first: PieceTensor, second: PieceTensor, index: CheckpointIn
     return places[0] == places[1]
 
 
-def _bounded_boxes(box: Box, dtype: torch.dtype, num_bytes: int) -> Iterator[Box]:
+def bounded_boxes(box: Box, dtype: torch.dtype, num_bytes: int) -> Iterator[Box]:
     """Yield the box in parts along dimension 0, each of at most `num_bytes` or a single row."""
     rows = box.length[0] if box.length else 1
     step = max(1, num_bytes * rows // max(1, box.numel * dtype.itemsize))

@@ -1,7 +1,7 @@
 """Merge the adapters of a PEFT model into a second model, to be saved; the PEFT model stays as it is."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.peft_view import bare_model, base_of, is_wrapper
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 
-__all__ = ["merged_model"]
+__all__ = ["adapted_parameters", "mergeable", "merged_model", "merged_tensors", "whole_copy", "with_merged"]
 
 
 def merged_model(model: nn.Module) -> nn.Module:
@@ -33,24 +33,50 @@ def merged_model(model: nn.Module) -> nn.Module:
             same on every rank.
     """
     base = base_of(model)
+    wrappers = mergeable(model)
+    reshard_units(base)
+    merged: dict[nn.Parameter, nn.Parameter] = {}
+    for wrapper in wrappers:
+        twin = whole_copy(wrapper, lambda parameter: gather_on_device(parameter).clone())
+        with agreed("merging the adapters"):
+            wholes = merged_tensors(wrapper, twin)
+        merged |= {old: nn.Parameter(_shard_like(whole, old), requires_grad=False) for old, whole in wholes}
+    return with_merged(base, merged)
+
+
+def mergeable(model: nn.Module) -> list[nn.Module]:
+    """The outermost wrappers of a PEFT model whose adapters can be merged, without modules that are trained whole.
+
+    Raises:
+        ConfigError: the adapter cannot be merged, or there is none in the modules.
+    """
+    base = base_of(model)
     if packed_linears(base):
         raise ConfigError(
             "Adapters merged into 4-bit weights would be rounded to 4 bits. Save the adapter, load the base again "
             "without quantization_config, load_adapter(model, folder), and save that with merge_adapters=True."
         )
-    reshard_units(base)
     wrappers = list(_outermost(base))
     if not wrappers:
         kind = type(model).__name__
-        raise ConfigError(f"{kind} has no adapter in its modules that could be merged. Save it without merge_adapters.")
+        raise ConfigError(
+            f"{kind} has no adapter in its modules that could be merged: it works beside the base, as prompts do. Save "
+            "it as an adapter, without merge_adapters, and load it with PEFT."
+        )
     check = getattr(getattr(model, "base_model", None), "_check_merge_allowed", None)
     try:
         if check is not None:
             check()
-        with torch.no_grad():
-            merged = {old: new for wrapper in wrappers for old, new in _merged_parameters(wrapper)}
     except ValueError as error:
         raise ConfigError(f"PEFT cannot merge these adapters: {error}") from error
+    return [wrapper for wrapper in wrappers if "modules_to_save" not in wrapper._modules]
+
+
+def with_merged(base: nn.Module, merged: Mapping[nn.Parameter, nn.Parameter]) -> nn.Module:
+    """A second tree over the parameters of an adapted base, without adapters and with merged parameters in their place.
+
+    Its config no longer ties embeddings that differ, as PEFT does.
+    """
     result = bare_model(base, merged=merged, trained=True).model
     _declare_untied(result)
     return result
@@ -64,17 +90,28 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
             yield from _outermost(child)
 
 
-def _merged_parameters(wrapper: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Yield each parameter of the module inside a wrapper, with its merged shard."""
-    if "modules_to_save" in wrapper._modules:
-        return  # trained whole: nothing to compute
-    twin = _whole_copy(wrapper)
-    with agreed("merging the adapters"):
+def adapted_parameters(wrapper: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of the module inside a wrapper, which merging changes, by their names in that module."""
+    return list(bare_model(wrapper).model.named_parameters())
+
+
+def merged_tensors(wrapper: nn.Module, twin: Any) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Each parameter of the module inside a wrapper, with its merged whole value; `twin` is changed.
+
+    Args:
+        wrapper: of an adapted module.
+        twin: its `whole_copy`.
+
+    Raises:
+        CheckpointError: PEFT cannot merge it.
+    """
+    with torch.no_grad():
         inside = _merged_by_peft(twin)
-    before = bare_model(wrapper).model
-    for (name, old), (other, whole) in zip(before.named_parameters(), inside.named_parameters(), strict=True):
+    pairs = []
+    for (name, old), (other, whole) in zip(adapted_parameters(wrapper), inside.named_parameters(), strict=True):
         assert name == other, f"PEFT renamed {name} to {other}"
-        yield old, nn.Parameter(_shard_like(whole.detach(), old), requires_grad=False)
+        pairs.append((old, whole.detach()))
+    return pairs
 
 
 def _merged_by_peft(twin: Any) -> nn.Module:
@@ -103,17 +140,28 @@ def _shard_like(whole: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
     return cut(whole, like.data)
 
 
-def _whole_copy(wrapper: nn.Module) -> Any:
-    """A copy of a wrapper and all modules below it, with whole parameters of its own; PEFT can merge it in place."""
-    wholes: dict[nn.Parameter, nn.Parameter] = {}
+def whole_copy(
+    wrapper: nn.Module,
+    whole: Callable[[nn.Parameter], torch.Tensor],
+    wholes: dict[nn.Parameter, nn.Parameter] | None = None,
+) -> Any:
+    """A copy of a wrapper and all modules below it, with whole parameters of its own; PEFT can merge it in place.
 
-    def whole(parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is not None and parameter not in wholes:
-            wholes[parameter] = nn.Parameter(gather_on_device(parameter).clone(), requires_grad=False)
-        return None if parameter is None else wholes[parameter]
+    Args:
+        wrapper: of an adapted module.
+        whole: gives the whole value of a parameter, in memory that may be changed.
+        wholes: parameters that were made whole already, to which this adds; wrappers that share a parameter share it
+            in their copies too, where they are given the same.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {} if wholes is None else wholes
+
+    def own(parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is not None and parameter not in made:
+            made[parameter] = nn.Parameter(whole(parameter), requires_grad=False)
+        return None if parameter is None else made[parameter]
 
     def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-        return {key: whole(parameter) for key, parameter in module._parameters.items()}
+        return {key: own(parameter) for key, parameter in module._parameters.items()}
 
     return copy_tree(wrapper, parameters=parameters, hooks=False).model
 

@@ -13,7 +13,7 @@ from hf_fsdp_tools.checkpoint.background import wait_for_saves
 from hf_fsdp_tools.checkpoint.fingerprint import refuse_other_contents
 from hf_fsdp_tools.checkpoint.formats.dcp import find_dcp_folder
 from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX, CheckpointIndex
-from hf_fsdp_tools.checkpoint.unfinished import stamps
+from hf_fsdp_tools.checkpoint.unfinished import CONFIG, stamps
 from hf_fsdp_tools.distributed.agreement import opened
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
@@ -60,7 +60,7 @@ def open_checkpoint(
 
     Args:
         name_or_path: as for `from_pretrained`.
-        config: in place of the checkpoint's own.
+        config: in place of the checkpoint's own, which need not be there then.
         trust_remote_code: use a config class that comes with the checkpoint (of an adapter, with its base).
         allow_pickle: read legacy `.bin` files where there are no safetensors.
         hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
@@ -77,12 +77,13 @@ def open_checkpoint(
     name = fspath(name_or_path)
     here, base = opened("looking for the checkpoint", name, partial(_find_base, name), hub_kwargs)
     home, asked = base or (name, here)
-    read = partial(_open, home, trust_remote_code, allow_pickle)
+    read = partial(_open, home, trust_remote_code, allow_pickle, config is None)
     own_config, index, generation_config = opened("opening the checkpoint", home, read, asked)
     if config is not None and not isinstance(config, PreTrainedConfig):
         look = partial(_load_other_config, config, trust_remote_code)
         config = opened("opening the config", config, look, {})
     config = own_config if config is None else config
+    assert config is not None
     refuse_other_contents(index, config, generation_config, {"is an adapter": base is not None})
     return Checkpoint(
         name=home,
@@ -120,26 +121,30 @@ def _find_base(name: str, hub_kwargs: dict[str, Any]) -> tuple[dict[str, Any], t
 
 
 def _open(
-    name: str, trust_remote_code: bool, allow_pickle: bool, hub_kwargs: dict[str, Any]
-) -> tuple[PreTrainedConfig, CheckpointIndex, GenerationConfig | None]:
+    name: str, trust_remote_code: bool, allow_pickle: bool, needs_config: bool, hub_kwargs: dict[str, Any]
+) -> tuple[PreTrainedConfig | None, CheckpointIndex, GenerationConfig | None]:
     """Config, index and generation config of a checkpoint: all of one commit or, in a folder, of one save."""
     with watched(Path(name)):
         home = _config_home(name)
         folder = local_path(home)
     before = folder and stamps(folder, WEIGHTS, WEIGHTS_INDEX)
-    found = _open_as_is(name, home, trust_remote_code, allow_pickle, hub_kwargs)
+    found = _open_as_is(name, home, trust_remote_code, allow_pickle, needs_config, hub_kwargs)
     if folder is None or stamps(folder, WEIGHTS, WEIGHTS_INDEX) == before:
         return found
-    return _open_as_is(name, home, trust_remote_code, allow_pickle, hub_kwargs)  # a save has replaced it meanwhile
+    return _open_as_is(
+        name, home, trust_remote_code, allow_pickle, needs_config, hub_kwargs
+    )  # a save has replaced it meanwhile
 
 
 def _open_as_is(
-    name: str, home: str, trust_remote_code: bool, allow_pickle: bool, hub_kwargs: dict[str, Any]
-) -> tuple[PreTrainedConfig, CheckpointIndex, GenerationConfig | None]:
-    config = load_config(home, trust_remote_code=trust_remote_code, **hub_kwargs)
-    commit = {"revision": config._commit_hash} if config._commit_hash else {}
-    index = CheckpointIndex.open(name, allow_pickle=allow_pickle, **hub_kwargs | commit)
+    name: str, home: str, trust_remote_code: bool, allow_pickle: bool, needs_config: bool, hub_kwargs: dict[str, Any]
+) -> tuple[PreTrainedConfig | None, CheckpointIndex, GenerationConfig | None]:
     path = local_path(home)
+    config = None
+    if needs_config or path is None or (path / (hub_kwargs.get("subfolder") or "") / CONFIG).is_file():
+        config = load_config(home, trust_remote_code=trust_remote_code, **hub_kwargs)
+    commit = {"revision": config._commit_hash} if config is not None and config._commit_hash else {}
+    index = CheckpointIndex.open(name, allow_pickle=allow_pickle, **hub_kwargs | commit)
     if path is None:  # it was fetched with the config if it exists
         folder, _ = fetch(home, **hub_kwargs | commit | {"local_files_only": True})
     else:

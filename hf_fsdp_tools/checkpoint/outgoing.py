@@ -1,7 +1,7 @@
 """Which bytes of a saved model this rank writes, and where."""
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -12,12 +12,12 @@ from torch import nn
 from hf_fsdp_tools.checkpoint.conversion import saved_tensors
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.checkpoint.layout import Layout, Place
-from hf_fsdp_tools.checkpoint.regions import row_major_strides, slice_view
+from hf_fsdp_tools.checkpoint.regions import Piece, row_major_strides, slice_view
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view, replica_of
 
-__all__ = ["Outgoing", "plan_outgoing"]
+__all__ = ["Outgoing", "is_scattered", "plan_outgoing", "transfers_from"]
 
 _MIN_RUN_BYTES = 2048
 """Mean bytes of a run in the file below which a tensor is gathered instead: one system call per run costs more than
@@ -43,7 +43,7 @@ def plan_outgoing(model: nn.Module, layout: Layout) -> Outgoing:
     """What this rank writes of a model. Every rank must call; the ranks exchange which tensors must be gathered."""
     with agreed("planning the checkpoint"):
         transfers = _plan_transfers(model, layout)
-        scattered = {key for key, held in transfers.items() if _is_scattered([transfer for transfer, _ in held])}
+        scattered = {key for key, held in transfers.items() if is_scattered([transfer for transfer, _ in held])}
     # A tensor is gathered by all ranks or by none, so they must agree on which.
     scattered = scattered.union(*all_ranks(scattered, "planning the checkpoint"))
     gathered = sorted({*scattered, *(key for key in layout.places if key not in transfers)})
@@ -101,23 +101,39 @@ def _transfers(
     place: Place, file: Path, held: Callable[[str], _Held | None]
 ) -> Iterator[tuple[Transfer, tuple[int, int]]]:
     """Yield what this rank holds of one saved tensor: its boxes of each model tensor that the saved one is made of."""
-    strides = row_major_strides(place.tensor.shape)
     for piece in place.tensor.pieces or ():
         source = held(piece.source)
         if source is None:
             continue
         for box, memory in source.boxes:
-            for part, view in slice_view(piece.view, source.shape, box):
-                start = [a + b for a, b in zip(piece.box.start, part.start, strict=True)]
-                first = sum(i * s for i, s in zip(start, strides, strict=True))
-                transfer = Transfer(
-                    file=file,
-                    start=place.offset + first * place.dtype.itemsize,
-                    dtype=place.dtype,
-                    strides=strides,
-                    memory=memory.as_strided(view.length, view.strides, memory.storage_offset() + view.offset),
-                )
+            for transfer in transfers_from(memory, box, source.shape, piece, place, file):
                 yield transfer, source.replica
+
+
+def transfers_from(
+    held: torch.Tensor, box: Box, shape: Sequence[int], piece: Piece, place: Place, file: Path
+) -> Iterator[Transfer]:
+    """Yield the transfers that write what is held of a model tensor to its places in one piece of a saved tensor.
+
+    Args:
+        held: the box of the model tensor, in contiguous memory.
+        box: which part of the model tensor.
+        shape: of the whole model tensor.
+        piece: of the saved tensor, with the model tensor as its source.
+        place: of the saved tensor.
+        file: in which the place is.
+    """
+    strides = row_major_strides(place.tensor.shape)
+    for part, view in slice_view(piece.view, shape, box):
+        start = [a + b for a, b in zip(piece.box.start, part.start, strict=True)]
+        first = sum(i * s for i, s in zip(start, strides, strict=True))
+        yield Transfer(
+            file=file,
+            start=place.offset + first * place.dtype.itemsize,
+            dtype=place.dtype,
+            strides=strides,
+            memory=held.as_strided(view.length, view.strides, held.storage_offset() + view.offset),
+        )
 
 
 def _part_of_replica(key: str, transfer: Transfer, replica: tuple[int, int]) -> Iterator[Transfer]:
@@ -144,7 +160,7 @@ def _part_of_replica(key: str, transfer: Transfer, replica: tuple[int, int]) -> 
         )
 
 
-def _is_scattered(transfers: list[Transfer]) -> bool:
+def is_scattered(transfers: list[Transfer]) -> bool:
     """Whether writing a tensor in place takes one system call for every few bytes; up to 64 calls do not matter."""
     num_bytes = sum(t.memory.numel() for t in transfers) * transfers[0].dtype.itemsize if transfers else 0
     runs = 0

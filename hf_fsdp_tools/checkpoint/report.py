@@ -264,23 +264,24 @@ _DELAY_S = 1.0
 
 @contextmanager
 def loading_bar(
-    num_bytes: int, *, rank: int, world_size: int, progress: bool | None
+    num_bytes: int, *, rank: int, world_size: int, progress: bool | None, doing: str = "Loading weights"
 ) -> Iterator[Callable[[int], object]]:
     """Show a progress bar on rank 0, over the bytes of rank 0; all ranks read at the same time and are about as far.
 
     Args:
-        num_bytes: bytes that this rank will read.
+        num_bytes: bytes that this rank will read or write.
         rank: this rank.
         world_size: number of ranks, for the text.
         progress: None shows the bar on a terminal where transformers' and the hub's bars are on, True anywhere, False
             nowhere. Either way it appears after a second.
+        doing: the text beside the bar.
 
     Yields:
-        A function that takes the number of bytes read since its last call; call it from one thread at a time.
+        A function that takes the number of bytes moved since its last call; call it from one thread at a time.
     """
     unwanted = progress is False or rank != 0
     switched_off = not is_progress_bar_enabled() or are_progress_bars_disabled()
     disable = True if unwanted or (progress is None and switched_off) else (None if progress is None else False)
-    text = "Loading weights" if world_size == 1 else f"Loading weights (rank 0 of {world_size})"
+    text = doing if world_size == 1 else f"{doing} (rank 0 of {world_size})"
     with tqdm(total=num_bytes, desc=text, unit="B", unit_scale=True, delay=_DELAY_S, disable=disable) as bar:
         yield bar.update

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -38,7 +38,7 @@ from hf_fsdp_tools.modeling.peft_view import is_adapted, is_wrapper
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.text import dtype_name
 
-__all__ = ["BegunSave", "begin_save", "save_pretrained"]
+__all__ = ["BegunSave", "begin_save", "finish_save", "prepare_save", "save_pretrained"]
 
 
 def save_pretrained(
@@ -158,7 +158,7 @@ def begin_save(
         layout = plan_layout(model, dtype, max_shard_size, draft.path)
     outgoing = plan_outgoing(model, layout)
     try:
-        _prepare(model, draft, layout, dtype, tokenizer)
+        prepare_save(model, draft, layout, dtype, tokenizer)
         write: Callable[[], TransferStats] = partial(_write, model, layout, outgoing, staging_bytes)
         copies = None
         if not blocking:
@@ -166,12 +166,10 @@ def begin_save(
     except BaseException:
         draft.end()
         raise
-    # Rank 0 writes to every file: headers, and what is gathered.
-    files = list(map(layout.path, layout.files)) if rank_and_size()[0] == 0 else [t.file for t in outgoing.in_place]
     return BegunSave(
         draft=draft,
         layout=layout,
-        files=list(dict.fromkeys(files)),
+        files={transfer.file for transfer in outgoing.in_place},
         gathered_bytes=_gathered_bytes(layout, outgoing),
         num_parameters=_num_parameters(model),
         write=write,
@@ -186,8 +184,8 @@ class BegunSave:
     draft: Draft
     layout: Layout
 
-    files: list[Path]
-    """To which this rank writes."""
+    files: set[Path]
+    """To which this rank writes from its shards."""
 
     gathered_bytes: int
     num_parameters: int
@@ -216,7 +214,7 @@ class BegunSave:
         """Write, and make what is written the checkpoint of the folder. Every rank must call; once."""
         try:
             stats = self.write()
-            names = self._publish(stats)
+            names = finish_save(self.draft, self.layout, self.files, stats, self.num_parameters)
         finally:
             self.drop()
         return replace(self.report, files=names, bytes_written=stats.num_bytes, write_calls=stats.calls)
@@ -233,22 +231,36 @@ class BegunSave:
             return 0
         return self.copies.num_bytes + (self.gathered_bytes if rank_and_size()[0] == 0 else 0)
 
-    def _publish(self, stats: TransferStats) -> tuple[str, ...]:
-        """Sync what this rank wrote, and let rank 0 switch; names of the weight files."""
-        folder, layout = self.draft.folder, self.layout
-        with agreed("syncing the checkpoint", folder), storage_errors("save to", folder):
-            for file in self.files:
-                sync(file)
-        written = sum(all_ranks(stats.num_bytes, "adding up what was written"))
-        assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
-        names: tuple[str, ...] = ()
-        with agreed("finishing the save", folder):
-            if rank_and_size()[0] == 0:
-                weight_map = {key: place.file for key, place in layout.places.items()}
-                sizes = {"total_parameters": self.num_parameters, "total_size": layout.num_bytes}
-                names = publish_weights(self.draft, layout.files, weight_map, sizes)
-                self.draft.end()  # before any rank goes on
-        return all_ranks(names, "finishing the save")[0]
+
+def finish_save(
+    draft: Draft, layout: Layout, files: Iterable[Path], stats: TransferStats, num_parameters: int
+) -> tuple[str, ...]:
+    """Sync what this rank wrote, and let rank 0 make it the checkpoint of the folder; names of the weight files.
+
+    Args:
+        draft: begun by `prepare_save`.
+        layout: the same on every rank.
+        files: those that this rank wrote to.
+        stats: of this rank's writes.
+        num_parameters: for the index.
+
+    Every rank must call; the ranks exchange errors.
+    """
+    is_first, folder = rank_and_size()[0] == 0, draft.folder
+    with agreed("syncing the checkpoint", folder), storage_errors("save to", folder):
+        # Rank 0 has written to every file: headers, and what was gathered.
+        for file in map(layout.path, layout.files) if is_first else set(files):
+            sync(file)
+    written = sum(all_ranks(stats.num_bytes, "adding up what was written"))
+    assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
+    names: tuple[str, ...] = ()
+    with agreed("finishing the save", folder):
+        if is_first:
+            weight_map = {key: place.file for key, place in layout.places.items()}
+            sizes = {"total_parameters": num_parameters, "total_size": layout.num_bytes}
+            names = publish_weights(draft, layout.files, weight_map, sizes)
+            draft.end()  # before any rank goes on
+    return all_ranks(names, "finishing the save")[0]
 
 
 # ---- before ----
@@ -273,8 +285,11 @@ def _refuse_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
         )
 
 
-def _prepare(model: nn.Module, draft: Draft, layout: Layout, dtype: torch.dtype | None, tokenizer: Any) -> None:
-    """Make the hidden folder on rank 0, with all that lies beside the weights, and files for them at full length."""
+def prepare_save(model: nn.Module, draft: Draft, layout: Layout, dtype: torch.dtype | None, tokenizer: Any) -> None:
+    """Make the hidden folder on rank 0, with all that lies beside the weights, and files for them at full length.
+
+    Every rank must call; the ranks exchange errors.
+    """
     folder = draft.folder
     with agreed("preparing the save", folder):
         if rank_and_size()[0] == 0:

@@ -1,0 +1,287 @@
+"""Models without values for a checkpoint that is to be written anew: of the files alone, or with an adapter in them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from hf_fsdp_tools.checkpoint.conversion import persistent_tensors, set_conversions
+from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.checkpoint.match import Match, match_checkpoint
+from hf_fsdp_tools.checkpoint.merge_adapter import adapted_parameters, mergeable, with_merged
+from hf_fsdp_tools.checkpoint.opening import Checkpoint
+from hf_fsdp_tools.checkpoint.vocabulary import resize_vocabulary
+from hf_fsdp_tools.distributed.agreement import agreed, opened
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.hub import fetch, local_path
+from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
+from hf_fsdp_tools.modeling.peft_view import base_of
+from hf_fsdp_tools.sharding.adapter_files import read_adapter_config
+from hf_fsdp_tools.sharding.adapters import load_adapter
+from hf_fsdp_tools.text import listed, listed_lines
+
+__all__ = ["Blank", "blank_merged", "blank_model"]
+
+_FIT = (
+    "Give the class that was trained with --auto-class (auto_class), and the config that belongs to it with --config "
+    "(config)."
+)
+
+_TASKS = {
+    "FEATURE_EXTRACTION": "AutoModel",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+}
+"""Auto class of the base by PEFT's `task_type`, as PEFT's own auto classes have it, where the head differs from that of
+language models."""
+
+_HEADS = ("score.weight", "classifier.weight", "classifier.out_proj.weight")
+"""Weights of heads of transformers' classifiers, with one row per label."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blank:
+    """A model without values, and which files and adapters hold them."""
+
+    model: PreTrainedModel
+    """What is to be saved."""
+
+    match: Match
+    """Which stored tensors fill which tensors of the model, or of the base of an adapter."""
+
+    wrappers: tuple[nn.Module, ...] = ()
+    """Adapted modules of the base."""
+
+    merged: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    """Parameter of an adapted module to the parameter of `model` that is its merged value."""
+
+    held: frozenset[str] = frozenset()
+    """Keys of the base whose values an adapter holds in place of the files."""
+
+
+def blank_model(checkpoint: Checkpoint, *, auto_class: Any, trust_remote_code: bool) -> Blank:
+    """The model of a checkpoint, on meta; each tensor has the dtype in which it is stored.
+
+    Args:
+        checkpoint: of a model.
+        auto_class: None means the class that the config names.
+        trust_remote_code: run model code that comes with the config.
+
+    No rank communicates.
+
+    Raises:
+        CheckpointError: the files do not hold the model that config and class describe.
+    """
+    auto_class = auto_class or _class_of(checkpoint.config)
+    model = _build(checkpoint, auto_class, checkpoint.index.dtype, trust_remote_code, {})
+    match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
+    rows = {key: shape[0] for key, shape, _ in match.mismatched if key in _embeddings(model)}
+    if rows:  # tokens were added, and the config is that of the original model
+        resize_vocabulary(model, next(iter(rows.values())), None)
+        match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
+    _refuse_other_shapes(match, frozenset())
+    if match.unexpected_keys and match.index.is_model_state:
+        raise CheckpointError(
+            f"{match.index.name!r} holds {len(match.unexpected_keys)} tensors for which {type(model).__name__} has no "
+            f"place: {listed(sorted(match.unexpected_keys))}. {_FIT}"
+        )
+    for key, stored in match.loaded.items():
+        dtypes = {match.index.source_dtype(source) for source in stored.sources}
+        dtype, tensor = next(iter(dtypes), None), match.state[key]
+        if len(dtypes) == 1 and dtype is not None and dtype.is_floating_point and tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype if dtype.itemsize > 1 else None)
+    set_conversions(model, match.load_map)
+    return Blank(model=model, match=match)
+
+
+def blank_merged(
+    checkpoint: Checkpoint,
+    adapter: str,
+    hub_kwargs: Mapping[str, Any],
+    *,
+    auto_class: Any,
+    trust_remote_code: bool,
+) -> Blank:
+    """The base of a PEFT adapter as it will be with the adapter merged into it; the adapter has its values.
+
+    PEFT adapts and later merges the base by its own code, so parameters of the base are on the CPU. Until they are read
+    each has a single element for all, which takes no memory.
+
+    Args:
+        checkpoint: of the base.
+        adapter: hub name or folder.
+        hub_kwargs: of the adapter.
+        auto_class: None means the class for the adapter's task, or else that which the config names.
+        trust_remote_code: run model code that comes with the base.
+
+    Every rank must call. The ranks exchange errors, and digests of the adapter's config.
+
+    Raises:
+        CheckpointError: adapter and base do not fit each other, or the adapter is damaged.
+        ConfigError: PEFT cannot merge the adapter.
+    """
+    read = partial(_look_at, adapter)
+    written, shapes = opened("opening the adapter", adapter, read, hub_kwargs)
+    with agreed("building the model"):
+        auto_class = auto_class or _class_for(written, checkpoint.config)
+        heads = [shapes[key][0] for key in _HEADS if written.get("task_type") in _TASKS and key in shapes]
+        labels = {"num_labels": heads[0]} if heads else {}
+        dtype = config_dtype(checkpoint.config) or checkpoint.index.dtype
+        model = _build(checkpoint, auto_class, dtype, trust_remote_code, labels)
+        rows = {n for key in _embeddings(model) if (n := _held_rows(key, shapes)) is not None}
+        if rows:
+            resize_vocabulary(model, max(rows), None)
+        held = frozenset(key for key in persistent_tensors(model) if shapes.keys() & {key, _inside(key)})
+        _put_on_cpu(model, held)
+        match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
+        _refuse_other_shapes(match, held)
+        set_conversions(model, match.load_map)
+    adapted = load_adapter(model, adapter, **hub_kwargs)
+    with agreed("preparing the adapter"):
+        wrappers = tuple(mergeable(adapted))
+        base = base_of(adapted)
+        merged = {
+            old: nn.Parameter(torch.empty_like(old, device="meta"), requires_grad=False)
+            for wrapper in wrappers
+            for _, old in adapted_parameters(wrapper)
+        }
+        # What is trained whole has a copy for the adapter's values; the base keeps its own.
+        trained = {key for key in held if "modules_to_save" in base.get_submodule(key.rpartition(".")[0])._modules}
+        saved = with_merged(base, merged)
+    assert isinstance(saved, PreTrainedModel)
+    return Blank(model=saved, match=match, wrappers=wrappers, merged=merged, held=held - trained)
+
+
+# ---- classes ----
+
+
+def _class_of(config: PreTrainedConfig) -> Any:
+    """The class that a config names, or the auto class for it where it is remote code."""
+    for name in config.architectures or ():
+        own = getattr(transformers, name.removeprefix("FSDP"), None)
+        if isinstance(own, type) and issubclass(own, PreTrainedModel):
+            return own
+        for auto_class, remote in (getattr(config, "auto_map", None) or {}).items():
+            if str(remote).rpartition(".")[2] == name and hasattr(transformers, auto_class):
+                return getattr(transformers, auto_class)
+    return AutoModelForCausalLM
+
+
+def _class_for(written: Mapping[str, Any], config: PreTrainedConfig) -> Any:
+    """The class of an adapter's base: for its task, or as it was when the adapter was made, or as the config says."""
+    task = _TASKS.get(str(written.get("task_type")))
+    if task is not None:
+        return getattr(transformers, task)
+    made_on = (written.get("auto_mapping") or {}).get("base_model_class")
+    own = getattr(transformers, made_on, None) if isinstance(made_on, str) else None
+    return own if isinstance(own, type) and issubclass(own, PreTrainedModel) else _class_of(config)
+
+
+def _build(
+    checkpoint: Checkpoint,
+    auto_class: Any,
+    dtype: torch.dtype | None,
+    trust_remote_code: bool,
+    model_kwargs: Mapping[str, Any],
+) -> PreTrainedModel:
+    model = build_meta_model(
+        checkpoint.config,
+        auto_class=auto_class,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        stored_tensors=len(checkpoint.index.tensors),
+        **model_kwargs,
+    )
+    if packed_linears(model):
+        raise ConfigError(
+            f"{checkpoint.name!r} holds weights in 4 bits (bitsandbytes), which can neither be written in another "
+            "layout nor take an adapter without rounding it. Give the plain model that it was made of; of an adapter, "
+            "with --base (base)."
+        )
+    if checkpoint.generation_config is not None and model.can_generate():
+        model.generation_config = checkpoint.generation_config
+    return model
+
+
+# ---- tensors ----
+
+
+def _refuse_other_shapes(match: Match, held: frozenset[str]) -> None:
+    wrong = [(key, list(a), list(b)) for key, a, b in match.mismatched if key not in held]
+    if wrong:
+        rows = listed_lines(f"{key}: {a} in the files, {b} by the config" for key, a, b in wrong)
+        raise CheckpointError(
+            f"{len(wrong)} tensors of {match.index.name!r} have another shape than config and class say:\n{rows}\n"
+            f"{_FIT}"
+        )
+
+
+def _embeddings(model: PreTrainedModel) -> list[str]:
+    """The keys of the input embedding's weight."""
+    try:
+        weight = model.get_input_embeddings().weight
+    except (AttributeError, NotImplementedError):  # models of images and sound
+        return []
+    return [key for key, tensor in persistent_tensors(model).items() if tensor is weight]
+
+
+def _inside(key: str) -> str:
+    """The key of a parameter of a module that PEFT has wrapped."""
+    module, _, name = key.rpartition(".")
+    return f"{module}.base_layer.{name}"
+
+
+def _held_rows(key: str, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+    """How many tokens an adapter has an embedding for; None where it holds no embedding."""
+    shape = shapes.get(key) or shapes.get(_inside(key))
+    return shape[0] if shape else None
+
+
+def _put_on_cpu(model: nn.Module, held: frozenset[str]) -> None:
+    """Give meta tensors a place on the CPU: real memory if an adapter fills them, one element for all if not."""
+    keys = {id(tensor): key for key, tensor in persistent_tensors(model).items() if key in held}
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for store in stores:
+            for name, tensor in store.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    one = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+                    value = torch.zeros(tensor.shape, dtype=tensor.dtype) if id(tensor) in keys else one
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    new = nn.Parameter(value, requires_grad=False) if is_parameter else value
+                    new.__dict__.update(tensor.__dict__)
+                    made[id(tensor)] = (tensor, new)
+                store[name] = made[id(tensor)][1]
+
+
+# ---- adapters ----
+
+
+def _look_at(adapter: str, hub_kwargs: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, tuple[int, ...]]]:
+    """An adapter's config, and the shapes of its tensors under the names of the base's modules."""
+    path = local_path(adapter)
+    folder = (
+        fetch(adapter, "adapter_*", **hub_kwargs)[0] if path is None else path / (hub_kwargs.get("subfolder") or "")
+    )
+    written = read_adapter_config(folder)
+    if written is None:
+        raise CheckpointError(
+            f"No adapter_config.json in {str(folder)!r}. Give a folder that save_pretrained wrote for an adapter, or a "
+            "hub name."
+        )
+    files = [folder / name for name in ("adapter_model.safetensors", "adapter_model.bin")]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        return written, {}  # opening it says so
+    stored = CheckpointIndex.open(file, allow_pickle=True).tensors
+    return written, {key.removeprefix("base_model.model."): tuple(tensor.shape) for key, tensor in stored.items()}
