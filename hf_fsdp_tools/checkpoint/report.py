@@ -187,20 +187,25 @@ class SaveReport:
     """System calls of this rank that wrote data."""
 
     seconds: float
-    """Seconds from call to return on this rank."""
+    """Seconds from call to return on this rank, without an upload."""
+
+    others: tuple[str, ...] = ()
+    """Names of the other files of the checkpoint: config, index, tokenizer, model code."""
+
+    commit_url: str = ""
+    """Page of the commit on the hub; empty where nothing was uploaded."""
 
     def to_json(self) -> str:
         """All fields as one JSON object."""
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
-        return _table(
-            [
-                ("saved to", self.folder),
-                ("files", f"{len(self.files)}, {show_bytes(self.total_bytes)}"),
-                ("this rank", f"{show_bytes(self.bytes_written)} in {self.seconds:.2f} s"),
-            ]
-        )
+        rows = [
+            ("saved to", self.folder),
+            ("files", f"{len(self.files)}, {show_bytes(self.total_bytes)}"),
+            ("this rank", f"{show_bytes(self.bytes_written)} in {self.seconds:.2f} s"),
+        ]
+        return _table([*rows, *([("uploaded", self.commit_url)] if self.commit_url else [])])
 
 
 class MemoryWatch:

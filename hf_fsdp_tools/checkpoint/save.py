@@ -22,11 +22,13 @@ from hf_fsdp_tools.checkpoint.conversion import persistent_tensors, revert_group
 from hf_fsdp_tools.checkpoint.draft import Draft
 from hf_fsdp_tools.checkpoint.durable import library_errors, storage_errors, sync
 from hf_fsdp_tools.checkpoint.gather import gather_to_first
+from hf_fsdp_tools.checkpoint.index import WEIGHTS_INDEX
 from hf_fsdp_tools.checkpoint.io.files import TransferStats, write_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.checkpoint.layout import Layout, Place, plan_layout
 from hf_fsdp_tools.checkpoint.merge_adapter import merged_model
 from hf_fsdp_tools.checkpoint.publish import publish_weights
+from hf_fsdp_tools.checkpoint.push import hub_target, push_saved
 from hf_fsdp_tools.checkpoint.regions import row_major_strides, slice_view
 from hf_fsdp_tools.checkpoint.report import SaveReport
 from hf_fsdp_tools.checkpoint.save_adapter import save_adapter
@@ -59,6 +61,8 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     staging_bytes: int = 64 * 2**20,
     merge_adapters: bool = False,
+    push_to_hub: bool = False,
+    **hub_arguments: Any,
 ) -> SaveReport:
     """Write a model, sharded or not, as the checkpoint that plain `save_pretrained` would write.
 
@@ -88,15 +92,21 @@ def save_pretrained(
         merge_adapters: write the base of a PEFT model with the active adapters merged into it, equal to PEFT's
             `merge_and_unload` bit for bit; the model stays as it is. Adapted modules are gathered one at a time, and
             this rank holds their merged shards until they are written.
+        push_to_hub: upload the files of this save, once they are complete, as one commit that also deletes weights of
+            earlier saves from the repository. Rank 0 uploads, the others wait. A `README.md` in the folder is uploaded
+            too; where neither the folder nor the repository have one, it is huggingface_hub's template.
+        hub_arguments: with `push_to_hub`, as transformers has them: `repo_id` (None: the name of the folder),
+            `private`, `token`, `commit_message`, `commit_description`, `revision`, `create_pr`.
 
     Every rank of the default process group must call. The ranks exchange errors, and send gathered tensors to rank 0.
 
     Raises:
         ConfigError: adapters that cannot be merged, or have no `PeftModel` around them; arguments that differ between
-            ranks.
+            ranks, or are unknown.
         CheckpointError: the model is on meta; a tensor has a dtype that safetensors has no name for; the folder is a
             file, cannot be written or is not seen by all ranks; the disk is full; another job is saving there; config
-            or tokenizer cannot be saved. The same on every rank; what was saved there before is unchanged.
+            or tokenizer cannot be saved. The same on every rank; what was saved there before is unchanged. Or the hub
+            refuses or cannot be reached, when the folder holds the new checkpoint.
     """
     start = time.perf_counter()
     rank, _ = rank_and_size()
@@ -107,11 +117,14 @@ def save_pretrained(
         max_shard_size=max_shard_size,
         staging_bytes=staging_bytes,
         merge_adapters=merge_adapters,
+        push_to_hub=push_to_hub,
+        hub_arguments={**hub_arguments, "token": None},
     )
+    target = hub_target(folder, push_to_hub, hub_arguments)
     if merge_adapters:
         model = merged_model(model)
     elif is_adapted(model):
-        return save_adapter(model, folder, tokenizer=tokenizer, dtype=dtype)
+        return push_saved(model, save_adapter(model, folder, tokenizer=tokenizer, dtype=dtype), target)
     elif any(is_wrapper(module) for module in model.modules()):
         raise ConfigError(
             f"{type(model).__name__} has adapters without a PeftModel around it (model.add_adapter). Make it with "
@@ -139,26 +152,29 @@ def save_pretrained(
         stats = _write_all(model, layout, transfers, to_gather, folder, staging_bytes)
         written = sum(all_ranks(stats.num_bytes, "adding up what was written"))
         assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
-        names: tuple[str, ...] = ()
+        names: tuple[tuple[str, ...], ...] = ()
         with agreed("finishing the save", folder):
             if rank == 0:
+                others = (*draft.names_beside(), *([WEIGHTS_INDEX] if len(layout.files) > 1 else []))
                 weight_map = {key: place.file for key, place in layout.places.items()}
                 sizes = {"total_parameters": _num_parameters(model), "total_size": layout.num_bytes}
-                names = publish_weights(draft, layout.files, weight_map, sizes)
+                names = publish_weights(draft, layout.files, weight_map, sizes), others
                 draft.end()  # before any rank goes on
-        names = all_ranks(names, "finishing the save")[0]
+        files, others = all_ranks(names, "finishing the save")[0]
     finally:
         if rank == 0:
             draft.end()
-    return SaveReport(
+    report = SaveReport(
         folder=str(folder),
-        files=names,
+        files=files,
         total_bytes=layout.num_bytes,
         bytes_written=stats.num_bytes,
         gathered_bytes=sum(layout.places[key].num_bytes for key in to_gather),
         write_calls=stats.calls,
         seconds=round(time.perf_counter() - start, 4),
+        others=others,
     )
+    return push_saved(model, report, target)
 
 
 # ---- files ----
