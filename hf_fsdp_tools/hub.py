@@ -1,25 +1,28 @@
-"""Fetch files of a hub repository into a local folder, by `huggingface_hub` and with a time limit on every request.
+"""Fetch files of a hub repository into a local folder and upload files to one, by `huggingface_hub` alone.
 
 Its cache, locks, tokens, retries and settings (`HF_HOME`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`, …) apply. `model_info` and
 `hf_hub_download` have time limits. `snapshot_download` lists a repository without one (1.10 to 2.4), so that a silent
-hub would keep every rank waiting for ever; it is used here to look into the cache only.
+hub would keep every rank waiting for ever; it is used here to look into the cache only. What uploads has no time limits
+either, and is asked only of a hub that has just answered.
 """
 
 import os
 import time
 import warnings
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.text import first_line
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.text import first_line, first_lines
 
-__all__ = ["fetch", "local_path"]
+__all__ = ["CARD", "HubTarget", "fetch", "local_path", "upload", "upload_errors"]
 
 _CONNECTIONS = 8
 """Downloads at a time (source: the default of `snapshot_download`)."""
@@ -215,3 +218,181 @@ def _cure(name: str, error: Exception) -> str:
         f"and proxies; set HF_HUB_DOWNLOAD_TIMEOUT (now {constants.HF_HUB_DOWNLOAD_TIMEOUT} s) higher where it is only "
         f"slow to begin; or {download}"
     )
+
+
+# ---- uploading ----
+
+CARD = "README.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubTarget:
+    """Where on the hub files go, by which words: arguments of transformers' `push_to_hub`, with their meaning."""
+
+    repo_id: str
+    private: bool | None = None
+    token: str | bool | None = None
+    commit_message: str | None = None
+    commit_description: str | None = None
+    revision: str | None = None
+    create_pr: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a name that no repository can have.
+
+        Raises:
+            ConfigError: with huggingface_hub's reason.
+        """
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it is public
+
+        try:
+            validate_repo_id(self.repo_id)
+        except HFValidationError as error:
+            raise ConfigError(
+                f"repo_id={self.repo_id!r} is no name of a repository on the hub: {first_line(error)}. Give repo_id as "
+                '"organization/name" or "name".'
+            ) from error
+
+
+def upload(
+    target: HubTarget,
+    files: Mapping[str, Path],
+    *,
+    card: Callable[[], str] | None = None,
+    is_outdated: Callable[[str], bool] = lambda name: False,
+) -> str:
+    """Upload files as one commit, so that whoever opens the repository gets the former files or all the new ones.
+
+    The repository, and a branch that is asked for, are made where they are not there. Contents that the hub has are not
+    sent again. A commit that is not answered is tried again, except where each try would open a pull request.
+
+    Args:
+        target: the repository, and how the commit is described.
+        files: complete files by their names in the repository; nothing else is uploaded.
+        card: makes the text of `README.md`, where neither `files` nor the repository have one.
+        is_outdated: whether a file of the repository, by its name, goes with this commit if it is not among `files`.
+
+    Returns:
+        The address of the commit's page, or of the pull request.
+
+    No rank communicates. The errors are huggingface_hub's (see `upload_errors`).
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = HfApi(token=target.token, library_name="hf_fsdp_tools")
+    repo_id, there = _ready_repository(api, target)
+    additions = [CommitOperationAdd(name, str(path)) for name, path in sorted(files.items())]
+    if card is not None and CARD not in files and CARD not in there:
+        additions.append(CommitOperationAdd(CARD, card().encode()))
+    api.preupload_lfs_files(repo_id, additions, revision=target.revision, create_pr=target.create_pr, free_memory=False)
+    for pause_s in (*_PAUSES_S, None):  # huggingface_hub tries all other requests again
+        try:
+            return _commit(api, replace(target, repo_id=repo_id), additions, is_outdated)
+        except Exception as error:  # of huggingface_hub's HTTP library, which has changed twice
+            if pause_s is None or target.create_pr or not _passes(error):
+                raise
+            time.sleep(pause_s)
+    raise AssertionError("the last try returns or raises")
+
+
+def _commit(api: Any, target: HubTarget, additions: list[Any], is_outdated: Callable[[str], bool]) -> str:
+    """Make the commit, with deletions by what is there now: an earlier try may have succeeded without an answer."""
+    from huggingface_hub import CommitOperationDelete
+
+    _, there = _ready_repository(api, target)
+    kept = {addition.path_in_repo for addition in additions}
+    commit = api.create_commit(
+        target.repo_id,
+        [*additions, *(CommitOperationDelete(name) for name in there if name not in kept and is_outdated(name))],
+        commit_message=target.commit_message or "Upload model",
+        commit_description=target.commit_description,
+        revision=target.revision,
+        create_pr=target.create_pr,
+    )
+    return str(commit.pr_url or commit.commit_url)
+
+
+def _ready_repository(api: Any, target: HubTarget) -> tuple[str, list[str]]:
+    """The full name of a repository, which is made if it is not there, and the names of its files.
+
+    The first request has a time limit, unless only the hub knows the full name.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    list_files = partial(api.model_info, revision=target.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    repo_id = target.repo_id
+    if "/" not in repo_id:
+        repo_id = api.create_repo(repo_id, private=target.private, exist_ok=True).repo_id
+    try:
+        info = list_files(repo_id)
+    except RevisionNotFoundError:
+        info = None
+    except RepositoryNotFoundError:
+        api.create_repo(repo_id, private=target.private, exist_ok=True)
+        info = None
+    if info is None:
+        if target.revision is not None and not target.revision.startswith("refs/pr"):
+            api.create_branch(repo_id, branch=target.revision, exist_ok=True)
+        info = list_files(repo_id)
+    return repo_id, [file.rfilename for file in info.siblings or ()]
+
+
+def _passes(error: Exception) -> bool:
+    """Whether a request may succeed when it is made again."""
+    return _status(error) >= 500 or type(error).__name__ in ("ReadError", "RemoteProtocolError", "ConnectError")
+
+
+@contextmanager
+def upload_errors(target: HubTarget, kept: str) -> Iterator[None]:
+    """Turn any error of a block that uploads into a `CheckpointError` that says what is kept, and the cure.
+
+    Args:
+        target: of the upload.
+        kept: where the files lie, for messages; "" where there are none yet.
+
+    The block must hold no code of this package but `upload`.
+    """
+    try:
+        yield
+    except Exception as error:
+        fact = f"{kept!r} is saved and complete, but its upload to {target.repo_id!r} failed"
+        then = f"Then upload it: `hf upload {target.repo_id} {kept}`."
+        if not kept:
+            fact, then = f"{target.repo_id!r} on the hub cannot be written to", ""
+        raise CheckpointError(f"{fact} ({_told(error)}). {_upload_cure(target, error)} {then}".rstrip()) from error
+
+
+def _told(error: BaseException) -> str:
+    """An error of the hub, of its cause where it only says which file it came with, and of what the server said."""
+    cause = error.__cause__
+    if type(error) is RuntimeError and cause is not None:  # "Error while uploading 'model.safetensors' to the Hub."
+        return f"{first_line(error)}: {_told(cause)}"
+    return f"{type(error).__name__}: {first_lines(error, 4)}"
+
+
+def _upload_cure(target: HubTarget, error: Exception) -> str:
+    """What to do about an error of an upload."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    cause = error.__cause__ if type(error) is RuntimeError and isinstance(error.__cause__, Exception) else error
+    status, said = _status(cause), str(cause).lower()
+    if isinstance(cause, OfflineModeIsEnabled):
+        return "Unset HF_HUB_OFFLINE."
+    if status in (402, 413, 507) or "quota" in said or "storage limit" in said:
+        return f"Make room in that account ({constants.ENDPOINT}/settings/billing), or give another repo_id."
+    if status in (401, 404):
+        return "Log in (`hf auth login`) or pass token=… with a token of that account that may write; check repo_id."
+    if status == 403:
+        return f"Use a token that may write to {target.repo_id!r} (`hf auth login`, token=…), or give another repo_id."
+    if status == 429:
+        return "These are too many requests; wait."
+    if status >= 500:
+        return f"{constants.ENDPOINT} is in trouble; wait."
+    if isinstance(cause, (HfHubHTTPError, ValueError)):
+        return "Change what it names."
+    if isinstance(cause, OSError) and cause.errno is not None:
+        return "Check the storage of the files."
+    return f"{constants.ENDPOINT}, or where it stores files, does not answer; check the network and proxies."

@@ -1,7 +1,10 @@
-"""A small hub on this machine: as much of the protocol as huggingface_hub needs to download from it, and its moods."""
+"""A small hub on this machine: as much of the protocol as huggingface_hub needs to download from it and to upload to it
+(as git LFS does), and its moods."""
 
+import base64
 import hashlib
 import json
+import shutil
 import socket
 import struct
 import threading
@@ -11,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 __all__ = ["FakeHub", "Mood", "fake_hub"]
@@ -20,14 +24,19 @@ Mood = tuple[str, int]
 
 
 class FakeHub(ThreadingHTTPServer):
-    """A server of folders as repositories; `requests` counts (method, repository, file)."""
+    """A server of folders as repositories; `requests` counts (method, repository, file), of uploads (step, repository,
+    revision); `commits` are those that were uploaded."""
 
     daemon_threads = True
 
-    def __init__(self, repositories: dict[str, dict[str, Path]]) -> None:
+    def __init__(self, repositories: dict[str, dict[str, Path]], root: Path | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories = repositories  # name -> revision -> folder
+        self.root = root  # for what is uploaded
         self.requests: Counter[tuple[str, str, str]] = Counter()
+        self.commits: list[dict[str, Any]] = []
+        self.created: dict[str, dict[str, Any]] = {}  # how repositories were asked for
+        self.heads: dict[tuple[str, str], str] = {}  # the commits of branches that were uploaded to
         self.moods: dict[str, Mood] = {}
         self.silent = threading.Event()  # set: nothing is answered any more
         self.closing = threading.Event()
@@ -36,6 +45,37 @@ class FakeHub(ThreadingHTTPServer):
     def url(self) -> str:
         """For HF_ENDPOINT."""
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def files(self, name: str, revision: str = "main") -> dict[str, bytes]:
+        """Every file of a repository, by its name."""
+        folder = self.repositories[name][revision]
+        return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+    def head(self, name: str, revision: str) -> str:
+        """The commit that a branch or tag is at."""
+        return self.heads.get((name, revision)) or commit_of(revision)
+
+    def commit(self, name: str, revision: str, lines: list[dict[str, Any]]) -> str:
+        """Make a commit of the lines that a client sends, and the branch stand there; the commit."""
+        assert self.root is not None
+        header, *operations = lines
+        made = hashlib.sha1(f"{name} {revision} {len(self.commits)}".encode()).hexdigest()
+        former, folder = self.repositories[name][revision], self.root / made
+        shutil.copytree(former, folder)
+        for operation in operations:
+            value = operation["value"]
+            path = folder / value["path"]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if operation["key"] == "file":
+                path.write_bytes(base64.b64decode(value["content"]))
+            elif operation["key"] == "lfsFile":
+                shutil.copyfile(self.root / "lfs" / value["oid"], path)
+            else:
+                path.unlink()
+        self.repositories[name][revision], self.heads[name, revision] = folder, made
+        done = {(o["key"], o["value"]["path"]) for o in operations}
+        self.commits.append({"name": name, "revision": revision, "done": done, **header["value"]})
+        return made
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -69,13 +109,16 @@ class _Handler(BaseHTTPRequestHandler):
         folders = self.server.repositories.get(name)
         if folders is None:
             return self._refuse(404, "RepoNotFound")
-        by_commit = {commit_of(r): folder for r, folder in folders.items()}
+        by_commit = {self.server.head(name, r): folder for r, folder in folders.items()}
         folder = folders.get(revision) or by_commit.get(revision)
         if folder is None:
             return self._refuse(404, "RevisionNotFound")
-        commit = revision if revision in by_commit else commit_of(revision)
+        commit = revision if revision in by_commit else self.server.head(name, revision)
         if is_list:
             names = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
+            if rest[:1] == ["tree"]:
+                tree = [{"type": "file", "path": n, "size": (folder / n).stat().st_size, "oid": n} for n in names]
+                return self._json(tree)
             info = {"id": name, "sha": commit, "siblings": [{"rfilename": n} for n in names]}
             return self._send(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
         if not (folder / file).is_file():
@@ -97,6 +140,119 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.closing.wait()
             return None
         return self._send(200, content, headers, mood=mood)
+
+    # ---- uploading ----
+
+    def do_PUT(self) -> None:
+        """A file, by its SHA-256."""
+        _, organization, name, oid = self.path.strip("/").split("/")
+        body = self._upload("put", f"{organization}/{name}", "")
+        if body is not None:
+            assert self.server.root is not None and hashlib.sha256(body).hexdigest() == oid
+            (self.server.root / "lfs").mkdir(exist_ok=True)
+            (self.server.root / "lfs" / oid).write_bytes(body)
+            self._send(200, b"")
+
+    def do_POST(self) -> None:
+        parts = [unquote(part) for part in self.path.partition("?")[0].strip("/").split("/")]
+        if self.path.startswith("/api/repos/create"):
+            body = self._upload("create", "", "", of=lambda sent: f"{sent['organization'] or 'me'}/{sent['name']}")
+            if body is not None:
+                self._create(json.loads(body))
+        elif self.path.startswith("/api/validate-yaml"):
+            self._read()
+            self._json({"errors": [], "warnings": []})
+        elif parts[-4:-1] == ["info", "lfs", "objects"]:
+            self._batch(f"{parts[0]}/{parts[1].removesuffix('.git')}")
+        else:  # api, models, organization, name, step, revision
+            name, (step, revision) = "/".join(parts[2:4]), parts[4:]
+            body = self._upload(step, name, revision)
+            if body is not None:
+                getattr(self, f"_{step}")(name, revision, body)
+
+    def _create(self, sent: dict[str, Any]) -> None:
+        name = f"{sent['organization'] or 'me'}/{sent['name']}"
+        if name in self.server.repositories:
+            return self._send(409, b'{"error": "it is there"}')
+        assert self.server.root is not None
+        folder = self.server.root / name / "empty"
+        folder.mkdir(parents=True)
+        (folder / ".gitattributes").write_text("*.safetensors filter=lfs")
+        self.server.repositories[name] = {"main": folder}
+        self.server.created[name] = sent
+        self._json({"url": f"{self.server.url}/{name}", "name": name, "id": "1"})
+
+    def _branch(self, name: str, revision: str, body: bytes) -> None:
+        folders = self.server.repositories[name]
+        folders[revision] = folders["main"]
+        self._json({})
+
+    def _preupload(self, name: str, revision: str, body: bytes) -> None:
+        folder = self.server.repositories[name][revision]
+        found = []
+        for file in json.loads(body)["files"]:
+            path, is_lfs = folder / file["path"], file["path"].endswith(".safetensors")
+            old = path.read_bytes() if path.is_file() else None
+            oid = None if old is None else hashlib.sha256(old).hexdigest() if is_lfs else git_blob(old)
+            mode = "lfs" if is_lfs else "regular"
+            found.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        self._json({"files": found})
+
+    def _batch(self, name: str) -> None:
+        body = self._upload("batch", name, "")
+        if body is None:
+            return
+        objects: list[dict[str, Any]] = [{k: o[k] for k in ("oid", "size")} for o in json.loads(body)["objects"]]
+        for found in objects:
+            assert self.server.root is not None
+            if not (self.server.root / "lfs" / found["oid"]).is_file():
+                found["actions"] = {"upload": {"href": f"{self.server.url}/lfs/{name}/{found['oid']}"}}
+        self._json({"objects": objects, "transfer": "basic"})
+
+    def _commit(self, name: str, revision: str, body: bytes) -> None:
+        made = self.server.commit(name, revision, [json.loads(line) for line in body.splitlines()])
+        if self.server.moods.get(name) == ("commit unanswered", self.server.requests["commit", name, revision]):
+            self.close_connection = True
+            return self.connection.close()
+        self._json({"commitUrl": f"{self.server.url}/{name}/commit/{made}", "commitOid": made})
+
+    def _upload(self, step: str, name: str, revision: str, *, of: Any = None) -> bytes | None:
+        """The body of a request that writes; None where it was answered already: not allowed, or by a mood."""
+        if step == "put" and self.server.moods.get(name) == ("put closes", self.server.requests[step, name, ""] + 1):
+            self.server.requests[step, name, ""] += 1
+            self.rfile.read(10)
+            self.close_connection = True
+            return self.connection.close()
+        body = self._read()
+        name = of(json.loads(body)) if of is not None else name
+        self.server.requests[step, name, revision] += 1
+        if self.server.silent.is_set():
+            self.server.closing.wait()
+            return None
+        token = self.headers.get("authorization")
+        if step != "put" and token != "Bearer secret":
+            said = "Invalid user token" if token is None else "You have read access only"
+            return self._send(401 if token is None else 403, json.dumps({"error": said}).encode())
+        mood, times = self.server.moods.get(name, ("", 0))
+        if mood.startswith(f"{step} HTTP ") and self.server.requests[step, name, revision] <= times:
+            _, _, status, said = mood.split(" ", 3)
+            return self._send(int(status), json.dumps({"error": said}).encode())
+        return body
+
+    def _read(self) -> bytes:
+        if self.headers.get("transfer-encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("content-length") or 0))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def _json(self, value: Any) -> None:
+        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    # ---- answers ----
 
     def _refuse(self, status: int, code: str, headers: dict[str, str] | None = None) -> None:
         self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": code, **(headers or {})})
@@ -135,8 +291,15 @@ def commit_of(revision: str) -> str:
     return hashlib.sha1(revision.encode()).hexdigest()
 
 
+def git_blob(content: bytes) -> str:
+    """The name that git gives a file."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
 @contextmanager
-def fake_hub(repositories: dict[str, dict[str, Path]], moods: dict[str, Mood] | None = None) -> Iterator[FakeHub]:
+def fake_hub(
+    repositories: dict[str, dict[str, Path]], moods: dict[str, Mood] | None = None, root: Path | None = None
+) -> Iterator[FakeHub]:
     """A hub that runs meanwhile. `org/silent` never answers, `org/gated` and `org/private` (token "secret") refuse.
 
     Args:
@@ -144,9 +307,12 @@ def fake_hub(repositories: dict[str, dict[str, Path]], moods: dict[str, Mood] | 
         moods: by name, for how many requests of each weight file: "accepts" a request and does not answer; stops in the
             middle of the file and keeps the connection ("stalls"), then answers nothing at all ("silences"), "closes"
             the connection, "resets" it; "drips" the file over 3 s; or answers "HTTP 503", with "HTTP 429 5" a time to
-            wait, and with "HEAD" behind it also when only the file's size is asked for.
+            wait, and with "HEAD" behind it also when only the file's size is asked for. Of uploads, a step ("create",
+            "preupload", "batch", "put", "commit") and what is answered: "put HTTP 500 words"; "put closes" ends the
+            connection of the n-th file, "commit unanswered" that of the n-th commit after it was made.
+        root: folder for what is uploaded; token "secret" may write, any other reads only.
     """
-    server = FakeHub(repositories)
+    server = FakeHub(repositories, root)
     server.moods |= moods or {}
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

@@ -68,6 +68,10 @@ class Draft:
                 if _HIDDEN.fullmatch(path.name) and path != self.path:
                     _remove_if_killed(path, now_s)
 
+    def names_beside(self) -> tuple[str, ...]:
+        """Names that the files beside the weights will have in the folder."""
+        return tuple(sorted(f.relative_to(self.beside).as_posix() for f in self.beside.rglob("*") if f.is_file()))
+
     def end(self) -> None:
         """Remove the hidden folder, and what else `begin` made if nothing was saved there. Raises no `OSError`."""
         if self.path in self._made:

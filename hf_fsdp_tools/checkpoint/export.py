@@ -215,12 +215,13 @@ def _write(
             stats, files = make_parts(material, parts, staging_bytes=_STAGING_BYTES, on_bytes=on_bytes)
             blank.match.index.refuse_changed()
         num_parameters = sum(parameter.numel() for parameter in blank.model.parameters())
-        names = finish_save(draft, layout, files, stats, num_parameters)
+        names, others = finish_save(draft, layout, files, stats, num_parameters)
     finally:
         draft.end()
     return SaveReport(
         folder=str(folder),
         files=names,
+        others=others,
         total_bytes=layout.num_bytes,
         bytes_written=stats.num_bytes,
         gathered_bytes=0,

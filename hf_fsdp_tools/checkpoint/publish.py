@@ -36,16 +36,16 @@ from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.checkpoint.unfinished import CONFIG
 from hf_fsdp_tools.text import listed
 
-__all__ = ["ADAPTER_WEIGHTS", "publish_adapter", "publish_weights"]
+__all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "WEIGHTS_OF_A_SAVE", "publish_adapter", "publish_weights"]
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
-_ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 
 _TWIN = "twin"
 """Second name of the index (or of the single weight file) in the hidden folder."""
 
-_WEIGHTS_OF_A_SAVE = re.compile(r"model(\.[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+WEIGHTS_OF_A_SAVE = re.compile(r"model(\.[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 """Weight files and index of this package's saves and of transformers'."""
 
 
@@ -135,7 +135,7 @@ def publish_weights(
     is_sharded = len(files) > 1
     last = WEIGHTS_INDEX if is_sharded else WEIGHTS
     with storage_errors("finish", folder), _Renames(draft) as renames:
-        former = {path.name for path in folder.iterdir() if _WEIGHTS_OF_A_SAVE.fullmatch(path.name)}
+        former = {path.name for path in folder.iterdir() if WEIGHTS_OF_A_SAVE.fullmatch(path.name)}
         marked = f"model.{draft.mark}" if former else "model"
         names = {file: file.replace("model", marked, 1) if is_sharded else file for file in files}
         if is_sharded:
@@ -153,7 +153,7 @@ def publish_weights(
         for file, name in unseen.items():
             renames.replace(draft.path / file, folder / name)
         sync(folder)
-        renames.set_aside(folder / name for name in (_ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin"))
+        renames.set_aside(folder / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin"))
         for path in sorted(beside, key=lambda path: str(path) == CONFIG):
             is_bridge = names_weights and str(path) == CONFIG
             renames.replace((draft.path if is_bridge else draft.beside) / path, folder / path)
@@ -216,7 +216,7 @@ def publish_adapter(draft: Draft) -> None:
     with storage_errors("finish", folder), _Renames(draft) as renames:
         changed = _changed(draft)
         sync(folder)
-        configs = [path for path in changed if path.name == _ADAPTER_CONFIG]
+        configs = [path for path in changed if path.name == ADAPTER_CONFIG]
         weights = [path for path in changed if path.name == ADAPTER_WEIGHTS]
         for path in changed:
             if path not in (*configs, *weights):
@@ -233,6 +233,6 @@ def publish_adapter(draft: Draft) -> None:
 
 def _is_own_base(draft: Draft) -> bool:
     """Whether the base of the staged adapter is the model in the folder itself."""
-    configs = sorted(draft.beside.rglob(_ADAPTER_CONFIG), key=lambda path: len(path.parts))
+    configs = sorted(draft.beside.rglob(ADAPTER_CONFIG), key=lambda path: len(path.parts))
     base = str(json.loads(configs[0].read_text("utf-8")).get("base_model_name_or_path") or "") if configs else ""
     return base != "" and Path(base).is_dir() and Path(base).samefile(draft.folder)

@@ -187,13 +187,18 @@ class SaveReport:
     """System calls of this rank that wrote data."""
 
     seconds: float
-    """Seconds from the call until the checkpoint was there for everyone, on this rank."""
+    """Seconds from the call until the checkpoint was there for everyone, on this rank, without an upload."""
 
     copied_bytes: int = 0
     """Bytes of host memory that the copy took from which this rank wrote in the background; 0 for a blocking save."""
 
     pause_seconds: float | None = None
     """Seconds from call to return of a save in the background; None for a blocking one, which returns at its end."""
+    others: tuple[str, ...] = ()
+    """Names of the other files of the checkpoint: config, index, tokenizer, model code."""
+
+    commit_url: str = ""
+    """Page of the commit on the hub; empty where nothing was uploaded."""
 
     def to_json(self) -> str:
         """All fields as one JSON object."""
@@ -207,6 +212,8 @@ class SaveReport:
         ]
         if self.pause_seconds is not None:
             rows.append(("pause", f"{self.pause_seconds:.2f} s, for a copy of {show_bytes(self.copied_bytes)}"))
+        if self.commit_url:
+            rows.append(("uploaded", self.commit_url))
         return _table(rows)
 
 

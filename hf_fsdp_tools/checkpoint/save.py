@@ -19,6 +19,7 @@ from hf_fsdp_tools.checkpoint.conversion import persistent_tensors, revert_group
 from hf_fsdp_tools.checkpoint.draft import Draft
 from hf_fsdp_tools.checkpoint.durable import library_errors, storage_errors, sync
 from hf_fsdp_tools.checkpoint.gather import gather_to_first
+from hf_fsdp_tools.checkpoint.index import WEIGHTS_INDEX
 from hf_fsdp_tools.checkpoint.io.copies import HostCopies, copied_transfers, free_kept_memory
 from hf_fsdp_tools.checkpoint.io.files import TransferStats, write_in_turn, write_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
@@ -26,6 +27,7 @@ from hf_fsdp_tools.checkpoint.layout import Layout, plan_layout
 from hf_fsdp_tools.checkpoint.merge_adapter import merged_model
 from hf_fsdp_tools.checkpoint.outgoing import Outgoing, plan_outgoing
 from hf_fsdp_tools.checkpoint.publish import publish_weights
+from hf_fsdp_tools.checkpoint.push import hub_target, push_saved
 from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.checkpoint.report import SaveReport
 from hf_fsdp_tools.checkpoint.reserve import check_visible, create_files
@@ -51,6 +53,8 @@ def save_pretrained(
     staging_bytes: int = 64 * 2**20,
     merge_adapters: bool = False,
     blocking: bool = True,
+    push_to_hub: bool = False,
+    **hub_arguments: Any,
 ) -> SaveReport:
     """Write a model, sharded or not, as the checkpoint that plain `save_pretrained` would write.
 
@@ -85,18 +89,28 @@ def save_pretrained(
             training goes on. The files get the values of the moment of the call. `wait_for_saves()` waits; the next
             save and load do so by themselves. An error of any rank is raised on all ranks before the same step of an
             optimizer, or by the next such call. Adapters are small, and always written before the call returns.
+        push_to_hub: upload the files of this save, once they are complete, as one commit that also deletes weights of
+            earlier saves from the repository. Rank 0 uploads, the others wait. A `README.md` in the folder is uploaded
+            too; where neither the folder nor the repository have one, it is huggingface_hub's template.
+        hub_arguments: with `push_to_hub`, as transformers has them: `repo_id` (None: the name of the folder),
+            `private`, `token`, `commit_message`, `commit_description`, `revision`, `create_pr`.
 
     Every rank of the default process group must call. The ranks exchange errors, and send gathered tensors to rank 0.
 
     Raises:
         ConfigError: adapters that cannot be merged, or have no `PeftModel` around them; arguments that differ between
-            ranks.
+            ranks, or are unknown.
         CheckpointError: the model is on meta; a tensor has a dtype that safetensors has no name for; the folder is a
             file, cannot be written or is not seen by all ranks; the disk is full; another job is saving there; config
             or tokenizer cannot be saved; host memory does not hold the copy; an earlier save failed in the background.
-            The same on every rank; what was saved there before is unchanged.
+            The same on every rank; what was saved there before is unchanged. Or the hub refuses or cannot be reached,
+            when the folder holds the new checkpoint.
     """
     start_s = time.perf_counter()
+    folder = Path(folder)
+    asked = {**hub_arguments, "token": None}
+    same_on_all_ranks("saving the model", push_to_hub=push_to_hub, hub_arguments=asked)
+    target = hub_target(folder, push_to_hub, hub_arguments)
     begun = begin_save(
         model,
         folder,
@@ -108,10 +122,11 @@ def save_pretrained(
         blocking=blocking,
     )
     if isinstance(begun, SaveReport):
-        return begun
+        return push_saved(model, begun, target)
     if blocking:
-        return replace(begun.finish(), seconds=round(time.perf_counter() - start_s, 4))
-    return in_background(begun.finish, begun.report, start_s)
+        report = replace(begun.finish(), seconds=round(time.perf_counter() - start_s, 4))
+        return push_saved(model, report, target)
+    return in_background(lambda: push_saved(model, begun.finish(), target), begun.report, start_s)
 
 
 def begin_save(
@@ -214,10 +229,10 @@ class BegunSave:
         """Write, and make what is written the checkpoint of the folder. Every rank must call; once."""
         try:
             stats = self.write()
-            names = finish_save(self.draft, self.layout, self.files, stats, self.num_parameters)
+            files, others = finish_save(self.draft, self.layout, self.files, stats, self.num_parameters)
         finally:
             self.drop()
-        return replace(self.report, files=names, bytes_written=stats.num_bytes, write_calls=stats.calls)
+        return replace(self.report, files=files, others=others, bytes_written=stats.num_bytes, write_calls=stats.calls)
 
     def drop(self) -> None:
         """Leave the folder as it was, unless the save is finished, and give the copies' memory back."""
@@ -234,8 +249,11 @@ class BegunSave:
 
 def finish_save(
     draft: Draft, layout: Layout, files: Iterable[Path], stats: TransferStats, num_parameters: int
-) -> tuple[str, ...]:
-    """Sync what this rank wrote, and let rank 0 make it the checkpoint of the folder; names of the weight files.
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Sync what this rank wrote, and let rank 0 make it the checkpoint of the folder.
+
+    Returns:
+        The names of the weight files, and those of all others.
 
     Args:
         draft: begun by `prepare_save`.
@@ -253,14 +271,16 @@ def finish_save(
             sync(file)
     written = sum(all_ranks(stats.num_bytes, "adding up what was written"))
     assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
-    names: tuple[str, ...] = ()
+    names: tuple[tuple[str, ...], ...] = ()
     with agreed("finishing the save", folder):
         if is_first:
+            others = (*draft.names_beside(), *([WEIGHTS_INDEX] if len(layout.files) > 1 else []))
             weight_map = {key: place.file for key, place in layout.places.items()}
             sizes = {"total_parameters": num_parameters, "total_size": layout.num_bytes}
-            names = publish_weights(draft, layout.files, weight_map, sizes)
+            names = publish_weights(draft, layout.files, weight_map, sizes), others
             draft.end()  # before any rank goes on
-    return all_ranks(names, "finishing the save")[0]
+    weights, others = all_ranks(names, "finishing the save")[0]
+    return weights, others
 
 
 # ---- before ----

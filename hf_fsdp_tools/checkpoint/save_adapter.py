@@ -50,6 +50,7 @@ def save_adapter(
     start = time.perf_counter()
     rank, _ = rank_and_size()
     draft = Draft(folder, all_ranks(secrets.token_hex(4), "beginning the save")[0])
+    names: tuple[str, ...] = ()
     try:
         with agreed("preparing the save", folder):
             if rank == 0:
@@ -63,8 +64,10 @@ def save_adapter(
                     model.save_pretrained(str(draft.beside), state_dict=whole)  # type: ignore[operator]  # PEFT's own
                     if tokenizer is not None:
                         tokenizer.save_pretrained(draft.beside)
+                names = draft.names_beside()
                 publish_adapter(draft)
                 draft.end()  # before any rank goes on
+        names = all_ranks(names, "finishing the save")[0]
     finally:
         if rank == 0:
             draft.end()
@@ -77,6 +80,7 @@ def save_adapter(
         gathered_bytes=num_bytes,
         write_calls=1 if rank == 0 else 0,
         seconds=round(time.perf_counter() - start, 4),
+        others=tuple(name for name in names if name != ADAPTER_WEIGHTS),
     )
 
 

@@ -219,7 +219,7 @@ def as_asked(args: Any) -> Any:
     return asked
 
 
-def rotate(latest: Path, limit: int | None, best: str | None) -> None:
+def rotate(latest: Path, limit: int | None, best: str | None, *, uploaded: Path | None = None) -> None:
     """Delete a Trainer's old checkpoints: keep `limit` in all, the one just saved and the best one among them.
 
     Which others are oldest is transformers' rule. A checkpoint whose saving was interrupted does not count, and is
@@ -229,6 +229,7 @@ def rotate(latest: Path, limit: int | None, best: str | None) -> None:
         latest: was saved just now, and is complete.
         limit: `save_total_limit`; None or 0 deletes nothing.
         best: path of the best checkpoint, if there is one.
+        uploaded: a checkpoint whose upload may be under way, which stays until the next time.
     """
     if limit is None or limit <= 0:
         return
@@ -244,4 +245,5 @@ def rotate(latest: Path, limit: int | None, best: str | None) -> None:
         if path.name in older:
             remove_checkpoint(path)
     for path in [path for path in others if path not in kept][:too_many]:
-        remove_checkpoint(path)
+        if uploaded is None or path.resolve() != uploaded.resolve():
+            remove_checkpoint(path)

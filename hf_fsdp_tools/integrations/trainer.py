@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import TorchDynamoPlugin
@@ -38,6 +38,7 @@ from hf_fsdp_tools.integrations.checkpoints import (
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import shard_in_place
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
+from hf_fsdp_tools.integrations.pushing import PushingMixin, push_complete, under_way
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
 from hf_fsdp_tools.integrations.saving import remove_marks, saveable
 from hf_fsdp_tools.integrations.settings import plugin_arguments
@@ -53,14 +54,8 @@ _FROZEN = ("ref_model", "teacher_model")
 _NEEDED_BY_FROZEN = ("model", "_precompute_model_hash")
 """Attributes that must be set before a frozen model is sharded; every rank sets them."""
 
-if TYPE_CHECKING:
-    from transformers.trainer import Trainer as _Trainer
-else:
-    # The mixin stands before the Trainer in a class statement, and finds the Trainer's methods there.
-    _Trainer = object
 
-
-class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
+class FSDPTrainerMixin(PushingMixin):
     """Gives a `Trainer` or a subclass of it this package's sharding, precision, saving and resuming.
 
         class MyTrainer(FSDPTrainerMixin, Trainer): ...
@@ -207,8 +202,7 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
                 torch.save(as_asked(args), folder / "training_args.bin")
                 self._written = [*self._written, *weights_in(folder)]
         if args.push_to_hub and not _internal_call:
-            with agreed("pushing to the hub"):  # where the others wait for rank 0, which uploads
-                self.push_to_hub(commit_message="Model save", revision=args.hub_revision)
+            self.push_to_hub(commit_message="Model save", revision=args.hub_revision)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save as the Trainer does, then declare the checkpoint complete, and only then delete old ones."""
@@ -228,8 +222,10 @@ class FSDPTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not t
                 remove_marks(folder)  # without a manifest, the Trainer's own file would declare it complete
             raise
         with agreed("deleting old checkpoints", folder):
+            if self.is_world_process_zero():
+                push_complete(self, folder)
             if args.should_save:
-                rotate(folder, args.save_total_limit, self.state.best_model_checkpoint)
+                rotate(folder, args.save_total_limit, self.state.best_model_checkpoint, uploaded=under_way(self))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the optimizer's shards and the scheduler; the weights are in the folder already."""

@@ -1,8 +1,11 @@
 """Make sharded models look right to transformers and to scripts: class names, marks, methods and `use_cache`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -10,8 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, part_of
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 
@@ -49,12 +53,17 @@ def _refuse_ddp(module: nn.Module) -> None:
 def answer_for_shards(model: nn.Module) -> None:
     """Let the methods of a sharded model that need whole weights do what they say, where every rank calls them.
 
-    - `model.save_pretrained(folder)` calls this package's `save_pretrained`, `model.resize_token_embeddings(n)` its
-      `resize_token_embeddings`. The functions are looked up at the front door when they are called, so that nothing of
-      reading and saving is imported for sharding. Of PEFT models, too.
+    - `model.save_pretrained(folder)` and `model.push_to_hub(repo_id)` call this package's `save_pretrained`,
+      `model.resize_token_embeddings(n)` its `resize_token_embeddings`. The functions are looked up at the front door
+      when they are called, so that nothing of reading and saving is imported for sharding. Of PEFT models, too.
     - `model.load_state_dict(plain)` takes each rank's part of whole tensors; nothing is communicated.
     """
-    for name, answer in (("save_pretrained", _save_pretrained), ("resize_token_embeddings", _resize_token_embeddings)):
+    answers: dict[str, Callable[..., Any]] = {
+        "save_pretrained": _save_pretrained,
+        "push_to_hub": _push_to_hub,
+        "resize_token_embeddings": _resize_token_embeddings,
+    }
+    for name, answer in answers.items():
         if hasattr(type(model), name) and name not in model.__dict__:
             setattr(model, name, partial(answer, model, getattr(model, name)))
     for module in model.modules():
@@ -66,7 +75,6 @@ def answer_for_shards(model: nn.Module) -> None:
 _IDLE: dict[str, tuple[object, ...]] = {
     "distributed_checkpoint": (False,),
     "path_initial_model_for_weight_conversion": (None,),
-    "push_to_hub": (False, None),
     "safe_serialization": (True, None),
     "save_embedding_layers": ("auto",),
     "save_original_format": (True,),
@@ -77,8 +85,13 @@ _IDLE: dict[str, tuple[object, ...]] = {
 """Arguments of `save_pretrained` of transformers (5.23) and PEFT (0.21), and the values that ask for what is done
 anyway."""
 
-_NEEDLESS = ("is_main_process", "save_function", "token")
+_NEEDLESS = ("is_main_process", "save_function")
 """Arguments of theirs that are not needed: every rank writes its own bytes, locally."""
+
+_OF_AN_UPLOAD = (
+    "repo_id", "private", "token", "commit_message", "commit_description", "revision", "create_pr",
+)  # fmt: skip
+"""Arguments of theirs that this package's `save_pretrained` has too, for `push_to_hub`."""
 
 
 def _save_pretrained(
@@ -102,17 +115,59 @@ def _save_pretrained(
             return None
         with original_classes(model), with_cache_as_found(model):
             return plain(save_directory, state_dict=state_dict, **kwargs)
-    size = {"max_shard_size": kwargs.pop("max_shard_size")} if "max_shard_size" in kwargs else {}
+    passed = {name: kwargs.pop(name) for name in ("max_shard_size", *_OF_AN_UPLOAD) if name in kwargs}
+    if kwargs.pop("push_to_hub", False):
+        passed["push_to_hub"] = True
+    else:
+        passed.pop("token", None)  # transformers takes it, to ask nobody
     asked = [f"{name}={value!r}" for name, value in kwargs.items() if value not in _IDLE.get(name, (value,))]
     asked += [f"{name}={value!r}" for name, value in kwargs.items() if name not in (*_IDLE, *_NEEDLESS)]
     if asked:
         raise ConfigError(
-            f"model.save_pretrained cannot honour {', '.join(asked)} on shards. Leave that out; to change or upload "
-            "what is saved, save first, then open the folder with plain transformers or PEFT (push_to_hub there)."
+            f"model.save_pretrained cannot honour {', '.join(asked)} on shards. Leave that out; to change what is "
+            "saved, save first, then open the folder with plain transformers or PEFT."
         )
     import hf_fsdp_tools
 
-    return hf_fsdp_tools.save_pretrained(model, save_directory, **size)
+    save: Any = hf_fsdp_tools.save_pretrained
+    return save(model, save_directory, **passed)
+
+
+def _push_to_hub(
+    model: nn.Module,
+    plain: Any,
+    repo_id: str,
+    *,
+    max_shard_size: int | str | None = None,
+    tags: Sequence[str] | str | None = None,
+    **upload: Any,
+) -> str:
+    """Answer `model.push_to_hub(repo_id, …)` on shards: the page of the commit. Every rank must call.
+
+    The model is saved to a temporary folder of rank 0, which all ranks must see. Where the upload fails, the folder is
+    kept, and the error names it.
+    """
+    import hf_fsdp_tools
+
+    if tags is not None:
+        model.add_model_tags(tags)  # type: ignore[operator]  # transformers' own
+    folder = ""
+    with agreed("making a temporary folder"):
+        if rank_and_size()[0] == 0:
+            folder = mkdtemp(prefix="push_to_hub-")
+    folder = all_ranks(folder, "making a temporary folder")[0]
+    size = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    try:
+        save: Any = hf_fsdp_tools.save_pretrained
+        url: str = save(model, folder, push_to_hub=True, repo_id=repo_id, **size, **upload).commit_url
+    except FSDPToolsError:
+        if rank_and_size()[0] == 0:
+            with suppress(OSError):  # it holds the model, and was not uploaded
+                os.rmdir(folder)
+        raise
+    if rank_and_size()[0] == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    return url
 
 
 def _resize_token_embeddings(

@@ -1,0 +1,188 @@
+"""The Trainer's uploads to the hub: of complete folders only, with one error for all ranks or a warning."""
+
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.trainer import TRAINER_STATE_NAME, Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
+from transformers.utils import PushInProgress
+from transformers.utils.hub import hf_api
+
+from hf_fsdp_tools.checkpoint.manifest import MANIFEST
+from hf_fsdp_tools.checkpoint.push import is_outdated
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
+from hf_fsdp_tools.hub import CARD, HubTarget, upload, upload_errors
+from hf_fsdp_tools.integrations.checkpoints import STATE_FILES
+from hf_fsdp_tools.integrations.hooks import check_hooks
+
+__all__ = ["PushingMixin", "push_complete", "under_way"]
+
+_KEPT_HERE = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*", ".*", "*/.*", "*.former")
+"""Files of an output folder that are not uploaded: those that the Trainer leaves out, and what is hidden or former."""
+
+_OF_A_STATE = (*STATE_FILES, TRAINER_STATE_NAME, MANIFEST)
+"""Files of a checkpoint that are no part of the model."""
+
+_LAST = "last-checkpoint/"
+"""Where `hub_strategy="checkpoint"` puts the checkpoint to resume from; source: transformers 5.23, trainer.py."""
+
+if TYPE_CHECKING:
+    from transformers.trainer import Trainer as _Trainer
+else:
+    _Trainer = object
+
+
+class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
+    """Uploads by a `Trainer` whose ranks save together: `push_to_hub`, `hub_strategy`, `trainer.push_to_hub()`.
+
+    Each upload is one commit of complete files, made by rank 0, which also takes weights of earlier saves out of the
+    repository. What is uploaded while training goes on comes from the checkpoint itself; where that fails, training
+    goes on with a warning. Elsewhere an error of the hub is the same `CheckpointError` on every rank, and what was
+    saved stays.
+    """
+
+    hub_model_id: str | None
+    push_in_progress: Any = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check for each trainer class that transformers still has the methods that are overridden here."""
+        super().__init_subclass__(**kwargs)
+        if issubclass(cls, Trainer):
+            check_hooks(PushingMixin, super())
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's, before training; where the hub refuses, all ranks stop. Every rank learns the full name."""
+        name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+        with agreed("making the repository on the hub"):
+            target = HubTarget(repo_id=name)
+            with upload_errors(target, ""):
+                super().init_hf_repo(*args, **kwargs)
+        self.hub_model_id = all_ranks(self.hub_model_id, "making the repository on the hub")[0]
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> Any:
+        """Save the model to `output_dir` and upload that folder, with the Trainer's model card. Every rank must call.
+
+        Args:
+            commit_message: of the commit.
+            blocking: whether to wait for the upload.
+            token: None is `hub_token`.
+            revision: branch; None is `hub_revision`.
+            private: of a repository that is not there yet; None is `hub_private_repo`.
+            card: for `create_model_card`.
+
+        Returns:
+            On rank 0 the page of the commit, or a `Future` of it where `blocking` is False; None elsewhere.
+
+        Raises:
+            CheckpointError: the hub refuses or cannot be reached; the same on every rank.
+        """
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        self.save_model(_internal_call=True)
+        folder = Path(self.args.output_dir)
+        page: str | Future[str] | None = None
+        with agreed("uploading to the hub", folder):
+            if self.is_world_process_zero():
+                self.callback_handler.on_push_begin(self.args, self.state, self.control)
+                self.create_model_card(**_card_arguments(self, card))
+                self._finish_current_push()
+                target = _target(self, commit_message or "End of training", token, revision)
+                send = partial(_upload, target, folder, _files_of(folder, _KEPT_HERE))
+                page = send() if blocking else hf_api().run_as_future(send)
+        return page
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Do nothing: the Trainer calls this before the checkpoint is complete; `push_complete` comes after."""
+
+    def _finish_current_push(self) -> None:
+        """As the Trainer's; a warning says which upload failed."""
+        super()._finish_current_push()
+        if self.push_in_progress is not None:
+            _warn_of_failures(self.push_in_progress)
+            self.push_in_progress = None
+
+
+def push_complete(trainer: Any, checkpoint: Path) -> None:
+    """Begin to upload a complete checkpoint as `hub_strategy` says, in the background. For rank 0."""
+    args, before = trainer.args, trainer.push_in_progress
+    if not args.push_to_hub or args.hub_strategy == HubStrategy.END:
+        return
+    if before is not None and not before.is_done() and not args.hub_always_push:
+        return
+    trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
+    files = _files_of(checkpoint, _OF_A_STATE)
+    if (card := Path(args.output_dir, CARD)).is_file():
+        files = {CARD: card} | files
+    if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        within = _LAST if args.hub_strategy == HubStrategy.CHECKPOINT else f"{checkpoint.name}/"
+        files |= {f"{within}{name}": path for name, path in _files_of(checkpoint, (".save-*",)).items()}
+    is_step = args.save_strategy == SaveStrategy.STEPS
+    when = f"step {trainer.state.global_step}" if is_step else f"epoch {int(trainer.state.epoch)}"
+    if before is not None and before.is_done():
+        _warn_of_failures(before)
+        before = None
+    job = hf_api().run_as_future(_upload, _target(trainer, f"Training in progress, {when}"), checkpoint, files)
+    trainer.push_in_progress = PushInProgress([*(before.jobs if before is not None else []), job])
+    trainer._uploaded = checkpoint
+
+
+def under_way(trainer: Any) -> Path | None:
+    """The checkpoint that is uploaded just now."""
+    push = trainer.push_in_progress
+    return None if push is None or push.is_done() else trainer._uploaded
+
+
+def _upload(target: HubTarget, folder: Path, files: dict[str, Path]) -> str:
+    """Upload files of a folder as one commit; its page. With it go older weights, and an older `last-checkpoint`."""
+    is_adapter = "adapter_config.json" in files
+    replaces_last = any(name.startswith(_LAST) for name in files)
+
+    def goes(name: str) -> bool:
+        return (replaces_last and name.startswith(_LAST)) or (not is_adapter and is_outdated(name))
+
+    with upload_errors(target, str(folder)):
+        return upload(target, files, is_outdated=goes)
+
+
+def _target(trainer: Any, message: str, token: str | None = None, revision: str | None = None) -> HubTarget:
+    args = trainer.args
+    return HubTarget(
+        repo_id=trainer.hub_model_id,
+        token=token if token is not None else args.hub_token,
+        commit_message=message,
+        revision=revision if revision is not None else args.hub_revision,
+    )
+
+
+def _card_arguments(trainer: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a model card as the Trainer completes them: its name, and the model's tags among its tags."""
+    arguments = {"model_name": trainer.hub_model_id.split("/")[-1], **asked}
+    if (own := getattr(trainer.model, "model_tags", None)) is not None:
+        tags = arguments.get("tags") or []
+        arguments["tags"] = list(dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *own]))
+    return arguments
+
+
+def _files_of(folder: Path, without: Sequence[str]) -> dict[str, Path]:
+    """The files of a folder by their names in it, without those that match a pattern."""
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: path for name, path in found.items() if not any(fnmatchcase(name, p) for p in without)}
+
+
+def _warn_of_failures(push: Any) -> None:
+    for job in push.jobs:
+        if (error := job.exception()) is not None:
+            warnings.warn(f"Training went on while an upload failed: {error}", stacklevel=2)

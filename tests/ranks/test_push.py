@@ -1,0 +1,262 @@
+"""Uploads from shards, for real by huggingface_hub to a small hub on this machine; what it got is downloaded again."""
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM
+
+from hf_fsdp_tools import from_pretrained, save_pretrained
+from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
+from tests._checkpoints import full_state, make_checkpoint
+from tests._dist import run_cases, run_ranks
+from tests._hub import FakeHub, fake_hub
+from tests._training import ShardedTrainer, arguments, make_rows
+from tests.ranks.test_hub import short_sleeps
+
+TOKEN = {"token": "secret"}
+
+
+def refusal(call: Callable[[], object], kind: type[FSDPToolsError] = CheckpointError) -> str:
+    """The message of the error that all ranks raise."""
+    with short_sleeps(), pytest.raises(kind) as caught:
+        call()
+    messages = all_ranks(str(caught.value))
+    assert len(set(messages)) == 1, messages
+    return messages[0]
+
+
+def assert_opens(name: str, model: torch.nn.Module, **how: Any) -> None:
+    """Plain transformers downloads the same model; one rank after the other, as the cache is shared."""
+    expected = full_state(model)
+    plain, info = AutoModelForCausalLM.from_pretrained(name, **TOKEN, output_loading_info=True, **how)
+    assert not any(info.values()), info
+    found = plain.state_dict()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+
+
+def a_save_is_uploaded(main: Path, out: Path) -> None:
+    """Its own files, in one commit, which takes what an earlier one left."""
+    model: Any = from_pretrained(main)
+    folder = out / "saved"
+    folder.mkdir(exist_ok=True)
+    (folder / "notes.txt").write_text("mine, and nobody else's")
+    save = partial(save_pretrained, model, folder, push_to_hub=True, repo_id="org/new", private=True, **TOKEN)
+    first = save(max_shard_size="60KB", commit_message="four files")
+    assert first.commit_url.endswith(first.commit_url[-40:]) and "/org/new/commit/" in str(first)
+    assert len(first.files) > 2 and set(first.others) >= {"config.json", "model.safetensors.index.json"}
+    assert_opens("org/new", model)
+    model.add_model_tags(["tiny"])
+    second = save(max_shard_size="100KB")
+    assert second.commit_url != first.commit_url and not set(first.files) & set(second.files)
+    assert_opens("org/new", model)
+    assert save_pretrained(model, folder).commit_url == ""
+    last = save(commit_message="one file", revision="small")
+    assert last.files == ("model.safetensors",)
+    assert_opens("org/new", model, revision="small")
+
+
+def a_model_uploads_itself(main: Path, out: Path) -> None:
+    model: Any = from_pretrained(main)
+    os.environ["HF_TOKEN"] = "secret"
+    with patch.dict(os.environ, {"TMPDIR": str(out)}):
+        url = model.push_to_hub("short", tags=["tiny", "llama"], commit_message="as in every tutorial")
+    assert "/me/short/commit/" in url
+    assert_opens("me/short", model)
+    model.save_pretrained(out / "named", push_to_hub=True, max_shard_size="100KB")
+    assert_opens("me/named", model)
+    assert not list(out.glob("push_to_hub-*"))
+
+
+def an_adapter_then_the_merged_model(main: Path, out: Path) -> None:
+    adapted: Any = from_pretrained(main, peft_config=lora())
+    adapted.push_to_hub("org/adapter", **TOKEN)
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(main), "org/adapter", **TOKEN)
+    tokens = torch.arange(24).reshape(2, 12)
+    expected = adapted(tokens).logits
+    assert torch.equal(plain(tokens).logits, expected)
+    merged = save_pretrained(
+        adapted, out / "merged", merge_adapters=True, push_to_hub=True, repo_id="org/adapter", **TOKEN
+    )
+    assert merged.commit_url
+    again = AutoModelForCausalLM.from_pretrained("org/adapter", **TOKEN)
+    assert torch.allclose(again(tokens).logits, expected, atol=1e-5), "and no adapter is put on it once more"
+
+
+REFUSED = {  # repository and token: what is said
+    "org/new, None": ("401", "Log in (`hf auth login`) or pass token=…"),
+    "org/new, read": ("403", "You have read access only", "Use a token that may write to 'org/new'"),
+    "org/full, secret": ("Private repository storage limit reached", "Make room in that account"),
+    "org/down, secret": ("503", "under maintenance", "is in trouble; wait. Then upload it: `hf upload org/down "),
+    "org/silent, secret": ("ReadTimeout", "does not answer; check the network"),
+}
+
+
+def what_the_hub_refuses_is_said_and_the_save_stays(main: Path, out: Path) -> None:
+    model: Any = from_pretrained(main)
+    for case, said in REFUSED.items():
+        name, token = case.split(", ")
+        folder = out / case
+        hub = {"push_to_hub": True, "repo_id": name, "token": False if token == "None" else token}
+        message = refusal(partial(save_pretrained, model, folder, **hub))
+        assert f"{str(folder)!r} is saved and complete, but its upload to {name!r} failed" in message
+        assert all(part in message for part in said), message
+        assert_opens(str(folder), model)
+    with patch.dict(os.environ, {"TMPDIR": str(out)}), patch("tempfile.tempdir", None):
+        message = refusal(partial(model.push_to_hub, "org/down", **TOKEN))
+    (kept,) = out.glob("push_to_hub-*")
+    assert f"hf upload org/down {kept}" in message
+    assert_opens(str(kept), model)
+
+
+def what_cannot_be_asked_for_is_refused_before_anything_is_saved(main: Path, out: Path) -> None:
+    model: Any = from_pretrained(main)
+    target = out / "refused"
+    for asked, said in (
+        ({"push_to_hub": True, "repo_id": "a/b/c"}, r"repo_id='a/b/c' is no name of a repository on the hub"),
+        ({"push_to_hub": True, "repo": "org/new"}, "no argument 'repo'. Those for an upload are push_to_hub and "),
+        ({"repo_id": "org/new"}, "repo_id mean nothing without an upload. Add push_to_hub=True"),
+        ({"push_to_hub": True, "repo_id": f"org/{dist.get_rank()}"}, 'repo_id is "org/0" on rank 0'),
+    ):
+        assert said in refusal(partial(save_pretrained, model, target, **asked), ConfigError)
+    assert not target.exists()
+
+
+def what_passes_is_tried_again(main: Path, out: Path) -> None:
+    model: Any = from_pretrained(main)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)  # the hub has the former values, and would not ask for them
+    for name in ("org/lost", "org/busy", "org/unanswered"):
+        with short_sleeps():
+            save_pretrained(model, out / name, push_to_hub=True, repo_id=name, **TOKEN, max_shard_size="100KB")
+        assert_opens(name, model)
+    with short_sleeps():  # it deletes the shards, and does so again
+        save_pretrained(model, out / name, push_to_hub=True, repo_id=name, **TOKEN)
+    assert_opens(name, model)
+
+
+# ---- the Trainer ----
+
+
+def trainer_of(model: Any, folder: Path, name: str, **settings: Any) -> ShardedTrainer:
+    usual = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    hub = {"push_to_hub": True, "hub_model_id": name, "hub_token": "secret", "hub_always_push": True}
+    args = arguments(folder, **{**usual, **hub, **settings})
+    return ShardedTrainer(model=model, args=args, train_dataset=make_rows(16))
+
+
+def a_trainer_uploads_complete_checkpoints_and_its_model(main: Path, out: Path) -> None:
+    trainer = trainer_of(from_pretrained(main), out / "trained", "org/trained", hub_strategy="checkpoint")
+    trainer.train()
+    trainer.model.add_model_tags("ours")
+    page = trainer.push_to_hub(tags="asked")
+    assert (page is None) == (dist.get_rank() > 0)
+    assert_opens("org/trained", trainer.model)
+    trainer.save_model()
+    adapted = from_pretrained(main, peft_config=lora())
+    trainer = trainer_of(adapted, out / "adapted", "org/adapted", hub_strategy="every_save", max_steps=2)
+    trainer.train()
+    trainer.push_to_hub()
+
+
+def a_trainer_says_what_it_could_not_upload(main: Path, out: Path) -> None:
+    model = from_pretrained(main)
+    said = refusal(lambda: trainer_of(model, out / "no", "org/no", hub_token="read"))
+    assert "'org/no' on the hub cannot be written to" in said and "403" in said and "Use a token that may write" in said
+    trainer = trainer_of(model, out / "kept", "org/down", save_total_limit=None)
+    with short_sleeps(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    told = [str(warning.message) for warning in caught if "an upload failed" in str(warning.message)]
+    assert (len(told) > 0) == (dist.get_rank() == 0)
+    assert all("checkpoint-" in text and "under maintenance" in text for text in told), told
+    assert f"{str(out / 'kept')!r} is saved and complete" in refusal(trainer.push_to_hub)
+    assert_opens(str(out / "kept"), model)
+    assert sorted(path.name for path in (out / "kept").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+
+
+CASES = (
+    a_trainer_uploads_complete_checkpoints_and_its_model,
+    a_trainer_says_what_it_could_not_upload,
+    a_save_is_uploaded,
+    a_model_uploads_itself,
+    an_adapter_then_the_merged_model,
+    what_the_hub_refuses_is_said_and_the_save_stays,
+    what_cannot_be_asked_for_is_refused_before_anything_is_saved,
+    what_passes_is_tried_again,
+)
+
+MOODS = {
+    "org/full": ("batch HTTP 403 Private repository storage limit reached", 99),
+    "org/down": ("preupload HTTP 503 under maintenance", 99),
+    "org/lost": ("put closes", 1),
+    "org/unanswered": ("commit unanswered", 2),
+    "org/busy": ("commit HTTP 504 gateway", 2),
+}
+
+
+def test_shards_are_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = make_checkpoint("llama", tmp_path / "main")
+    (main / "generation_config.json").write_text('{"max_new_tokens": 17}')
+    out = tmp_path / "out"
+    out.mkdir()
+    with fake_hub({}, MOODS, tmp_path / "hub") as server:
+        for name, value in hub_variables(server, tmp_path).items():
+            monkeypatch.setenv(name, value)
+        run_ranks(run_cases, 2, CASES, main, out, fresh=True, timeout_s=200)
+        assert_uploaded(server, out)
+
+
+def hub_variables(server: FakeHub, folder: Path) -> dict[str, str]:
+    """The environment of ranks that use the hub; what is uploaded goes by the protocol of git LFS."""
+    return {
+        "HF_ENDPOINT": server.url, "HF_HOME": str(folder / "home"), "HF_HUB_ETAG_TIMEOUT": "1",
+        "HF_HUB_DOWNLOAD_TIMEOUT": "1", "HF_HUB_DISABLE_XET": "1",
+    }  # fmt: skip
+
+
+def assert_uploaded(server: FakeHub, out: Path) -> None:
+    files = server.files("org/new", "small")
+    saved = {f.name: f.read_bytes() for f in (out / "saved").iterdir() if f.name != "notes.txt"}
+    assert {name: text for name, text in files.items() if name not in (".gitattributes", "README.md")} == saved
+    assert server.created["org/new"]["visibility"] == "private" and server.created["me/short"]["name"] == "short"
+    first, second, third = (commit for commit in server.commits if commit["name"] == "org/new")
+    assert [first["summary"], second["summary"], third["summary"]] == ["four files", "Upload model", "one file"]
+    weights = {name for kind, name in first["done"] if name.endswith(".safetensors")}
+    assert len(weights) == 4 and {name for kind, name in second["done"] if kind == "deletedFile"} == weights
+    assert {name for _, name in first["done"]} >= {"README.md", "config.json", "generation_config.json"}
+    card = server.files("me/short")["README.md"].decode()
+    assert "library_name: transformers" in card and "- tiny" in card and "- llama" in card and "base_model" not in card
+    assert "base_model:" in server.files("org/adapter")["README.md"].decode(), "PEFT's own card, which stays"
+    assert not [name for name in server.files("org/adapter") if name.startswith("adapter")]
+    assert server.requests["put", "org/lost", ""] == 3 and server.requests["commit", "org/busy", "main"] == 3
+    assert set(server.files("org/unanswered")) >= {"model.safetensors", "config.json"}
+    assert not any("-of-" in name or name.endswith(".index.json") for name in server.files("org/unanswered"))
+    assert not {"org/down", "org/full"} & {commit["name"] for commit in server.commits}
+    trained, local = server.files("org/trained"), out / "trained"
+    last = {f"last-checkpoint/{f.name}": f.read_bytes() for f in (local / "checkpoint-4").glob("*.*")}
+    assert last.items() <= trained.items() and "last-checkpoint/checkpoint_manifest.json" in last, "it was complete"
+    assert sum(name.startswith("last-checkpoint/optimizer_0/") for name in trained) == 3
+    steps = [commit["summary"] for commit in server.commits if commit["name"] == "org/trained"]
+    assert steps == [*(f"Training in progress, step {step}" for step in (2, 4)), "End of training", "Model save"]
+    assert all(part in trained["README.md"].decode() for part in ("- asked", "- ours"))
+    assert trained["model.safetensors"] == (local / "model.safetensors").read_bytes() and "training_args.bin" in trained
+    adapted = server.files("org/adapted")
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= set(adapted) and "model.safetensors" not in adapted
+    assert not any("optimizer" in name or "checkpoint" in name for name in adapted)
+    assert json.loads(server.files("me/named")["config.json"])["architectures"] == ["LlamaForCausalLM"]
