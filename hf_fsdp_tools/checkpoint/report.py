@@ -187,7 +187,13 @@ class SaveReport:
     """System calls of this rank that wrote data."""
 
     seconds: float
-    """Seconds from call to return on this rank, without an upload."""
+    """Seconds from the call until the checkpoint was there for everyone, on this rank."""
+
+    copied_bytes: int = 0
+    """Bytes of host memory that the copy took from which this rank wrote in the background; 0 for a blocking save."""
+
+    pause_seconds: float | None = None
+    """Seconds from call to return of a save in the background; None for a blocking one, which returns at its end."""
 
     others: tuple[str, ...] = ()
     """Names of the other files of the checkpoint: config, index, tokenizer, model code."""
@@ -202,10 +208,14 @@ class SaveReport:
     def __str__(self) -> str:
         rows = [
             ("saved to", self.folder),
-            ("files", f"{len(self.files)}, {show_bytes(self.total_bytes)}"),
+            ("files", f"{len(self.files) or 'being written'}, {show_bytes(self.total_bytes)}"),
             ("this rank", f"{show_bytes(self.bytes_written)} in {self.seconds:.2f} s"),
         ]
-        return _table([*rows, *([("uploaded", self.commit_url)] if self.commit_url else [])])
+        if self.pause_seconds is not None:
+            rows.append(("pause", f"{self.pause_seconds:.2f} s, for a copy of {show_bytes(self.copied_bytes)}"))
+        if self.commit_url:
+            rows.append(("uploaded", self.commit_url))
+        return _table(rows)
 
 
 class MemoryWatch:

@@ -1,14 +1,10 @@
 """A sharded model back into an ordinary Hugging Face checkpoint: every rank writes its own bytes to the same files."""
 
-import ctypes
-import errno
-import os
 import secrets
-import sys
 import time
-import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,22 +14,25 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
+from hf_fsdp_tools.checkpoint.background import in_background, wait_for_saves
 from hf_fsdp_tools.checkpoint.conversion import persistent_tensors, revert_group, saved_tensors
 from hf_fsdp_tools.checkpoint.draft import Draft
 from hf_fsdp_tools.checkpoint.durable import library_errors, storage_errors, sync
 from hf_fsdp_tools.checkpoint.gather import gather_to_first
 from hf_fsdp_tools.checkpoint.index import WEIGHTS_INDEX
-from hf_fsdp_tools.checkpoint.io.files import TransferStats, write_transfers
+from hf_fsdp_tools.checkpoint.io.copies import HostCopies, copied_transfers, free_kept_memory
+from hf_fsdp_tools.checkpoint.io.files import TransferStats, write_in_turn, write_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
-from hf_fsdp_tools.checkpoint.layout import Layout, Place, plan_layout
+from hf_fsdp_tools.checkpoint.layout import Layout, plan_layout
 from hf_fsdp_tools.checkpoint.merge_adapter import merged_model
+from hf_fsdp_tools.checkpoint.outgoing import Outgoing, plan_outgoing
 from hf_fsdp_tools.checkpoint.publish import publish_weights
 from hf_fsdp_tools.checkpoint.push import hub_target, push_saved
-from hf_fsdp_tools.checkpoint.regions import row_major_strides, slice_view
+from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.checkpoint.report import SaveReport
+from hf_fsdp_tools.checkpoint.reserve import check_visible, create_files
 from hf_fsdp_tools.checkpoint.save_adapter import save_adapter
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
-from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view, replica_of
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import original_classes
@@ -41,15 +40,7 @@ from hf_fsdp_tools.modeling.peft_view import is_adapted, is_wrapper
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.text import dtype_name
 
-__all__ = ["save_pretrained"]
-
-_MIN_RUN_BYTES = 2048
-"""Mean bytes of a run in the file below which a tensor is gathered instead: one system call per run costs more than
-sending the tensor to rank 0. (assumed)"""
-
-_MIN_PART_BYTES = 2**20
-"""Bytes that each replica of a shard must get to write for the replicas to share the shard; less is written by one of
-them. (assumed)"""
+__all__ = ["BegunSave", "begin_save", "save_pretrained"]
 
 
 def save_pretrained(
@@ -61,6 +52,7 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     staging_bytes: int = 64 * 2**20,
     merge_adapters: bool = False,
+    blocking: bool = True,
     push_to_hub: bool = False,
     **hub_arguments: Any,
 ) -> SaveReport:
@@ -92,9 +84,15 @@ def save_pretrained(
         merge_adapters: write the base of a PEFT model with the active adapters merged into it, equal to PEFT's
             `merge_and_unload` bit for bit; the model stays as it is. Adapted modules are gathered one at a time, and
             this rank holds their merged shards until they are written.
+        blocking: False returns as soon as each rank has copied what it writes into host memory of its own (in the dtype
+            of the file; pinned for an accelerator, and kept for the next such save), and a thread writes it while
+            training goes on. The files get the values of the moment of the call. `wait_for_saves()` waits; the next
+            save and load do so by themselves. An error of any rank is raised on all ranks before the same step of an
+            optimizer, or by the next such call. Adapters are small, and always written before the call returns.
         push_to_hub: upload the files of this save, once they are complete, as one commit that also deletes weights of
-            earlier saves from the repository. Rank 0 uploads, the others wait. A `README.md` in the folder is uploaded
-            too; where neither the folder nor the repository have one, it is huggingface_hub's template.
+            earlier saves from the repository. Rank 0 uploads, the others wait; without `blocking`, in the background. A
+            `README.md` in the folder is uploaded too; where neither the folder nor the repository have one, it is
+            huggingface_hub's template.
         hub_arguments: with `push_to_hub`, as transformers has them: `repo_id` (None: the name of the folder),
             `private`, `token`, `commit_message`, `commit_description`, `revision`, `create_pr`.
 
@@ -105,26 +103,63 @@ def save_pretrained(
             ranks, or are unknown.
         CheckpointError: the model is on meta; a tensor has a dtype that safetensors has no name for; the folder is a
             file, cannot be written or is not seen by all ranks; the disk is full; another job is saving there; config
-            or tokenizer cannot be saved. The same on every rank; what was saved there before is unchanged. Or the hub
-            refuses or cannot be reached, when the folder holds the new checkpoint.
+            or tokenizer cannot be saved; host memory does not hold the copy; an earlier save failed in the background.
+            The same on every rank; what was saved there before is unchanged. Or the hub refuses or cannot be reached,
+            when the folder holds the new checkpoint.
     """
-    start = time.perf_counter()
-    rank, _ = rank_and_size()
+    start_s = time.perf_counter()
+    same_on_all_ranks("saving the model", push_to_hub=push_to_hub, hub_arguments={**hub_arguments, "token": None})
+    target = hub_target(Path(folder), push_to_hub, hub_arguments)
+    begun = begin_save(
+        model,
+        folder,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        staging_bytes=staging_bytes,
+        merge_adapters=merge_adapters,
+        blocking=blocking,
+    )
+    if isinstance(begun, SaveReport):
+        return push_saved(model, begun, target)
+    if blocking:
+        report = replace(begun.finish(), seconds=round(time.perf_counter() - start_s, 4))
+        return push_saved(model, report, target)
+    return in_background(lambda: push_saved(model, begun.finish(), target), begun.report, start_s)
+
+
+def begin_save(
+    model: nn.Module,
+    folder: str | PathLike[str],
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    staging_bytes: int = 64 * 2**20,
+    merge_adapters: bool = False,
+    blocking: bool,
+) -> "BegunSave | SaveReport":
+    """Do of `save_pretrained` what needs the model or the process group; the report of an adapter, which is saved.
+
+    Without `blocking`, `finish` of the result writes from a copy, for any thread whose rounds all ranks use. Otherwise
+    it writes from the model.
+    """
     folder = Path(folder)
+    wait_for_saves()
     same_on_all_ranks(
         "saving the model",
         dtype=dtype,
         max_shard_size=max_shard_size,
         staging_bytes=staging_bytes,
         merge_adapters=merge_adapters,
-        push_to_hub=push_to_hub,
-        hub_arguments={**hub_arguments, "token": None},
+        blocking=blocking,
     )
-    target = hub_target(folder, push_to_hub, hub_arguments)
+    if blocking:
+        free_kept_memory()
     if merge_adapters:
         model = merged_model(model)
     elif is_adapted(model):
-        return push_saved(model, save_adapter(model, folder, tokenizer=tokenizer, dtype=dtype), target)
+        return save_adapter(model, folder, tokenizer=tokenizer, dtype=dtype)
     elif any(is_wrapper(module) for module in model.modules()):
         raise ConfigError(
             f"{type(model).__name__} has adapters without a PeftModel around it (model.add_adapter). Make it with "
@@ -135,49 +170,103 @@ def save_pretrained(
         _refuse_meta(model)
         _refuse_cast(model, dtype)
         layout = plan_layout(model, dtype, max_shard_size, draft.path)
-        transfers = _plan_transfers(model, layout)
-        scattered = {key for key, parts in transfers.items() if _is_scattered([transfer for transfer, _ in parts])}
-    # A tensor is gathered by all ranks or by none, so they must agree on which.
-    to_gather = sorted(
-        {key for key in layout.places if key not in transfers}.union(*all_ranks(scattered, "planning the checkpoint"))
-    )
+    outgoing = plan_outgoing(model, layout)
     try:
-        with agreed("preparing the save", folder):
-            if rank == 0:
-                draft.begin()
-                _stage_configs(model, draft, dtype, tokenizer)
-                _create_files(layout, folder)
-        with agreed("opening the folder", folder):
-            _check_visible(layout, folder)
-        stats = _write_all(model, layout, transfers, to_gather, folder, staging_bytes)
+        _prepare(model, draft, layout, dtype, tokenizer)
+        write: Callable[[], TransferStats] = partial(_write, model, layout, outgoing, staging_bytes)
+        copies = None
+        if not blocking:
+            write, copies = _copied(model, layout, outgoing, staging_bytes)
+    except BaseException:
+        draft.end()
+        raise
+    # Rank 0 writes to every file: headers, and what is gathered.
+    files = list(map(layout.path, layout.files)) if rank_and_size()[0] == 0 else [t.file for t in outgoing.in_place]
+    return BegunSave(
+        draft=draft,
+        layout=layout,
+        files=list(dict.fromkeys(files)),
+        gathered_bytes=_gathered_bytes(layout, outgoing),
+        num_parameters=_num_parameters(model),
+        write=write,
+        copies=copies,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BegunSave:
+    """A save of which writing and the switch are left."""
+
+    draft: Draft
+    layout: Layout
+
+    files: list[Path]
+    """To which this rank writes."""
+
+    gathered_bytes: int
+    num_parameters: int
+
+    write: Callable[[], TransferStats]
+    """Writes this rank's bytes. Every rank must call."""
+
+    copies: HostCopies | None
+    """From which they are written; None for the model itself."""
+
+    @property
+    def report(self) -> SaveReport:
+        """What is known before anything is written."""
+        return SaveReport(
+            folder=str(self.draft.folder),
+            files=(),
+            total_bytes=self.layout.num_bytes,
+            bytes_written=0,
+            gathered_bytes=self.gathered_bytes,
+            write_calls=0,
+            seconds=0.0,
+            copied_bytes=self._held_bytes(),
+        )
+
+    def finish(self) -> SaveReport:
+        """Write, and make what is written the checkpoint of the folder. Every rank must call; once."""
+        try:
+            stats = self.write()
+            files, others = self._publish(stats)
+        finally:
+            self.drop()
+        return replace(self.report, files=files, others=others, bytes_written=stats.num_bytes, write_calls=stats.calls)
+
+    def drop(self) -> None:
+        """Leave the folder as it was, unless the save is finished, and give the copies' memory back."""
+        self.draft.end()
+        if self.copies is not None:
+            self.copies.give_back()
+
+    def _held_bytes(self) -> int:
+        """Of host memory on this rank: copies, and on rank 0 what was gathered for them."""
+        if self.copies is None:
+            return 0
+        return self.copies.num_bytes + (self.gathered_bytes if rank_and_size()[0] == 0 else 0)
+
+    def _publish(self, stats: TransferStats) -> tuple[tuple[str, ...], ...]:
+        """Sync what this rank wrote, and let rank 0 switch; names of the weight files, and of the others."""
+        folder, layout = self.draft.folder, self.layout
+        with agreed("syncing the checkpoint", folder), storage_errors("save to", folder):
+            for file in self.files:
+                sync(file)
         written = sum(all_ranks(stats.num_bytes, "adding up what was written"))
         assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
         names: tuple[tuple[str, ...], ...] = ()
         with agreed("finishing the save", folder):
-            if rank == 0:
-                others = (*draft.names_beside(), *([WEIGHTS_INDEX] if len(layout.files) > 1 else []))
+            if rank_and_size()[0] == 0:
                 weight_map = {key: place.file for key, place in layout.places.items()}
-                sizes = {"total_parameters": _num_parameters(model), "total_size": layout.num_bytes}
-                names = publish_weights(draft, layout.files, weight_map, sizes), others
-                draft.end()  # before any rank goes on
-        files, others = all_ranks(names, "finishing the save")[0]
-    finally:
-        if rank == 0:
-            draft.end()
-    report = SaveReport(
-        folder=str(folder),
-        files=files,
-        total_bytes=layout.num_bytes,
-        bytes_written=stats.num_bytes,
-        gathered_bytes=sum(layout.places[key].num_bytes for key in to_gather),
-        write_calls=stats.calls,
-        seconds=round(time.perf_counter() - start, 4),
-        others=others,
-    )
-    return push_saved(model, report, target)
+                sizes = {"total_parameters": self.num_parameters, "total_size": layout.num_bytes}
+                others = (*self.draft.names_beside(), *([WEIGHTS_INDEX] if len(layout.files) > 1 else []))
+                names = publish_weights(self.draft, layout.files, weight_map, sizes), others
+                self.draft.end()  # before any rank goes on
+        return all_ranks(names, "finishing the save")[0]
 
 
-# ---- files ----
+# ---- before ----
 
 
 def _refuse_meta(model: nn.Module) -> None:
@@ -199,55 +288,16 @@ def _refuse_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
         )
 
 
-def _create_files(layout: Layout, folder: Path) -> None:
-    """Make every file with its header and its full length."""
-    try:
-        for file, size in layout.files.items():
-            with open(layout.path(file), "wb") as stream:
-                stream.write(layout.headers[file])
-                stream.flush()
-                _reserve(stream.fileno(), size)
-    except OSError as error:
-        raise CheckpointError(
-            f"Cannot save to {str(folder)!r}: {error}. {layout.num_bytes} bytes are to be written there; check "
-            "space and permissions, or give another folder."
-        ) from error
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    """Give a file its length; where the file system can, also its blocks, so that a full disk shows before any work."""
-    os.ftruncate(descriptor, size)
-    code = _fallocate(descriptor, size)
-    if code not in (0, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-        raise OSError(code, os.strerror(code))
-
-
-def _fallocate(descriptor: int, size: int) -> int:
-    """Reserve the blocks of a file by the system call `fallocate`; the number of its error, 0 without one.
-
-    `os.posix_fallocate` is not that call alone: on file systems without it (FUSE, NFS before 4.2, mounts of object
-    stores) the C library writes a byte into every block instead, 34 million writes for 140 GB.
-    """
-    if sys.platform != "linux" or not size:
-        return 0
-    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
-    while fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
-        if (code := ctypes.get_errno()) != errno.EINTR:
-            return code
-    return 0
-
-
-def _check_visible(layout: Layout, folder: Path) -> None:
-    """Refuse a folder in which this rank does not see the files that rank 0 made."""
-    for file, size in layout.files.items():
-        path = layout.path(file)
-        found = path.stat().st_size if path.exists() else None
-        if found != size:
-            raise CheckpointError(
-                f"{str(folder)!r} is not the same folder on this rank as on rank 0: {path.relative_to(folder)} is "
-                f"{'absent' if found is None else f'{found} bytes long'}, expected {size} bytes. Save to a file system "
-                "that all ranks share."
-            )
+def _prepare(model: nn.Module, draft: Draft, layout: Layout, dtype: torch.dtype | None, tokenizer: Any) -> None:
+    """Make the hidden folder on rank 0, with all that lies beside the weights, and files for them at full length."""
+    folder = draft.folder
+    with agreed("preparing the save", folder):
+        if rank_and_size()[0] == 0:
+            draft.begin()
+            _stage_configs(model, draft, dtype, tokenizer)
+            create_files(layout, folder)
+    with agreed("opening the folder", folder):
+        check_visible(layout, folder)
 
 
 def _num_parameters(model: nn.Module) -> int:
@@ -274,126 +324,51 @@ def _stage_configs(model: nn.Module, draft: Draft, dtype: torch.dtype | None, to
 # ---- bytes ----
 
 
-def _plan_transfers(model: nn.Module, layout: Layout) -> dict[str, list[tuple[Transfer, tuple[int, int]]]]:
-    """This rank's transfers by hub key, each with (index, number) of the replica that this rank holds.
-
-    Keys whose reverse conversion does more than move data are left out.
-    """
-    state = saved_tensors(model)
-    return {
-        key: list(_transfers(key, place, state, layout))
-        for key, place in layout.places.items()
-        if place.tensor.pieces is not None
-    }
-
-
-def _transfers(
-    key: str, place: Place, state: Mapping[str, torch.Tensor], layout: Layout
-) -> Iterator[tuple[Transfer, tuple[int, int]]]:
-    """Yield what this rank holds of one saved tensor: its boxes of each model tensor that the saved one is made of."""
-    strides = row_major_strides(place.tensor.shape)
-    for piece in place.tensor.pieces or ():
-        source = state[piece.source]
-        replica = replica_of(source)
-        if replica is None:
-            continue
-        local = local_tensor(source)
-        for box, local_start in local_boxes_of(source):
-            held = memory_view(local, local_start, box.length)
-            for part, view in slice_view(piece.view, source.shape, box):
-                start = [a + b for a, b in zip(piece.box.start, part.start, strict=True)]
-                first = sum(i * s for i, s in zip(start, strides, strict=True))
-                held = held.contiguous()  # a copy only where a rank holds several ranges of one dimension
-                transfer = Transfer(
-                    file=layout.path(place.file),
-                    start=place.offset + first * place.dtype.itemsize,
-                    dtype=place.dtype,
-                    strides=strides,
-                    memory=held.as_strided(view.length, view.strides, held.storage_offset() + view.offset),
-                )
-                yield transfer, replica
-
-
-def _part_of_replica(key: str, transfer: Transfer, replica: tuple[int, int]) -> Iterator[Transfer]:
-    """Yield the part of a transfer that this rank writes, if any; its replicas, which hold the same, write the rest.
-
-    A large transfer is cut along the dimension with the longest steps in the file, so that each replica writes about
-    one run of it. Small ones are dealt out by the tensor's name.
-    """
-    index, number = replica
-    longest = sorted(zip(transfer.strides, range(len(transfer.strides)), strict=True), reverse=True)
-    dim = next((d for _, d in longest if transfer.memory.shape[d] >= number), None)
-    if number == 1:
-        yield transfer
-    elif dim is None or transfer.num_bytes < number * _MIN_PART_BYTES:
-        if zlib.crc32(key.encode()) % number == index:
-            yield transfer
-    else:
-        size = transfer.memory.shape[dim]
-        first, stop = size * index // number, size * (index + 1) // number
-        yield replace(
-            transfer,
-            start=transfer.start + first * transfer.strides[dim] * transfer.dtype.itemsize,
-            memory=transfer.memory.narrow(dim, first, stop - first),
-        )
-
-
-def _write_all(
-    model: nn.Module,
-    layout: Layout,
-    transfers: Mapping[str, list[tuple[Transfer, tuple[int, int]]]],
-    to_gather: list[str],
-    folder: Path,
-    staging_bytes: int,
-) -> TransferStats:
-    """Write and sync this rank's bytes: in place first, then, on rank 0, what is gathered. Every rank must call."""
-    in_place = [
-        own
-        for key, held in transfers.items()
-        if key not in to_gather
-        for transfer, replica in held
-        for own in _part_of_replica(key, transfer, replica)
-    ]
-    with agreed("writing the checkpoint", folder):
-        stats = write_transfers(in_place, staging_bytes=staging_bytes)
-    for key in to_gather:
-        stats += _write_gathered(model, key, layout, staging_bytes)
-    with agreed("syncing the checkpoint", folder), storage_errors("save to", folder):
-        # Rank 0 has written to every file: headers, and what was gathered.
-        is_first = rank_and_size()[0] == 0
-        for file in map(layout.path, layout.files) if is_first else dict.fromkeys(t.file for t in in_place):
-            sync(file)
+def _write(model: nn.Module, layout: Layout, outgoing: Outgoing, staging_bytes: int) -> TransferStats:
+    """Write from the model: this rank's shards to their places first, then, on rank 0, what is gathered."""
+    with agreed("writing the checkpoint", layout.folder.parent):
+        stats = write_transfers(outgoing.in_place, staging_bytes=staging_bytes)
+    for key in outgoing.gathered:
+        transfers = _gathered(model, key, layout, staging_bytes)
+        with agreed(f"writing {key!r}"):
+            stats += write_transfers(transfers, staging_bytes=staging_bytes)
     return stats
 
 
-def _is_scattered(transfers: list[Transfer]) -> bool:
-    """Whether writing a tensor in place takes one system call for every few bytes; up to 64 calls do not matter."""
-    num_bytes = sum(t.memory.numel() for t in transfers) * transfers[0].dtype.itemsize if transfers else 0
-    runs = 0
-    for t in transfers:
-        run = 1
-        for n, stride in sorted(zip(t.memory.shape, t.strides, strict=True), key=lambda d: d[1]):
-            if stride == run:
-                run *= n
-        runs += t.memory.numel() // run
-    return runs > 64 and num_bytes < runs * _MIN_RUN_BYTES
+def _copied(
+    model: nn.Module, layout: Layout, outgoing: Outgoing, staging_bytes: int
+) -> tuple[Callable[[], TransferStats], HostCopies]:
+    """What writes from copies that hold the values of this moment, and the copies."""
+    is_first = rank_and_size()[0] == 0
+    gathered_bytes = _gathered_bytes(layout, outgoing) if is_first else 0
+    transfers, copies = copied_transfers(outgoing.in_place, beside_bytes=gathered_bytes)
+    try:
+        for key in outgoing.gathered:
+            transfers += _gathered(model, key, layout, staging_bytes)
+    except BaseException:
+        copies.give_back()
+        raise
+    return partial(_write_copies, transfers, layout.folder.parent), copies
 
 
-def _write_gathered(model: nn.Module, key: str, layout: Layout, staging_bytes: int) -> TransferStats:
-    """Gather the model tensors of one saved tensor on rank 0, which reverts their conversion and writes the result."""
+def _write_copies(transfers: list[Transfer], folder: Path) -> TransferStats:
+    with agreed("writing the checkpoint", folder):
+        return write_in_turn(transfers)
+
+
+def _gathered_bytes(layout: Layout, outgoing: Outgoing) -> int:
+    return sum(layout.places[key].num_bytes for key in outgoing.gathered)
+
+
+def _gathered(model: nn.Module, key: str, layout: Layout, staging_bytes: int) -> list[Transfer]:
+    """Gather the model tensors of one saved tensor on rank 0, which reverts their conversion: what it is to write."""
     place = layout.places[key]
     state = saved_tensors(model)
     whole = {n: gather_to_first(state[n], staging_bytes=staging_bytes) for n in sorted(place.tensor.sources)}
-    stats = TransferStats()
-    with agreed(f"writing {key!r}"):
-        if rank_and_size()[0] == 0:
-            result = revert_group(model, {name: t for name, t in whole.items() if t is not None})[key]
-            transfer = Transfer(
-                file=layout.path(place.file),
-                start=place.offset,
-                dtype=place.dtype,
-                strides=row_major_strides(result.shape),
-                memory=result,
-            )
-            stats = write_transfers([transfer], staging_bytes=staging_bytes)
-    return stats
+    with agreed(f"converting {key!r}"):
+        if rank_and_size()[0] != 0:
+            return []
+        result = revert_group(model, {name: t for name, t in whole.items() if t is not None})[key]
+        strides = row_major_strides(result.shape)
+        file = layout.path(place.file)
+        return [Transfer(file=file, start=place.offset, dtype=place.dtype, strides=strides, memory=result)]

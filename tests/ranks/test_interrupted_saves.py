@@ -261,7 +261,7 @@ def test_the_next_save_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     assert len(renamed) == 2 and len(list(left.glob("*.safetensors"))) == 2
     assert which(lambda: build_and_load(target), {"old": make_model("llama", seed=OLD)}, False) == "old"
     model, free = build_and_load(source), []
-    look = patch("hf_fsdp_tools.checkpoint.save._create_files", side_effect=lambda *_: free.append(left.exists()))
+    look = patch("hf_fsdp_tools.checkpoint.save.create_files", side_effect=lambda *_: free.append(left.exists()))
     with look, pytest.raises(CheckpointError):
         save_pretrained(model, target)
     assert free == [False], "its space is free before files are made"

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
-from hf_fsdp_tools.checkpoint import save
+from hf_fsdp_tools.checkpoint import outgoing, reserve
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.checkpoint.report import SaveReport
@@ -87,7 +87,7 @@ def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
     model = sharded_meta_model("mixtral", folders["mixtral"], mesh=mesh)
     load_weights(model, folders["mixtral"])
     reports = [save_pretrained(model, root / "hsdp", max_shard_size="60KB")]
-    with patch.object(save, "_MIN_PART_BYTES", 64):  # else all are so small that one replica writes them alone
+    with patch.object(outgoing, "_MIN_PART_BYTES", 64):  # else all are so small that one replica writes them alone
         reports.append(save_pretrained(model, root / "hsdp, cut", max_shard_size="60KB"))
     broken = patch.object(os, "pwritev", no_space) if dist.get_rank() == 3 else nullcontext()
     with broken, pytest.raises(CheckpointError, match=r"rank 3: .*cannot be written: .*No space left"):
@@ -224,20 +224,20 @@ def test_blocks_are_reserved_and_never_written_one_by_one(tmp_path: Path, monkey
     size = 2**20 + 1
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("posix_fallocate may write every block"))
     with open(tmp_path / "reserved", "wb") as stream:
-        can = save._fallocate(stream.fileno(), size) == 0
-        save._reserve(stream.fileno(), size)
-    with open(tmp_path / "bare", "wb") as stream, patch.object(save, "_fallocate", lambda *_: errno.EOPNOTSUPP):
-        save._reserve(stream.fileno(), size)
+        can = reserve._fallocate(stream.fileno(), size) == 0
+        reserve._reserve(stream.fileno(), size)
+    with open(tmp_path / "bare", "wb") as stream, patch.object(reserve, "_fallocate", lambda *_: errno.EOPNOTSUPP):
+        reserve._reserve(stream.fileno(), size)
     reserved, bare = ((tmp_path / name).stat() for name in ("reserved", "bare"))
     assert reserved.st_size == bare.st_size == size
     assert bare.st_blocks * 512 < size, "nothing was written"
     assert not can or reserved.st_blocks * 512 >= size
     with (
         open(tmp_path / "full", "wb") as stream,
-        patch.object(save, "_fallocate", lambda *_: errno.ENOSPC),
+        patch.object(reserve, "_fallocate", lambda *_: errno.ENOSPC),
         pytest.raises(OSError, match="No space left"),
     ):
-        save._reserve(stream.fileno(), size)
+        reserve._reserve(stream.fileno(), size)
 
 
 # ---- faults ----
@@ -250,7 +250,7 @@ def save_with_fault(folder: Path, target: Path, fault: str) -> str:
     if fault == "another folder":
         target = target / str(dist.get_rank())
         target.mkdir()
-    at_once = patch.object(save, "_fallocate", lambda *_: errno.ENOSPC)
+    at_once = patch.object(reserve, "_fallocate", lambda *_: errno.ENOSPC)
     broken = {("disk full at once", 0): at_once, ("disk full on one rank", 1): patch.object(os, "pwritev", no_space)}
     with (
         broken.get((fault, dist.get_rank()), nullcontext()),
