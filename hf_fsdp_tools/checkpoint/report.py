@@ -187,13 +187,14 @@ class SaveReport:
     """System calls of this rank that wrote data."""
 
     seconds: float
-    """Seconds from the call until the checkpoint was there for everyone, on this rank, without an upload."""
+    """Seconds from the call until the checkpoint was there for everyone, on this rank."""
 
     copied_bytes: int = 0
     """Bytes of host memory that the copy took from which this rank wrote in the background; 0 for a blocking save."""
 
     pause_seconds: float | None = None
     """Seconds from call to return of a save in the background; None for a blocking one, which returns at its end."""
+
     others: tuple[str, ...] = ()
     """Names of the other files of the checkpoint: config, index, tokenizer, model code."""
 
@@ -271,24 +272,23 @@ _DELAY_S = 1.0
 
 @contextmanager
 def loading_bar(
-    num_bytes: int, *, rank: int, world_size: int, progress: bool | None, doing: str = "Loading weights"
+    num_bytes: int, *, rank: int, world_size: int, progress: bool | None
 ) -> Iterator[Callable[[int], object]]:
     """Show a progress bar on rank 0, over the bytes of rank 0; all ranks read at the same time and are about as far.
 
     Args:
-        num_bytes: bytes that this rank will read or write.
+        num_bytes: bytes that this rank will read.
         rank: this rank.
         world_size: number of ranks, for the text.
         progress: None shows the bar on a terminal where transformers' and the hub's bars are on, True anywhere, False
             nowhere. Either way it appears after a second.
-        doing: the text beside the bar.
 
     Yields:
-        A function that takes the number of bytes moved since its last call; call it from one thread at a time.
+        A function that takes the number of bytes read since its last call; call it from one thread at a time.
     """
     unwanted = progress is False or rank != 0
     switched_off = not is_progress_bar_enabled() or are_progress_bars_disabled()
     disable = True if unwanted or (progress is None and switched_off) else (None if progress is None else False)
-    text = doing if world_size == 1 else f"{doing} (rank 0 of {world_size})"
+    text = "Loading weights" if world_size == 1 else f"Loading weights (rank 0 of {world_size})"
     with tqdm(total=num_bytes, desc=text, unit="B", unit_scale=True, delay=_DELAY_S, disable=disable) as bar:
         yield bar.update
