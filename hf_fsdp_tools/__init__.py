@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the table below
+    from hf_fsdp_tools.checkpoint.background import wait_for_saves as wait_for_saves
     from hf_fsdp_tools.checkpoint.index import CheckpointIndex as CheckpointIndex
     from hf_fsdp_tools.checkpoint.load import load_weights as load_weights
     from hf_fsdp_tools.checkpoint.opening import Checkpoint as Checkpoint
@@ -60,6 +61,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.sharding.shard import sharding_of as sharding_of
 
 _NAMES_OF = {
+    "checkpoint.background": ("wait_for_saves",),
     "checkpoint.index": ("CheckpointIndex",),
     "checkpoint.load": ("load_weights",),
     "checkpoint.opening": ("Checkpoint", "open_checkpoint"),
