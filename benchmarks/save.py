@@ -19,8 +19,8 @@ warm      into a folder that holds such a checkpoint already, on disk and in the
           a training on. Ours and the limit write new files beside it and then let them take its place; the other savers
           overwrite it, so that whoever opens it meanwhile, or after a crash, finds neither the old nor the new one
 limit     as many bytes as the rank's share, from memory that has been touched, by `pwrite` on as many threads as ours
-          has requests in flight, 8 MiB each, to one contiguous part of each of as many files of the same sizes, each
-          synced by every rank, then renamed; and the same without `fsync`
+          has requests in flight, 8 MiB each, to one contiguous part of each of as many files of the same sizes, whose
+          blocks are reserved, which every rank syncs, and which are renamed; and the same without `fsync`
 written   bytes that went through write calls
 above     highest resident memory minus what was resident before, so without the model itself; of the host
 result    the saved folder opened by plain `from_pretrained`, every tensor compared with the original by checksums; then
@@ -74,11 +74,11 @@ def run_cell(job: Job, tiny: Path, args: argparse.Namespace, cell: Figures, expe
         if name in failed:
             continue
         try:
-            make_ready(job, cell["cache"])
+            make_ready(job, SAVERS[name].folder, cell["cache"])
             remove(first.target)
             results[name].append(run_ranks(measure, cell["ranks"], name, job, first, timeout_s=900, device=args.device))
             if name not in said and expected and not name.startswith("limit"):
-                opened = job.target / results[name][0][0]["folder"]
+                opened = job.target / SAVERS[name].folder
                 said[name] = run_ranks(compare, 1, job, opened, expected, timeout_s=900)[0]
         except AssertionError as error:  # holds the failing ranks' tracebacks
             failed[name] = reason(str(error))
@@ -88,11 +88,11 @@ def run_cell(job: Job, tiny: Path, args: argparse.Namespace, cell: Figures, expe
     return {name: row_of(runs, failed.get(name, ""), said.get(name, "–")) for name, runs in results.items()}
 
 
-def make_ready(job: Job, cache: str) -> None:
+def make_ready(job: Job, within: str, cache: str) -> None:
     """Let the target be absent, or hold an earlier checkpoint, and the disk have nothing else to do."""
     remove(job.target)
     if cache == "warm":
-        shutil.copytree(job.load.folder, job.target)
+        shutil.copytree(job.load.folder, job.target / within)
     os.sync()
     set_cache(job.load.folder, "cold")
 

@@ -1,14 +1,13 @@
-"""What is saved where, and what a saver gives back."""
+"""What is saved where."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.loading.job import Job as Load
 
-__all__ = ["STORED", "Job", "Saved"]
+__all__ = ["STORED", "Job"]
 
 STORED = torch.bfloat16
 """Dtype of the files."""
@@ -31,14 +30,3 @@ class Job:
     def cast(self) -> torch.dtype | None:
         """What floating-point tensors are to be cast to; None if the model has that dtype."""
         return None if self.load.dtype == STORED else STORED
-
-
-@dataclass(kw_only=True)
-class Saved:
-    """What a saver left."""
-
-    folder: str = "."
-    """Of the checkpoint, within the target."""
-
-    notes: dict[str, Any] = field(default_factory=dict)
-    """Whatever is worth keeping."""

@@ -32,7 +32,7 @@ def measure(name: str, job: Job, tiny: Job) -> Figures:
     synchronize(device)
     before = begin(device)
     start = time.perf_counter()
-    saved = saver.save(made, job)
+    notes = saver.save(made, job) or {}
     dist.barrier()
     seconds = time.perf_counter() - start
     after = usage(device)  # before anything collects garbage
@@ -45,7 +45,7 @@ def measure(name: str, job: Job, tiny: Job) -> Figures:
     figures["above"] = after["VmHWM"] - before["VmRSS"]
     figures["above_device"] = after["device_peak"] - before["device"]
     figures["pinned"] = after["pinned_peak"]
-    return {"seconds": seconds, "on_disk": on_disk, "folder": saved.folder, "notes": saved.notes, **figures}
+    return {"seconds": seconds, "on_disk": on_disk, "notes": notes, **figures}
 
 
 def sync_all(folder: Path) -> None:

@@ -28,7 +28,7 @@ from benchmarks.loading.loaders import load_ours
 from benchmarks.measuring.rounds import LIMIT, OURS
 from hf_fsdp_tools.checkpoint.io.files import REQUESTS_IN_FLIGHT
 
-from .job import Job, Saved
+from .job import Job
 
 __all__ = ["ASYNC", "DCP", "FULL", "GATHERED", "MERGED", "PEERS", "SAVERS", "UNSYNCED", "Saver"]
 
@@ -50,11 +50,14 @@ class Saver:
     make: Callable[[Job], Any]
     """What is to be saved, on this rank."""
 
-    save: Callable[[Any, Job], Saved]
-    """Saves it; every rank calls."""
+    save: Callable[[Any, Job], dict[str, Any] | None]
+    """Saves it; every rank calls. What it gives is kept with the figures."""
 
     syncs: str
     """What it brings to disk before it returns."""
+
+    folder: str = "."
+    """Where the checkpoint is within the target."""
 
 
 def is_first() -> bool:
@@ -79,7 +82,7 @@ def own_share(job: Job) -> torch.Tensor:
     return torch.ones(sum(size for *_, size in parts_of_share(job)), dtype=torch.uint8)
 
 
-def save_limit(memory: torch.Tensor, job: Job, *, synced: bool) -> Saved:
+def save_limit(memory: torch.Tensor, job: Job, *, synced: bool) -> None:
     """The same bytes into new files of the same sizes, which then take the place of those that are there."""
     parts = parts_of_share(job)
     names = sorted({name for name, *_ in parts})
@@ -88,7 +91,7 @@ def save_limit(memory: torch.Tensor, job: Job, *, synced: bool) -> Saved:
         draft.mkdir(parents=True)
         for name in names:
             with open(draft / name, "wb") as stream:
-                stream.truncate((job.load.folder / name).stat().st_size)
+                os.posix_fallocate(stream.fileno(), 0, (job.load.folder / name).stat().st_size)
     dist.barrier()
     files = {name: os.open(draft / name, os.O_WRONLY) for name in names}
 
@@ -103,10 +106,9 @@ def save_limit(memory: torch.Tensor, job: Job, *, synced: bool) -> Saved:
         os.close(file)
     dist.barrier()
     if is_first():
-        for name in names:
-            os.replace(draft / name, job.target / name)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda name: os.replace(draft / name, job.target / name), names))
         draft.rmdir()
-    return Saved()
 
 
 # ---- savers ----
@@ -118,12 +120,12 @@ def our_model(job: Job) -> nn.Module:
     return model
 
 
-def save_ours(model: nn.Module, job: Job) -> Saved:
+def save_ours(model: nn.Module, job: Job) -> dict[str, Any]:
     report = hf_fsdp_tools.save_pretrained(model, job.target, dtype=job.cast, max_shard_size=job.file_bytes)
-    return Saved(notes={"gathered": report.gathered_bytes, "calls": report.write_calls})
+    return {"gathered": report.gathered_bytes, "calls": report.write_calls}
 
 
-def save_full(model: nn.Module, job: Job) -> Saved:
+def save_full(model: nn.Module, job: Job) -> None:
     """As Accelerate's guide to FSDP saves: the whole model on rank 0, which writes it."""
     accelerator = SimpleNamespace(distributed_type="FSDP", is_fsdp2=True)  # an Accelerator drops FSDP on CPUs
     state = Accelerator.get_state_dict(accelerator, model)
@@ -132,10 +134,9 @@ def save_full(model: nn.Module, job: Job) -> Saved:
     PreTrainedModel.save_pretrained(
         model, job.target, is_main_process=is_first(), state_dict=state, max_shard_size=job.file_bytes
     )
-    return Saved()
 
 
-def save_merged(model: nn.Module, job: Job) -> Saved:
+def save_merged(model: nn.Module, job: Job) -> None:
     """Accelerate's sharded save, and `accelerate merge-weights` after it, without the time that a command needs to
     start. It casts nothing."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
@@ -144,7 +145,6 @@ def save_merged(model: nn.Module, job: Job) -> Saved:
     dist.barrier()
     merge_fsdp_weights(str(job.target / "state" / "pytorch_model_fsdp_0"), str(job.target))
     save_configs(model, job.target)
-    return Saved()
 
 
 def save_configs(model: Any, folder: Path) -> None:
@@ -166,13 +166,12 @@ def native_model(job: Job) -> nn.Module:
     return model
 
 
-def save_gathered(model: Any, job: Job) -> Saved:
+def save_gathered(model: Any, job: Job) -> None:
     """transformers' own way to a checkpoint: it gathers the model on rank 0. It casts nothing."""
     model.save_pretrained(job.target, is_main_process=is_first(), max_shard_size=job.file_bytes)
-    return Saved()
 
 
-def save_distributed(model: Any, job: Job) -> Saved:
+def save_distributed(model: Any, job: Job) -> None:
     """transformers' distributed checkpoint, consolidated by its own function. It casts nothing."""
     config = model.config.distributed_config if dist.get_world_size() > 1 else None
     model.save_pretrained(job.target, distributed_checkpoint=True)
@@ -181,10 +180,9 @@ def save_distributed(model: Any, job: Job) -> Saved:
         model.config.distributed_config = None
         save_configs(model, job.target / "consolidated")
         model.config.distributed_config = config
-    return Saved(folder="consolidated")
 
 
-def save_dcp(model: nn.Module, job: Job, *, everywhere: bool) -> Saved:
+def save_dcp(model: nn.Module, job: Job, *, everywhere: bool) -> None:
     """torch's writer of safetensors: each rank its shards, then rank 0, or every rank its files, writes them again."""
     once = {id(tensor): key for key, tensor in reversed(model.state_dict(keep_vars=True).items())}
     state = {key: tensor.detach() for key, tensor in model.state_dict().items() if key in once.values()}
@@ -204,7 +202,6 @@ def save_dcp(model: nn.Module, job: Job, *, everywhere: bool) -> Saved:
         options |= {"enable_consolidation": True, "thread_count_consolidation": _THREADS}
         dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(job.target), **options))
     save_configs(model, job.target)
-    return Saved()
 
 
 def file_of_each(state: dict[str, torch.Tensor], file_bytes: int) -> dict[str, int]:
@@ -224,7 +221,7 @@ PEERS: dict[str, Saver] = {
     MERGED: Saver(make=our_model, save=save_merged, syncs="its shards only"),
     GATHERED: Saver(make=native_model, save=save_gathered, syncs="nothing"),
     "transformers distributed_checkpoint, consolidated": Saver(
-        make=native_model, save=save_distributed, syncs="its shards only"
+        make=native_model, save=save_distributed, syncs="its shards only", folder="consolidated"
     ),
     DCP: Saver(make=our_model, save=partial(save_dcp, everywhere=False), syncs="its shards only"),
     "torch DCP, consolidated on every rank": Saver(

@@ -24,7 +24,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -166,8 +167,7 @@ def publish_weights(
         if names_weights:
             os.replace(draft.beside / CONFIG, folder / CONFIG)
     kept = {*names.values(), last}
-    outdated = {*former, *unseen.values()} - kept
-    _remove_former(folder, sorted(outdated, key=lambda name: (name != WEIGHTS_INDEX, name)))
+    _remove_former(folder, {*former, *unseen.values()} - kept)
     return tuple(names.values())
 
 
@@ -187,12 +187,17 @@ def _stage_bridge(draft: Draft, last: str) -> bool:
     return (draft.folder / CONFIG).is_file()
 
 
-def _remove_former(folder: Path, names: Iterable[str]) -> None:
-    """Remove weight files to which nothing leads any more; warn if that fails, for the save has succeeded."""
+def _remove_former(folder: Path, names: Collection[str]) -> None:
+    """Remove weight files to which nothing leads any more; warn if that fails, for the save has succeeded.
+
+    Side by side: freeing the pages and blocks of a large file takes the system a while, in which the others would wait.
+    """
     try:
         sync(folder)
-        for name in names:
-            (folder / name).unlink(missing_ok=True)
+        if WEIGHTS_INDEX in names:
+            (folder / WEIGHTS_INDEX).unlink(missing_ok=True)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda name: (folder / name).unlink(missing_ok=True), names))
     except OSError as error:
         warnings.warn(
             f"{str(folder)!r} is saved, but weight files of an earlier save cannot be removed: {error}. They are not "
