@@ -19,14 +19,13 @@ STEP = 512  # unit vectors that a layer takes at a time
 
 def plain_linear(layer: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Linear:
     """The linear layer that computes what a quantised one does."""
-    size, out = layer.in_features, layer.out_features
-    has_bias = getattr(layer, "bias", None) is not None
-    offset = layer(torch.zeros(1, size, dtype=dtype, device=device)) if has_bias else 0
-    plain = nn.Linear(size, out, bias=has_bias, dtype=dtype, device=device)
-    units = torch.eye(size, dtype=dtype, device=device).split(STEP)
-    plain.weight.copy_(torch.cat([layer(part) - offset for part in units]).T)
-    if has_bias:
-        plain.bias.copy_(offset[0])
+    bias = getattr(layer, "bias", None)
+    plain = nn.Linear(layer.in_features, layer.out_features, bias=bias is not None, dtype=dtype, device=device)
+    if bias is not None:
+        plain.bias.copy_(bias)
+        bias.zero_()
+    units = torch.eye(layer.in_features, dtype=dtype, device=device).split(STEP)
+    plain.weight.copy_(torch.cat([layer(part) for part in units]).T)
     return plain
 
 
