@@ -17,6 +17,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, same_on_all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.arguments import as_dtype, sort_arguments
+from hf_fsdp_tools.modeling.linear4bit import has_4bit_layers
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
@@ -245,9 +246,8 @@ def _chosen_dtype(
     """The dtype asked for, else float32 for masters of a lower precision and the checkpoint's where none are needed."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    quantization = model_kwargs.get("quantization_config") or getattr(checkpoint.config, "quantization_config", None)
     is_lower = mp_policy is not None and mp_policy.param_dtype is not None
-    if dtype is None and is_lower and not is_frozen and quantization is None:
+    if dtype is None and is_lower and not is_frozen and not has_4bit_layers(checkpoint.config, model_kwargs):
         return torch.float32
     return config_dtype(checkpoint.config) or checkpoint.index.dtype
 

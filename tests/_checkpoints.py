@@ -5,14 +5,17 @@ uneven and also empty shards. Each is split into several files, with an index.
 """
 
 import json
+import math
+import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -22,11 +25,14 @@ from hf_fsdp_tools.modeling.meta import build_meta_model
 
 __all__ = [
     "KINDS",
+    "QUANTIZED",
     "assert_same_model",
+    "dequantized_by_transformers",
     "full",
     "full_state",
     "make_checkpoint",
     "make_model",
+    "make_quantized",
     "pickled_copy",
     "plain_model",
     "randomize",
@@ -244,6 +250,169 @@ def pickled_copy(folder: Path, target: Path, *, files: int, transpose: bool = Fa
         weight_map |= dict.fromkeys(part, name)
     (target / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return target
+
+
+# ---- quantised checkpoints ----
+
+_EVEN = _SIZES | {"intermediate_size": 80}
+Tensors = dict[str, torch.Tensor]
+
+
+def _in_blocks(weight: torch.Tensor, block: tuple[int, int], most: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight divided by a scale for each block, as float32 of the block grid; and the scales."""
+    rows, columns = weight.shape
+    high, wide = math.gcd(rows, block[0]), math.gcd(columns, block[1])
+    grid = weight.float().view(rows // high, high, columns // wide, wide)
+    scales = grid.abs().amax((1, 3)) / most
+    return grid / scales[:, None, :, None], scales
+
+
+def _fp8(key: str, weight: torch.Tensor, block: tuple[int, int] = (8, 16)) -> Tensors:
+    """Values of 8 bits with a float32 scale for each block."""
+    values, scales = _in_blocks(weight, block, 448)
+    return {key: values.view(weight.shape).to(torch.float8_e4m3fn), f"{key}_scale_inv": scales}
+
+
+def _fp8_and_exponents(key: str, weight: torch.Tensor) -> Tensors:
+    """Experts of 4 bits, two to a byte, in blocks of 16; other weights of 8 bits. Scales are exponents, of both
+    dtypes."""
+    is_expert = ".experts." in key
+    values, scales = _in_blocks(weight, (1, 16) if is_expert else (8, 16), 6 if is_expert else 448)
+    exponents = scales.log2().ceil()
+    values = (values * (scales / exponents.exp2())[:, None, :, None]).view(weight.shape)
+    stored = (exponents + 127).to(torch.uint8)
+    scale = f"{key.removesuffix('weight')}scale" if is_expert else f"{key}_scale_inv"
+    if not is_expert:
+        return {key: values.to(torch.float8_e4m3fn), scale: stored}
+    return {key: _two_to_a_byte(values).view(torch.int8), scale: stored.view(torch.float8_e8m0fnu)}
+
+
+def _two_to_a_byte(values: torch.Tensor) -> torch.Tensor:
+    """The nearest 4-bit floats (e2m1) of values up to 6, the first of each pair in the low bits."""
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    codes = (values.abs().unsqueeze(-1) - table).abs().argmin(-1) + 8 * (values < 0)
+    return (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+
+
+def _mxfp4(key: str, weight: torch.Tensor) -> Tensors:
+    """Experts as gpt-oss stores them: transposed, in blocks of 32."""
+    weight = weight.transpose(1, 2)
+    values, scales = _in_blocks(weight.flatten(0, 1), (1, 32), 6)
+    exponents = scales.log2().ceil()
+    codes = _two_to_a_byte((values * (scales / exponents.exp2())[:, None, :, None]).view(*weight.shape[:2], -1, 32))
+    return {f"{key}_blocks": codes, f"{key}_scales": (exponents + 127).to(torch.uint8).view(codes.shape[:3])}
+
+
+def _per_channel(key: str, weight: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensors:
+    """8 bits with a scale per row, as compressed-tensors stores them; and a scale of activations."""
+    scales = (weight.float().abs().amax(1, keepdim=True) / 448).to(dtype)
+    values = (weight.float() / scales.float()).to(torch.float8_e4m3fn)
+    module = key.removesuffix("weight")
+    return {key: values, f"{key}_scale": scales, f"{module}input_scale": torch.ones(1)}
+
+
+def _per_tensor(key: str, weight: torch.Tensor) -> Tensors:
+    """8 bits with one scale for all."""
+    scale = (weight.float().abs().max() / 448).view(1)
+    values = (weight.float() / scale).to(torch.float8_e4m3fn)
+    return {key: values, f"{key}_scale": scale, key.replace("proj.weight", "proj.k_scale"): torch.ones(1)}
+
+
+def _gpt_oss() -> PreTrainedModel:
+    sizes = _EVEN | {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5, "num_experts_per_tok": 2}
+    config = hf.GptOssConfig(**sizes, head_dim=16, layer_types=["sliding_attention", "full_attention"])
+    return hf.GptOssForCausalLM(config)
+
+
+def _qwen3() -> PreTrainedModel:
+    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**_EVEN, head_dim=12, tie_word_embeddings=True))
+
+
+def _qwen3_of_whole_blocks() -> PreTrainedModel:
+    sizes = _EVEN | {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1, "num_key_value_heads": 4}
+    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**sizes, head_dim=96))
+
+
+def _deepseek_of_even_sizes() -> PreTrainedModel:
+    config = _deepseek_v3().config
+    config.moe_intermediate_size, config.intermediate_size = 32, 80
+    return hf.DeepseekV3ForCausalLM(config)
+
+
+def _even_llama() -> PreTrainedModel:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**_EVEN, tie_word_embeddings=False))
+
+
+def _even_mixtral() -> PreTrainedModel:
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**_EVEN, num_local_experts=4, num_experts_per_tok=2))
+
+
+_FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+
+
+def _compressed(strategy: str) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": weights | {"strategy": "tensor"}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+
+
+QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.Tensor], Tensors], dict[str, Any]]] = {
+    "fp8": (_qwen3, _fp8, _FP8_CONFIG | {"weight_block_size": [8, 16]}),
+    "fp8 of 128 x 128": (
+        _qwen3_of_whole_blocks,
+        partial(_fp8, block=(128, 128)),
+        _FP8_CONFIG | {"weight_block_size": [128, 128]},
+    ),
+    "fp8 and fp4 experts": (_deepseek_of_even_sizes, _fp8_and_exponents, _FP8_CONFIG | {"scale_fmt": "ue8m0"}),
+    "fp8 experts": (_even_mixtral, _fp8, _FP8_CONFIG | {"weight_block_size": [8, 16]}),
+    "mxfp4": (_gpt_oss, _mxfp4, {"quant_method": "mxfp4"}),
+    "compressed per channel": (_even_llama, _per_channel, _compressed("channel")),
+    "compressed per tensor": (_even_llama, _per_tensor, _compressed("tensor")),
+    "compressed experts": (_even_mixtral, _per_channel, _compressed("channel")),
+}
+"""Model, how a weight is stored, and quantization_config. All linear layers but the head are quantised, or the experts
+alone (mxfp4)."""
+
+
+def make_quantized(kind: str, folder: Path) -> Path:
+    """Write the quantised checkpoint of that kind, in bf16 where it is not quantised; several files and an index."""
+    make, store, config = QUANTIZED[kind]
+    randomize(make().to(torch.bfloat16)).save_pretrained(folder, max_shard_size="60KB")
+    names = (
+        r"experts\.(gate_up|down)_proj$"
+        if kind == "mxfp4"
+        else r"(proj|proj_with_mqa|[qk]v?_[ab]_proj|w[123])\.weight$"
+    )
+    weight_map = {}
+    for file in folder.glob("*.safetensors"):
+        tensors: Tensors = {}
+        for key, tensor in load_file(file).items():
+            tensors |= store(key, tensor) if re.search(names, key) else {key: tensor}
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file.name)
+    if len(list(folder.glob("*.safetensors"))) > 1:
+        text = json.dumps({"metadata": {}, "weight_map": weight_map})
+        (folder / "model.safetensors.index.json").write_text(text)
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | {"quantization_config": config}))
+    return folder
+
+
+def dequantized_by_transformers(kind: str, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """What transformers makes of it with `dequantize=True`, on the CPU.
+
+    It leaves tensors that are stored plain in their stored dtype, whatever dtype was asked for (5.23).
+    """
+    method = QUANTIZED[kind][2]["quant_method"]
+    asked = {"fp8": hf.FineGrainedFP8Config, "mxfp4": hf.Mxfp4Config, "compressed-tensors": hf.CompressedTensorsConfig}
+    config = asked[method](dequantize=True)
+    return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config, device_map="cpu")
 
 
 # ---- sharded models ----

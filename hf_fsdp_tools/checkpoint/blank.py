@@ -22,6 +22,7 @@ from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.modeling.peft_view import base_of
+from hf_fsdp_tools.modeling.quantization import forget_quantization
 from hf_fsdp_tools.sharding.adapter_files import read_adapter_config
 from hf_fsdp_tools.sharding.adapters import load_adapter
 from hf_fsdp_tools.text import listed, listed_lines
@@ -98,6 +99,7 @@ def blank_model(checkpoint: Checkpoint, *, auto_class: Any, trust_remote_code: b
         if len(dtypes) == 1 and dtype is not None and dtype.is_floating_point and tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype if dtype.itemsize > 1 else None)
     set_conversions(model, match.load_map)
+    forget_quantization(model)
     return Blank(model=model, match=match)
 
 

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, StoredTensor
+from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, Stored
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
@@ -47,8 +47,6 @@ __all__ = [
     "set_conversions",
 ]
 
-
-Stored = StoredTensor | ChunkedTensor
 
 NAME_BLIND = (Concatenate, MergeModulelist)
 """Operations whose result depends on tensors and patterns only, not on names, layer or model
@@ -201,7 +199,7 @@ def _signature(group: ConversionGroup, stored: Mapping[str, Stored], dtype: torc
     inputs: list[Hashable] = []
     for key, pattern in group.members:
         tensor = stored[key]
-        if not isinstance(tensor, StoredTensor):
+        if isinstance(tensor, ChunkedTensor):
             return None
         inputs.append((tensor.shape, tensor.strides, pattern))
     return id(group.transform), dtype, tuple(inputs)

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.accelerator import SideStream, side_stream_for
 from hf_fsdp_tools.checkpoint.conversion import ConversionGroup, convert_group, persistent_tensors
 from hf_fsdp_tools.checkpoint.io.files import Reader, TransferStats
-from hf_fsdp_tools.checkpoint.io.transfer import Transfer, transfers_into
+from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.checkpoint.match import Match
+from hf_fsdp_tools.checkpoint.quantized.dequantize import Place, QuantizedPart, dequantize, read_into, reads_of
 from hf_fsdp_tools.checkpoint.quantized.pack import quantize_weights
 from hf_fsdp_tools.checkpoint.quantized.share import PackedShare, compute_device, share_of_packed
 from hf_fsdp_tools.checkpoint.report import loading_bar
@@ -37,7 +38,7 @@ class Filled:
     """Reads of whole stored tensors, for conversions that compute."""
 
     share_bytes: int
-    """Bytes of this rank's shards in stored dtypes."""
+    """Bytes of this rank's shards as they are stored; of quantised tensors, with their part of the scales."""
 
     replicated_bytes: int
     """The part of `share_bytes` that every rank holds."""
@@ -53,6 +54,9 @@ class _Share:
     transfers: tuple[Transfer, ...]
     """Reads straight into shards."""
 
+    quantized: tuple[QuantizedPart, ...]
+    """Values to dequantise into shards."""
+
     opaque: tuple[ConversionGroup, ...]
     """Conversions that compute, and so need whole tensors."""
 
@@ -60,7 +64,7 @@ class _Share:
     """Keys of tensors that the first replica broadcasts; equal on all ranks of a replica group."""
 
     read_bytes: int
-    """Bytes to read for `transfers` and `opaque`, gaps left out."""
+    """Bytes to read for `transfers`, `quantized` and `opaque`, gaps left out."""
 
     num_bytes: int
     """Bytes of the shards in stored dtypes."""
@@ -115,7 +119,8 @@ def fill_shards(
         stack.enter_context(reader)
         with agreed(doing):
             stats = reader.read(share.transfers)
-            converted = _convert_whole(model, match, share.opaque, reader)
+            stats += dequantize(share.quantized, reader, staging_bytes=staging_bytes)
+            converted = _convert_whole(model, match, share.opaque, reader, staging_bytes)
         stats += quantize_weights(packed, match.index, reader, doing=doing, staging_bytes=staging_bytes)
     _receive(persistent_tensors(model), share.received)
     return Filled(
@@ -137,14 +142,14 @@ def _side_stream_of(model: nn.Module, packed: PackedShare) -> SideStream | None:
 def _share_of(model: nn.Module, match: Match) -> _Share:
     """Plan what this rank reads: for each loaded tensor, the transfers into the memory of its local boxes."""
     state, index = persistent_tensors(model), match.index  # allocation made new tensors
-    transfers: list[Transfer] = []
+    places: list[Place] = []
     opaque: dict[str, ConversionGroup] = {}
     received: list[str] = []
     num_bytes = replicated_bytes = 0
     for key, tensor in match.loaded.items():
         local, boxes = local_tensor(state[key]), local_boxes_of(state[key])
-        stored_size = index.source_dtype(min(tensor.sources)).itemsize if tensor.sources else 0
-        size = sum(box.numel for box, _ in boxes) * stored_size
+        stored_size = index.stored_bytes(min(tensor.sources)) if tensor.sources else 0
+        size = round(sum(box.numel for box, _ in boxes) * stored_size)
         num_bytes += size
         replicated_bytes += 0 if is_sharded(state[key]) else size
         axes = replicated_axes(state[key])
@@ -155,15 +160,16 @@ def _share_of(model: nn.Module, match: Match) -> _Share:
         if tensor.pieces is None:
             opaque[match.load_map.groups[key].target] = match.load_map.groups[key]
             continue
-        for box, start in boxes:
-            transfers += transfers_into(memory_view(local, start, box.length), tensor, box, index.source)
+        places += [(memory_view(local, start, box.length), tensor, box) for box, start in boxes]
+    transfers, quantized = reads_of(places, index)
     opaque_bytes = sum(index.tensors[key].num_bytes for group in opaque.values() for key, _ in group.members)
     distinct = {id(t): local_tensor(t) for t in state.values()}.values()
     return _Share(
         transfers=tuple(transfers),
+        quantized=tuple(quantized),
         opaque=tuple(opaque.values()),
         received=tuple(received),
-        read_bytes=sum(transfer.num_bytes for transfer in transfers) + opaque_bytes,
+        read_bytes=sum(t.num_bytes for t in transfers) + sum(part.num_bytes for part in quantized) + opaque_bytes,
         num_bytes=num_bytes,
         replicated_bytes=replicated_bytes,
         host_bytes=sum(t.numel() * t.element_size() for t in distinct if t.device.type == "cpu"),
@@ -175,6 +181,7 @@ def _convert_whole(
     match: Match,
     opaque: Iterable[ConversionGroup],
     reader: Reader,
+    staging_bytes: int,
 ) -> TransferStats:
     """Run conversions that compute, one at a time: read whole tensors, convert them, keep this rank's shards."""
     state, index = persistent_tensors(model), match.index
@@ -183,14 +190,11 @@ def _convert_whole(
         # transformers casts what it reads to the dtype of the model before it converts
         dtype = state[group.target].dtype
         whole = {key: torch.empty(index.tensors[key].shape, dtype=dtype) for key, _ in group.members}
-        transfers = (
-            transfer
+        places = [
+            (memory, PieceTensor.stored(index.tensors[key], dtype), Box.whole(memory.shape))
             for key, memory in whole.items()
-            for transfer in transfers_into(
-                memory, PieceTensor.stored(index.tensors[key], dtype), Box.whole(memory.shape), index.source
-            )
-        )
-        stats += reader.read(transfers)
+        ]
+        stats += read_into(places, index, reader, staging_bytes=staging_bytes)
         for key, result in convert_group(model, group, whole).items():
             if key not in match.loaded or match.loaded[key].pieces is not None:
                 continue

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, StoredTensor
+from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, QuantizedTensor, Stored
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.io.files import REQUESTS_IN_FLIGHT
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, by_rank, rank_and_size
@@ -143,10 +143,11 @@ def _read_samples(file: Path, starts: set[int]) -> list[bytes]:
         return [os.pread(opened.fileno(), _SAMPLE_BYTES, start) for start in sorted({*starts, last})]
 
 
-def _ranges(tensor: StoredTensor | ChunkedTensor) -> list[tuple[Path, int, int]]:
+def _ranges(tensor: Stored) -> list[tuple[Path, int, int]]:
     """File, position and length of each stored part of a tensor."""
     if isinstance(tensor, ChunkedTensor):
         return [(chunk.file, chunk.offset, chunk.length) for chunk in tensor.chunks]
+    assert not isinstance(tensor, QuantizedTensor), "it is made of tensors of the files when these are matched"
     return [(tensor.file, tensor.offset, tensor.num_bytes)]
 
 

@@ -1,5 +1,6 @@
 """Which file of a checkpoint holds which tensor, with dtype, shape and byte range: headers are read, data is not."""
 
+import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -15,7 +16,14 @@ import torch
 from hf_fsdp_tools.checkpoint.formats.dcp import METADATA, find_dcp_folder, model_part, parse_dcp
 from hf_fsdp_tools.checkpoint.formats.pickled import locate_chunk, parse_pickled
 from hf_fsdp_tools.checkpoint.formats.safetensors import MAX_HEADER_BYTES, parse_header, parse_json
-from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, StoredTensor, TensorChunk, leaves_folder
+from hf_fsdp_tools.checkpoint.formats.stored import (
+    ChunkedTensor,
+    QuantizedTensor,
+    Stored,
+    StoredTensor,
+    TensorChunk,
+    leaves_folder,
+)
 from hf_fsdp_tools.checkpoint.unfinished import named_in_config, refuse_incomplete, stamps
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
@@ -42,7 +50,7 @@ class CheckpointIndex:
     name: str
     """The folder, file or hub name that was opened, for messages."""
 
-    tensors: Mapping[str, StoredTensor | ChunkedTensor]
+    tensors: Mapping[str, Stored]
     """Every tensor of every file, by its stored key."""
 
     header_bytes: int
@@ -85,12 +93,19 @@ class CheckpointIndex:
         """The stored dtype of a source: a tensor or a chunk of a tensor, by the name that pieces have for it."""
         return self._chunks[source][1] if source in self._chunks else self.tensors[source].dtype
 
+    def stored_bytes(self, source: str) -> float:
+        """Bytes in which one value of a source is stored, its part of the scales of a quantised tensor included."""
+        tensor = None if source in self._chunks else self.tensors[source]
+        if isinstance(tensor, QuantizedTensor):
+            return tensor.num_bytes / max(1, math.prod(tensor.shape))
+        return self.source_dtype(source).itemsize
+
     def source_file(self, source: str) -> Path:
         """The file of a source; nothing is read."""
         return self._chunks[source][0].file if source in self._chunks else self.tensors[source].file
 
-    def source(self, source: str) -> StoredTensor:
-        """Where the bytes of a source lie.
+    def source(self, source: str) -> StoredTensor | QuantizedTensor:
+        """Where the bytes of a source lie, or which values and scales it is made of.
 
         The place of a chunk is looked up in its file when it is first asked for: a rank needs few chunks.
 
@@ -99,7 +114,7 @@ class CheckpointIndex:
         """
         if source not in self._chunks:
             whole = self.tensors[source]
-            assert isinstance(whole, StoredTensor)
+            assert not isinstance(whole, ChunkedTensor)
             return whole
         if source not in self._located:
             self._located[source] = locate_chunk(*self._chunks[source])

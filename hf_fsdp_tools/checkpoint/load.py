@@ -20,7 +20,7 @@ from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, STAGING_BYTES_PINNED
 from hf_fsdp_tools.checkpoint.match import Match, check_ties, match_checkpoint, refuse_not_finite
 from hf_fsdp_tools.checkpoint.quantized.pack import forget_scales
-from hf_fsdp_tools.checkpoint.report import LoadReport, MemoryWatch, log_keys
+from hf_fsdp_tools.checkpoint.report import LoadReport, MemoryWatch, log_dequantized, log_keys
 from hf_fsdp_tools.checkpoint.vocabulary import AddedTokens, fill_added
 from hf_fsdp_tools.distributed.agreement import (
     agreed,
@@ -34,6 +34,7 @@ from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.quantization import forget_quantization
 from hf_fsdp_tools.sharding.allocate import allocate, renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
 from hf_fsdp_tools.text import dtype_name
@@ -180,10 +181,12 @@ def load_weights(
         with _timed(seconds, "initialize"), agreed(f"initialising what is in no file ({after})"):
             initialize_missing(model, missing_keys=match.to_initialize, seed=seed)
             set_conversions(model, match.load_map)
+            forget_quantization(model)
         if added_tokens is not None:
             fill_added(model, match.added, added_tokens, seed)
     report = _report(model, match, filled, watch, seconds)
     log_keys(model, report)
+    log_dequantized(report, match.dequantized.other_blocks if match.dequantized else ())
     return report.with_ranks(all_ranks(report.figures(), "adding up the report"))
 
 
@@ -191,15 +194,19 @@ def _report(
     model: nn.Module, match: Match, filled: Filled, watch: MemoryWatch, seconds: dict[str, float]
 ) -> LoadReport:
     """This rank's report."""
+    dequantized, dtypes = match.dequantized, _dtypes(model)
     return LoadReport(
         checkpoint=match.index.name,
         rank=rank_and_size()[0],
-        dtypes=_dtypes(model),
+        dtypes=dtypes,
         missing_keys=tuple(sorted(match.missing_keys)),
         unexpected_keys=tuple(sorted(match.unexpected_keys)),
         mismatched_keys=match.mismatched,
         resized_keys=match.resized,
         initialized_keys=tuple(sorted(match.to_initialize)),
+        dequantized_from=dequantized.method if dequantized else None,
+        quantized_bytes=dequantized.stored_bytes if dequantized else 0,
+        dequantized_bytes=dequantized.num_values * getattr(torch, dtypes[0]).itemsize if dequantized else 0,
         bytes_read=filled.stats.num_bytes + filled.converted.num_bytes,
         share_bytes=filled.share_bytes,
         replicated_bytes=filled.replicated_bytes,

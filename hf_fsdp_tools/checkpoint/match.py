@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from hf_fsdp_tools.checkpoint.conversion import LoadMap, adjust_keys, map_loading, persistent_tensors
-from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, StoredTensor
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.io.files import read_transfers
-from hf_fsdp_tools.checkpoint.io.transfer import transfers_into
+from hf_fsdp_tools.checkpoint.io.files import Reader
+from hf_fsdp_tools.checkpoint.quantized.dequantize import read_into
+from hf_fsdp_tools.checkpoint.quantized.recognize import Dequantized, method_of, scaled_as_converted, with_floats
+from hf_fsdp_tools.checkpoint.quantized.refuse import refuse_quantized
 from hf_fsdp_tools.checkpoint.quantized.share import part_packed
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.checkpoint.vocabulary import AddedRows, vocabulary_dims
@@ -19,7 +20,8 @@ from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
-from hf_fsdp_tools.text import dtype_name, listed_lines
+from hf_fsdp_tools.modeling.quantization import stored_quantization
+from hf_fsdp_tools.text import listed_lines
 
 __all__ = ["Match", "Mismatch", "bounded_boxes", "check_ties", "match_checkpoint", "refuse_not_finite"]
 
@@ -32,7 +34,10 @@ class Match:
     """Which tensors of a checkpoint fill which tensors of a model."""
 
     index: CheckpointIndex
-    """The checkpoint; of a DCP folder, the part that is the model's."""
+    """The checkpoint, with quantised weights as plain ones; of a DCP folder, the part that is the model's."""
+
+    dequantized: Dequantized | None
+    """What is dequantised while it is read; None of a plain checkpoint."""
 
     state: Mapping[str, torch.Tensor]
     """The model's persistent tensors by key, before they have storage."""
@@ -89,11 +94,12 @@ def match_checkpoint(
         CheckpointError: the checkpoint does not fit, or holds quantised values that cannot be read into shards.
     """
     state = persistent_tensors(model)
-    index = index.of_model(state)
-    load_map, to_pack = part_packed(
-        model, map_loading(model, index.tensors, is_model_state=index.is_model_state), index
-    )
-    _refuse_quantized(model, load_map, index)
+    quantization = stored_quantization(model)
+    index, dequantized = with_floats(index.of_model(state), quantization, state)
+    load_map = map_loading(model, index.tensors, is_model_state=index.is_model_state)
+    index = scaled_as_converted(index, load_map)
+    load_map, to_pack = part_packed(model, load_map, index)
+    refuse_quantized(model, load_map, index, method_of(quantization), is_known=dequantized is not None)
     found, added = _resized(model, state, load_map) if resize_vocabulary else (load_map.tensors, {})
     mismatched = _other_shapes(found, state)
     if mismatched and not ignore_mismatched_sizes:
@@ -121,6 +127,7 @@ def match_checkpoint(
         )
     return Match(
         index=index,
+        dequantized=dequantized,
         state=state,
         load_map=load_map,
         to_pack=to_pack,
@@ -201,20 +208,23 @@ def check_ties(match: Match, *, staging_bytes: int) -> None:
         CheckpointError: the values differ.
     """
     index = match.index
-    for name, other in match.tied_pairs:
-        first, second = match.loaded[name], match.load_map.tensors[other]
-        if first.pieces is None or second.pieces is None or _are_same_bytes(first, second, index):
-            continue  # what a conversion computes has no bytes in the file to compare
-        for box, _ in local_boxes_of(match.state[name]):
-            for slab in bounded_boxes(box, first.dtype, staging_bytes // 4):
-                values = [torch.zeros(slab.length, dtype=first.dtype) for _ in range(2)]  # rows of added tokens stay 0
-                for tensor, value in zip((first, second), values, strict=True):
-                    read_transfers(transfers_into(value, tensor, slab, index.source), staging_bytes=staging_bytes // 2)
-                if not torch.equal(values[0], values[1]):
-                    raise CheckpointError(
-                        f"{index.name!r}: the config ties {name!r} and {other!r}, but the checkpoint holds different "
-                        "values for them. Set tie_word_embeddings=False in the config to keep both."
-                    )
+    if not match.tied_pairs:
+        return
+    with Reader(staging_bytes=staging_bytes // 2, side=None) as reader:
+        for name, other in match.tied_pairs:
+            first, second = match.loaded[name], match.load_map.tensors[other]
+            if first.pieces is None or second.pieces is None or _are_same_bytes(first, second, index):
+                continue  # what a conversion computes has no bytes in the file to compare
+            for box, _ in local_boxes_of(match.state[name]):
+                for slab in bounded_boxes(box, first.dtype, staging_bytes // 4):
+                    values = torch.zeros(2, *slab.length, dtype=first.dtype)  # rows of added tokens stay 0
+                    places = [(value, tensor, slab) for tensor, value in zip((first, second), values, strict=True)]
+                    read_into(places, index, reader, staging_bytes=staging_bytes // 2)
+                    if not torch.equal(values[0], values[1]):
+                        raise CheckpointError(
+                            f"{index.name!r}: the config ties {name!r} and {other!r}, but the checkpoint holds "
+                            "different values for them. Set tie_word_embeddings=False in the config to keep both."
+                        )
 
 
 def _are_same_bytes(first: PieceTensor, second: PieceTensor, index: CheckpointIndex) -> bool:
@@ -238,50 +248,6 @@ def bounded_boxes(box: Box, dtype: torch.dtype, num_bytes: int) -> Iterator[Box]
 _SLAB_ELEMENTS = 2**22
 """Values that are checked at a time, which bounds the check's memory to a few MiB. (assumed)"""
 
-_OF_8_BITS = (torch.int8, torch.uint8)
-"""Dtypes that values of a quantised weight have under the weight's own name; packed ones have names of their own."""
-
-_CURE = (
-    "Dequantise it once: load it with from_pretrained, call model.dequantize(), save it, remove quantization_config."
-)
-
-
-def _refuse_quantized(model: nn.Module, load_map: LoadMap, index: CheckpointIndex) -> None:
-    """Refuse quantised values that cannot be read into shards, and a config that does not fit the files.
-
-    The files decide, whatever the method is called. A stored tensor is packed if it fills a floating-point parameter
-    with integers, or if the model does not know it and it belongs to the module of a parameter that is missing or one
-    byte wide (`qweight`, `weight_packed`, the scales of an 8-bit `weight`).
-
-    Raises:
-        CheckpointError: the same on every rank; nothing has been read.
-    """
-    layers = packed_linears(model)  # 4-bit layers of bitsandbytes, whose own weights `part_packed` looked at
-    packed = _packed_tensors(model, load_map, index.tensors, layers)
-    method = None if layers else _quantization_method(model)
-    if not packed and method is None:
-        return
-    if not packed:
-        found = ", ".join(sorted({dtype_name(t.dtype) for t in index.tensors.values()}))
-        raise CheckpointError(
-            f"{index.name!r}: the config says that it is quantised ({method}), but its files hold plain values "
-            f"({found}). Remove quantization_config from the config to load these."
-        )
-    rows = listed_lines(
-        f"{t.file}: {t.key!r} holds {dtype_name(t.dtype)}, expected floating-point values for {target!r}"
-        for t, target in packed
-    )
-    if method is None and all(t.key == target and t.dtype not in _OF_8_BITS for t, target in packed):
-        raise CheckpointError(
-            f"The checkpoint {index.name!r} holds other values than floating-point numbers where the model has these.\n"
-            f"{rows}\nUse the checkpoint that belongs to the model, or convert these tensors once and save it again."
-        )
-    says = f"quantised ({method})" if method else "quantised, although its config has no quantization_config"
-    raise CheckpointError(
-        f"The checkpoint {index.name!r} is {says}; only floating-point checkpoints, and 4-bit ones of bitsandbytes, "
-        f"can be read into shards.\n{rows}\n{_CURE}"
-    )
-
 
 def refuse_not_finite(model: nn.Module, keys: Iterable[str]) -> None:
     """Refuse NaN and infinity in this rank's shards of the loaded tensors; of 4-bit weights, in their scales.
@@ -302,53 +268,6 @@ def refuse_not_finite(model: nn.Module, keys: Iterable[str]) -> None:
             "diverged, or the values do not fit the dtype they are loaded in. Use another checkpoint or dtype, or "
             "check_finite=False to load it as it is."
         )
-
-
-def _packed_tensors(
-    model: nn.Module,
-    load_map: LoadMap,
-    stored: Mapping[str, StoredTensor | ChunkedTensor],
-    layers: Collection[str],
-) -> list[tuple[StoredTensor | ChunkedTensor, str]]:
-    """Every stored tensor that holds packed values, with the key of the floating-point parameter it stands for."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    floats = {key for key, parameter in parameters if parameter.is_floating_point() and key not in layers}
-    of_source = {source: tensor for tensor in stored.values() for source in tensor.sources}
-    packed = []
-    beside: dict[str, str] = {}  # module of a parameter that is missing, or 8 bits wide -> its key
-    for key in sorted(floats):
-        made_of = (
-            [of_source[source] for source in sorted(load_map.tensors[key].sources)] if key in load_map.tensors else []
-        )
-        packed += [(t, key) for t in made_of if not t.dtype.is_floating_point]
-        if all(t.dtype.itemsize == 1 for t in made_of):
-            beside[key.rpartition(".")[0]] = key
-    by_suffix = {suffix: key for name, key in reversed(beside.items()) for suffix in _suffixes(name)}
-    used = {source for tensor in load_map.tensors.values() for source in tensor.sources}
-    for t in (t for t in stored.values() if used.isdisjoint(t.sources) and t.shape):
-        # The same module, or one whose name differs in the prefix of a base model only.
-        module = t.key.rpartition(".")[0]
-        same = (by_suffix.get(module), *(beside.get(name) for name in _suffixes(module)))
-        target = next(filter(None, same), None) if module else None
-        if target is not None and (
-            target in load_map.tensors or t.dtype.itemsize == 1 or not t.dtype.is_floating_point
-        ):
-            packed.append((t, target))
-    return packed
-
-
-def _suffixes(name: str) -> list[str]:
-    """A dotted name, and what is left of it without its first part, its first two parts, …"""
-    parts = name.split(".")
-    return [".".join(parts[i:]) for i in range(len(parts))]
-
-
-def _quantization_method(model: nn.Module) -> str | None:
-    """The quantisation that the model's config names."""
-    config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
-    if config is None:
-        return None
-    return str(config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None))
 
 
 def _num_not_finite(tensor: torch.Tensor) -> int:

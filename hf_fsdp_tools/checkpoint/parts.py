@@ -15,13 +15,14 @@ from torch import nn
 
 from hf_fsdp_tools.checkpoint.blank import Blank
 from hf_fsdp_tools.checkpoint.conversion import convert_group, persistent_tensors, revert_group
-from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.io.files import Reader, TransferStats, Writer
-from hf_fsdp_tools.checkpoint.io.transfer import Transfer, transfers_into
+from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.checkpoint.layout import Layout, Place
 from hf_fsdp_tools.checkpoint.match import bounded_boxes
 from hf_fsdp_tools.checkpoint.merge_adapter import adapted_parameters, merged_tensors, whole_copy
 from hf_fsdp_tools.checkpoint.outgoing import is_scattered, transfers_from
+from hf_fsdp_tools.checkpoint.quantized.dequantize import Place as ReadPlace
+from hf_fsdp_tools.checkpoint.quantized.dequantize import read_into, reads_of
 from hf_fsdp_tools.checkpoint.regions import Piece, row_major_strides
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.distributed.boxes import Box
@@ -230,9 +231,7 @@ def _cut(material: Material, key: str, part_bytes: int) -> list[Box]:
     boxes = list(bounded_boxes(whole, tensor.dtype, part_bytes))
     if len(boxes) > 1:
         memory, stored = torch.empty(boxes[0].length, dtype=tensor.dtype, device="meta"), material.stored(key)
-        reads = (
-            [] if stored is None else list(transfers_into(memory, stored, boxes[0], material.blank.match.index.source))
-        )
+        reads, _ = reads_of([] if stored is None else [(memory, stored, boxes[0])], material.blank.match.index)
         by_tensor: dict[str, list[Transfer]] = {}
         for saved, transfer in material.writes(key, memory, boxes[0]):
             by_tensor.setdefault(saved, []).append(transfer)
@@ -276,7 +275,7 @@ def make_parts(
 
 def _moved(material: Material, part: Part, reader: Reader) -> list[Transfer]:
     """The transfers that write tensors which are only moved; their memory has been read."""
-    reads: list[_Read] = []
+    reads: list[ReadPlace] = []
     writes: list[Transfer] = []
     for key, box in part.slabs:
         tensor, stored = material.state[key].detach(), material.stored(key)
@@ -286,7 +285,7 @@ def _moved(material: Material, part: Part, reader: Reader) -> list[Transfer]:
             memory = torch.empty(box.length, dtype=tensor.dtype)
             reads.append((memory, stored, box))
         writes += [transfer for _, transfer in material.writes(key, memory, box)]
-    _read(reads, material.blank.match.index, reader)
+    read_into(reads, material.blank.match.index, reader, staging_bytes=PART_BYTES)
     return writes
 
 
@@ -339,7 +338,7 @@ class _Values:
                 self._convert(key, tensor.dtype)
             return self._converted[key]
         memory = torch.empty(tensor.shape, dtype=tensor.dtype)
-        _read([(memory, stored, Box.whole(tensor.shape))], match.index, self._reader)
+        read_into([(memory, stored, Box.whole(tensor.shape))], match.index, self._reader, staging_bytes=PART_BYTES)
         return memory
 
     def _convert(self, key: str, dtype: torch.dtype) -> None:
@@ -351,14 +350,5 @@ class _Values:
             (memory, PieceTensor.stored(index.tensors[name], dtype), Box.whole(memory.shape))
             for name, memory in whole.items()
         ]
-        _read(reads, index, self._reader)
+        read_into(reads, index, self._reader, staging_bytes=PART_BYTES)
         self._converted |= convert_group(self._material.blank.model, group, whole)
-
-
-_Read = tuple[torch.Tensor, PieceTensor, Box]
-"""Memory, and the box of a tensor made of stored elements that is to fill it."""
-
-
-def _read(reads: Iterable[_Read], index: CheckpointIndex, reader: Reader) -> None:
-    transfers = (t for memory, stored, box in reads for t in transfers_into(memory, stored, box, index.source))
-    reader.read(transfers)

@@ -17,7 +17,7 @@ from transformers.utils.logging import is_progress_bar_enabled
 
 from hf_fsdp_tools.text import listed, show_bytes
 
-__all__ = ["LoadReport", "MemoryWatch", "SaveReport", "loading_bar", "log_keys"]
+__all__ = ["LoadReport", "MemoryWatch", "SaveReport", "loading_bar", "log_dequantized", "log_keys"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,15 @@ class LoadReport:
     On an accelerator it also holds what the driver maps into the process meanwhile: the device's context and kernels
     that are loaded when they are first used (hundreds of MB that are no staging), and pinned buffers as far as the
     system counts them as resident. `staging_bytes` is exact there."""
+
+    dequantized_from: str | None = None
+    """The quantisation of the checkpoint whose weights were dequantised; None of a plain checkpoint."""
+
+    quantized_bytes: int = 0
+    """Bytes of the quantised weights of the whole checkpoint as they are stored, scales included."""
+
+    dequantized_bytes: int = 0
+    """Bytes of the same weights in the model's dtype."""
 
     seconds: dict[str, float]
     """Time per stage on this rank: plan, read, initialize."""
@@ -146,11 +155,18 @@ class LoadReport:
             rows.append(
                 ("read whole", f"{show_bytes(self.converted_bytes)}, for conversions that do more than move data")
             )
+        if self.dequantized_from:
+            rows.append(("dequantised", self.show_dequantized()))
         if self.resized_keys:
             rows.append(("other vocabulary", listed(key for key, _, _ in self.resized_keys)))
         if self.mismatched_keys:
             rows.append(("other shape", listed(key for key, _, _ in self.mismatched_keys)))
         return _table(rows)
+
+    def show_dequantized(self) -> str:
+        """What was dequantised: the method, bytes as stored and as floats."""
+        stored, floats = show_bytes(self.quantized_bytes), show_bytes(self.dequantized_bytes)
+        return f"{self.dequantized_from}: {stored} as stored, with scales, became {floats} of {self.dtypes[0]}"
 
     def _show_ranks(self) -> str:
         """Bytes of each rank, or their range for more than 8 ranks; and their sum."""
@@ -266,29 +282,52 @@ def log_keys(model: nn.Module, report: LoadReport) -> None:
     log_state_dict_report(model, report.checkpoint, ignore_mismatched_sizes=True, loading_info=info, logger=logger)
 
 
+def log_dequantized(report: LoadReport, other_blocks: Sequence[str]) -> None:
+    """Say in one line on rank 0 that weights were dequantised, and in one more which ones contradict the config.
+
+    Args:
+        report: of the load.
+        other_blocks: weights whose scales lie on other blocks than the config says.
+    """
+    if report.rank != 0 or not report.dequantized_from:
+        return
+    logger = logging.get_logger("transformers.modeling_utils")
+    logger.warning(
+        f"{report.checkpoint} is quantised, and training needs floats: its weights were dequantised while they were "
+        f"read. {report.show_dequantized()}."
+    )
+    if other_blocks:
+        logger.warning(
+            f"{len(other_blocks)} weights have scales on other blocks than weight_block_size says "
+            f"({listed(other_blocks)}): their size is no multiple of the block size. They were dequantised as "
+            "transformers does it, on blocks of equal size; check the model's outputs."
+        )
+
+
 _DELAY_S = 1.0
 """Seconds of loading after which the bar appears. (assumed)"""
 
 
 @contextmanager
 def loading_bar(
-    num_bytes: int, *, rank: int, world_size: int, progress: bool | None
+    num_bytes: int, *, rank: int, world_size: int, progress: bool | None, doing: str = "Loading weights"
 ) -> Iterator[Callable[[int], object]]:
     """Show a progress bar on rank 0, over the bytes of rank 0; all ranks read at the same time and are about as far.
 
     Args:
-        num_bytes: bytes that this rank will read.
+        num_bytes: bytes that this rank will read or write.
         rank: this rank.
         world_size: number of ranks, for the text.
         progress: None shows the bar on a terminal where transformers' and the hub's bars are on, True anywhere, False
             nowhere. Either way it appears after a second.
+        doing: the text beside the bar.
 
     Yields:
-        A function that takes the number of bytes read since its last call; call it from one thread at a time.
+        A function that takes the number of bytes moved since its last call; call it from one thread at a time.
     """
     unwanted = progress is False or rank != 0
     switched_off = not is_progress_bar_enabled() or are_progress_bars_disabled()
     disable = True if unwanted or (progress is None and switched_off) else (None if progress is None else False)
-    text = "Loading weights" if world_size == 1 else f"Loading weights (rank 0 of {world_size})"
+    text = doing if world_size == 1 else f"{doing} (rank 0 of {world_size})"
     with tqdm(total=num_bytes, desc=text, unit="B", unit_scale=True, delay=_DELAY_S, disable=disable) as bar:
         yield bar.update

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, StoredTensor
+from hf_fsdp_tools.checkpoint.formats.stored import Stored
 from hf_fsdp_tools.checkpoint.regions import Piece, View, row_major_strides
 from hf_fsdp_tools.distributed.boxes import Box
 
@@ -62,7 +62,7 @@ class PieceTensor(torch.Tensor):
         return cls(shape, dtype, [Piece(box=box, source=name, view=view)], frozenset([name]))
 
     @classmethod
-    def stored(cls, tensor: StoredTensor | ChunkedTensor, dtype: torch.dtype) -> "PieceTensor":
+    def stored(cls, tensor: Stored, dtype: torch.dtype) -> "PieceTensor":
         """A tensor of a checkpoint, as it will be once it is cast to `dtype`."""
         return cls(tensor.shape, dtype, tensor.pieces(), frozenset(tensor.sources))
 

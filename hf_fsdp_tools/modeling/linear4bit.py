@@ -20,6 +20,7 @@ from hf_fsdp_tools.errors import ConfigError
 
 __all__ = [
     "Packing",
+    "has_4bit_layers",
     "make_quantizer",
     "mark_weights",
     "pack_weights",
@@ -74,8 +75,7 @@ class Packing:
 def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> Any:
     """transformers' quantizer for a model with 4-bit weights of bitsandbytes; None for a plain model.
 
-    Takes `quantization_config` out of `model_kwargs` and sets it in the config, as `from_pretrained` does. The config
-    of a checkpoint that another method quantised is left alone; its files are checked when they are read.
+    Takes `quantization_config` out of `model_kwargs` and sets it in the config, as `from_pretrained` does.
 
     Raises:
         ConfigError: another quantisation is asked for, or bitsandbytes is not installed.
@@ -87,8 +87,9 @@ def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> An
                 "Give quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)."
             )
     asked = model_kwargs.pop("quantization_config", None)
-    stored = getattr(config, "quantization_config", None)
-    stored = stored or getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if getattr(asked, "dequantize", False):  # what is done with such a checkpoint anyway
+        asked = None
+    stored = _stored_in(config)
     if asked is not None and not _is_4bit(asked):
         raise ConfigError(
             f"quantization_config={asked!r} cannot be applied shard by shard. "
@@ -107,6 +108,17 @@ def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> An
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"This quantisation cannot be had: {error}") from error
     return quantizer
+
+
+def has_4bit_layers(config: PreTrainedConfig, model_kwargs: Mapping[str, Any]) -> bool:
+    """Whether a model of this config, with these keywords, has 4-bit layers of bitsandbytes."""
+    asked = model_kwargs.get("quantization_config")
+    return _is_4bit(asked) or _is_4bit(_stored_in(config))
+
+
+def _stored_in(config: PreTrainedConfig) -> Any:
+    stored = getattr(config, "quantization_config", None)
+    return stored or getattr(config.get_text_config(decoder=True), "quantization_config", None)
 
 
 def replace_linears(model: PreTrainedModel, quantizer: Any, dtype: torch.dtype) -> None:

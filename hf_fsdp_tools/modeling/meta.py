@@ -16,6 +16,7 @@ from transformers import initialization as init
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.linear4bit import make_quantizer, pack_weights, replace_linears
+from hf_fsdp_tools.modeling.quantization import note_quantization, set_aside_quantization
 from hf_fsdp_tools.modeling.untrusted import read_json_object, understood
 from hf_fsdp_tools.text import first_line, first_lines, listed, quoted
 
@@ -131,6 +132,9 @@ def build_meta_model(
             (`attn_implementation`, …). `quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)` makes linear
             layers 4-bit layers of bitsandbytes, with weights of the packed shape.
 
+    The model of a config with another quantisation is the plain model, and its config has none; how the checkpoint is
+    quantised is noted for `load_weights`, which dequantises it.
+
     Any rank may call; no rank communicates.
 
     Raises:
@@ -139,6 +143,7 @@ def build_meta_model(
             model, or the quantisation cannot be sharded.
     """
     config = load_config(name_or_config, trust_remote_code=trust_remote_code)
+    quantization = set_aside_quantization(config)
     quantizer = make_quantizer(config, model_kwargs)
     dtype = dtype or config_dtype(config) or torch.float32
     for name in [name for name in model_kwargs if hasattr(config, name) and not name.endswith("_implementation")]:
@@ -174,6 +179,7 @@ def build_meta_model(
         pack_weights(model, quantizer)
     model.eval()
     assert isinstance(model, PreTrainedModel)
+    note_quantization(model, quantization)
     return model
 
 

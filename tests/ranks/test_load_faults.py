@@ -282,11 +282,10 @@ PACKED: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
         t.update({"model.layers.0.mlp.up_proj.qweight": torch.ones(6, 67, dtype=torch.int32)}),
         t.update({"model.layers.0.mlp.up_proj.scales": torch.ones(1, 67, dtype=torch.float16)}),
     ),
-    "8 bits with scales": lambda t: t.update(
-        {
-            "model.layers.0.mlp.up_proj.weight": t["model.layers.0.mlp.up_proj.weight"].to(torch.float8_e4m3fn),
-            "model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1, 1),
-        }
+    "int4, compressed-tensors": lambda t: (
+        t.pop("model.layers.0.mlp.up_proj.weight"),
+        t.update({"model.layers.0.mlp.up_proj.weight_packed": torch.ones(67, 6, dtype=torch.int32)}),
+        t.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(67, 1)}),
     ),
 }
 
@@ -306,12 +305,14 @@ def test_packed_values_are_refused_whatever_the_config_says(llama: Path, tmp_pat
     if says:
         model.config.quantization_config = {"quant_method": "some"}
     with pytest.raises(
-        CheckpointError, match=r"up_proj\.\w+' holds \w+, expected .*up_proj\.weight'\n.*Dequantise"
+        CheckpointError, match=r"up_proj\.\w+' holds \w+, expected .*up_proj\.weight'\n.*recipes/dequantize\.py"
     ) as e:
         load_weights(model, folder, ignore_mismatched_sizes=True)
-    assert ("quantised (some);" if says else "quantised, although its config has no quantization_config") in str(
-        e.value
-    )
+    assert (
+        "quantised (some); it cannot be dequantised shard by shard: no rule is known"
+        if says
+        else "quantised, although its config has no quantization_config"
+    ) in str(e.value)
     assert file.name in str(e.value) and is_untouched(model)
 
 

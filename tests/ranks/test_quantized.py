@@ -345,7 +345,7 @@ def test_what_cannot_be_had_is_refused_with_the_reason(tmp_path):
 def _fails_on_one_rank(folder: Path) -> str:
     model = from_pretrained(folder, quantization_config=four_bits())
     broken = Mock(side_effect=CheckpointError("the disk is on fire"))
-    on_rank_1 = patch.object(pack, "_transfers_of", broken if dist.get_rank() == 1 else pack._transfers_of)
+    on_rank_1 = patch.object(pack, "_places_of", broken if dist.get_rank() == 1 else pack._places_of)
     with on_rank_1, pytest.raises(CheckpointError) as failure:
         load_weights(model, folder)
     assert all(module.quant_state is None for module in packed_linears(model).values()), "no scales to compute with"

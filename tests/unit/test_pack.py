@@ -14,7 +14,7 @@ from hf_fsdp_tools import CheckpointError, ConfigError, build_meta_model, load_w
 from hf_fsdp_tools.checkpoint import fill
 from hf_fsdp_tools.checkpoint.io import files
 from hf_fsdp_tools.checkpoint.io.files import Reader
-from hf_fsdp_tools.checkpoint.quantized import pack
+from hf_fsdp_tools.checkpoint.quantized.windows import WORK_BYTES
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of, refuse_cast
 from tests._checkpoints import make_checkpoint
 from tests._late import LateSideStream, Machine
@@ -130,7 +130,7 @@ def test_weights_are_packed_in_parts_of_bounded_size(tmp_path, monkeypatch):
     assert report.read_ratio == 1.0 and report.bytes_read == sum(p.numel() for p in plain.parameters()) * 4
     assert sum(parts) == sum(packing_of(m).numel for m in packed_linears(model).values())
     assert sum(windows[1:]) == 4 * sum(parts), "the first read is of what is not packed"
-    assert max(parts) * pack._WORK_BYTES <= 2**18 and max(windows[1:]) <= 2**16
+    assert max(parts) * WORK_BYTES <= 2**18 and max(windows[1:]) <= 2**16
     assert any(a == b == "read" for a, b in pairwise(order[2:])), "after those of the first window"
     # a plain model on one process computes with what was loaded
     expected = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=four_bits())

@@ -10,7 +10,16 @@ import torch
 from hf_fsdp_tools.checkpoint.regions import Piece, View, row_major_strides
 from hf_fsdp_tools.distributed.boxes import Box
 
-__all__ = ["MAX_KEY_LENGTH", "ChunkedTensor", "StoredTensor", "TensorChunk", "leaves_folder"]
+__all__ = [
+    "MAX_KEY_LENGTH",
+    "BlockScales",
+    "ChunkedTensor",
+    "QuantizedTensor",
+    "Stored",
+    "StoredTensor",
+    "TensorChunk",
+    "leaves_folder",
+]
 
 MAX_KEY_LENGTH = 4096
 """Characters of the longest name of a tensor that is read: names are printed, and nested modules make names of some
@@ -112,6 +121,96 @@ class ChunkedTensor:
             )
             for chunk in self.chunks
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockScales:
+    """A stored tensor with one value for each block of a quantised tensor: its scales, as a rule."""
+
+    stored: StoredTensor
+    """The values, row-major."""
+
+    columns: int
+    """How many blocks lie side by side."""
+
+    block: tuple[int, int]
+    """Rows and columns of a block; the last blocks of either direction may be short."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedTensor:
+    """A tensor that is stored as low-precision values and scales per block, seen as the floats that they stand for.
+
+    The values are a matrix: all dimensions but the last one are its rows. A source of this tensor is that matrix, once
+    it is dequantised, row-major.
+    """
+
+    key: str
+    """The name that the plain tensor would have in the checkpoint."""
+
+    values: StoredTensor
+    """The low-precision values, row-major."""
+
+    scales: Mapping[str, BlockScales]
+    """What the rule takes beside the values, by the rule's names."""
+
+    rule: str
+    """How values and scales become floats (`quantized.rules`)."""
+
+    shape: tuple[int, ...]
+    """Shape of the tensor, dequantised."""
+
+    columns: int
+    """Values in a row of the matrix."""
+
+    packed: int = 1
+    """Values in one stored element of a row."""
+
+    is_transposed: bool = False
+    """Whether the last two dimensions of the tensor are those of the matrix exchanged."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the tensor passes for; it is dequantised straight to the dtype of its place in memory."""
+        return torch.bfloat16
+
+    @property
+    def file(self) -> Path:
+        """The file that holds the values."""
+        return self.values.file
+
+    @property
+    def offset(self) -> int:
+        """Position of the first byte of the values in their file."""
+        return self.values.offset
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of values and scales as they are stored."""
+        return self.values.num_bytes + sum(scales.stored.num_bytes for scales in self.scales.values())
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Steps in the matrix per dimension."""
+        if not self.is_transposed:
+            return row_major_strides(self.shape)
+        *outer, a, b = self.shape
+        *steps, row, one = row_major_strides((*outer, b, a))
+        return (*steps, one, row)
+
+    @property
+    def sources(self) -> Mapping[str, torch.dtype]:
+        """Name and dtype of the one source of its elements, which is itself."""
+        return {self.key: self.dtype}
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """The tensor as a view of its source."""
+        view = View(offset=0, length=self.shape, strides=self.strides)
+        return (Piece(box=Box.whole(self.shape), source=self.key, view=view),)
+
+
+Stored = StoredTensor | ChunkedTensor | QuantizedTensor
+"""A tensor of a checkpoint."""
 
 
 def leaves_folder(name: str) -> bool:

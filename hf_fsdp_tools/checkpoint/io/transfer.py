@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 from hf_fsdp_tools.checkpoint.formats.stored import StoredTensor
-from hf_fsdp_tools.checkpoint.regions import slice_piece
+from hf_fsdp_tools.checkpoint.regions import View, slice_piece
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.distributed.boxes import Box
 
-__all__ = ["Batch", "Limits", "Request", "Route", "Transfer", "cut_batches", "transfers_into"]
+__all__ = ["Batch", "Limits", "Request", "Route", "Transfer", "cut_batches", "transfer_of", "views_into"]
 
 _MAX_RUNS = 1024
 """Memory regions that one `preadv` or `pwritev` takes (IOV_MAX on Linux)."""
@@ -168,30 +168,32 @@ class Limits:
     """The same for an accelerator."""
 
 
-def transfers_into(
-    memory: torch.Tensor, tensor: PieceTensor, box: Box, stored_at: Callable[[str], StoredTensor]
-) -> Iterator[Transfer]:
-    """Yield the transfers that fill `memory` with one box of a tensor.
+def views_into(memory: torch.Tensor, tensor: PieceTensor, box: Box) -> Iterator[tuple[str, View, torch.Tensor]]:
+    """Yield the sources that fill `memory` with one box of a tensor: name, view of the source, part of the memory.
 
     Args:
         memory: a view of any strides, of the box's shape. Elements that no piece of the tensor fills keep their values.
         tensor: must not be opaque.
         box: which part of the tensor.
-        stored_at: gives the place of a source by its name (`CheckpointIndex.source`).
     """
     for piece in tensor.pieces or ():
         part = slice_piece(piece, box)
         if part is None:
             continue
-        stored = stored_at(part.source)
         skipped = ((p - b) * step for p, b, step in zip(part.box.start, box.start, memory.stride(), strict=True))
-        yield Transfer(
-            file=stored.file,
-            start=stored.offset + part.view.offset * stored.dtype.itemsize,
-            dtype=stored.dtype,
-            strides=part.view.strides,
-            memory=memory.as_strided(part.box.length, memory.stride(), memory.storage_offset() + sum(skipped)),
-        )
+        place = memory.as_strided(part.box.length, memory.stride(), memory.storage_offset() + sum(skipped))
+        yield part.source, part.view, place
+
+
+def transfer_of(stored: StoredTensor, view: View, memory: torch.Tensor) -> Transfer:
+    """The transfer that fills `memory` with a view of a stored tensor."""
+    return Transfer(
+        file=stored.file,
+        start=stored.offset + view.offset * stored.dtype.itemsize,
+        dtype=stored.dtype,
+        strides=view.strides,
+        memory=memory,
+    )
 
 
 def cut_batches(

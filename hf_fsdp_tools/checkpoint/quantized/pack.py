@@ -6,19 +6,22 @@ in its shard. So the shards together are, bit for bit, what bitsandbytes makes o
 scales before the scales are quantised too, because quantising subtracts their mean.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.checkpoint.formats.stored import Stored
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.io.files import Reader, TransferStats
-from hf_fsdp_tools.checkpoint.io.transfer import Transfer, transfers_into
+from hf_fsdp_tools.checkpoint.io.transfer import Transfer
+from hf_fsdp_tools.checkpoint.quantized.dequantize import Place, dequantize, reads_of
 from hf_fsdp_tools.checkpoint.quantized.share import PackedShare, PackedWeight, Span, compute_device
+from hf_fsdp_tools.checkpoint.quantized.windows import Bounds, batches, work_in_windows
 from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.distributed.agreement import agreed
@@ -27,11 +30,6 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of, set_quant_state
 
 __all__ = ["forget_scales", "join_scales", "make_quant_state", "quantize_weights", "read_scales"]
-
-T = TypeVar("T")
-
-_WORK_BYTES = 32
-"""Bytes of host memory that bitsandbytes on a CPU takes to pack one value, intermediate tensors included. (assumed)"""
 
 
 def quantize_weights(
@@ -62,61 +60,16 @@ def quantize_weights(
     if not share.weights:
         return stats
     device = compute_device(share.weights[0].sharded)
-    bounds = _Bounds.on_host(staging_bytes) if device.type == "cpu" else _ON_DEVICE
+    bounds = Bounds.of(device, staging_bytes)
     # The scales of one batch of weights are joined together; the batches are the same on every rank.
-    for weights in _batches(share.weights, bounds.scale_bytes, lambda w: 4 * w.packing.num_blocks, lambda w: None):
+    for weights in batches(share.weights, bounds.scale_bytes, lambda w: 4 * w.packing.num_blocks):
         scales = [torch.zeros(weight.packing.num_blocks, dtype=torch.float32, device=device) for weight in weights]
         with agreed(doing):
-            stats += _pack(weights, scales, index, reader, bounds)
+            stats += _pack(weights, scales, index, reader, staging_bytes)
         for weight, own in zip(weights, scales, strict=True):
             join_scales(own, weight.sharded)
             set_quant_state(weight.module, make_quant_state(own, weight.packing))
     return stats
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Bounds:
-    """How much is packed at a time."""
-
-    scale_bytes: int
-    """Scales that are joined together."""
-
-    window_bytes: int
-    """Values that are read together; one such window is packed while the next one is read."""
-
-    part_values: int
-    """Values that are packed by one call."""
-
-    @classmethod
-    def on_host(cls, staging_bytes: int) -> "_Bounds":
-        """Half of `staging_bytes` in all; buffers for reading take the other half."""
-        return cls(
-            scale_bytes=staging_bytes // 8,
-            window_bytes=staging_bytes // 16,
-            part_values=staging_bytes // (4 * _WORK_BYTES),
-        )
-
-
-_ON_DEVICE = _Bounds(scale_bytes=2**28, window_bytes=2**28, part_values=2**26)
-"""On an accelerator, whose memory will hold a training: a window keeps 16 reads of 16 MiB in flight, and the scales of
-eight ranks' windows are joined together. (assumed)"""
-
-
-def _batches(
-    items: Iterable[T], num_bytes: int, size_of: Callable[[T], int], kind_of: Callable[[T], object]
-) -> Iterator[list[T]]:
-    """Yield neighbours of one kind that together take at most `num_bytes`, or single items."""
-    group: list[T] = []
-    held = 0
-    for item in items:
-        size = size_of(item)
-        if group and (held + size > num_bytes or kind_of(group[0]) != kind_of(item)):
-            yield group
-            group, held = [], 0
-        group.append(item)
-        held += size
-    if group:
-        yield group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,25 +97,30 @@ def _pack(
     scales: Sequence[torch.Tensor],
     index: CheckpointIndex,
     reader: Reader,
-    bounds: _Bounds,
+    staging_bytes: int,
 ) -> TransferStats:
     """Read and pack this rank's blocks of some weights: packed bytes go to the shards, scales to `scales`.
 
-    Packing stays on the calling thread and its stream: bitsandbytes packs on the device's default stream.
+    Values that are stored quantised are dequantised first. Packing stays on the calling thread and its stream:
+    bitsandbytes packs on the device's default stream.
     """
-    stats = TransferStats()
-    parts = _parts_of(weights, scales, bounds.part_values)
-    arrived: list[tuple[_Part, torch.Tensor]] = []
-    for window in _batches(parts, bounds.window_bytes, lambda p: p.numel * p.dtype.itemsize, lambda p: p.dtype):
-        values = torch.empty(sum(part.numel for part in window), dtype=window[0].dtype, device=scales[0].device)
+    device = scales[0].device
+    bounds = Bounds.of(device, staging_bytes)
+    dequantized = TransferStats()
+
+    def begin(window: Sequence[_Part]) -> tuple[list[tuple[_Part, torch.Tensor]], list[Transfer]]:
+        nonlocal dequantized
+        values = torch.empty(sum(part.numel for part in window), dtype=window[0].dtype, device=device)
         regions = torch.split(values, [part.numel for part in window])
         placed = list(zip(window, regions, strict=True))
-        wait = reader.begin([t for part, region in placed for t in _transfers_of(part, region, index)])
-        _pack_parts(arrived)
-        stats += wait()
-        arrived = placed
-    _pack_parts(arrived)
-    return stats
+        transfers, quantized = reads_of((place for part, region in placed for place in _places_of(part, region)), index)
+        dequantized += dequantize(quantized, reader, staging_bytes=staging_bytes)
+        return placed, transfers
+
+    parts = _parts_of(weights, scales, bounds.part_values)
+    windows = batches(parts, bounds.window_bytes, lambda p: p.numel * p.dtype.itemsize, lambda p: p.dtype)
+    stats = work_in_windows(windows, reader, begin=begin, work=lambda arrived: _pack_part(*arrived))
+    return stats + dequantized
 
 
 def _parts_of(weights: Sequence[PackedWeight], scales: Sequence[torch.Tensor], many: int) -> Iterator[_Part]:
@@ -176,8 +134,8 @@ def _parts_of(weights: Sequence[PackedWeight], scales: Sequence[torch.Tensor], m
                 yield _Part(weight=weight, span=span, scales=own, start=start, stop=stop)
 
 
-def _transfers_of(part: _Part, region: torch.Tensor, index: CheckpointIndex) -> Iterator[Transfer]:
-    """Yield the transfers of a run of the flattened weight: the rest of a row, whole rows, the beginning of a row."""
+def _places_of(part: _Part, region: torch.Tensor) -> Iterator[Place]:
+    """Yield the boxes of a run of the flattened weight: the rest of a row, whole rows, the beginning of a row."""
     at, columns = part.start, part.weight.packing.shape[1]
     while at < part.stop:
         row, column = divmod(at, columns)
@@ -185,14 +143,8 @@ def _transfers_of(part: _Part, region: torch.Tensor, index: CheckpointIndex) -> 
         width = min(columns - column, part.stop - at)
         box = Box(start=(row, column), length=(rows, width))
         local = region[at - part.start :].as_strided(box.length, row_major_strides(box.length))
-        yield from transfers_into(local, part.weight.plain, box, index.source)
+        yield local, part.weight.plain, box
         at += box.numel
-
-
-def _pack_parts(arrived: list[tuple[_Part, torch.Tensor]]) -> None:
-    """Pack the values of a window, and forget them."""
-    while arrived:
-        _pack_part(*arrived.pop(0))
 
 
 def _pack_part(part: _Part, values: torch.Tensor) -> None:
@@ -272,15 +224,19 @@ def read_scales(share: PackedShare, index: CheckpointIndex, reader: Reader) -> T
         )
         for module, keys in share.scales
     ]
-    transfers: list[Transfer] = []
-    for _, keys, tensors in read:
-        for name, memory in tensors.items():
-            stored = PieceTensor.stored(index.tensors[keys[name]], memory.dtype)
-            transfers += transfers_into(memory, stored, Box.whole(memory.shape), index.source)
-    stats = reader.read(transfers)
+    stats = reader.read(
+        transfer
+        for _, keys, tensors in read
+        for name, memory in tensors.items()
+        for transfer in reads_of([_whole(memory, index.tensors[keys[name]])], index)[0]
+    )
     for module, keys, tensors in read:
         set_quant_state(module, _checked_state(module, keys, tensors, index))
     return stats
+
+
+def _whole(memory: torch.Tensor, stored: Stored) -> Place:
+    return memory, PieceTensor.stored(stored, memory.dtype), Box.whole(memory.shape)
 
 
 def _checked_state(

@@ -151,11 +151,11 @@ def share_of_packed(
             scales.append((module, stored))
             continue
         spans = tuple(_spans_of(state[key], packing))
-        itemsize = index.source_dtype(min(plain[key].sources)).itemsize
-        own = sum(min(2 * span.memory.numel(), packing.numel) for span in spans) * itemsize
+        itemsize = index.stored_bytes(min(plain[key].sources))
+        own = round(sum(min(2 * span.memory.numel(), packing.numel) for span in spans) * itemsize)
         num_bytes += own
         replicated_bytes += 0 if is_sharded(state[key]) else own
-        read_bytes += sum(span.stop - span.start for span in spans) * itemsize
+        read_bytes += round(sum(span.stop - span.start for span in spans) * itemsize)
         if compute_device(state[key]).type == "cpu":
             host_bytes += packing.num_blocks * (1 if packing.is_nested else 4)
         weights.append(PackedWeight(module=module, plain=plain[key], sharded=state[key], spans=spans))

@@ -1,0 +1,47 @@
+"""How stored values and scales become floats: transformers' own functions, on whole rows of blocks.
+
+This is the only file that touches transformers' quantisation (checked with 5.17 and 5.23). Each rule takes each value
+with its scale alone, so that the rows of a part give the bits that they give within the whole weight.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+__all__ = ["RULES", "Rule"]
+
+Rule = Callable[[torch.Tensor, Mapping[str, torch.Tensor], torch.dtype], torch.Tensor]
+"""(stored values, [rows, stored elements]; what belongs to the blocks of each row, [rows, blocks] each; dtype) to the
+floats of that dtype, [rows, values]."""
+
+
+def _scaled_in_fp32(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Fine-grained FP8, and 4-bit values two to a byte: times the scale in float32."""
+    floats = Fp8Dequantize(None)._dequantize_one(values, scales["scale"], dtype)
+    assert isinstance(floats, torch.Tensor)
+    return floats
+
+
+def _mxfp4(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """MXFP4 as gpt-oss stores it: blocks of 32 values that share an exponent."""
+    exponents = scales["scale"].unsqueeze(0)
+    blocks = values.view(*exponents.shape, -1)
+    floats = convert_moe_packed_tensors(blocks, exponents, dtype=dtype)[0].t()
+    assert isinstance(floats, torch.Tensor)
+    return floats
+
+
+def _scaled(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """8-bit values of compressed-tensors: less the zero point and times the scale, in the dtype of the scale."""
+    scale = scales["scale"]
+    floats = values.to(scale.dtype).view(*scale.shape, -1)
+    if "zero point" in scales:
+        floats = floats - scales["zero point"].to(scale.dtype).unsqueeze(2)
+    return (floats * scale.unsqueeze(2)).to(dtype).view(values.shape)
+
+
+RULES: Mapping[str, Rule] = MappingProxyType({"mxfp4": _mxfp4, "scaled": _scaled, "scaled in fp32": _scaled_in_fp32})
+"""Rules by the names that `QuantizedTensor` has for them."""

@@ -1,0 +1,224 @@
+"""Quantised checkpoints on real ranks: shards bit for bit what transformers' `dequantize=True` gives, each rank reading
+its own part of values and scales."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import Shard
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_fsdp_tools import (
+    CheckpointError,
+    ParallelDims,
+    build_meta_model,
+    from_pretrained,
+    load_weights,
+    load_weights_fsdp1,
+    make_wrap_plan,
+    save_pretrained,
+    shard_model,
+    wrap_fsdp1,
+)
+from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from tests._checkpoints import QUANTIZED, dequantized_by_transformers, full_state, make_quantized
+from tests._dist import run_cases, run_ranks
+
+KINDS = [kind for kind in QUANTIZED if "compressed" not in kind or find_spec("compressed_tensors")]
+"""Those of compressed-tensors where its package is there, which transformers needs."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantised")
+    for kind in QUANTIZED:
+        make_quantized(kind, folder / kind)
+    return folder
+
+
+def assert_dequantized(model: nn.Module, theirs: PreTrainedModel, dtype: torch.dtype, what: object) -> None:
+    """Every tensor equals transformers' in the dtype that a plain model has."""
+    expected, found = theirs.state_dict(), full_state(model)
+    assert list(found) == list(expected), what
+    for key, tensor in found.items():
+        assert tensor.dtype == dtype or expected[key].dtype == tensor.dtype == torch.float32, (what, key)
+        assert torch.equal(tensor, expected[key].to(tensor.dtype)), (what, key)
+
+
+def load_every_kind(folder: Path) -> list[tuple[str, float, int]]:
+    rows = []
+    for kind in KINDS:
+        for dtype in (torch.bfloat16, torch.float32):
+            model, report = from_pretrained(folder / kind, dtype=dtype, output_loading_info=True)
+            assert_dequantized(model, dequantized_by_transformers(kind, folder / kind, dtype), dtype, (kind, dtype))
+            assert not report.missing_keys and not report.unexpected_keys and not report.converted_bytes, kind
+            assert report.dequantized_from == QUANTIZED[kind][2]["quant_method"]
+            assert report.dequantized_bytes > 1.9 * report.quantized_bytes and not hasattr(
+                model.config, "quantization_config"
+            )
+            rows.append((kind, report.read_ratio, report.share_bytes))
+    return rows
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_kind_is_what_transformers_makes_of_it(checkpoints, ranks):
+    for rows in zip(*run_ranks(load_every_kind, ranks, checkpoints), strict=True):
+        kind = rows[0][0]
+        assert all(1 <= ratio <= 1.05 for _, ratio, _ in rows), rows
+        stored = sum(file.stat().st_size for file in (checkpoints / kind).glob("*.safetensors"))
+        assert sum(share for *_, share in rows) <= 1.05 * stored
+
+
+# ---- other ways to load ----
+
+
+def along(dim: int) -> Callable[[nn.Parameter], Shard]:
+    """Shard along this dimension where it divides evenly (FSDP2 asks for that), else along the first."""
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        fits = parameter.dim() > dim and parameter.shape[dim] % dist.get_world_size() == 0
+        return Shard(dim if fits else 0)
+
+    return placement
+
+
+def along_other_dimensions(kind: str, dim: int, folder: Path, tmp: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = build_meta_model(folder / kind)
+    for layer in model.model.layers:
+        fully_shard(layer, shard_placement_fn=along(dim))
+    fully_shard(model, shard_placement_fn=along(dim))
+    assert any(p.placements == (Shard(dim),) for p in model.parameters())
+    load_weights(model, folder / kind, staging_bytes=2**20)
+    assert_dequantized(model, dequantized_by_transformers(kind, folder / kind, torch.bfloat16), torch.bfloat16, kind)
+
+
+def replicas(folder: Path, tmp: Path) -> None:
+    """The first replica reads."""
+    mesh = ParallelDims(dp_replicate_size=2).build_mesh("cpu")
+    model, report = from_pretrained(folder / "mxfp4", mesh=mesh, output_loading_info=True)
+    assert (report.bytes_read > 0) == (dist.get_rank() == 0)
+    theirs = dequantized_by_transformers("mxfp4", folder / "mxfp4", torch.bfloat16)
+    assert_dequantized(model, theirs, torch.bfloat16, "replicas")
+
+
+def saved_and_loaded_again(kind: str, folder: Path, tmp: Path) -> None:
+    """A plain checkpoint, under the hub's plain names."""
+    model = from_pretrained(folder / kind)
+    out = tmp / kind
+    save_pretrained(model, out)
+    theirs = dequantized_by_transformers(kind, folder / kind, torch.bfloat16)
+    again = AutoModelForCausalLM.from_pretrained(out)
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    for key, tensor in again.state_dict().items():
+        assert torch.equal(tensor, theirs.state_dict()[key]), key
+    plain = QUANTIZED[kind][0]().to(torch.bfloat16)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(tmp / f"{kind} plain")
+        names = [set().union(*(load_file(f) for f in (tmp / n).glob("*.safetensors"))) for n in (kind, f"{kind} plain")]
+        assert names[0] == names[1]
+    load_weights(model, out)  # nothing remembers that it was quantised
+    assert_dequantized(model, theirs, torch.bfloat16, kind)
+
+
+def without_a_word_in_the_config(kind: str, folder: Path, tmp: Path) -> None:
+    """The tensors tell; such folders are what transformers saves after it has dequantised (5.23)."""
+    silent = tmp / f"{kind} in silence"
+    if dist.get_rank() == 0:
+        shutil.copytree(folder / kind, silent)
+        config = json.loads((silent / "config.json").read_text())
+        (silent / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "quantization" not in k}))
+    dist.barrier()
+    model = from_pretrained(silent)
+    theirs = dequantized_by_transformers(kind, folder / kind, torch.bfloat16)
+    assert_dequantized(model, theirs, torch.bfloat16, kind)
+
+
+def flat_shards(folder: Path, tmp: Path) -> None:
+    """FSDP1, whose shards begin and end within rows."""
+    model = build_meta_model(folder / "fp8")
+    wrapped = wrap_fsdp1(model, make_wrap_plan(model))
+    load_weights_fsdp1(wrapped, folder / "fp8")
+    theirs = dequantized_by_transformers("fp8", folder / "fp8", torch.bfloat16)
+    ids = torch.arange(3, 19).view(1, 16)
+    with torch.no_grad():
+        assert torch.equal(wrapped(ids).logits, theirs(ids).logits)
+
+
+def packed_in_four_bits(folder: Path, tmp: Path) -> None:
+    """QLoRA on a quantised checkpoint: as on the plain checkpoint of the same weights."""
+    from transformers import BitsAndBytesConfig
+
+    given = {"bnb_4bit_quant_storage": torch.bfloat16, "bnb_4bit_use_double_quant": True}
+    config = BitsAndBytesConfig(load_in_4bit=True, **given)
+    out = tmp / "plain for qlora"
+    if dist.get_rank() == 0:
+        plain = QUANTIZED["fp8"][0]().to(torch.bfloat16)
+        plain.load_state_dict(dequantized_by_transformers("fp8", folder / "fp8", torch.bfloat16).state_dict())
+        plain.save_pretrained(out)
+    dist.barrier()
+    states = []
+    for source in (folder / "fp8", out):
+        model = from_pretrained(source, quantization_config=config, load_kwargs={"staging_bytes": 2**20})
+        scales = {name: module.quant_state.as_dict(packed=True) for name, module in packed_linears(model).items()}
+        states.append(full_state(model) | {f"{name}.{key}": t for name, of in scales.items() for key, t in of.items()})
+    assert states[0].keys() == states[1].keys() and len(packed_linears(model)) == 14
+    for key, tensor in states[0].items():
+        bits = [t.contiguous().view(-1).view(torch.uint8) for t in (tensor, states[1][key])]
+        assert torch.equal(*bits), key
+
+
+WAYS: dict[str, Callable[[Path, Path], None]] = {
+    **{
+        f"{kind} along dimension {dim}": partial(along_other_dimensions, kind, dim)
+        for kind, dim in (("fp8", 1), ("mxfp4", 1), ("mxfp4", 2), ("fp8 and fp4 experts", 1), ("fp8 experts", 2))
+    },
+    "replicas": replicas,
+    **{f"{kind} saved": partial(saved_and_loaded_again, kind) for kind in ("fp8", "fp8 experts", "mxfp4")},
+    **{f"{kind} in silence": partial(without_a_word_in_the_config, kind) for kind in ("fp8 and fp4 experts", "mxfp4")},
+    "FSDP1": flat_shards,
+}
+
+
+def test_other_ways_to_load(checkpoints, tmp_path):
+    run_ranks(run_cases, 2, WAYS, checkpoints, tmp_path)
+
+
+def test_quantised_weights_are_packed_in_four_bits(checkpoints, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install bitsandbytes)")
+    run_ranks(packed_in_four_bits, 2, checkpoints, tmp_path)
+
+
+# ---- what is wrong with values ----
+
+
+def bad_scales(folder: Path) -> str:
+    model = build_meta_model(folder)
+    shard_model(model, make_wrap_plan(model))
+    with pytest.raises(CheckpointError) as error:
+        load_weights(model, folder)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_stops_all_ranks(checkpoints, tmp_path, value):
+    """It lies in the last block, which the last rank alone reads."""
+    folder = Path(shutil.copytree(checkpoints / "fp8", tmp_path / "bad"))
+    scales = "model.layers.1.mlp.up_proj.weight_scale_inv"
+    file = next(f for f in folder.glob("*.safetensors") if scales in load_file(f))
+    tensors = load_file(file)
+    tensors[scales][-1, -1] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    messages = run_ranks(bad_scales, 2, folder)
+    assert len(set(messages)) == 1 and "failed on 1 of 2 ranks" in messages[0]
+    assert f"{scales!r} holds 1 scales that are zero, infinite or NaN" in messages[0]
