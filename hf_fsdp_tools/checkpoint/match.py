@@ -174,6 +174,8 @@ def _resized(
 def _refuse_mismatched(mismatched: Collection[Mismatch], index: CheckpointIndex, resize_vocabulary: bool) -> None:
     rows = listed_lines(f"{key}: {list(a)} in the checkpoint, {list(b)} in the model" for key, a, b in mismatched)
     hint = "" if resize_vocabulary else " (or added_tokens, where the vocabulary alone was resized)"
+    if any(isinstance(tensor, ChunkedTensor) for tensor in index.tensors.values()):
+        hint += ". Parts in files of their own (shard-*.safetensors) must all be there"
     raise CheckpointError(
         f"{len(mismatched)} tensors of {index.name!r} have another shape than the model's:\n{rows}\nUse the config "
         f"that belongs to the checkpoint, or pass ignore_mismatched_sizes=True to initialise these anew{hint}."
