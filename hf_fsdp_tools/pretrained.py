@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from hf_fsdp_tools.checkpoint.adapter_state import restore_adapter
 from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.checkpoint.opening import Checkpoint, open_checkpoint
 from hf_fsdp_tools.checkpoint.report import LoadReport
@@ -190,7 +191,12 @@ def from_pretrained(
     )
     # 2 config and headers of the checkpoint
     checkpoint = open_checkpoint(
-        name_or_path, config=config, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle, **given.hub
+        name_or_path,
+        config=config,
+        peft_config=peft_config,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+        **given.hub,
     )
     if checkpoint.adapter is not None and peft_config is not None:
         raise ConfigError(
@@ -198,7 +204,7 @@ def from_pretrained(
             "Give the base, or leave peft_config out."
         )
     # 3 the model without storage
-    is_frozen = checkpoint.adapter is not None or peft_config is not None
+    is_frozen = any(a is not None for a in (checkpoint.adapter, checkpoint.adapter_state, peft_config))
     with agreed("building the model"):
         model = build_meta_model(
             checkpoint.config,
@@ -231,6 +237,8 @@ def from_pretrained(
     # 7 the adapter, which PEFT reads or makes
     if checkpoint.adapter is not None:
         model = load_adapter(model, checkpoint.adapter, is_trainable=is_trainable, **checkpoint.hub_kwargs)
+    elif (state := checkpoint.adapter_state) is not None:
+        model = restore_adapter(model, state, is_trainable=is_trainable or peft_config is not None)
     elif peft_config is not None:
         model = add_adapter(model, peft_config, seed=load_kwargs.get("seed"))
     return (model, report) if output_loading_info else model

@@ -1,10 +1,9 @@
 """Which file of a checkpoint holds which tensor, with dtype, shape and byte range: headers are read, data is not."""
 
 import math
-import os
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from functools import cached_property, partial
 from os import PathLike, fspath
 from pathlib import Path
@@ -13,31 +12,32 @@ from typing import Any
 
 import torch
 
-from hf_fsdp_tools.checkpoint.formats.dcp import METADATA, find_dcp_folder, model_part, parse_dcp
+from hf_fsdp_tools.checkpoint.formats.dcp import find_dcp_folder, parse_dcp
+from hf_fsdp_tools.checkpoint.formats.hf_parts import find_parts, join_parts
 from hf_fsdp_tools.checkpoint.formats.pickled import locate_chunk, parse_pickled
-from hf_fsdp_tools.checkpoint.formats.safetensors import MAX_HEADER_BYTES, parse_header, parse_json
-from hf_fsdp_tools.checkpoint.formats.stored import (
-    ChunkedTensor,
-    QuantizedTensor,
-    Stored,
-    StoredTensor,
-    TensorChunk,
-    leaves_folder,
+from hf_fsdp_tools.checkpoint.formats.safetensors import parse_header, parse_json
+from hf_fsdp_tools.checkpoint.formats.saved_names import SavedPath, is_wrapped, model_part, peft_part
+from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor, QuantizedTensor, Stored, StoredTensor, TensorChunk
+from hf_fsdp_tools.checkpoint.unfinished import named_in_config, stamps
+from hf_fsdp_tools.checkpoint.weight_files import (
+    ACCELERATE_PICKLED,
+    PICKLED,
+    PICKLED_INDEX,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    Listing,
+    as_one_message,
+    has_safetensors,
+    is_pickled,
+    read_listing,
+    refuse_pickled,
+    weight_files,
 )
-from hf_fsdp_tools.checkpoint.unfinished import named_in_config, refuse_incomplete, stamps
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import fetch, local_path
-from hf_fsdp_tools.text import listed, listed_lines, quoted
 
-__all__ = ["CheckpointIndex"]
-
-WEIGHTS = "model.safetensors"
-WEIGHTS_INDEX = "model.safetensors.index.json"
-PICKLED = "pytorch_model.bin"
-PICKLED_INDEX = "pytorch_model.bin.index.json"
-ACCELERATE_PICKLED = "pytorch_model_fsdp.bin"
-"""Written by Accelerate's `save_state` under FULL_STATE_DICT, in the model's own layout."""
+__all__ = ["WEIGHTS", "WEIGHTS_INDEX", "CheckpointIndex"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,8 @@ class CheckpointIndex:
     commit: str | None = None
     """The commit that was fetched or found in the cache; None for a local path."""
 
-    _saved: Mapping[tuple[str, ...], ChunkedTensor] = field(default_factory=dict, repr=False)
-    """All tensors of a DCP folder, by their path in the saved state dict; `of_model` picks the model's."""
+    _saved: Mapping[SavedPath, StoredTensor | ChunkedTensor] = field(default_factory=dict, repr=False)
+    """All tensors of a training state, by their path in the saved state dict; `of_model` picks the model's."""
 
     _states: Mapping[Path, tuple[int, int]] = field(default_factory=dict, repr=False)
     """Inode and time of modification of each file before its header was read."""
@@ -117,7 +117,8 @@ class CheckpointIndex:
             assert not isinstance(whole, ChunkedTensor)
             return whole
         if source not in self._located:
-            self._located[source] = locate_chunk(*self._chunks[source])
+            chunk, dtype = self._chunks[source]
+            self._located[source] = locate_chunk(chunk, dtype) if chunk.is_archive else chunk.stored(dtype)
         return self._located[source]
 
     def refuse_changed(self) -> None:
@@ -136,11 +137,34 @@ class CheckpointIndex:
                 )
 
     def of_model(self, model_keys: Collection[str]) -> "CheckpointIndex":
-        """An index of the tensors of one model, under the model's names; a DCP folder can hold more than a model."""
+        """An index of the tensors of one model, under the model's names; a training state can hold more than a model.
+
+        Raises:
+            CheckpointError: no tensor has a name of the model, or several parts of the state fit it equally well.
+        """
         if not self._saved:
             return self
-        part = model_part(self._saved, model_keys)
-        return replace(self, tensors=MappingProxyType(part), _saved={})
+        return self._with(model_part(self._saved, model_keys, self.name))
+
+    def _with(self, tensors: Mapping[str, StoredTensor | ChunkedTensor]) -> "CheckpointIndex":
+        """This checkpoint with other tensors, by the names that models have for them."""
+        named = {key: replace(t, key=key) if isinstance(t, StoredTensor) else t for key, t in tensors.items()}
+        return replace(self, tensors=MappingProxyType(named), _saved={})
+
+    def split_adapter(
+        self, marks: Callable[[], tuple[str, ...]]
+    ) -> "tuple[CheckpointIndex | None, CheckpointIndex | None]":
+        """The base and the adapter in the state of a `PeftModel`, None for what was not saved; of other models, itself.
+
+        Args:
+            marks: gives how PEFT begins the names of an adapter's parameters (`lora_`, …).
+        """
+        split = peft_part(self._saved, marks)
+        if split is None:
+            return self, None
+        base, adapter = split
+        rest = replace(self, tensors=MappingProxyType({t.key: t for t in base.values()}), _saved=base)
+        return (rest if base else None), self._with(adapter)
 
     @classmethod
     def open(
@@ -162,7 +186,8 @@ class CheckpointIndex:
         Args:
             path_or_repo: one of
 
-                - a folder with `model.safetensors`, with an index file or with plain `*.safetensors`;
+                - a folder with `model.safetensors`, with an index file or with plain `*.safetensors`, also such as
+                  hold parts of tensors (`shard-*.safetensors` of torch's `HuggingFaceStorageWriter`);
                 - a folder of `torch.distributed.checkpoint` (`.metadata` and `*.distcp`), or one above it that
                   Accelerate's `save_state` or the Trainer wrote (`pytorch_model_fsdp_0` in it);
                 - a folder with `pytorch_model.bin`, or its index and shards, or Accelerate's `pytorch_model_fsdp.bin`,
@@ -194,7 +219,7 @@ class CheckpointIndex:
                 folder, commit = _fetch_weights(name, allow_pickle, hub_kwargs)
             elif is_file:
                 if not allow_pickle:
-                    _refuse_pickled([path])
+                    refuse_pickled([path])
                 return cls._from_files(name, [path], None)
             else:
                 folder = path / (subfolder or "")
@@ -219,16 +244,14 @@ class CheckpointIndex:
     @classmethod
     def _from_folder_as_is(cls, name: str, folder: Path, allow_pickle: bool) -> "CheckpointIndex":
         with watched(folder):
-            saved = None if _has_safetensors(folder) else find_dcp_folder(folder)
+            saved = None if has_safetensors(folder) else find_dcp_folder(folder)
         if saved is not None:
             return cls._from_dcp(name, saved)
         named = named_in_config(folder)
         with watched(folder):
-            files, listing = _weight_files(folder, named, allow_pickle)
-        listed = _read_listing(listing) if listing else None
-        files = list(listed.files.values()) if listed else files
-        index = cls._from_files(name, files, listed)
-        return replace(index, is_model_state=True) if files == [folder / ACCELERATE_PICKLED] else index
+            files, listing = weight_files(folder if named else find_parts(folder), named, allow_pickle)
+        listed = read_listing(listing) if listing else None
+        return cls._from_files(name, list(listed.files.values()) if listed else files, listed)
 
     @classmethod
     def _from_dcp(cls, name: str, folder: Path) -> "CheckpointIndex":
@@ -238,30 +261,28 @@ class CheckpointIndex:
         return cls(name=name, tensors=tensors, header_bytes=num_bytes, is_model_state=True, _saved=dict(found))
 
     @classmethod
-    def _from_files(cls, name: str, files: Iterable[Path], listed: "_Listing | None") -> "CheckpointIndex":
+    def _from_files(cls, name: str, files: Iterable[Path], listed: "Listing | None") -> "CheckpointIndex":
         """Read every header; check them against each other and against the index file; report all problems at once."""
-        tensors: dict[str, StoredTensor] = {}
+        parts: dict[str, list[StoredTensor]] = {}
+        tensors: dict[str, StoredTensor | ChunkedTensor] = {}
         problems: list[str] = []
         header_bytes = listed.num_bytes if listed else 0
         states: dict[Path, tuple[int, int]] = {}
         for file in files:
             try:
                 states[file] = _state_of(file)
-                found, num_bytes = parse_pickled(file) if _is_pickled(file) else parse_header(file)
+                found, num_bytes = parse_pickled(file) if is_pickled(file) else parse_header(file)
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
             header_bytes += num_bytes
             for tensor in found:
-                if (other := tensors.get(tensor.key)) is not None:
-                    cure = "keep one of them."
-                    if file.name.startswith("shard-"):  # torch's HuggingFaceStorageWriter(save_distributed=True)
-                        cure = (
-                            "these are parts of it. Join them once: torch's HuggingFaceStorageWriter has "
-                            "enable_consolidation=True, and consolidate_safetensors_files for what is saved already."
-                        )
-                    problems.append(f"{file}: holds {tensor.key!r}, which {other.file.name} holds too; {cure}")
-                tensors[tensor.key] = tensor
+                parts.setdefault(tensor.key, []).append(tensor)
+        for key, several in parts.items():
+            try:
+                tensors[key] = join_parts(key, several)
+            except CheckpointError as error:
+                problems.append(str(error))
         if not problems and listed is not None:
             problems += [
                 f"{listed.file}: names {key!r} in {file!r}, which does not hold it; the index does not belong to "
@@ -270,8 +291,16 @@ class CheckpointIndex:
                 if key not in tensors or tensors[key].file != listed.files[file]
             ]
         if problems:
-            raise CheckpointError(_as_one_message(problems))
-        return cls(name=name, tensors=MappingProxyType(tensors), header_bytes=header_bytes, _states=states)
+            raise CheckpointError(as_one_message(problems))
+        is_model_state = any(fnmatch(file.name, ACCELERATE_PICKLED) for file in states)
+        return cls(
+            name=name,
+            tensors=MappingProxyType(tensors),
+            header_bytes=header_bytes,
+            is_model_state=is_model_state,
+            _saved={(key,): t for key, t in tensors.items()} if is_model_state or is_wrapped(tensors) else {},
+            _states=states,
+        )
 
 
 def _state_of(file: Path) -> tuple[int, int]:
@@ -281,123 +310,6 @@ def _state_of(file: Path) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return status.st_ino, status.st_mtime_ns
-
-
-def _as_one_message(problems: list[str]) -> str:
-    """The text of all problems: a single one as it is, several as a list."""
-    several = f"{len(problems)} problems with the checkpoint:\n{listed_lines(problems)}"
-    return several if len(problems) > 1 else problems[0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Listing:
-    """The content of an index file."""
-
-    file: Path
-    """The index file."""
-
-    weight_map: Mapping[str, str]
-    """Stored key to file name."""
-
-    files: Mapping[str, Path]
-    """File name to file."""
-
-    num_bytes: int
-    """Size of the index file."""
-
-
-def _is_pickled(file: Path) -> bool:
-    return file.suffix in (".bin", ".pt", ".pth")
-
-
-def _refuse_pickled(files: Iterable[Path]) -> None:
-    """Legacy files are read only when asked."""
-    pickled = [file for file in files if _is_pickled(file)]
-    if pickled:
-        raise CheckpointError(
-            f"{str(pickled[0].parent)!r} holds only pickled weights ({', '.join(f.name for f in pickled)}), which are "
-            "read only when asked. Pass allow_pickle=True (torch's restricted unpickler then runs no code of the "
-            "file), or convert the checkpoint to safetensors once: "
-            f"AutoModelForCausalLM.from_pretrained({str(pickled[0].parent)!r}).save_pretrained(new_folder)"
-        )
-
-
-def _has_safetensors(folder: Path) -> bool:
-    """Whether the folder holds safetensors of a model; files of an adapter do not count."""
-    return any(not file.name.startswith("adapter_") for file in folder.glob("*.safetensors*"))
-
-
-def _weight_files(folder: Path, named: str | None, allow_pickle: bool) -> tuple[list[Path], Path | None]:
-    """The weight files of a folder, or the index file that names them; with the precedence of transformers."""
-    if not folder.is_dir():
-        raise CheckpointError(f"No such folder: {str(folder)!r}. Give a folder with {WEIGHTS}, or a hub name.")
-    if named is not None:
-        return ([], folder / named) if named.endswith(".json") else ([folder / named], None)
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS], None
-    if (folder / WEIGHTS_INDEX).is_file():
-        return [], folder / WEIGHTS_INDEX
-    plain = [f for f in sorted(folder.glob("*.safetensors")) if not f.name.startswith("adapter_")]
-    if plain:
-        refuse_incomplete(plain)
-        return plain, None
-    if not allow_pickle:
-        _refuse_pickled(sorted(folder.glob("pytorch_model*.bin")))
-    if (folder / PICKLED).is_file():
-        return [folder / PICKLED], None
-    if (folder / ACCELERATE_PICKLED).is_file():
-        return [folder / ACCELERATE_PICKLED], None
-    if (folder / PICKLED_INDEX).is_file():
-        return [], folder / PICKLED_INDEX
-    found = listed(sorted(f.name for f in folder.iterdir()), 10) or "nothing"
-    cure = "Give the folder that save_pretrained wrote."
-    if any(folder.glob("*.distcp")):
-        cure = f"Its {METADATA} is missing: copy it too (its name is hidden), or save again; it is written last."
-    raise CheckpointError(
-        f"No weights in {str(folder)!r}: expected {WEIGHTS}, {WEIGHTS_INDEX}, *.safetensors or {METADATA} (and, with "
-        f"allow_pickle=True, {PICKLED}), found {found}. {cure}"
-    )
-
-
-def _read_listing(file: Path) -> _Listing:
-    """Parse and check an index file; a name that leaves the folder or is not there is refused."""
-    suffix = Path(file.name.removesuffix(".index.json")).suffix
-    with watched(file):
-        if (size := file.stat().st_size) > MAX_HEADER_BYTES:
-            raise CheckpointError(
-                f"{file}: is {size} bytes long; an index has at most {MAX_HEADER_BYTES}. Save it again."
-            )
-        text = file.read_bytes()
-    content = parse_json(file, text)
-    weight_map = content.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise CheckpointError(f"{file}: expected a 'weight_map' from keys to file names, found {quoted(weight_map)}.")
-    counts = Counter(weight_map.values())
-    files = {name: file.parent / name for name in sorted(counts)}
-    problems = []
-    for name, place in files.items():
-        with watched(place):
-            is_there = not leaves_folder(name) and place.is_file()
-        if leaves_folder(name) or not name.endswith(suffix):
-            problems.append(
-                f"{file}: names the file {quoted(name)}; expected a {suffix[1:]} file inside the folder. Where you "
-                "trust its source, put the file there and name it so."
-            )
-        elif not is_there:
-            problems.append(
-                f"{file}: names {quoted(name)} for {counts[name]} tensors, which {_instead(place)}. "
-                "Download or save it again."
-            )
-    if problems:
-        raise CheckpointError(_as_one_message(problems))
-    return _Listing(file=file, weight_map=weight_map, files=files, num_bytes=len(text))
-
-
-def _instead(file: Path) -> str:
-    """Why a file that should hold weights cannot, as the end of a sentence."""
-    if file.is_symlink():
-        return f"is a link that leads nowhere ({quoted(os.readlink(file))})"
-    return "is no file" if file.exists() else "is not there"
 
 
 def _fetch_weights(name: str, allow_pickle: bool, hub_kwargs: dict[str, Any]) -> tuple[Path, str]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_tools.checkpoint.conversion import LoadMap, adjust_keys, map_loading, persistent_tensors
+from hf_fsdp_tools.checkpoint.formats.stored import ChunkedTensor
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.io.files import Reader
 from hf_fsdp_tools.checkpoint.quantized.dequantize import read_into
@@ -181,6 +182,8 @@ def _resized(
 def _refuse_mismatched(mismatched: Collection[Mismatch], index: CheckpointIndex, resize_vocabulary: bool) -> None:
     rows = listed_lines(f"{key}: {list(a)} in the checkpoint, {list(b)} in the model" for key, a, b in mismatched)
     hint = "" if resize_vocabulary else " (or added_tokens, where the vocabulary alone was resized)"
+    if any(isinstance(tensor, ChunkedTensor) for tensor in index.tensors.values()):
+        hint += ". Parts in files of their own (shard-*.safetensors) must all be there"
     raise CheckpointError(
         f"{len(mismatched)} tensors of {index.name!r} have another shape than the model's:\n{rows}\nUse the config "
         f"that belongs to the checkpoint, or pass ignore_mismatched_sizes=True to initialise these anew{hint}."

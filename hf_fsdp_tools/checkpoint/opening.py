@@ -1,7 +1,7 @@
 """Open a checkpoint by name, with its config and, for an adapter, its base: headers are read, weights are not."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
@@ -9,18 +9,21 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 
+from hf_fsdp_tools.checkpoint.adapter_state import AdapterState, split_adapter
 from hf_fsdp_tools.checkpoint.background import wait_for_saves
 from hf_fsdp_tools.checkpoint.fingerprint import refuse_other_contents
-from hf_fsdp_tools.checkpoint.formats.dcp import find_dcp_folder
+from hf_fsdp_tools.checkpoint.formats.dcp import METADATA, MODEL_FOLDERS
 from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX, CheckpointIndex
 from hf_fsdp_tools.checkpoint.unfinished import CONFIG, stamps
-from hf_fsdp_tools.distributed.agreement import opened
+from hf_fsdp_tools.checkpoint.weight_files import ACCELERATE_PICKLED, PICKLED, PICKLED_INDEX, has_safetensors
+from hf_fsdp_tools.distributed.agreement import agreed, opened
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.modeling.untrusted import load_generation_config
-from hf_fsdp_tools.sharding.adapter_files import read_adapter_config
+from hf_fsdp_tools.sharding.adapter_files import ADAPTER_CONFIG, read_adapter_config
+from hf_fsdp_tools.text import quoted
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
@@ -30,7 +33,7 @@ class Checkpoint:
     """A checkpoint that was opened and not read: config and headers, from one commit of the hub."""
 
     name: str
-    """Hub name or folder; of an adapter, those of its base."""
+    """Hub name or folder; of an adapter that was saved without its base, those of the base."""
 
     config: PreTrainedConfig
     """The model's configuration."""
@@ -44,6 +47,9 @@ class Checkpoint:
     adapter: str | None
     """Hub name or folder of the PEFT adapter, if an adapter was opened; None for a model."""
 
+    adapter_state: AdapterState | None
+    """The PEFT adapter, if a training state was opened that holds values of one; None otherwise."""
+
     hub_kwargs: Mapping[str, Any]
     """Arguments that fetch more files of the same commit."""
 
@@ -52,6 +58,7 @@ def open_checkpoint(
     name_or_path: str | PathLike[str],
     *,
     config: PreTrainedConfig | str | PathLike[str] | None = None,
+    peft_config: Any = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
     **hub_kwargs: Any,
@@ -61,6 +68,7 @@ def open_checkpoint(
     Args:
         name_or_path: as for `from_pretrained`.
         config: in place of the checkpoint's own, which need not be there then.
+        peft_config: of PEFT, for a training state that holds an adapter and has no `adapter_config.json` near it.
         trust_remote_code: use a config class that comes with the checkpoint (of an adapter, with its base).
         allow_pickle: read legacy `.bin` files where there are no safetensors.
         hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
@@ -70,29 +78,47 @@ def open_checkpoint(
     (`refuse_other_contents`).
 
     Raises:
-        CheckpointError: the checkpoint is absent or damaged, or nodes have different copies of it; the same on every
-            rank.
+        CheckpointError: the checkpoint is absent or damaged, nodes have different copies of it, or it does not say of
+            which model it is; the same on every rank.
     """
     wait_for_saves()  # perhaps of this checkpoint
     name = fspath(name_or_path)
+    if config is not None and not isinstance(config, PreTrainedConfig):
+        config = opened("opening the config", config, partial(_load_config, config, trust_remote_code), {})
+    read = partial(_open, config=config, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     here, base = opened("looking for the checkpoint", name, partial(_find_base, name), hub_kwargs)
     home, asked = base or (name, here)
-    read = partial(_open, home, trust_remote_code, allow_pickle, config is None)
-    own_config, index, generation_config = opened("opening the checkpoint", home, read, asked)
-    if config is not None and not isinstance(config, PreTrainedConfig):
-        look = partial(_load_other_config, config, trust_remote_code)
-        config = opened("opening the config", config, look, {})
-    config = own_config if config is None else config
-    assert config is not None
-    refuse_other_contents(index, config, generation_config, {"is an adapter": base is not None})
+    found = opened("opening the checkpoint", home, partial(read, home), asked)
+    state = found.adapter_state
+    if state is not None:
+        with agreed("looking for the config of the adapter", name):
+            state = replace(state, config=peft_config or state.config)
+            named = _base_of_state(name, state, found.config)
+        if named is not None:
+            base_name, asked = named[0], _without_place(here) | named[1]
+            load = partial(_load_config, base_name, trust_remote_code)
+            if state.holds_base:
+                own = opened("opening the config", base_name, load, asked)
+                found = replace(found, config=own)
+            else:
+                home, found = base_name, opened("opening the base", base_name, partial(read, base_name), asked)
+    index, known = found.index, found.config
+    assert index is not None and known is not None
+    refuse_other_contents(index, known, found.generation_config, {"is an adapter": base is not None})
+    if state is not None:
+        refuse_other_contents(state.index)
     return Checkpoint(
         name=home,
-        config=config,
+        config=known,
         index=index,
-        generation_config=generation_config,
+        generation_config=found.generation_config,
         adapter=name if base else None,
+        adapter_state=state,
         hub_kwargs=here,
     )
+
+
+# ---- adapters ----
 
 
 def _find_base(name: str, hub_kwargs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, dict[str, Any]] | None]:
@@ -105,61 +131,149 @@ def _find_base(name: str, hub_kwargs: dict[str, Any]) -> tuple[dict[str, Any], t
         folder, pinned = path / (hub_kwargs.get("subfolder") or ""), {}
     here = hub_kwargs | pinned
     with watched(folder):
-        is_model = (folder / "config.json").is_file()
+        is_model = (folder / CONFIG).is_file() if path is None else _holds_more_than_adapter(folder)
     written = None if is_model else read_adapter_config(folder)
     if written is None:
         return here, None
-    base = written.get("base_model_name_or_path")
-    if not base:
+    base = _base_in(written)
+    if base is None:
         raise CheckpointError(
             f"The adapter {name!r} names no base model (base_model_name_or_path in adapter_config.json). Write the "
             "base's name or folder there, or load the base and call load_adapter(model, folder)."
         )
-    revision = {"revision": written["revision"]} if written.get("revision") else {}
-    kept = {key: value for key, value in hub_kwargs.items() if key not in ("revision", "subfolder")}
-    return here, (base, kept | revision)
+    return here, (base[0], _without_place(here) | base[1])
+
+
+def _holds_more_than_adapter(folder: Path) -> bool:
+    """Whether a local folder holds a model or a training state, whatever adapter is in it too.
+
+    Axolotl writes the config of the base beside an adapter, and Accelerate an adapter's values beside those of PEFT.
+    """
+    has_values = any(folder.glob("adapter_model.*"))
+    if (folder / CONFIG).is_file():
+        is_pickled = any((folder / name).is_file() for name in (PICKLED, PICKLED_INDEX))
+        return not has_values or is_pickled or has_safetensors(folder)
+    of_states = (METADATA, MODEL_FOLDERS, ACCELERATE_PICKLED)
+    return not has_values and any(path for pattern in of_states for path in folder.glob(pattern))
+
+
+def _base_in(written: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """The base that a config of PEFT names, and its revision."""
+    base, revision = (written.get(key) for key in ("base_model_name_or_path", "revision"))
+    return (base, {"revision": revision} if revision else {}) if base else None
+
+
+def _without_place(hub_kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in hub_kwargs.items() if key not in ("revision", "subfolder")}
+
+
+def _base_of_state(
+    name: str, state: AdapterState, config: PreTrainedConfig | None
+) -> tuple[str, dict[str, Any]] | None:
+    """The base that must be opened beside a training state with an adapter; None where the state has all of it."""
+    if state.config is None:
+        base = "" if state.holds_base else ", in which base_model_name_or_path names the base"
+        raise CheckpointError(
+            f"{name!r} is the state of a PeftModel ({len(state.index.tensors)} tensors of an adapter, as "
+            f"{quoted(min(state.index.tensors))}), and neither it nor the two folders above have an {ADAPTER_CONFIG}. "
+            f"Pass peft_config=, the config that it was trained with{base}."
+        )
+    if state.holds_base and config is not None:
+        return None
+    written = read_adapter_config(Path(state.config)) if isinstance(state.config, str) else vars(state.config)
+    named = _base_in(written or {})
+    if named is None:
+        lacks = "has no config.json near it" if state.holds_base else "does not hold the base"
+        cure = " or pass config=, its name or folder" if state.holds_base else ""
+        raise CheckpointError(
+            f"{name!r} is the state of a PeftModel, which {lacks}, and its PEFT config names no base. Name it there "
+            f"(base_model_name_or_path){cure}."
+        )
+    return named
+
+
+# ---- files ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """What one folder or hub name holds, None for what it lacks."""
+
+    config: PreTrainedConfig | None
+    index: CheckpointIndex | None
+    generation_config: GenerationConfig | None
+    adapter_state: AdapterState | None
 
 
 def _open(
-    name: str, trust_remote_code: bool, allow_pickle: bool, needs_config: bool, hub_kwargs: dict[str, Any]
-) -> tuple[PreTrainedConfig | None, CheckpointIndex, GenerationConfig | None]:
+    name: str,
+    hub_kwargs: dict[str, Any],
+    *,
+    config: PreTrainedConfig | None,
+    trust_remote_code: bool,
+    allow_pickle: bool,
+) -> _Opened:
     """Config, index and generation config of a checkpoint: all of one commit or, in a folder, of one save."""
     with watched(Path(name)):
-        home = _config_home(name)
-        folder = local_path(home)
+        home = _home_of(name, CONFIG, hub_kwargs)
+        folder = home and local_path(home)
     before = folder and stamps(folder, WEIGHTS, WEIGHTS_INDEX)
-    found = _open_as_is(name, home, trust_remote_code, allow_pickle, needs_config, hub_kwargs)
-    if folder is None or stamps(folder, WEIGHTS, WEIGHTS_INDEX) == before:
+    read = partial(_open_as_is, name, home, config, trust_remote_code, allow_pickle, hub_kwargs)
+    found = read()
+    if not folder or stamps(folder, WEIGHTS, WEIGHTS_INDEX) == before:
         return found
-    return _open_as_is(
-        name, home, trust_remote_code, allow_pickle, needs_config, hub_kwargs
-    )  # a save has replaced it meanwhile
+    return read()  # a save has replaced it meanwhile
 
 
 def _open_as_is(
-    name: str, home: str, trust_remote_code: bool, allow_pickle: bool, needs_config: bool, hub_kwargs: dict[str, Any]
-) -> tuple[PreTrainedConfig | None, CheckpointIndex, GenerationConfig | None]:
-    path = local_path(home)
-    config = None
-    if needs_config or path is None or (path / (hub_kwargs.get("subfolder") or "") / CONFIG).is_file():
-        config = load_config(home, trust_remote_code=trust_remote_code, **hub_kwargs)
-    commit = {"revision": config._commit_hash} if config is not None and config._commit_hash else {}
-    index = CheckpointIndex.open(name, allow_pickle=allow_pickle, **hub_kwargs | commit)
+    name: str,
+    home: str | None,
+    config: PreTrainedConfig | None,
+    trust_remote_code: bool,
+    allow_pickle: bool,
+    hub_kwargs: dict[str, Any],
+) -> _Opened:
+    asked = dict(hub_kwargs)
+    if config is None and home is not None:
+        config = load_config(home, trust_remote_code=trust_remote_code, **asked)
+        asked |= {"revision": config._commit_hash} if config._commit_hash else {}
+    index = CheckpointIndex.open(name, allow_pickle=allow_pickle, **asked)
+    asked |= {"revision": index.commit} if index.commit else {}
+    base, adapter = split_adapter(index)
+    if config is None and adapter is None:
+        raise CheckpointError(
+            f"No {CONFIG} in {name!r} or in the two folders above. Pass config=, the name or folder of the model that "
+            "was saved, or copy its config.json there."
+        )
+    state = None
+    if adapter is not None:
+        near = _home_of(name, ADAPTER_CONFIG, hub_kwargs)
+        state = AdapterState(index=adapter, config=near, holds_base=base is not None)
+    return _Opened(
+        config=config, index=base, generation_config=_generation_config(name, home, asked), adapter_state=state
+    )
+
+
+def _generation_config(name: str, home: str | None, hub_kwargs: dict[str, Any]) -> GenerationConfig | None:
+    path = local_path(home or name)
     if path is None:  # it was fetched with the config if it exists
-        folder, _ = fetch(home, **hub_kwargs | commit | {"local_files_only": True})
+        folder, _ = fetch(name, **hub_kwargs | {"local_files_only": True})
     else:
         folder = path / (hub_kwargs.get("subfolder") or "")
-    return config, index, load_generation_config(folder)
+    return load_generation_config(folder)
 
 
-def _load_other_config(config: str | PathLike[str], trust_remote_code: bool, asked: dict[str, Any]) -> PreTrainedConfig:
-    return load_config(config, trust_remote_code=trust_remote_code, **asked)
+def _load_config(name: str | PathLike[str], trust_remote_code: bool, asked: dict[str, Any]) -> PreTrainedConfig:
+    return load_config(name, trust_remote_code=trust_remote_code, **asked)
 
 
-def _config_home(name: str) -> str:
-    """Where the config is: for a DCP folder without one, the nearest of two folders above; else the name itself."""
-    folder = local_path(name)
-    if folder is None or not folder.is_dir() or (folder / "config.json").is_file() or find_dcp_folder(folder) is None:
+def _home_of(name: str, file: str, hub_kwargs: dict[str, Any]) -> str | None:
+    """The folder in which a file that belongs to a checkpoint is: its own, or the nearest of two above; None without.
+
+    A hub name, a name that does not exist and one with a subfolder are given back: whoever opens them says more.
+    """
+    path = local_path(name)
+    if path is None or not path.exists() or hub_kwargs.get("subfolder"):
         return name
-    above = list(folder.absolute().parents)[:2]
-    return next((str(path) for path in above if (path / "config.json").is_file()), name)
+    own = path.absolute() if path.is_dir() else path.absolute().parent
+    return next((str(folder) for folder in (own, *list(own.parents)[:2]) if (folder / file).is_file()), None)

@@ -19,7 +19,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.shards import LocalBoxes
 from hf_fsdp_tools.modeling.peft_view import bare_model, base_of
 
-__all__ = ["save_adapter"]
+__all__ = ["save_adapter", "tensors_by_peft"]
 
 _STAGING_BYTES = 64 * 2**20
 """Bytes that a rank sends at a time: the default of `save_pretrained`."""
@@ -120,12 +120,25 @@ def _gather_adapter(
 
 def _chosen_by_peft(model: Any, state: dict[str, torch.Tensor]) -> frozenset[str]:
     """Names of the tensors that PEFT writes unchanged; of prompt methods, which write other tensors, none."""
+    ids = {id(tensor) for tensor in tensors_by_peft(model, state).values()}
+    return frozenset(name for name, tensor in state.items() if id(tensor) in ids)
+
+
+def tensors_by_peft(model: Any, state: dict[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
+    """The tensors that PEFT writes unchanged, by the names under which it writes them; of prompt methods none.
+
+    Args:
+        model: a `PeftModel`.
+        state: its tensors by name.
+        options: of PEFT's `get_peft_model_state_dict`.
+    """
     from peft import get_peft_model_state_dict
 
-    ids = {
-        id(tensor)
+    return {
+        saved: tensor
         for adapter, config in model.peft_config.items()
         if not config.is_prompt_learning
-        for tensor in get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter).values()
+        for saved, tensor in get_peft_model_state_dict(
+            model, state_dict=dict(state), adapter_name=adapter, **options
+        ).items()
     }
-    return frozenset(name for name, tensor in state.items() if id(tensor) in ids)

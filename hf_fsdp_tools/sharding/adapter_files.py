@@ -14,7 +14,9 @@ from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.untrusted import read_json_object, refuse_compressed, understood
 from hf_fsdp_tools.text import quoted
 
-__all__ = ["open_adapter", "read_adapter_config", "refuse_endless_patterns"]
+__all__ = ["ADAPTER_CONFIG", "open_adapter", "open_adapter_config", "read_adapter_config", "refuse_endless_patterns"]
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 """In the order in which PEFT looks for them."""
@@ -53,18 +55,34 @@ def open_adapter(peft: Any, name: str, module_names: Sequence[str], hub_kwargs: 
     subfolder = hub_kwargs.get("subfolder") or ""
     path = local_path(name)
     folder = fetch(name, "adapter_*", **hub_kwargs)[0] if path is None else path / subfolder
-    written = read_adapter_config(folder)
-    if written is None:
+    config = open_adapter_config(peft, folder, module_names)
+    if config is None:
         raise CheckpointError(
             f"No adapter_config.json in {name!r}{f', folder {subfolder!r}' if subfolder else ''}. Give a folder that "
             "save_pretrained wrote for an adapter, or a hub name."
         )
-    file = folder / "adapter_config.json"
-    refuse_endless_patterns(file, _patterns(written), module_names)
-    with understood(f"{file}: cannot be used by PEFT", _COPY):
-        config = peft.PeftConfig.from_pretrained(str(folder))
     _check_weights(peft, folder)
     return str(folder), config
+
+
+def open_adapter_config(peft: Any, folder: Path, module_names: Sequence[str]) -> Any:
+    """PEFT's config of the adapter in a folder; None where it has none. No rank communicates.
+
+    Args:
+        peft: the module.
+        folder: with `adapter_config.json`.
+        module_names: of the model that the adapter is for.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    written = read_adapter_config(folder)
+    if written is None:
+        return None
+    file = folder / ADAPTER_CONFIG
+    refuse_endless_patterns(file, _patterns(written), module_names)
+    with understood(f"{file}: cannot be used by PEFT", _COPY):
+        return peft.PeftConfig.from_pretrained(str(folder))
 
 
 def read_adapter_config(folder: Path) -> Mapping[str, Any] | None:
@@ -73,7 +91,7 @@ def read_adapter_config(folder: Path) -> Mapping[str, Any] | None:
     Raises:
         CheckpointError: it is damaged, or PEFT would import a module that it names.
     """
-    file = folder / "adapter_config.json"
+    file = folder / ADAPTER_CONFIG
     with watched(file):
         if not file.is_file():
             return None

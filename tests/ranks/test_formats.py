@@ -13,12 +13,12 @@ import torch.distributed.checkpoint as dcp
 from accelerate.utils.fsdp_utils import save_fsdp_model
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel
 
-from hf_fsdp_tools import HybridFSDPPlugin, from_pretrained, make_accelerator
+from hf_fsdp_tools import from_pretrained, make_accelerator
 from hf_fsdp_tools.checkpoint.formats.dcp import METADATA
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.load import load_weights
@@ -93,16 +93,6 @@ def save_all(folders: dict[str, Path], root: Path) -> None:
         shutil.copy(folders["llama"] / "config.json", root / "hf")
 
 
-def save_fsdp1(folder: Path, root: Path) -> None:
-    accelerator = make_accelerator(cpu=True, fsdp_plugin=HybridFSDPPlugin(fsdp_version=1))
-    plain = plain_model("tied", folder)
-    model = accelerator.prepare(plain)
-    plugin = accelerator.state.fsdp_plugin
-    plugin.set_state_dict_type(StateDictType.SHARDED_STATE_DICT)
-    assert isinstance(model, FullyShardedDataParallel)
-    save_fsdp_model(plugin, accelerator, model, str(root))
-
-
 def saved_by_dcp(folders: dict[str, Path], root: Path) -> list[float]:
     """Alone and as a part of a job's state; the read ratio of each."""
     ratios = []
@@ -140,17 +130,6 @@ def saved_whole(folders: dict[str, Path], root: Path) -> None:
     assert_same_model(mixtral, plain_model("mixtral", folders["mixtral"]), "full")
 
 
-def parts_that_need_joining(folders: dict[str, Path], root: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"are parts of it\. Join them once.*enable_consolidation=True"):
-        CheckpointIndex.open(root / "hf" / "sharded")
-
-
-def saved_by_fsdp1(folders: dict[str, Path], root: Path) -> None:
-    tied = sharded_meta_model("tied", folders["tied"])
-    load_weights(tied, root / "fsdp1")
-    assert_same_model(tied, plain_model("tied", folders["tied"]), "fsdp1")
-
-
 def into_the_base_model_and_another_head(folders: dict[str, Path], root: Path) -> None:
     """The prefix of the base model is found, and what has no place is told."""
     source = root / "accelerate" / "checkpoint-7"
@@ -177,8 +156,6 @@ WAYS = (
     saved_in_columns,
     saved_by_accelerate_and_torch,
     saved_whole,
-    parts_that_need_joining,
-    saved_by_fsdp1,
     into_the_base_model_and_another_head,
     saved_again_as_on_the_hub,
 )
@@ -232,7 +209,6 @@ def load_broken(folder: Path, broken: dict[str, Path]) -> dict[str, str]:
 
 def test_dcp_folders_of_every_kind_at_another_number_of_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(save_all, 3, folders, tmp_path)
-    run_ranks(save_fsdp1, 2, folders["tied"], tmp_path / "fsdp1")
     for found in run_ranks(run_cases, 2, WAYS, folders, tmp_path):
         ratios = [ratio for some in found.values() for ratio in some or ()]
         assert len(ratios) == 10 and max(ratios) <= 1.01, ratios

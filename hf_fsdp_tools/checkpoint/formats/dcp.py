@@ -7,8 +7,7 @@ place of each chunk known, any number of ranks reads from them what its own shar
 import io
 import math
 import pickle
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,22 +17,20 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import _get_layout
 
 from hf_fsdp_tools.checkpoint.formats.pickled import check_value
+from hf_fsdp_tools.checkpoint.formats.saved_names import SavedPath
 from hf_fsdp_tools.checkpoint.formats.stored import MAX_KEY_LENGTH, ChunkedTensor, TensorChunk, leaves_folder
 from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.text import first_line, listed, listed_lines, quoted
 
-__all__ = ["METADATA", "check_dcp", "find_dcp_folder", "model_part", "parse_dcp"]
+__all__ = ["METADATA", "MODEL_FOLDERS", "check_cover", "check_dcp", "find_dcp_folder", "parse_dcp"]
 
 METADATA = ".metadata"
 """Name of DCP's metadata file."""
 
-_ACCELERATE_FOLDERS = "pytorch_model_fsdp_*"
+MODEL_FOLDERS = "pytorch_model_fsdp_*"
 """DCP folders of models inside a folder that Accelerate's `save_state` or the Trainer wrote."""
-
-_Path = tuple[str, ...]
 
 
 def find_dcp_folder(folder: Path) -> Path | None:
@@ -44,14 +41,14 @@ def find_dcp_folder(folder: Path) -> Path | None:
     """
     if (folder / METADATA).is_file():
         return folder
-    below = sorted(path.parent for path in folder.glob(f"{_ACCELERATE_FOLDERS}/{METADATA}"))
+    below = sorted(path.parent for path in folder.glob(f"{MODEL_FOLDERS}/{METADATA}"))
     if len(below) > 1:
         names = ", ".join(path.name for path in below)
         raise CheckpointError(f"{str(folder)!r} holds several models: {names}. Give the path of one of these folders.")
     return below[0] if below else None
 
 
-def parse_dcp(folder: Path) -> tuple[list[tuple[_Path, ChunkedTensor]], int]:
+def parse_dcp(folder: Path) -> tuple[list[tuple[SavedPath, ChunkedTensor]], int]:
     """The tensors of a DCP folder, each with its path in the saved state dict; and the bytes of the metadata.
 
     The metadata is a pickle, of which only DCP's own plain records are built. Values other than tensors (step counts,
@@ -79,7 +76,7 @@ def parse_dcp(folder: Path) -> tuple[list[tuple[_Path, ChunkedTensor]], int]:
             chunks = [
                 _parse_chunk(folder, key, chunk, storage, sizes) for chunk in entry.chunks if math.prod(chunk.sizes)
             ]
-            _check_cover(file, key, tuple(entry.size), [chunk.box for chunk in chunks])
+            check_cover(file, key, tuple(entry.size), [chunk.box for chunk in chunks])
         except CheckpointError as error:
             problems.append(str(error))
             continue
@@ -113,25 +110,6 @@ def check_dcp(folder: Path) -> list[str]:
                 raise CheckpointError(f"{file}: {quoted(key)} lies nowhere. Save it again.")
             check_value(folder / place.relative_path, key, place.offset, place.length)
     return list(metadata.state_dict_metadata)
-
-
-def model_part(tensors: Mapping[_Path, ChunkedTensor], model_keys: Collection[str]) -> dict[str, ChunkedTensor]:
-    """The tensors of the model among all saved tensors, by their names in the model.
-
-    A training job saves the model beside optimizer and progress (`{"model": …, "optim": …}`). The model is the part of
-    the saved state dict with most names in common with `model_keys`, whatever the part is called. All tensors of the
-    part are returned, also those that the model does not know.
-    """
-    suffixes = {suffix for key in model_keys for suffix in _suffixes(key)}
-    votes = Counter(path[:-1] for path in tensors if suffixes.intersection(_suffixes(plain_name(path[-1]))))
-    part = max(votes, key=lambda p: (votes[p], -len(p)), default=())
-    return {plain_name(path[-1]): tensor for path, tensor in tensors.items() if path[:-1] == part}
-
-
-def _suffixes(key: str) -> Iterator[str]:
-    """Yield a dotted name without its first 0, 1, … parts; not the last part alone, which many modules share."""
-    parts = key.split(".")
-    return (".".join(parts[i:]) for i in range(max(1, len(parts) - 1)))
 
 
 # ---- the metadata file ----
@@ -238,7 +216,7 @@ def _is_sizes(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
-def _path(file: Path, key: str, path: Any) -> _Path:
+def _path(file: Path, key: str, path: Any) -> SavedPath:
     """The path of a tensor in the saved state dict, as text; lists in it are no names, and may be nested endlessly."""
     is_path = isinstance(path, (list, tuple)) and all(type(part) in (str, int) for part in path)
     _expect(file, quoted(key), is_path and bool(path), "path", path)
@@ -291,7 +269,7 @@ def _parse_chunk(folder: Path, key: str, saved: Any, storage: Mapping[Any, Any],
     return TensorChunk(name=name, box=box, file=file, offset=place.offset, length=place.length)
 
 
-def _check_cover(file: Path, key: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+def check_cover(file: Path, key: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """Refuse chunks that do not form a grid over the tensor: their ranges must follow each other in each dimension."""
     if not math.prod(shape):
         return

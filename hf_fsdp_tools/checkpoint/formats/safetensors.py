@@ -45,6 +45,9 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 """Dtypes by their names in safetensors (https://github.com/huggingface/safetensors#format). Dtypes below one byte are
 left out: torch cannot slice them."""
 
+_DCP_INFO = "DCP_SHARDING_INFO"
+"""Entry of a header's metadata in which torch's `HuggingFaceStorageWriter` says which part of a tensor a file holds."""
+
 _PARTS = frozenset(["dtype", "shape", "data_offsets"])
 
 
@@ -78,8 +81,8 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
     if len(text) < length:
         raise _damaged(file, f"header length is {length} bytes, but the file has {size - 8} bytes after the length")
     entries = parse_json(file, text, _entry)
-    entries.pop("__metadata__", None)
-    tensors = [_parse_entry(file, key, value, 8 + length) for key, value in entries.items()]
+    starts = _starts(file, entries.pop("__metadata__", None))
+    tensors = [_parse_entry(file, key, value, 8 + length, starts) for key, value in entries.items()]
     tensors.sort(key=lambda t: (t.offset, t.num_bytes))
     _check_layout(file, tensors, 8 + length, size)
     return tensors, 8 + length
@@ -143,7 +146,31 @@ def _entry(value: dict[str, Any]) -> Any:
     return (value["dtype"], *sizes)
 
 
-def _parse_entry(file: Path, key: str, value: Any, data_start: int) -> StoredTensor:
+def _starts(file: Path, metadata: Any) -> Mapping[str, Any]:
+    """What torch's `HuggingFaceStorageWriter` says in a header of each tensor's place in a larger one; empty without.
+
+    torch 2.9 to 2.14: torch/distributed/checkpoint/_hf_utils.py.
+    """
+    said = metadata.get(_DCP_INFO) if isinstance(metadata, dict) else None
+    if said is None:
+        return {}
+    if not isinstance(said, str):
+        raise _damaged(file, f"{_DCP_INFO} is {quoted(said)}, expected a text")
+    try:
+        return parse_json(file, said.encode())
+    except CheckpointError as error:
+        raise CheckpointError(f"{_DCP_INFO} of {error}") from error
+
+
+def _start(file: Path, key: str, shape: tuple[int, ...], info: Any) -> tuple[int, ...]:
+    found = info.get("saved_offsets") if isinstance(info, dict) else None
+    start = tuple(found) if isinstance(found, list) else ()
+    if not isinstance(found, list) or not _are_sizes(start) or len(start) != len(shape):
+        raise _damaged(file, f"{quoted(key)}: {_DCP_INFO} is {quoted(info)}, expected saved_offsets for {list(shape)}")
+    return start
+
+
+def _parse_entry(file: Path, key: str, value: Any, data_start: int, starts: Mapping[str, Any]) -> StoredTensor:
     """One entry of the header, checked by itself."""
     if type(value) is not tuple:
         raise _damaged(file, f"{quoted(key)}: expected dtype, shape and data_offsets, found {quoted(value)}")
@@ -161,7 +188,10 @@ def _parse_entry(file: Path, key: str, value: Any, data_start: int) -> StoredTen
     num_bytes = math.prod(shape) * dtype.itemsize
     if end - begin != num_bytes:
         raise _damaged(file, f"{key!r}: {name} {list(shape)} needs {num_bytes} bytes, data_offsets give {end - begin}")
-    return StoredTensor(key=key, file=file, dtype=dtype, shape=shape, offset=data_start + begin, num_bytes=num_bytes)
+    start = _start(file, key, shape, starts[key]) if key in starts else None
+    return StoredTensor(
+        key=key, file=file, dtype=dtype, shape=shape, offset=data_start + begin, num_bytes=num_bytes, start=start
+    )
 
 
 def _check_layout(file: Path, tensors: list[StoredTensor], data_start: int, size: int) -> None:

@@ -51,6 +51,9 @@ class StoredTensor:
     strides: tuple[int, ...] | None = None
     """Steps in elements per dimension; None for row-major data. Only pickled files hold other data."""
 
+    start: tuple[int, ...] | None = None
+    """Where it begins in the tensor that it is a chunk of, if its file says so; None for a tensor of its own."""
+
     @property
     def sources(self) -> Mapping[str, torch.dtype]:
         """Name and dtype of the one source of its elements, which is itself."""
@@ -64,7 +67,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorChunk:
-    """A box of a tensor that was saved as an object of its own, somewhere in a file."""
+    """A box of a tensor that was saved by itself, somewhere in a file."""
 
     name: str
     """Unique in the checkpoint: key and ranges."""
@@ -76,10 +79,19 @@ class TensorChunk:
     """The file that holds it."""
 
     offset: int
-    """Position of the saved object in the file; the chunk's data is a part of the object."""
+    """Position in the file of the chunk's data, or of the archive that the data is a part of."""
 
     length: int
-    """Bytes of the saved object."""
+    """Bytes of the data, or of the archive."""
+
+    is_archive: bool = True
+    """Whether the chunk is an archive of `torch.save`; False where the data lies in the file as it is."""
+
+    def stored(self, dtype: torch.dtype) -> StoredTensor:
+        """The chunk as a tensor of its own, where the data lies in the file as it is."""
+        return StoredTensor(
+            key=self.name, file=self.file, dtype=dtype, shape=self.box.length, offset=self.offset, num_bytes=self.length
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
