@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.distributed.rounds import rounds_of
+from hf_fsdp_tools.distributed.current import rounds_of
 
 ROUNDS = 200
 """Rounds of each turn."""

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the table below
+    from hf_fsdp_tools.checkpoint.background import wait_for_saves as wait_for_saves
     from hf_fsdp_tools.checkpoint.export import export_checkpoint as export_checkpoint
     from hf_fsdp_tools.checkpoint.export import merge_adapter as merge_adapter
     from hf_fsdp_tools.checkpoint.index import CheckpointIndex as CheckpointIndex
@@ -62,6 +63,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.sharding.shard import sharding_of as sharding_of
 
 _NAMES_OF = {
+    "checkpoint.background": ("wait_for_saves",),
     "checkpoint.export": ("export_checkpoint", "merge_adapter"),
     "checkpoint.index": ("CheckpointIndex",),
     "checkpoint.load": ("load_weights",),

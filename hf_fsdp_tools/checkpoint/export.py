@@ -18,12 +18,13 @@ from transformers import PreTrainedConfig
 from hf_fsdp_tools.checkpoint.beside import FilesBeside
 from hf_fsdp_tools.checkpoint.blank import Blank, blank_merged, blank_model
 from hf_fsdp_tools.checkpoint.draft import Draft
+from hf_fsdp_tools.checkpoint.io.files import TransferStats
 from hf_fsdp_tools.checkpoint.layout import plan_layout
 from hf_fsdp_tools.checkpoint.match import check_ties
 from hf_fsdp_tools.checkpoint.opening import open_checkpoint
 from hf_fsdp_tools.checkpoint.parts import Material, deal, make_parts, plan_parts
 from hf_fsdp_tools.checkpoint.report import SaveReport, loading_bar
-from hf_fsdp_tools.checkpoint.save import finish_save, prepare_save
+from hf_fsdp_tools.checkpoint.save import BegunSave, prepare_save
 from hf_fsdp_tools.checkpoint.unfinished import CONFIG
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
@@ -208,28 +209,34 @@ def _write(
         material = Material(blank=blank, layout=layout)
         material.refuse_missing()
         parts = deal(plan_parts(material), world_size)[rank]
-    num_bytes = sum(part.num_bytes for part in parts)
+
+    def write() -> TransferStats:
+        num_bytes = sum(part.num_bytes for part in parts)
+        bar = loading_bar(num_bytes, rank=rank, world_size=world_size, progress=progress, doing="Writing")
+        with agreed("writing the checkpoint", folder), bar as on_bytes:
+            stats = make_parts(material, parts, staging_bytes=_STAGING_BYTES, on_bytes=on_bytes)
+            blank.match.index.refuse_changed()
+        return stats
+
     try:
         prepare_save(blank.model, draft, layout, dtype, beside)
-        with (
-            agreed("writing the checkpoint", folder),
-            loading_bar(num_bytes, rank=rank, world_size=world_size, progress=progress, doing="Writing") as on_bytes,
-        ):
-            stats, files = make_parts(material, parts, staging_bytes=_STAGING_BYTES, on_bytes=on_bytes)
-            blank.match.index.refuse_changed()
-        num_parameters = sum(parameter.numel() for parameter in blank.model.parameters())
-        names = finish_save(draft, layout, files, stats, num_parameters)
-    finally:
+    except BaseException:
         draft.end()
-    return SaveReport(
-        folder=str(folder),
-        files=names,
-        total_bytes=layout.num_bytes,
-        bytes_written=stats.num_bytes,
-        gathered_bytes=0,
-        write_calls=stats.calls,
-        seconds=round(time.perf_counter() - start_s, 4),
+        raise
+    # Rank 0 writes to every file: headers.
+    files = (
+        map(layout.path, layout.files) if rank == 0 else (file for part in parts for file in material.files_of(part))
     )
+    save = BegunSave(
+        draft=draft,
+        layout=layout,
+        files=list(dict.fromkeys(files)),
+        gathered_bytes=0,
+        num_parameters=sum(parameter.numel() for parameter in blank.model.parameters()),
+        write=write,
+        copies=None,
+    )
+    return replace(save.finish(), seconds=round(time.perf_counter() - start_s, 4))
 
 
 # ---- folders ----

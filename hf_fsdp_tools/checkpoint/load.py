@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.checkpoint.background import wait_for_saves
 from hf_fsdp_tools.checkpoint.conversion import set_conversions
 from hf_fsdp_tools.checkpoint.fill import Filled, fill_shards
 from hf_fsdp_tools.checkpoint.fingerprint import refuse_other_contents
@@ -136,6 +137,7 @@ def load_weights(
         if isinstance(path_or_repo, CheckpointIndex):
             index = path_or_repo
         else:
+            wait_for_saves()  # perhaps of this checkpoint
             if unknown := hub_kwargs.keys() - signature(CheckpointIndex.open).parameters.keys():
                 raise ConfigError(f"load_weights has no argument {', '.join(sorted(unknown))}. Correct the name.")
             index = opened(

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 
+from hf_fsdp_tools.checkpoint.background import wait_for_saves
 from hf_fsdp_tools.checkpoint.fingerprint import refuse_other_contents
 from hf_fsdp_tools.checkpoint.formats.dcp import find_dcp_folder
 from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX, CheckpointIndex
@@ -72,6 +73,7 @@ def open_checkpoint(
         CheckpointError: the checkpoint is absent or damaged, or nodes have different copies of it; the same on every
             rank.
     """
+    wait_for_saves()  # perhaps of this checkpoint
     name = fspath(name_or_path)
     here, base = opened("looking for the checkpoint", name, partial(_find_base, name), hub_kwargs)
     home, asked = base or (name, here)

@@ -187,20 +187,27 @@ class SaveReport:
     """System calls of this rank that wrote data."""
 
     seconds: float
-    """Seconds from call to return on this rank."""
+    """Seconds from the call until the checkpoint was there for everyone, on this rank."""
+
+    copied_bytes: int = 0
+    """Bytes of host memory that the copy took from which this rank wrote in the background; 0 for a blocking save."""
+
+    pause_seconds: float | None = None
+    """Seconds from call to return of a save in the background; None for a blocking one, which returns at its end."""
 
     def to_json(self) -> str:
         """All fields as one JSON object."""
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
-        return _table(
-            [
-                ("saved to", self.folder),
-                ("files", f"{len(self.files)}, {show_bytes(self.total_bytes)}"),
-                ("this rank", f"{show_bytes(self.bytes_written)} in {self.seconds:.2f} s"),
-            ]
-        )
+        rows = [
+            ("saved to", self.folder),
+            ("files", f"{len(self.files) or 'being written'}, {show_bytes(self.total_bytes)}"),
+            ("this rank", f"{show_bytes(self.bytes_written)} in {self.seconds:.2f} s"),
+        ]
+        if self.pause_seconds is not None:
+            rows.append(("pause", f"{self.pause_seconds:.2f} s, for a copy of {show_bytes(self.copied_bytes)}"))
+        return _table(rows)
 
 
 class MemoryWatch:

@@ -2,7 +2,9 @@
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,17 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
+from hf_fsdp_tools.checkpoint.background import in_background, wait_for_saves
 from hf_fsdp_tools.checkpoint.conversion import persistent_tensors, revert_group, saved_tensors
 from hf_fsdp_tools.checkpoint.draft import Draft
 from hf_fsdp_tools.checkpoint.durable import library_errors, storage_errors, sync
 from hf_fsdp_tools.checkpoint.gather import gather_to_first
-from hf_fsdp_tools.checkpoint.io.files import TransferStats, write_transfers
+from hf_fsdp_tools.checkpoint.io.copies import HostCopies, copied_transfers, free_kept_memory
+from hf_fsdp_tools.checkpoint.io.files import TransferStats, write_in_turn, write_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.checkpoint.layout import Layout, plan_layout
 from hf_fsdp_tools.checkpoint.merge_adapter import merged_model
-from hf_fsdp_tools.checkpoint.outgoing import plan_outgoing
+from hf_fsdp_tools.checkpoint.outgoing import Outgoing, plan_outgoing
 from hf_fsdp_tools.checkpoint.publish import publish_weights
 from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.checkpoint.report import SaveReport
@@ -34,7 +38,7 @@ from hf_fsdp_tools.modeling.peft_view import is_adapted, is_wrapper
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.text import dtype_name
 
-__all__ = ["finish_save", "prepare_save", "save_pretrained"]
+__all__ = ["BegunSave", "begin_save", "prepare_save", "save_pretrained"]
 
 
 def save_pretrained(
@@ -46,6 +50,7 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     staging_bytes: int = 64 * 2**20,
     merge_adapters: bool = False,
+    blocking: bool = True,
 ) -> SaveReport:
     """Write a model, sharded or not, as the checkpoint that plain `save_pretrained` would write.
 
@@ -75,6 +80,11 @@ def save_pretrained(
         merge_adapters: write the base of a PEFT model with the active adapters merged into it, equal to PEFT's
             `merge_and_unload` bit for bit; the model stays as it is. Adapted modules are gathered one at a time, and
             this rank holds their merged shards until they are written.
+        blocking: False returns as soon as each rank has copied what it writes into host memory of its own (in the dtype
+            of the file; pinned for an accelerator, and kept for the next such save), and a thread writes it while
+            training goes on. The files get the values of the moment of the call. `wait_for_saves()` waits; the next
+            save and load do so by themselves. An error of any rank is raised on all ranks before the same step of an
+            optimizer, or by the next such call. Adapters are small, and always written before the call returns.
 
     Every rank of the default process group must call. The ranks exchange errors, and send gathered tensors to rank 0.
 
@@ -83,17 +93,55 @@ def save_pretrained(
             ranks.
         CheckpointError: the model is on meta; a tensor has a dtype that safetensors has no name for; the folder is a
             file, cannot be written or is not seen by all ranks; the disk is full; another job is saving there; config
-            or tokenizer cannot be saved. The same on every rank; what was saved there before is unchanged.
+            or tokenizer cannot be saved; host memory does not hold the copy; an earlier save failed in the background.
+            The same on every rank; what was saved there before is unchanged.
     """
     start_s = time.perf_counter()
+    begun = begin_save(
+        model,
+        folder,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        staging_bytes=staging_bytes,
+        merge_adapters=merge_adapters,
+        blocking=blocking,
+    )
+    if isinstance(begun, SaveReport):
+        return begun
+    if blocking:
+        return replace(begun.finish(), seconds=round(time.perf_counter() - start_s, 4))
+    return in_background(begun.finish, begun.report, start_s)
+
+
+def begin_save(
+    model: nn.Module,
+    folder: str | PathLike[str],
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    staging_bytes: int = 64 * 2**20,
+    merge_adapters: bool = False,
+    blocking: bool,
+) -> "BegunSave | SaveReport":
+    """Do of `save_pretrained` what needs the model or the process group; the report of an adapter, which is saved.
+
+    Without `blocking`, `finish` of the result writes from a copy, for any thread whose rounds all ranks use. Otherwise
+    it writes from the model.
+    """
     folder = Path(folder)
+    wait_for_saves()
     same_on_all_ranks(
         "saving the model",
         dtype=dtype,
         max_shard_size=max_shard_size,
         staging_bytes=staging_bytes,
         merge_adapters=merge_adapters,
+        blocking=blocking,
     )
+    if blocking:
+        free_kept_memory()
     if merge_adapters:
         model = merged_model(model)
     elif is_adapted(model):
@@ -111,23 +159,96 @@ def save_pretrained(
     outgoing = plan_outgoing(model, layout)
     try:
         prepare_save(model, draft, layout, dtype, tokenizer)
-        with agreed("writing the checkpoint", folder):
-            stats = write_transfers(outgoing.in_place, staging_bytes=staging_bytes)
-        for key in outgoing.gathered:
-            stats += _write_gathered(model, key, layout, staging_bytes)
-        written_files = {transfer.file for transfer in outgoing.in_place}
-        names = finish_save(draft, layout, written_files, stats, _num_parameters(model))
-    finally:
+        write: Callable[[], TransferStats] = partial(_write, model, layout, outgoing, staging_bytes)
+        copies = None
+        if not blocking:
+            write, copies = _copied(model, layout, outgoing, staging_bytes)
+    except BaseException:
         draft.end()
-    return SaveReport(
-        folder=str(folder),
-        files=names,
-        total_bytes=layout.num_bytes,
-        bytes_written=stats.num_bytes,
-        gathered_bytes=sum(layout.places[key].num_bytes for key in outgoing.gathered),
-        write_calls=stats.calls,
-        seconds=round(time.perf_counter() - start_s, 4),
+        raise
+    # Rank 0 writes to every file: headers, and what is gathered.
+    files = list(map(layout.path, layout.files)) if rank_and_size()[0] == 0 else [t.file for t in outgoing.in_place]
+    return BegunSave(
+        draft=draft,
+        layout=layout,
+        files=list(dict.fromkeys(files)),
+        gathered_bytes=_gathered_bytes(layout, outgoing),
+        num_parameters=_num_parameters(model),
+        write=write,
+        copies=copies,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BegunSave:
+    """A save of which writing and the switch are left."""
+
+    draft: Draft
+    layout: Layout
+
+    files: list[Path]
+    """To which this rank writes."""
+
+    gathered_bytes: int
+    num_parameters: int
+
+    write: Callable[[], TransferStats]
+    """Writes this rank's bytes. Every rank must call."""
+
+    copies: HostCopies | None
+    """From which they are written; None for the model itself."""
+
+    @property
+    def report(self) -> SaveReport:
+        """What is known before anything is written."""
+        return SaveReport(
+            folder=str(self.draft.folder),
+            files=(),
+            total_bytes=self.layout.num_bytes,
+            bytes_written=0,
+            gathered_bytes=self.gathered_bytes,
+            write_calls=0,
+            seconds=0.0,
+            copied_bytes=self._held_bytes(),
+        )
+
+    def finish(self) -> SaveReport:
+        """Write, and make what is written the checkpoint of the folder. Every rank must call; once."""
+        try:
+            stats = self.write()
+            names = self._publish(stats)
+        finally:
+            self.drop()
+        return replace(self.report, files=names, bytes_written=stats.num_bytes, write_calls=stats.calls)
+
+    def drop(self) -> None:
+        """Leave the folder as it was, unless the save is finished, and give the copies' memory back."""
+        self.draft.end()
+        if self.copies is not None:
+            self.copies.give_back()
+
+    def _held_bytes(self) -> int:
+        """Of host memory on this rank: copies, and on rank 0 what was gathered for them."""
+        if self.copies is None:
+            return 0
+        return self.copies.num_bytes + (self.gathered_bytes if rank_and_size()[0] == 0 else 0)
+
+    def _publish(self, stats: TransferStats) -> tuple[str, ...]:
+        """Sync what this rank wrote, and let rank 0 switch; names of the weight files."""
+        folder, layout = self.draft.folder, self.layout
+        with agreed("syncing the checkpoint", folder), storage_errors("save to", folder):
+            for file in self.files:
+                sync(file)
+        written = sum(all_ranks(stats.num_bytes, "adding up what was written"))
+        assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
+        names: tuple[str, ...] = ()
+        with agreed("finishing the save", folder):
+            if rank_and_size()[0] == 0:
+                weight_map = {key: place.file for key, place in layout.places.items()}
+                sizes = {"total_parameters": self.num_parameters, "total_size": layout.num_bytes}
+                names = publish_weights(self.draft, layout.files, weight_map, sizes)
+                self.draft.end()  # before any rank goes on
+        return all_ranks(names, "finishing the save")[0]
 
 
 # ---- before ----
@@ -191,55 +312,51 @@ def _stage_configs(model: nn.Module, draft: Draft, dtype: torch.dtype | None, to
 # ---- bytes ----
 
 
-def _write_gathered(model: nn.Module, key: str, layout: Layout, staging_bytes: int) -> TransferStats:
-    """Gather the model tensors of one saved tensor on rank 0, which reverts their conversion and writes the result."""
-    place = layout.places[key]
-    state = saved_tensors(model)
-    whole = {n: gather_to_first(state[n], staging_bytes=staging_bytes) for n in sorted(place.tensor.sources)}
-    stats = TransferStats()
-    with agreed(f"writing {key!r}"):
-        if rank_and_size()[0] == 0:
-            result = revert_group(model, {name: t for name, t in whole.items() if t is not None})[key]
-            transfer = Transfer(
-                file=layout.path(place.file),
-                start=place.offset,
-                dtype=place.dtype,
-                strides=row_major_strides(result.shape),
-                memory=result,
-            )
-            stats = write_transfers([transfer], staging_bytes=staging_bytes)
+def _write(model: nn.Module, layout: Layout, outgoing: Outgoing, staging_bytes: int) -> TransferStats:
+    """Write from the model: this rank's shards to their places first, then, on rank 0, what is gathered."""
+    with agreed("writing the checkpoint", layout.folder.parent):
+        stats = write_transfers(outgoing.in_place, staging_bytes=staging_bytes)
+    for key in outgoing.gathered:
+        transfers = _gathered(model, key, layout, staging_bytes)
+        with agreed(f"writing {key!r}"):
+            stats += write_transfers(transfers, staging_bytes=staging_bytes)
     return stats
 
 
-# ---- after ----
+def _copied(
+    model: nn.Module, layout: Layout, outgoing: Outgoing, staging_bytes: int
+) -> tuple[Callable[[], TransferStats], HostCopies]:
+    """What writes from copies that hold the values of this moment, and the copies."""
+    is_first = rank_and_size()[0] == 0
+    gathered_bytes = _gathered_bytes(layout, outgoing) if is_first else 0
+    transfers, copies = copied_transfers(outgoing.in_place, beside_bytes=gathered_bytes)
+    try:
+        for key in outgoing.gathered:
+            transfers += _gathered(model, key, layout, staging_bytes)
+    except BaseException:
+        copies.give_back()
+        raise
+    return partial(_write_copies, transfers, layout.folder.parent), copies
 
 
-def finish_save(
-    draft: Draft, layout: Layout, files: Iterable[Path], stats: TransferStats, num_parameters: int
-) -> tuple[str, ...]:
-    """Sync what this rank wrote, and let rank 0 make it the checkpoint of the folder; names of the weight files.
+def _write_copies(transfers: list[Transfer], folder: Path) -> TransferStats:
+    with agreed("writing the checkpoint", folder):
+        return write_in_turn(transfers)
 
-    Args:
-        draft: begun by `prepare_save`.
-        layout: the same on every rank.
-        files: those that this rank wrote to.
-        stats: of this rank's writes.
-        num_parameters: for the index.
 
-    Every rank must call; the ranks exchange errors.
-    """
-    is_first, folder = rank_and_size()[0] == 0, draft.folder
-    with agreed("syncing the checkpoint", folder), storage_errors("save to", folder):
-        # Rank 0 has written to every file: headers, and what was gathered.
-        for file in map(layout.path, layout.files) if is_first else set(files):
-            sync(file)
-    written = sum(all_ranks(stats.num_bytes, "adding up what was written"))
-    assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
-    names: tuple[str, ...] = ()
-    with agreed("finishing the save", folder):
-        if is_first:
-            weight_map = {key: place.file for key, place in layout.places.items()}
-            sizes = {"total_parameters": num_parameters, "total_size": layout.num_bytes}
-            names = publish_weights(draft, layout.files, weight_map, sizes)
-            draft.end()  # before any rank goes on
-    return all_ranks(names, "finishing the save")[0]
+def _gathered_bytes(layout: Layout, outgoing: Outgoing) -> int:
+    return sum(layout.places[key].num_bytes for key in outgoing.gathered)
+
+
+def _gathered(model: nn.Module, key: str, layout: Layout, staging_bytes: int) -> list[Transfer]:
+    """Gather the model tensors of one saved tensor on rank 0, which reverts their conversion: what it is to write."""
+    place = layout.places[key]
+    state = saved_tensors(model)
+    whole = {n: gather_to_first(state[n], staging_bytes=staging_bytes) for n in sorted(place.tensor.sources)}
+    with agreed(f"converting {key!r}"):
+        if rank_and_size()[0] != 0:
+            return []
+        result = revert_group(model, {name: t for name, t in whole.items() if t is not None})[key]
+        strides = row_major_strides(result.shape)
+        file = layout.path(place.file)
+        return [Transfer(file=file, start=place.offset, dtype=place.dtype, strides=strides, memory=result)]

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_fsdp_tools import errors
 from hf_fsdp_tools.distributed.cpu_backend import timeout_of
+from hf_fsdp_tools.distributed.current import rounds_of, rounds_of_thread
 from hf_fsdp_tools.distributed.mesh import rank_on_node
-from hf_fsdp_tools.distributed.rounds import StoppedElsewhere, patience_of_at_least, rounds_of
+from hf_fsdp_tools.distributed.rounds import StoppedElsewhere, patience_of_at_least
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError, RanksError
 from hf_fsdp_tools.hub import local_path
@@ -43,6 +44,8 @@ T = TypeVar("T")
 
 def rank_and_size() -> tuple[int, int]:
     """This process's rank and the number of ranks; (0, 1) without a process group."""
+    if (apart := rounds_of_thread()) is not None:  # the group may be over
+        return apart.rank, len(apart.ranks)
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1

@@ -34,7 +34,8 @@ class Beat:
             self._doing.append(doing)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
-                self._thread.start()
+                with suppress(RuntimeError):  # the interpreter is ending, and begins no thread any more
+                    self._thread.start()
             self._changed.notify()
         try:
             yield

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.cpu_backend import GROUP_TIMEOUT, add_cpu_backend
+from hf_fsdp_tools.distributed.current import rounds_of
 from hf_fsdp_tools.distributed.launcher import check_started, device_index, local_rank, local_size
 from hf_fsdp_tools.distributed.network import choose_interface
-from hf_fsdp_tools.distributed.rounds import rounds_of
 from hf_fsdp_tools.errors import MeshError
 from hf_fsdp_tools.text import listed
 

@@ -21,23 +21,28 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary, finalize
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from hf_fsdp_tools.distributed.beat import Beat
 from hf_fsdp_tools.errors import RanksError
 from hf_fsdp_tools.text import listed
 
-__all__ = ["GIVE_UP_S", "Rounds", "Scope", "StoppedElsewhere", "patience", "patience_of_at_least", "rounds_of"]
+__all__ = [
+    "GIVE_UP_S",
+    "Rounds",
+    "Scope",
+    "StoppedElsewhere",
+    "patience",
+    "patience_of_at_least",
+]
 
 GIVE_UP_S = 600.0
 """How long a rank that others wait for may make no progress: what NCCL's collectives wait by default, and more than a
@@ -113,38 +118,20 @@ class Scope:
     """What the block does, for messages."""
 
 
-def rounds_of(ranks: Sequence[int] | None = None) -> "Rounds | None":
-    """The rounds of all ranks of the default process group, or of some.
-
-    None where there is nobody to talk to: without a group, in a group of one, under the "fake" backend.
-    """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
-        return None
-    members = tuple(ranks) if ranks is not None else tuple(range(dist.get_world_size()))
-    if len(members) == 1:
-        return None
-    of_group = _made.setdefault(dist.group.WORLD, {})
-    if members not in of_group:
-        of_group[members] = Rounds(_get_default_store(), dist.get_rank(), members)
-        finalize(dist.group.WORLD, of_group[members].goodbye())
-    return of_group[members]
-
-
-_made: "WeakKeyDictionary[Any, dict[tuple[int, ...], Rounds]]" = WeakKeyDictionary()
-
-
 class Rounds:
-    """The rounds of some ranks, each of which makes one of these; for the main thread.
+    """The rounds of some ranks, each of which makes one of these; for one thread.
 
     Args:
-        store: of the process group.
+        store: of the process group, or a connection to it.
         rank: this one.
         ranks: all that take part, in the order of their values.
+        name: of rounds beside those of the main thread.
+        home: kept alive: rank 0's own store of the group may be the one that all others are connected to.
     """
 
-    def __init__(self, store: Any, rank: int, ranks: tuple[int, ...]) -> None:
-        self._store, self._rank, self.ranks = store, rank, ranks
-        name = hashlib.sha256(json.dumps(ranks).encode()).hexdigest()[:16]
+    def __init__(self, store: Any, rank: int, ranks: tuple[int, ...], *, name: str = "", home: Any = None) -> None:
+        self._store, self.rank, self.ranks, self._home = store, rank, ranks, home
+        name += hashlib.sha256(json.dumps(ranks).encode()).hexdigest()[:16]
         # A group that is started again over the same store must not find the keys of its former life.
         life = (store.add(f"hf_fsdp_tools/{name}/lives", 1) - 1) // len(ranks)
         self._prefix = f"hf_fsdp_tools/{name}/{life}"
@@ -156,7 +143,7 @@ class Rounds:
 
     def goodbye(self) -> Callable[[], None]:
         """A function that tells those that wait for this rank that its group or its script is over."""
-        store, beat, key = self._store, self._beat, f"{self._prefix}/ended/{self._rank}"
+        store, beat, key = self._store, self._beat, f"{self._prefix}/ended/{self.rank}"
 
         def say() -> None:
             beat.stop()
@@ -207,7 +194,7 @@ class Rounds:
         path = f"{ends.path}/end" if ends is not None else self._next_path()
         around = [scope for scope in self._scopes if scope is not ends]
         with _store_errors(), self._beat.telling(doing):
-            self._store.set(f"{path}/{self._rank}", pickle.dumps((doing, value)))
+            self._store.set(f"{path}/{self.rank}", pickle.dumps((doing, value)))
             place = self._store.add(f"{path}/count", 1)
             self._refuse_given_up(path)
             if place == len(self.ranks):
@@ -222,7 +209,7 @@ class Rounds:
                 self._wait(path, place, doing, around)
             said = _split(self._store.get(f"{path}/joined"))
             with suppress(dist.DistError):  # rank 0 sees that all have read, and may end the store with itself
-                self._store.delete_key(f"{path}/{self._rank}")
+                self._store.delete_key(f"{path}/{self.rank}")
         self._former = path
         if len({other for other, _ in said}) > 1:
             raise RanksError(
@@ -237,7 +224,7 @@ class Rounds:
 
         Rank 0 keeps the store unless a launcher does: if it ended at once, the others would not learn that all came.
         """
-        unread = [f"{self._former}/{rank}" for rank in self.ranks] if self._rank == 0 and self._former else []
+        unread = [f"{self._former}/{rank}" for rank in self.ranks] if self.rank == 0 and self._former else []
         end_s = time.monotonic() + 5
         while (unread := [key for key in unread if self._store.check([key])]) and time.monotonic() < end_s:
             time.sleep(_POLL_S[1] / 10)
@@ -289,7 +276,7 @@ class _Others:
     """What is known of the ranks that a round waits for."""
 
     def __init__(self, store: Any, prefix: str, path: str, ranks: tuple[int, ...]) -> None:
-        self._store, self._prefix, self._path, self._ranks = store, prefix, path, ranks
+        self._store, self._prefix, self._path, self.ranks = store, prefix, path, ranks
         self._begin_s = time.monotonic()
         self._counts: dict[int, tuple[int, float]] = {}
         self._progress: dict[int, tuple[int, float]] = {}
@@ -297,8 +284,8 @@ class _Others:
 
     def problem(self, doing: str, *, is_first: bool) -> str:
         """Why the round is given up; empty where it is not. The first rank that waits warns of what takes long."""
-        missing = [rank for rank in self._ranks if not self._store.check([f"{self._path}/{rank}"])]
-        missing = missing or list(self._ranks)  # all have come, and the last of them has not joined their values
+        missing = [rank for rank in self.ranks if not self._store.check([f"{self._path}/{rank}"])]
+        missing = missing or list(self.ranks)  # all have come, and the last of them has not joined their values
         beats = {rank: self._beat_of(rank) for rank in missing}
         if lost := [text for rank, beat in beats.items() if (text := self._lost(rank, beat))]:
             return f"While {doing}: {listed(lost)}. The others stop."

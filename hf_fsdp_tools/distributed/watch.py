@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,8 @@ def watched(file: Path, position: int = 0) -> Iterator[None]:
         _under_way.add(call)
         if not _watcher.is_alive():
             _watcher = threading.Thread(target=_watch, name="watch over storage", daemon=True)
-            _watcher.start()
+            with suppress(RuntimeError):  # the interpreter is ending, and begins no thread any more
+                _watcher.start()
     try:
         yield
     finally:

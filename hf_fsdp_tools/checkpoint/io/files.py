@@ -30,6 +30,7 @@ __all__ = [
     "TransferStats",
     "Writer",
     "read_transfers",
+    "write_in_turn",
     "write_transfers",
 ]
 
@@ -112,6 +113,19 @@ def write_transfers(transfers: Iterable[Transfer], *, staging_bytes: int) -> Tra
         return writer.begin(transfers)()
 
 
+def write_in_turn(transfers: Iterable[Transfer]) -> TransferStats:
+    """Write as `write_transfers` does, one request after the other on the calling thread; from memory on the host.
+
+    No thread is begun, which the interpreter refuses while it ends, and no memory is taken for transfers of which each
+    run of bytes in the file is one in memory.
+
+    Raises:
+        CheckpointError: a file cannot be written.
+    """
+    with Writer(staging_bytes=_REQUEST_BYTES, side=None, in_flight=1) as writer:
+        return writer.move_in_turn(transfers)
+
+
 class _Mover(ABC):
     """Threads, open files and staging buffers that move transfers between files and memory; a context manager.
 
@@ -166,17 +180,28 @@ class _Mover(ABC):
 
         One set at a time: wait for it before the next one begins. The memory must stay alive until then.
         """
-        batches = list(cut_batches(transfers, self._limits(), on_device=self._is_on_device))
-        for file in {request.file: None for batch in batches for request in batch.requests}:
-            if file not in self._descriptors:
-                self._descriptors[file] = self._open(file)
+        batches = self._cut(transfers)
         if self._side is not None:  # the memory may be in use by what was queued before, or not be written yet
             self._side.follow()
-        num_bytes = sum(request.stop - request.start for batch in batches for request in batch.requests)
+        num_bytes = _bytes_moved(batches)
         self._waiting = deque(batches)
         count = max(1, min(self._in_flight, len(batches)))
         works = [self._pool.submit(self._work, self._waiting) for _ in range(count)]
         return partial(self._wait, works, num_bytes)
+
+    def move_in_turn(self, transfers: Iterable[Transfer]) -> TransferStats:
+        """Move transfers on the calling thread, which has entered the side stream if there is one."""
+        batches = self._cut(transfers)
+        calls = sum(self._move(batch) for batch in batches)
+        return TransferStats(num_bytes=_bytes_moved(batches), calls=calls, staging_bytes=self._staging.allocated_bytes)
+
+    def _cut(self, transfers: Iterable[Transfer]) -> list[Batch]:
+        """Batches whose files are open."""
+        batches = list(cut_batches(transfers, self._limits(), on_device=self._is_on_device))
+        for file in {request.file: None for batch in batches for request in batch.requests}:
+            if file not in self._descriptors:
+                self._descriptors[file] = self._open(file)
+        return batches
 
     def _wait(self, works: list[Future[int]], num_bytes: int) -> TransferStats:
         try:
@@ -318,6 +343,10 @@ class Writer(_Mover):
 
     def _call(self, descriptor: int, buffers: list[memoryview], position: int) -> int:
         return os.pwritev(descriptor, buffers, position)
+
+
+def _bytes_moved(batches: Iterable[Batch]) -> int:
+    return sum(request.stop - request.start for batch in batches for request in batch.requests)
 
 
 def _all_bytes(

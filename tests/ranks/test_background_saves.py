@@ -1,0 +1,305 @@
+"""Saving in the background on real ranks: files with the values of the moment of the call, one save after the other,
+one error on all ranks before the same step, and nothing lost when a process ends, dies or has no room."""
+
+import errno
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+
+from hf_fsdp_tools import HybridPolicy, from_pretrained, save_pretrained, wait_for_saves
+from hf_fsdp_tools.checkpoint import background
+from hf_fsdp_tools.checkpoint.io import copies
+from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.distributed import beat, rounds
+from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
+from hf_fsdp_tools.errors import CheckpointError, RanksError
+from hf_fsdp_tools.fsdp1.flat_shards import plain_view
+from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from tests._checkpoints import full_state, make_checkpoint, randomize, sharded_meta_model, stored_tensors
+from tests._dist import run_cases, run_ranks
+from tests.ranks.test_save import Doubled
+
+
+class Gate:
+    """Lets the thread that writes in the background write only when it is open."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.before: Callable[[], object] = lambda: None
+        """Called in place of each write that is let through, before it."""
+        self._write = os.pwritev
+
+    def __call__(self, *args: Any) -> int:
+        if threading.current_thread().name == "save":
+            assert self.opened.wait(30), "nobody has opened the gate"
+            self.before()
+        return self._write(*args)
+
+
+@contextmanager
+def gated() -> Iterator[Gate]:
+    gate = Gate()
+    with patch.object(os, "pwritev", gate):
+        try:
+            yield gate
+        finally:
+            gate.opened.set()
+
+
+def no_space() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def loaded(folder: Path, kind: str = "llama") -> Any:
+    model = sharded_meta_model(kind, folder)
+    load_weights(model, folder)
+    return model
+
+
+def change(model: nn.Module) -> None:
+    """What a step does: other values in the same memory."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.add_(1)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """By their paths; a save's mark left out."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {re.sub(r"\.[0-9a-f]{8}-", "-", str(path.relative_to(folder))): path.read_bytes() for path in found}
+
+
+# ---- values of the moment ----
+
+
+def save_both_ways(model: Any, folder: Path, *, live: Any = None, **options: Any) -> None:
+    """What is changed while it is being written is written as it was at the time of the call."""
+    save_pretrained(model, folder / "at once", max_shard_size="60KB", **options)
+    with gated() as gate:
+        known = save_pretrained(model, folder / "later", max_shard_size="60KB", blocking=False, **options)
+        change(live or model)
+        assert not list((folder / "later").glob("*.safetensors")), "nobody sees what is not complete"
+        gate.opened.set()
+        report = wait_for_saves()
+    assert report is not None and report.files and not known.files
+    assert 0 < report.pause_seconds < report.seconds and report.copied_bytes >= report.bytes_written
+    wait_for_all_ranks()
+    assert files_in(folder / "later") == files_in(folder / "at once"), folder.name
+    assert wait_for_saves() is None, "a report is given once"
+
+
+def values_of_the_moment(source: Path, target: Path) -> None:
+    save_both_ways(loaded(source / "mixtral", "mixtral"), target / "experts are written one by one")
+    save_both_ways(loaded(source / "mixtral", "mixtral"), target / "cast", dtype=torch.bfloat16)
+    whole = HybridPolicy(replicate=("model.norm.weight", "model.embed_tokens"))
+    save_both_ways(from_pretrained(source / "llama", policy=whole), target / "whole parameters")
+    offload = CPUOffloadPolicy(pin_memory=False)
+    save_both_ways(from_pretrained(source / "llama", offload_policy=offload), target / "shards on the host")
+    plain = randomize(LlamaForCausalLM(LlamaConfig.from_pretrained(source / "llama")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        live = wrap_fsdp1(plain, make_wrap_plan(plain))
+        save_both_ways(plain_view(live), target / "FSDP1", live=live)
+
+
+def values_that_are_gathered(source: Path, target: Path) -> None:
+    converter = WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", operations=[Doubled()])
+    register_checkpoint_conversion_mapping("llama", [converter], overwrite=True)
+    plain = LlamaForCausalLM.from_pretrained(source / "llama")
+    model = loaded(source / "llama")
+    model._weight_conversions = plain._weight_conversions
+    save_both_ways(model, target / "gathered")
+
+
+# ---- one after the other ----
+
+
+def the_next_save_waits_and_so_does_a_load(source: Path, target: Path) -> None:
+    """Three saves in the background, the last into the folder of the first, and a load from it."""
+    model = loaded(source / "llama")
+    for name in ("first", "second", "first"):
+        with gated() as gate:
+            threading.Timer(0.2, gate.opened.set).start()
+            save_pretrained(model, target / name, max_shard_size="60KB", blocking=False)
+            change(model)
+            if name == "second":
+                assert (target / "first" / "config.json").exists(), "complete before the next one began"
+            opened = from_pretrained(target / "first")
+            change(opened)
+            assert all(map(torch.equal, full_state(opened).values(), full_state(model).values())) == (name == "first")
+    assert not list(target.rglob(".*"))
+
+
+# ---- faults ----
+
+
+def fails_before_one_step(save: Callable[[], object], match: str) -> None:
+    """Ranks that are at very different steps when a save fails raise its error before the same one."""
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.ones(1)
+    before = background._steps
+    save()
+    with pytest.raises(CheckpointError, match=match) as caught:
+        for _ in range(10_000):
+            optimizer.step()
+            time.sleep(0.001 if dist.get_rank() == 0 else 0.02)
+    steps = background._steps - before
+    assert -weight.item() == steps > 3, "the step that was to come has not begun"
+    assert len(set(all_ranks((steps, str(caught.value))))) == 1
+    assert wait_for_saves() is None, "an error is raised once"
+
+
+def disk_full_on_one_rank(source: Path, target: Path) -> None:
+    model = loaded(source / "llama")
+    save_pretrained(model, target, max_shard_size="60KB")
+    before = files_in(target)
+    with gated() as gate:
+        gate.before = no_space if dist.get_rank() == 1 else lambda: None
+
+        def save() -> None:
+            save_pretrained(model, target, max_shard_size="60KB", blocking=False)
+            change(model)
+            threading.Timer(0.1, gate.opened.set).start()
+
+        fails_before_one_step(save, r"failed on 1 of 2 ranks.*\n?.*rank 1: .*cannot be written: .*No space left")
+        assert files_in(target) == before, "the older checkpoint is there, and nothing else"
+        for stop in (wait_for_saves, lambda: save_pretrained(model, target), lambda: from_pretrained(target)):
+            save_pretrained(model, target, max_shard_size="60KB", blocking=False)
+            with pytest.raises(CheckpointError, match="No space left"):
+                stop()
+    assert files_in(target) == before
+    save_pretrained(model, target, max_shard_size="60KB", blocking=False)
+    wait_for_saves()
+    assert files_in(target).keys() == before.keys() and files_in(target) != before
+
+
+def folder_is_removed(source: Path, target: Path) -> None:
+    model = loaded(source / "llama")
+    with gated() as gate:
+        gate.before = lambda: shutil.rmtree(target, ignore_errors=True)
+        save_pretrained(model, target, blocking=False)
+        gate.opened.set()
+        with pytest.raises(CheckpointError, match="No such file"):
+            wait_for_saves()
+
+
+def no_memory_for_the_copy(source: Path, target: Path) -> None:
+    """One machine, so that the least that a rank sees is what all have together."""
+    model = loaded(source / "llama")
+    save_pretrained(model, target, max_shard_size="60KB")
+    before = files_in(target)
+    share = copies.available_bytes() if dist.get_rank() == 0 else 10_000
+    with patch.object(copies, "available_bytes", lambda: share), pytest.raises(CheckpointError) as caught:
+        save_pretrained(model, target, max_shard_size="60KB", blocking=False)
+    said = r"a copy in host memory, of .* kB for the 2 ranks on .*, where 10.0 kB are available.* with blocking=True"
+    assert re.search(said, str(caught.value)) and len(set(all_ranks(str(caught.value)))) == 1
+    wait_for_all_ranks()  # rank 0 removes what it has begun
+    assert files_in(target) == before
+    allocator = SimpleNamespace(empty=Mock(side_effect=RuntimeError("can't allocate memory")), uint8=torch.uint8)
+    refused = patch.object(copies, "torch", allocator)
+    with refused if dist.get_rank() == 1 else nullcontext(), pytest.raises(CheckpointError) as caught:
+        save_pretrained(model, target, max_shard_size="60KB", blocking=False)
+    wait_for_all_ranks()
+    assert "can't allocate memory" in str(caught.value) and files_in(target) == before
+
+
+def memory_is_kept_until_a_save_needs_none(source: Path, target: Path) -> None:
+    model = loaded(source / "llama")
+    save_pretrained(model, target / "first", blocking=False)
+    wait_for_saves()
+    addresses = {block.data_ptr() for _, block in copies._kept}
+    with patch.object(copies, "available_bytes", lambda: 0):
+        save_pretrained(model, target / "second", blocking=False)
+    wait_for_saves()
+    assert addresses and {block.data_ptr() for _, block in copies._kept} == addresses
+    save_pretrained(model, target / "third")
+    assert not copies._kept
+
+
+CASES = (
+    values_of_the_moment,
+    the_next_save_waits_and_so_does_a_load,
+    disk_full_on_one_rank,
+    folder_is_removed,
+    no_memory_for_the_copy,
+    memory_is_kept_until_a_save_needs_none,
+    values_that_are_gathered,  # by a conversion that every llama has from then on
+)
+
+
+def each_in_its_folder(source: Path, root: Path) -> None:
+    run_cases({case.__name__: lambda case=case: case(source, root / case.__name__) for case in CASES})  # type: ignore[misc]
+
+
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
+    for kind in ("llama", "mixtral"):
+        make_checkpoint(kind, tmp_path / "source" / kind)
+    run_ranks(each_in_its_folder, 2, tmp_path / "source", tmp_path)
+
+
+# ---- the end of a process ----
+
+
+def end_right_after(source: Path, target: Path) -> bool:
+    gate = Gate()
+    gate.opened.set()
+    gate.before = lambda: time.sleep(0.1)
+    os.pwritev = gate  # until the process ends
+    save_pretrained(loaded(source), target, max_shard_size="60KB", blocking=False)
+    return (target / "config.json").exists()
+
+
+def test_a_script_that_ends_has_its_save_finished_without_its_process_group(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "source")
+    assert run_ranks(end_right_after, 2, source, tmp_path / "saved") == [False, False]
+    saved = stored_tensors(tmp_path / "saved")
+    assert all(torch.equal(saved[key], tensor) for key, tensor in stored_tensors(source).items())
+    assert not list((tmp_path / "saved").glob(".*"))
+
+
+def die_while_it_is_written(source: Path, target: Path, out: Path) -> None:
+    beat._BEAT_S, rounds._LOST_S = 0.2, 3.0
+    model = loaded(source)
+    save_pretrained(model, target)
+    wait_for_all_ranks()
+    with gated() as gate:
+        if dist.get_rank() == 1:
+            gate.before = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        change(model)
+        save_pretrained(model, target, blocking=False)
+        gate.opened.set()
+        with pytest.raises(RanksError, match="rank 1 has ended"):
+            wait_for_saves()
+    out.write_text("told")
+
+
+def test_a_rank_that_dies_ends_the_save_of_the_others(tmp_path: Path) -> None:
+    source, target = make_checkpoint("llama", tmp_path / "source"), tmp_path / "saved"
+    with pytest.raises(AssertionError, match=r"rank 1 (died with exit code -9|was killed)"):
+        run_ranks(die_while_it_is_written, 2, source, target, tmp_path / "told")
+    assert (tmp_path / "told").exists()
+    saved = stored_tensors(target)
+    assert all(torch.equal(saved[key], tensor) for key, tensor in stored_tensors(source).items())
+    assert not list(target.glob(".*"))
