@@ -7,6 +7,7 @@ training would have written; then the ranks share its parts (`parts`).
 import secrets
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from fnmatch import fnmatch
 from os import PathLike, fspath
 from pathlib import Path
@@ -223,14 +224,11 @@ def _write(
     except BaseException:
         draft.end()
         raise
-    # Rank 0 writes to every file: headers.
-    files = (
-        map(layout.path, layout.files) if rank == 0 else (file for part in parts for file in material.files_of(part))
-    )
+    files = set(map(layout.path, layout.files)) if rank == 0 else set()  # rank 0 has written all headers
     save = BegunSave(
         draft=draft,
         layout=layout,
-        files=list(dict.fromkeys(files)),
+        files=sorted(files.union(*map(material.files_of, parts))),
         gathered_bytes=0,
         num_parameters=sum(parameter.numel() for parameter in blank.model.parameters()),
         write=write,
