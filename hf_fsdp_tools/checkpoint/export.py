@@ -7,6 +7,7 @@ training would have written; then the ranks share its parts (`parts`).
 import secrets
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from fnmatch import fnmatch
 from os import PathLike, fspath
 from pathlib import Path
@@ -18,12 +19,13 @@ from transformers import PreTrainedConfig
 from hf_fsdp_tools.checkpoint.beside import FilesBeside
 from hf_fsdp_tools.checkpoint.blank import Blank, blank_merged, blank_model
 from hf_fsdp_tools.checkpoint.draft import Draft
+from hf_fsdp_tools.checkpoint.io.files import TransferStats
 from hf_fsdp_tools.checkpoint.layout import plan_layout
 from hf_fsdp_tools.checkpoint.match import check_ties
 from hf_fsdp_tools.checkpoint.opening import open_checkpoint
 from hf_fsdp_tools.checkpoint.parts import Material, deal, make_parts, plan_parts
 from hf_fsdp_tools.checkpoint.report import SaveReport, loading_bar
-from hf_fsdp_tools.checkpoint.save import finish_save, prepare_save
+from hf_fsdp_tools.checkpoint.save import BegunSave, prepare_save
 from hf_fsdp_tools.checkpoint.unfinished import CONFIG
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
@@ -92,20 +94,21 @@ def export_checkpoint(
             cannot be written. The same on every rank; what was saved there before is unchanged.
         ConfigError: the state is an adapter, which `merge_adapter` merges into its base.
     """
-    source = fspath(state)
-    _same(dtype, max_shard_size, auto_class, allow_pickle)
+    start_s, source = time.perf_counter(), fspath(state)
+    _refuse_other_arguments(dtype, max_shard_size, auto_class, allow_pickle)
     checkpoint = open_checkpoint(
         source, config=config, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle, **hub_kwargs
     )
     if checkpoint.adapter is not None:
         raise ConfigError(
-            f"{source!r} is an adapter of {checkpoint.name!r}, and no checkpoint of a model. Merge it into its base: "
-            "hf-fsdp merge (merge_adapter)."
+            f"{source!r} is an adapter of {checkpoint.name!r}, not a model. Merge it into its base with hf-fsdp merge "
+            "(merge_adapter)."
         )
+    homes = {source: checkpoint.hub_kwargs, checkpoint.config.name_or_path: {}}
+    _refuse_target(Path(folder), homes)
     with agreed("building the model"):
         blank = blank_model(checkpoint, auto_class=auto_class, trust_remote_code=trust_remote_code)
-    homes = {source: checkpoint.hub_kwargs, checkpoint.config.name_or_path: {}}
-    return _write(blank, FilesBeside(homes=homes), folder, dtype, max_shard_size, progress)
+    return _write(blank, FilesBeside(homes=homes), folder, dtype, max_shard_size, progress, start_s)
 
 
 def merge_adapter(
@@ -153,8 +156,8 @@ def merge_adapter(
             else, or cannot be written. The same on every rank; what was saved there before is unchanged.
         ConfigError: it is no adapter, or PEFT cannot merge it (prompt methods, a base in 4 bits).
     """
-    source = fspath(adapter)
-    _same(dtype, max_shard_size, auto_class, allow_pickle)
+    start_s, source = time.perf_counter(), fspath(adapter)
+    _refuse_other_arguments(dtype, max_shard_size, auto_class, allow_pickle)
     checkpoint = open_checkpoint(
         source if base is None else base,
         config=config,
@@ -164,17 +167,21 @@ def merge_adapter(
     )
     if base is None and checkpoint.adapter is None:
         raise ConfigError(
-            f"{source!r} holds a model, and no adapter that could be merged. Write it as a checkpoint of its own with "
-            "hf-fsdp export (export_checkpoint)."
+            f"{source!r} is a model, not an adapter that could be merged. Write it as a checkpoint with hf-fsdp export "
+            "(export_checkpoint)."
         )
     own = checkpoint.hub_kwargs if base is None else hub_kwargs
-    blank = blank_merged(checkpoint, source, own, auto_class=auto_class, trust_remote_code=trust_remote_code)
     of_base = {name: value for name, value in own.items() if name not in _OF_ONE_REPOSITORY}
     homes = {source: own, checkpoint.name: of_base | {"revision": checkpoint.index.commit}}
-    return _write(blank, FilesBeside(homes=homes), folder, dtype, max_shard_size, progress)
+    _refuse_target(Path(folder), homes)
+    blank = blank_merged(checkpoint, source, own, auto_class=auto_class, trust_remote_code=trust_remote_code)
+    return _write(blank, FilesBeside(homes=homes), folder, dtype, max_shard_size, progress, start_s)
 
 
-def _same(dtype: torch.dtype | None, max_shard_size: int | str, auto_class: Any, allow_pickle: bool) -> None:
+def _refuse_other_arguments(
+    dtype: torch.dtype | None, max_shard_size: int | str, auto_class: Any, allow_pickle: bool
+) -> None:
+    """Refuse arguments that differ between ranks. Every rank must call."""
     same_on_all_ranks(
         "writing the checkpoint",
         dtype=dtype,
@@ -191,12 +198,10 @@ def _write(
     dtype: torch.dtype | None,
     max_shard_size: int | str,
     progress: bool | None,
+    start_s: float,
 ) -> SaveReport:
     """Write a model without values from where its values are. Every rank must call."""
-    start_s, (rank, world_size), folder = time.perf_counter(), rank_and_size(), Path(folder)
-    with agreed("looking at the folder", folder):
-        if rank == 0:
-            _refuse_target(folder, beside.homes)
+    (rank, world_size), folder = rank_and_size(), Path(folder)
     with agreed("comparing tied weights"):
         check_ties(blank.match, staging_bytes=_STAGING_BYTES)
     draft = Draft(folder, all_ranks(secrets.token_hex(4), "beginning the save")[0])
@@ -205,49 +210,54 @@ def _write(
         material = Material(blank=blank, layout=layout)
         material.refuse_missing()
         parts = deal(plan_parts(material), world_size)[rank]
-    num_bytes = sum(part.num_bytes for part in parts)
+
+    def write() -> TransferStats:
+        num_bytes = sum(part.num_bytes for part in parts)
+        bar = loading_bar(num_bytes, rank=rank, world_size=world_size, progress=progress, doing="Writing")
+        with agreed("writing the checkpoint", folder), bar as on_bytes:
+            stats = make_parts(material, parts, staging_bytes=_STAGING_BYTES, on_bytes=on_bytes)
+            blank.match.index.refuse_changed()
+        return stats
+
     try:
         prepare_save(blank.model, draft, layout, dtype, beside)
-        with (
-            agreed("writing the checkpoint", folder),
-            loading_bar(num_bytes, rank=rank, world_size=world_size, progress=progress, doing="Writing") as on_bytes,
-        ):
-            stats, files = make_parts(material, parts, staging_bytes=_STAGING_BYTES, on_bytes=on_bytes)
-            blank.match.index.refuse_changed()
-        num_parameters = sum(parameter.numel() for parameter in blank.model.parameters())
-        names, others = finish_save(draft, layout, files, stats, num_parameters)
-    finally:
+    except BaseException:
         draft.end()
-    return SaveReport(
-        folder=str(folder),
-        files=names,
-        others=others,
-        total_bytes=layout.num_bytes,
-        bytes_written=stats.num_bytes,
+        raise
+    files = set(map(layout.path, layout.files)) if rank == 0 else set()  # rank 0 has written all headers
+    save = BegunSave(
+        draft=draft,
+        layout=layout,
+        files=sorted(files.union(*map(material.files_of, parts))),
         gathered_bytes=0,
-        write_calls=stats.calls,
-        seconds=round(time.perf_counter() - start_s, 4),
+        num_parameters=sum(parameter.numel() for parameter in blank.model.parameters()),
+        write=write,
+        copies=None,
     )
+    return replace(save.finish(), seconds=round(time.perf_counter() - start_s, 4))
 
 
 # ---- folders ----
 
 
 def _refuse_target(folder: Path, sources: Iterable[str]) -> None:
-    """Refuse a folder that is one of the sources, or holds anything but an earlier checkpoint of a model."""
-    for source in sources:
-        path = local_path(source)
-        if path is not None and path.exists() and folder.exists() and path.samefile(folder):
+    """Refuse a folder that is one of the sources, or holds anything but an earlier checkpoint of a model.
+
+    Every rank must call; rank 0 looks.
+    """
+    with agreed("looking at the folder", folder):
+        if rank_and_size()[0] > 0 or not folder.is_dir():
+            return
+        for path in map(local_path, filter(None, sources)):
+            if path is not None and path.exists() and path.samefile(folder):
+                raise CheckpointError(
+                    f"{str(folder)!r} is what is read; writing there would destroy it. Give a new folder."
+                )
+        names = {path.name for path in folder.iterdir() if not path.name.startswith(".save-")}
+        is_checkpoint = CONFIG in names and any(fnmatch(name, "model*.safetensors*") for name in names)
+        other = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in _OF_TRAININGS))
+        if names and (other or not is_checkpoint):
             raise CheckpointError(
-                f"{str(folder)!r} is what is read: writing there would destroy it. Give another folder."
+                f"{str(folder)!r} is not empty, and holds something else than an earlier checkpoint of a model: "
+                f"{listed(other or sorted(names))}. Give a new folder."
             )
-    if not folder.is_dir():
-        return
-    names = {path.name for path in folder.iterdir() if not path.name.startswith(".save-")}
-    is_checkpoint = CONFIG in names and any(name.startswith("model") and ".safetensors" in name for name in names)
-    other = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in _OF_TRAININGS))
-    if names and (other or not is_checkpoint):
-        raise CheckpointError(
-            f"{str(folder)!r} is not empty, and holds no earlier checkpoint alone: {listed(other or sorted(names))}. "
-            "Give a new folder."
-        )

@@ -14,8 +14,8 @@ from hf_fsdp_tools.checkpoint.conversion import map_saving
 from hf_fsdp_tools.checkpoint.formats.safetensors import DTYPES
 from hf_fsdp_tools.checkpoint.index import WEIGHTS
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
-from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.text import dtype_name, listed
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.text import dtype_name, first_line, listed
 
 __all__ = ["Layout", "Place", "plan_layout"]
 
@@ -83,14 +83,17 @@ def plan_layout(model: nn.Module, dtype: torch.dtype | None, max_shard_size: int
 
     Raises:
         CheckpointError: safetensors has no name for a tensor's dtype.
+        ConfigError: `max_shard_size` is no size.
     """
     tensors = map_saving(model)
     dtypes = {k: dtype if dtype and t.is_floating_point() else t.dtype for k, t in tensors.items()}
     _refuse_unnamed(dtypes)
     blanks = {k: torch.empty(t.shape, dtype=dtypes[k], device="meta") for k, t in tensors.items()}
-    split = split_torch_state_dict_into_shards(
-        blanks, filename_pattern=WEIGHTS.replace(".", "{suffix}."), max_shard_size=max_shard_size
-    )
+    pattern = WEIGHTS.replace(".", "{suffix}.")
+    try:
+        split = split_torch_state_dict_into_shards(blanks, filename_pattern=pattern, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise ConfigError(f"max_shard_size is {max_shard_size!r}: {first_line(error)}.") from error
     places: dict[str, Place] = {}
     headers: dict[str, bytes] = {}
     files: dict[str, int] = {}

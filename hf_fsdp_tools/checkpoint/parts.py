@@ -41,6 +41,23 @@ _COMPUTING = 4
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one process makes at a time."""
+
+    slabs: tuple[tuple[str, Box], ...] = ()
+    """Tensors of the model, or boxes of them, that are only moved."""
+
+    together: tuple[str, ...] = ()
+    """Tensors of the model that are computed together."""
+
+    wrappers: tuple[nn.Module, ...] = ()
+    """Adapted modules whose merged parameters are among them."""
+
+    num_bytes: int
+    """Bytes that are written."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Material:
     """A model without values, where the value of each of its tensors comes from, and where it goes."""
 
@@ -116,6 +133,13 @@ class Material:
             for transfer in transfers_from(memory.contiguous(), box, shape, piece, place, self.layout.path(place.file)):
                 yield saved, transfer
 
+    def files_of(self, part: Part) -> set[Path]:
+        """The files to which a part is written."""
+        keys = {*part.together, *(key for key, _ in part.slabs)}
+        saved = {saved for key in keys for saved, _ in self.uses.get(key, ())}
+        saved |= {name for key in keys for sources in self.opaque_of.get(key, ()) for name in self.opaque[sources]}
+        return {self.layout.path(self.layout.places[name].file) for name in saved}
+
     def refuse_missing(self) -> None:
         """Refuse tensors that have a value nowhere.
 
@@ -131,23 +155,6 @@ class Material:
                 f"{listed(missing)}. Give the class that was trained with --auto-class (auto_class), and the config "
                 "that belongs to it with --config (config)."
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """What one process makes at a time."""
-
-    slabs: tuple[tuple[str, Box], ...] = ()
-    """Tensors of the model, or boxes of them, that are only moved."""
-
-    together: tuple[str, ...] = ()
-    """Tensors of the model that are computed together."""
-
-    wrappers: tuple[nn.Module, ...] = ()
-    """Adapted modules whose merged parameters are among them."""
-
-    num_bytes: int
-    """Bytes that are written."""
 
 
 # ---- planning ----
@@ -245,8 +252,8 @@ def _cut(material: Material, key: str, part_bytes: int) -> list[Box]:
 
 def make_parts(
     material: Material, parts: Iterable[Part], *, staging_bytes: int, on_bytes: Callable[[int], object]
-) -> tuple[TransferStats, set[Path]]:
-    """Read, compute and write parts, one after the other; the cost of writing, and the files that were written to.
+) -> TransferStats:
+    """Read, compute and write parts, one after the other; the cost of writing.
 
     Args:
         material: complete; its files have been made.
@@ -259,7 +266,7 @@ def make_parts(
     Raises:
         CheckpointError: a file cannot be read or written, or PEFT cannot merge an adapter.
     """
-    stats, files = TransferStats(), set[Path]()
+    stats = TransferStats()
     half = staging_bytes // 2
     with (
         Reader(staging_bytes=half, side=None, read_ahead=True) as reader,
@@ -267,10 +274,9 @@ def make_parts(
     ):
         for part in parts:
             transfers = _computed(material, part, reader) if part.together else _moved(material, part, reader)
-            files.update(transfer.file for transfer in transfers)
             stats += writer.begin(transfers)()
             del transfers  # and with them the memory of this part
-    return stats, files
+    return stats
 
 
 def _moved(material: Material, part: Part, reader: Reader) -> list[Transfer]:

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -40,7 +40,7 @@ from hf_fsdp_tools.modeling.peft_view import is_adapted, is_wrapper
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.text import dtype_name
 
-__all__ = ["BegunSave", "begin_save", "finish_save", "prepare_save", "save_pretrained"]
+__all__ = ["BegunSave", "begin_save", "prepare_save", "save_pretrained"]
 
 
 def save_pretrained(
@@ -90,8 +90,9 @@ def save_pretrained(
             save and load do so by themselves. An error of any rank is raised on all ranks before the same step of an
             optimizer, or by the next such call. Adapters are small, and always written before the call returns.
         push_to_hub: upload the files of this save, once they are complete, as one commit that also deletes weights of
-            earlier saves from the repository. Rank 0 uploads, the others wait. A `README.md` in the folder is uploaded
-            too; where neither the folder nor the repository have one, it is huggingface_hub's template.
+            earlier saves from the repository. Rank 0 uploads, the others wait; without `blocking`, in the background. A
+            `README.md` in the folder is uploaded too; where neither the folder nor the repository have one, it is
+            huggingface_hub's template.
         hub_arguments: with `push_to_hub`, as transformers has them: `repo_id` (None: the name of the folder),
             `private`, `token`, `commit_message`, `commit_description`, `revision`, `create_pr`.
 
@@ -107,10 +108,8 @@ def save_pretrained(
             when the folder holds the new checkpoint.
     """
     start_s = time.perf_counter()
-    folder = Path(folder)
-    asked = {**hub_arguments, "token": None}
-    same_on_all_ranks("saving the model", push_to_hub=push_to_hub, hub_arguments=asked)
-    target = hub_target(folder, push_to_hub, hub_arguments)
+    same_on_all_ranks("saving the model", push_to_hub=push_to_hub, hub_arguments={**hub_arguments, "token": None})
+    target = hub_target(Path(folder), push_to_hub, hub_arguments)
     begun = begin_save(
         model,
         folder,
@@ -181,10 +180,12 @@ def begin_save(
     except BaseException:
         draft.end()
         raise
+    # Rank 0 writes to every file: headers, and what is gathered.
+    files = list(map(layout.path, layout.files)) if rank_and_size()[0] == 0 else [t.file for t in outgoing.in_place]
     return BegunSave(
         draft=draft,
         layout=layout,
-        files={transfer.file for transfer in outgoing.in_place},
+        files=list(dict.fromkeys(files)),
         gathered_bytes=_gathered_bytes(layout, outgoing),
         num_parameters=_num_parameters(model),
         write=write,
@@ -199,8 +200,8 @@ class BegunSave:
     draft: Draft
     layout: Layout
 
-    files: set[Path]
-    """To which this rank writes from its shards."""
+    files: list[Path]
+    """To which this rank writes."""
 
     gathered_bytes: int
     num_parameters: int
@@ -229,7 +230,7 @@ class BegunSave:
         """Write, and make what is written the checkpoint of the folder. Every rank must call; once."""
         try:
             stats = self.write()
-            files, others = finish_save(self.draft, self.layout, self.files, stats, self.num_parameters)
+            files, others = self._publish(stats)
         finally:
             self.drop()
         return replace(self.report, files=files, others=others, bytes_written=stats.num_bytes, write_calls=stats.calls)
@@ -246,41 +247,23 @@ class BegunSave:
             return 0
         return self.copies.num_bytes + (self.gathered_bytes if rank_and_size()[0] == 0 else 0)
 
-
-def finish_save(
-    draft: Draft, layout: Layout, files: Iterable[Path], stats: TransferStats, num_parameters: int
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Sync what this rank wrote, and let rank 0 make it the checkpoint of the folder.
-
-    Returns:
-        The names of the weight files, and those of all others.
-
-    Args:
-        draft: begun by `prepare_save`.
-        layout: the same on every rank.
-        files: those that this rank wrote to.
-        stats: of this rank's writes.
-        num_parameters: for the index.
-
-    Every rank must call; the ranks exchange errors.
-    """
-    is_first, folder = rank_and_size()[0] == 0, draft.folder
-    with agreed("syncing the checkpoint", folder), storage_errors("save to", folder):
-        # Rank 0 has written to every file: headers, and what was gathered.
-        for file in map(layout.path, layout.files) if is_first else set(files):
-            sync(file)
-    written = sum(all_ranks(stats.num_bytes, "adding up what was written"))
-    assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
-    names: tuple[tuple[str, ...], ...] = ()
-    with agreed("finishing the save", folder):
-        if is_first:
-            others = (*draft.names_beside(), *([WEIGHTS_INDEX] if len(layout.files) > 1 else []))
-            weight_map = {key: place.file for key, place in layout.places.items()}
-            sizes = {"total_parameters": num_parameters, "total_size": layout.num_bytes}
-            names = publish_weights(draft, layout.files, weight_map, sizes), others
-            draft.end()  # before any rank goes on
-    weights, others = all_ranks(names, "finishing the save")[0]
-    return weights, others
+    def _publish(self, stats: TransferStats) -> tuple[tuple[str, ...], ...]:
+        """Sync what this rank wrote, and let rank 0 switch; names of the weight files, and of the others."""
+        folder, layout = self.draft.folder, self.layout
+        with agreed("syncing the checkpoint", folder), storage_errors("save to", folder):
+            for file in self.files:
+                sync(file)
+        written = sum(all_ranks(stats.num_bytes, "adding up what was written"))
+        assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
+        names: tuple[tuple[str, ...], ...] = ()
+        with agreed("finishing the save", folder):
+            if rank_and_size()[0] == 0:
+                weight_map = {key: place.file for key, place in layout.places.items()}
+                sizes = {"total_parameters": self.num_parameters, "total_size": layout.num_bytes}
+                others = (*self.draft.names_beside(), *([WEIGHTS_INDEX] if len(layout.files) > 1 else []))
+                names = publish_weights(self.draft, layout.files, weight_map, sizes), others
+                self.draft.end()  # before any rank goes on
+        return all_ranks(names, "finishing the save")[0]
 
 
 # ---- before ----
