@@ -114,12 +114,16 @@ def from_pretrained(
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 
     Args:
-        name_or_path: a hub name, or a folder with `config.json` and safetensors; or a DCP folder, as `dcp.save`,
-            Accelerate's `save_state` and the Trainer (`checkpoint-500`) write it, with `config.json` in it or up to two
-            folders above; or a PEFT adapter (hub name or folder), whose base is loaded first.
+        name_or_path: a hub name, or a folder with `config.json` and safetensors; or a training state, as `dcp.save`,
+            Accelerate's `save_state`, the Trainer, TRL and Axolotl (`checkpoint-500`) and torch's
+            `HuggingFaceStorageWriter` (torchtitan) write it, with `config.json` in it or up to two folders above; or a
+            PEFT adapter (hub name or folder), whose base is loaded first. A state of a `PeftModel`, with its
+            `adapter_config.json` in it or up to two folders above, gives the adapter, and the base if that was saved.
         peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`: adds a new adapter to the
-            loaded shards (`add_adapter`) and returns the `PeftModel`, of which only the adapter is trainable.
-        is_trainable: where `name_or_path` is an adapter, whether it is trainable; it is frozen otherwise, as in PEFT.
+            loaded shards (`add_adapter`) and returns the `PeftModel`, of which only the adapter is trainable. Where a
+            training state holds values of an adapter, this is the config of that adapter, which gets these values.
+        is_trainable: whether an adapter that is loaded is trainable; it is frozen otherwise, as in PEFT. With
+            `peft_config` it is trainable.
         auto_class: the `AutoModelFor…` class, or a model class.
         policy: what becomes a unit; None means the accelerator's, or `HybridPolicy()`.
         mesh: one axis for FSDP, two for HSDP; None means the accelerator's, or FSDP over all processes.
@@ -142,7 +146,7 @@ def from_pretrained(
         output_loading_info: return `(model, LoadReport)`.
         trust_remote_code: run model code that comes with the checkpoint; of an adapter, with the base that its files
             name.
-        config: in place of the checkpoint's own; a value, a name or a folder.
+        config: in place of the checkpoint's own, or where it has none; a value, a name or a folder.
         torch_dtype: the older name of `dtype`.
         load_kwargs: passed to `load_weights` (`seed`, `staging_bytes`, `check_finite`, …).
         kwargs: as for `AutoModel….from_pretrained`: how to fetch (`revision`, `token`, `cache_dir`, `local_files_only`,

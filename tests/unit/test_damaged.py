@@ -122,6 +122,34 @@ def doubled(times: int) -> list[Any]:
     return value
 
 
+def doubled_tuple(times: int) -> tuple[Any, ...]:
+    """The same of tuples, whose hash follows all of them."""
+    value: tuple[Any, ...] = ()
+    for _ in range(times):
+        value = (value, value)
+    return value
+
+
+def doubled_index(times: int) -> MetadataIndex:
+    """The same of DCP's own keys."""
+    value = MetadataIndex("x")
+    for _ in range(times):
+        inner, value = value, MetadataIndex("x")
+        object.__setattr__(value, "fqn", inner)
+        object.__setattr__(value, "offset", inner)
+    return value
+
+
+class Unhashed(dict[Any, Any]):
+    """A dict that is pickled from pairs, of which no key was hashed here."""
+
+    def __init__(self, *pairs: tuple[Any, Any]) -> None:
+        self.pairs = pairs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (dict, (), None, None, iter(self.pairs))
+
+
 def rename(entries: dict[str, Any], new: str) -> None:
     entries[new] = entries.pop("lm_head.weight")
 
@@ -228,6 +256,21 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
         "dcp",
         metadata(lambda content: setattr(place_of(content), "relative_path", doubled(40))),
         r"expected a place as DCP writes it",
+    ),
+    "a key of tuples of tuples": (
+        "dcp",
+        metadata(lambda content: setattr(content, "planner_data", Unhashed((doubled_tuple(60), 1)))),
+        r"cannot be read as the metadata .*: tuples in tuples hold more than 1,000 values",
+    ),
+    "a key of keys of keys": (
+        "dcp",
+        metadata(lambda content: content.storage_data.update({doubled_index(3): place_of(content)})),
+        r"cannot be read as the metadata .* is no key that DCP writes",
+    ),
+    "a name of tuples of tuples": (
+        "bin",
+        lambda folder: torch.save(Unhashed((doubled_tuple(60), torch.ones(2))), folder / "pytorch_model.bin"),
+        r"pytorch_model\.bin: cannot be unpickled: tuples in tuples hold more than 1,000 values",
     ),
     "a name in DCP that is a number": (
         "dcp",

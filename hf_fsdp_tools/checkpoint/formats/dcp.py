@@ -4,18 +4,16 @@ Each rank of the saving job wrote its part of every tensor as one `torch.save` a
 place of each chunk known, any number of ranks reads from them what its own shards need.
 """
 
-import io
 import math
-import pickle
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.serialization import _get_layout
 
+from hf_fsdp_tools.checkpoint.formats.dcp_pickle import load_metadata
 from hf_fsdp_tools.checkpoint.formats.pickled import check_value
 from hf_fsdp_tools.checkpoint.formats.saved_names import SavedPath
 from hf_fsdp_tools.checkpoint.formats.stored import MAX_KEY_LENGTH, ChunkedTensor, TensorChunk, leaves_folder
@@ -115,47 +113,9 @@ def check_dcp(folder: Path) -> list[str]:
 # ---- the metadata file ----
 
 
-class _Sealed(type):
-    """The class of classes on which nothing can be set: a pickle may set attributes on whatever it was given."""
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        raise pickle.UnpicklingError(f"the file sets {cls.__name__}.{name}")
-
-
-def _sealed(kind: type) -> _Sealed:
-    return _Sealed(kind.__name__, (kind,), {})
-
-
-_RECORDS = {
-    **{(dcp.__name__, name): _sealed(kind) for name in dcp.__all__ if isinstance(kind := getattr(dcp, name), type)},
-    (_StorageInfo.__module__, "_StorageInfo"): _sealed(_StorageInfo),
-}
-"""The records of DCP's metadata, by module and name."""
-
-_PATH = _sealed(PurePosixPath)
-
-
-class _Unpickler(pickle.Unpickler):
-    """Builds the records that DCP writes, and refuses everything else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """One of the few classes of DCP's metadata; any other name would run code that the file chooses."""
-        if (module, name) in _RECORDS:
-            return _RECORDS[module, name]
-        if (module, name) == (dcp.__name__, "_MEM_FORMAT_ENCODING"):
-            return lambda value: dcp._MEM_FORMAT_ENCODING(value)
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return lambda layout: _get_layout(layout)  # type: ignore[no-untyped-call]
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
-            return getattr(torch, name)
-        if module.split(".")[0] == "pathlib" and name.endswith("Path"):
-            return _PATH
-        raise pickle.UnpicklingError(f"{module}.{name} is nothing that DCP writes")
-
-
 def _unpickle(file: Path, text: bytes) -> dcp.Metadata:
     try:
-        metadata = _Unpickler(io.BytesIO(text)).load()
+        metadata = load_metadata(text)
     except MemoryError:
         raise
     except Exception as error:  # a damaged pickle can fail in any way

@@ -17,6 +17,7 @@ import torch
 
 from hf_fsdp_tools.checkpoint.formats.safetensors import refuse_pointer
 from hf_fsdp_tools.checkpoint.formats.stored import MAX_KEY_LENGTH, StoredTensor, TensorChunk
+from hf_fsdp_tools.checkpoint.formats.tuples import refuse_endless_tuples
 from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
@@ -183,6 +184,15 @@ def _records(file: Path, window: _Window) -> dict[int, int]:
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
         raise _damaged(file, f"is no complete zip archive: {first_line(error)}") from error
     refuse_compressed(file, entries)
+    try:
+        with zipfile.ZipFile(window) as archive:
+            for entry in entries:
+                if entry.filename.endswith("data.pkl"):
+                    refuse_endless_tuples(archive.read(entry))
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise _damaged(file, f"cannot be unpickled: {first_line(error)}") from error
     if orders - {b"little"}:  # torch would swap the bytes of a meta tensor, which has none, and crash (2.13)
         raise CheckpointError(
             f"{file}: has byte order {listed(map(quoted, orders))}, expected little. "
