@@ -111,11 +111,17 @@ def _cut(part: QuantizedPart, many: int) -> Iterator[QuantizedPart]:
     dim = dims[0] if is_regular else within[0]
     length = view.length[dim]
     count = max(1, length * many // size) if is_regular else length // 2
-    for i in range(0, length, count):
+    # Cuts between neighbouring rows are cuts between blocks where these are smaller, so that no scale is read twice.
+    is_rows = view.strides[dim] == columns
+    high = max((s.block[0] for s in part.tensor.scales.values() if is_rows and s.block[0] <= count), default=1)
+    i = 0
+    while i < length:
+        taken = min(count // high * high - (view.offset // columns + i) % high, length - i)
         start = [i if d == dim else 0 for d in range(len(view.length))]
-        taken = [min(count, length - i) if d == dim else n for d, n in enumerate(view.length)]
-        memory = part.memory.narrow(dim, i, taken[dim])
-        yield from _cut(QuantizedPart(tensor=part.tensor, view=view.crop(start, taken), memory=memory), many)
+        lengths = [taken if d == dim else n for d, n in enumerate(view.length)]
+        memory = part.memory.narrow(dim, i, taken)
+        yield from _cut(QuantizedPart(tensor=part.tensor, view=view.crop(start, lengths), memory=memory), many)
+        i += taken
 
 
 class _Slab:

@@ -81,7 +81,7 @@ def with_floats(
     finder = _Finder(tensors=index.tensors, method=method, config=quantization or {})
     finder.look()
     found = {tensor.key: tensor for tensor in finder.found}
-    if not found and not (method and finder.problems):
+    if not found and not finder.problems:
         return index, None
     if finder.problems:
         raise CheckpointError(
@@ -152,7 +152,7 @@ class _Finder:
                 self.used.update((key, *(scales.stored.key for scales in tensor.scales.values())))
             elif values.dtype in _FP8 and len(values.shape) > 1:
                 bare.append(values)
-        if self.found or (self._method in _FINE_GRAINED + _COMPRESSED and self.problems):
+        if self.found or self._method is not None:
             self.problems += [f"{t.file}: {t.key!r} {_looks(t)} has no scales beside it" for t in bare]
             self.problems += self._left_over()
 

@@ -1,0 +1,309 @@
+"""Quantised weights by themselves: any part of any view equals that part of the whole weight, dequantised by the
+libraries' own functions; bounded memory; what does not fit is refused by its headers."""
+
+import json
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from hf_fsdp_tools import CheckpointError, CheckpointIndex, ConfigError, build_meta_model, from_pretrained, load_weights
+from hf_fsdp_tools.checkpoint.io.files import Reader
+from hf_fsdp_tools.checkpoint.quantized import dequantize
+from hf_fsdp_tools.checkpoint.quantized.recognize import with_floats
+from hf_fsdp_tools.checkpoint.quantized.rules import RULES
+from hf_fsdp_tools.checkpoint.quantized.windows import WORK_BYTES
+from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
+from hf_fsdp_tools.distributed.boxes import Box
+from tests._checkpoints import QUANTIZED, make_quantized, stored_tensors
+
+Tensors = dict[str, torch.Tensor]
+
+
+def bytes_of(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def fp8_of(*shape: int) -> torch.Tensor:
+    return (bytes_of(*shape) & 0x7E).view(torch.float8_e4m3fn)  # no NaN
+
+
+def scales_of(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.01
+
+
+def in_fp32(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return Fp8Dequantize(None)._dequantize_one(values, scales, dtype)
+
+
+def on_padded_blocks(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The format's own rule, for which transformers has none: blocks of 8 x 16, of which the last ones are short."""
+    rows, columns = values.shape
+    each = scales.repeat_interleave(8, 0)[:rows].repeat_interleave(16, 1)[:, :columns]
+    return (values.float() * each).to(dtype)
+
+
+def as_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+
+
+def in_the_dtype_of_scales(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (values.to(scales.dtype) * scales).to(dtype)
+
+
+FP8: dict[str, Any] = {"quant_method": "fp8"}
+COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors"}
+BLOCKS_8_16 = FP8 | {"weight_block_size": [8, 16]}
+EXPONENTS = bytes_of(24, 6) % 20 + 117
+FP4_EXPONENTS = EXPONENTS.view(torch.float8_e8m0fnu)
+INTEGERS = bytes_of(24, 96).view(torch.int8)
+
+STORED: dict[str, tuple[Tensors, dict[str, Any] | None, Callable[..., torch.Tensor]]] = {
+    "blocks": ({"a.weight": fp8_of(24, 96), "a.weight_scale_inv": scales_of(3, 6)}, FP8, in_fp32),
+    "one scale": ({"a.weight": fp8_of(24, 96), "a.weight_scale_inv": scales_of()}, FP8, in_fp32),
+    "short blocks": (
+        {"a.weight": fp8_of(25, 70), "a.weight_scale_inv": scales_of(4, 5)},
+        BLOCKS_8_16,
+        on_padded_blocks,
+    ),
+    "exponents": ({"a.weight": fp8_of(24, 96), "a.scale": EXPONENTS}, None, in_fp32),
+    "4 bits": ({"a.weight": bytes_of(24, 48).view(torch.int8), "a.qscale_weight": FP4_EXPONENTS}, FP8, in_fp32),
+    "fused experts": ({"a.up": fp8_of(3, 8, 96), "a.up_scale_inv": scales_of(3, 2, 6)}, FP8, in_fp32),
+    "a scale per expert": ({"a.up": fp8_of(3, 8, 96), "a.up_scale_inv": scales_of(3)}, FP8, in_fp32),
+    "mxfp4": ({"a.up_blocks": bytes_of(3, 8, 6, 4), "a.up_scales": EXPONENTS.view(3, 8, 6)}, None, as_gpt_oss),
+    "per channel": (
+        {"a.weight": fp8_of(24, 96), "a.weight_scale": scales_of(24, 1).bfloat16()},
+        COMPRESSED,
+        in_the_dtype_of_scales,
+    ),
+    "integers per channel": (
+        {"a.weight": INTEGERS, "a.weight_scale": scales_of(24, 1)},
+        COMPRESSED,
+        in_the_dtype_of_scales,
+    ),
+}
+"""Tensors, quantization_config, and the rule for the whole weight: of values, scales and dtype."""
+
+
+def opened(folder: Path, tensors: Tensors, config: dict[str, Any] | None) -> CheckpointIndex:
+    save_file(tensors, folder / "model.safetensors")
+    return with_floats(CheckpointIndex.open(folder), config, [])[0]
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_any_part_of_any_view_is_that_part_of_the_whole(tmp_path, name):
+    """Moved about as conversions do it: transposed, reshaped (also within rows), cut; and boxes of what comes out."""
+    tensors, config, rule = STORED[name]
+    index = opened(tmp_path, tensors, config)
+    (key,) = index.tensors
+    rng = random.Random(0)
+    with Reader(staging_bytes=2**17, side=None) as reader:
+        for dtype in (torch.bfloat16, torch.float32):
+            whole = rule(*tensors.values(), dtype)
+            assert index.tensors[key].shape == whole.shape and index.num_bytes == sum(
+                t.nbytes for t in tensors.values()
+            )
+            for _ in range(30):
+                symbol, expected = PieceTensor.stored(index.tensors[key], dtype), whole
+                for _ in range(rng.randrange(4)):
+                    symbol, expected = (
+                        moved(t, random.Random(seed)) for seed in [rng.random()] for t in (symbol, expected)
+                    )
+                start = [rng.randrange(n) for n in expected.shape]
+                length = [rng.randint(1, n - s) for n, s in zip(expected.shape, start, strict=True)]
+                memory = torch.full([2 * n for n in length], 7, dtype=dtype)[
+                    tuple(slice(None, None, 2) for _ in length)
+                ]
+                box = Box(start=tuple(start), length=tuple(length))
+                dequantize.read_into([(memory, symbol, box)], index, reader, staging_bytes=2**17)
+                part = expected[tuple(slice(s, s + n) for s, n in zip(start, length, strict=True))]
+                assert torch.equal(memory, part), (dtype, box)
+
+
+def moved(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    way = rng.randrange(4)
+    if way == 0:
+        return tensor.transpose(0, -1)
+    if way == 1:
+        return tensor.contiguous().reshape(-1, rng.choice([n for n in range(1, 200) if tensor.numel() % n == 0]))
+    if way == 2:
+        dim = rng.randrange(tensor.dim())
+        length = rng.randint(1, tensor.shape[dim])
+        return tensor.narrow(dim, rng.randint(0, tensor.shape[dim] - length), length)
+    return torch.stack([tensor, tensor], rng.randrange(tensor.dim() + 1))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_by_themselves_give_the_bits_that_they_give_within_a_weight(rule):
+    """For every exponent, whether a loop takes it in a vector or alone."""
+    exponents = torch.arange(255, dtype=torch.uint8).view(-1, 1).repeat(1, 3)
+    scales = exponents if rule != "scaled" else (exponents.float() - 127).exp2()
+    values = bytes_of(255, 48) if rule == "mxfp4" else fp8_of(255, 48)
+    for dtype in (torch.bfloat16, torch.float32):
+        whole = RULES[rule](values, {"scale": scales}, dtype)
+        for start, stop in ((0, 1), (3, 4), (7, 24), (200, 255)):
+            part = RULES[rule](values[start:stop], {"scale": scales[start:stop]}, dtype)
+            assert torch.equal(*(t.contiguous().view(torch.uint8) for t in (part, whole[start:stop])))
+
+
+# ---- whole loads ----
+
+
+def test_memory_is_bounded_and_reads_are_few(tmp_path, monkeypatch):
+    """A weight of 8 MB at 1 MiB of staging: no part that is dequantised and no window that is read is larger than its
+    share of that; one window is read while the one before is dequantised."""
+    sizes = {"hidden_size": 256, "intermediate_size": 32768, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = hf.Qwen3Config(vocab_size=131, num_key_value_heads=4, head_dim=64, **sizes)
+    monkeypatch.setitem(QUANTIZED, "large", (lambda: hf.Qwen3ForCausalLM(config), *QUANTIZED["fp8 of 128 x 128"][1:]))
+    folder = make_quantized("large", tmp_path / "large")
+    parts: list[int] = []
+    windows: list[int] = []
+    order: list[str] = []
+    rule, begin = RULES["scaled in fp32"], Reader.begin
+
+    def dequantizing(values, *given):
+        order.append("dequantise")
+        parts.append(values.numel())
+        return rule(values, *given)
+
+    def reading(reader, transfers):
+        order.append("read")
+        windows.append(sum(t.memory.nbytes for t in transfers))
+        return begin(reader, transfers)
+
+    monkeypatch.setattr(dequantize, "RULES", dict(RULES) | {"scaled in fp32": dequantizing})
+    monkeypatch.setattr(Reader, "begin", reading)
+    model = build_meta_model(folder)
+    report = load_weights(model, folder, staging_bytes=2**20)
+    stored = stored_tensors(folder)
+    # scales are read again for the next rows of their blocks
+    assert sum(t.nbytes for t in stored.values()) == report.share_bytes <= report.bytes_read
+    assert report.read_ratio <= 1.05
+    assert sum(parts) == sum(t.numel() for t in stored.values() if t.dtype == torch.float8_e4m3fn)
+    assert max(parts) * WORK_BYTES <= 2**18 and max(windows[1:]) <= 1.05 * 2**16
+    assert any(a == b == "read" for a, b in pairwise(order[1:])), "before the first is dequantised"
+    parts.clear()
+    report = load_weights(build_meta_model(folder), folder)
+    assert len(parts) < 60 and report.read_calls <= len(parts) + len(stored), "one call for the scales of many rows"
+    assert report.read_ratio <= 1.001
+
+
+# ---- refusals ----
+
+GOOD = {"a.weight": fp8_of(32, 64), "a.weight_scale_inv": scales_of(2, 2), "b.weight": torch.ones(4)}
+
+
+def good_but(**changed: torch.Tensor | None) -> Tensors:
+    named = {name.replace("__", "."): tensor for name, tensor in changed.items()}
+    return {key: tensor for key, tensor in (GOOD | named).items() if tensor is not None}
+
+
+BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
+    "no scales": (
+        good_but(c__weight=fp8_of(8, 8)),
+        None,
+        r"'c\.weight' \(float8_e4m3fn \[8, 8\]\) has no scales beside it",
+    ),
+    "no scales at all": (
+        {"a.weight": fp8_of(8, 8)},
+        FP8,
+        r"'a\.weight' \(float8_e4m3fn \[8, 8\]\) has no scales beside it",
+    ),
+    "no values": (
+        good_but(c__weight_scale_inv=scales_of(1, 1)),
+        FP8,
+        r"'c\.weight_scale_inv' holds scales, but what it scales, 'c\.weight', is no such tensor",
+    ),
+    "plain values": (
+        good_but(c__weight_scale_inv=scales_of(1, 1), c__weight=torch.ones(8, 8)),
+        FP8,
+        r"'c\.weight_scale_inv' holds scales, but what it scales, 'c\.weight', is \(float32 \[8, 8\]\)",
+    ),
+    "another shape": (
+        good_but(a__weight_scale_inv=scales_of(3, 2)),
+        FP8 | {"weight_block_size": [16, 32]},
+        r"its scales 'a\.weight_scale_inv' \[3, 2\] lie on no blocks of it, nor on blocks of 16 x 32 as the config",
+    ),
+    "too many dimensions": (good_but(a__weight_scale_inv=scales_of(2, 1, 2)), FP8, r"lie on no blocks of it"),
+    "another dtype": (
+        good_but(a__weight_scale_inv=torch.ones(2, 2, dtype=torch.int64)),
+        FP8,
+        r"'a\.weight_scale_inv' beside it holds int64, expected float32 or bfloat16",
+    ),
+    "a vector": (good_but(a__weight=fp8_of(64)), None, r"expected a matrix, or a stack of matrices"),
+    "blocks of another number": (
+        {"a.up_blocks": bytes_of(6, 16, 5, 16), "a.up_scales": bytes_of(6, 16, 4)},
+        None,
+        r"expected blocks \[experts, rows, blocks, bytes\] with scales .* found scales \[6, 16, 4\]",
+    ),
+    "blocks alone": (
+        {"a.up_blocks": bytes_of(6, 16, 5, 16)},
+        {"quant_method": "mxfp4"},
+        r"'a\.up_blocks' \(uint8 \[6, 16, 5, 16\]\): it has no scales beside it",
+    ),
+    "zero points": (
+        {"a.weight": fp8_of(8, 8), "a.weight_scale": scales_of(8, 1), "a.weight_zero_point": torch.ones(8, 1)},
+        COMPRESSED,
+        r"'a\.weight_zero_point' beside it holds float32, expected float8_e4m3fn",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_is_refused_by_its_headers(tmp_path, name):
+    tensors, config, message = BAD[name]
+    with pytest.raises(CheckpointError, match=message) as error:
+        opened(tmp_path, tensors, config)
+    assert "model.safetensors: 'a." in str(error.value) or "'c." in str(error.value)
+    assert "Download or quantise the checkpoint again" in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_quantized("fp8", tmp_path_factory.mktemp("fp8"))
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [("gptq", "packs values with zero points per group"), ("torchao", "no rule is known"), (7, "no rule is known")],
+)
+def test_a_method_without_a_rule_per_block_is_refused_with_the_reason(fp8, method, reason):
+    """Whatever the files hold; and the script that makes a plain checkpoint is there."""
+    config = json.loads((fp8 / "config.json").read_text())
+    model = build_meta_model(hf.Qwen3Config(**config | {"quantization_config": {"quant_method": method}}))
+    with pytest.raises(CheckpointError, match=rf"quantised \({method}\); .*{reason}(.|\n)*recipes/dequantize\.py"):
+        load_weights(model, fp8)
+    assert (Path(__file__).parents[2] / "recipes" / "dequantize.py").is_file()
+
+
+def test_scales_on_other_blocks_than_the_config_says_are_told(fp8, tmp_path, monkeypatch):
+    """transformers spreads the scales evenly; weights whose size is no multiple of the block size come out otherwise
+    than they were quantised."""
+    for file in fp8.glob("*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((fp8 / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [8, 17]  # 48 columns are 3 blocks of them, the last one short
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said: list[str] = []
+    monkeypatch.setattr(hf.logging.get_logger("transformers.modeling_utils"), "warning", said.append)
+    from_pretrained(tmp_path)
+    assert len(said) == 2 and "its weights were dequantised while they were read. fp8: 38.0 kB as stored" in said[0]
+    assert "14 weights have scales on other blocks than weight_block_size says (model.layers.0.mlp.down" in said[1]
+
+
+@pytest.mark.parametrize("given", [hf.FineGrainedFP8Config(dequantize=True), None])
+def test_what_transformers_needs_to_be_told_may_be_said(fp8, given):
+    options = {} if given is None else {"quantization_config": given}
+    model, report = from_pretrained(fp8, output_loading_info=True, **options)
+    assert report.dequantized_from == "fp8" and "fp8: 38.0 kB as stored, with scales, became" in str(report)
+    assert not hasattr(model.config, "quantization_config") and not getattr(model, "is_quantized", False)
+    with pytest.raises(ConfigError, match="cannot be applied shard by shard"):
+        from_pretrained(fp8, quantization_config=hf.FineGrainedFP8Config())
