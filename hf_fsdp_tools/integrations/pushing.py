@@ -20,7 +20,7 @@ from hf_fsdp_tools.hub import CARD, HubTarget, upload, upload_errors
 from hf_fsdp_tools.integrations.checkpoints import STATE_FILES
 from hf_fsdp_tools.integrations.hooks import check_hooks
 
-__all__ = ["PushingMixin", "push_complete", "under_way"]
+__all__ = ["PushingMixin", "push_complete", "push_message", "under_way"]
 
 _KEPT_HERE = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*", ".*", "*/.*", "*.former")
 """Files of an output folder that are not uploaded: those that the Trainer leaves out, and what is hidden or former."""
@@ -115,7 +115,7 @@ class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
             self.push_in_progress = None
 
 
-def push_complete(trainer: Any, checkpoint: Path) -> None:
+def push_complete(trainer: Any, checkpoint: Path, message: str) -> None:
     """Begin to upload a complete checkpoint as `hub_strategy` says, in the background. For rank 0."""
     args, before = trainer.args, trainer.push_in_progress
     if not args.push_to_hub or args.hub_strategy == HubStrategy.END:
@@ -129,14 +129,19 @@ def push_complete(trainer: Any, checkpoint: Path) -> None:
     if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         within = _LAST if args.hub_strategy == HubStrategy.CHECKPOINT else f"{checkpoint.name}/"
         files |= {f"{within}{name}": path for name, path in _files_of(checkpoint, (".save-*",)).items()}
-    is_step = args.save_strategy == SaveStrategy.STEPS
-    when = f"step {trainer.state.global_step}" if is_step else f"epoch {int(trainer.state.epoch)}"
     if before is not None and before.is_done():
         _warn_of_failures(before)
         before = None
-    job = hf_api().run_as_future(_upload, _target(trainer, f"Training in progress, {when}"), checkpoint, files)
+    job = hf_api().run_as_future(_upload, _target(trainer, message), checkpoint, files)
     trainer.push_in_progress = PushInProgress([*(before.jobs if before is not None else []), job])
     trainer._uploaded = checkpoint
+
+
+def push_message(trainer: Any) -> str:
+    """The message of a commit while training goes on, as the Trainer has it."""
+    is_step = trainer.args.save_strategy == SaveStrategy.STEPS
+    when = f"step {trainer.state.global_step}" if is_step else f"epoch {int(trainer.state.epoch or 0)}"
+    return f"Training in progress, {when}"
 
 
 def under_way(trainer: Any) -> Path | None:
