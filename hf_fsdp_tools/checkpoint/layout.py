@@ -1,6 +1,7 @@
 """The layout of a checkpoint before it is written: file, offset and dtype of every tensor, equal on every rank."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,18 @@ from hf_fsdp_tools.checkpoint.formats.safetensors import DTYPES
 from hf_fsdp_tools.checkpoint.index import WEIGHTS
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.text import dtype_name, first_line, listed
+from hf_fsdp_tools.text import dtype_name, listed
 
 __all__ = ["Layout", "Place", "plan_layout"]
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_UNITS = {"": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4} | {
+    "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "TIB": 1024**4,
+}  # fmt: skip
+"""Bytes of each unit, by its name in capitals."""
+
+_SIZE = re.compile(rf"(?P<number>\d+(\.\d+)?)\s*(?P<unit>{'|'.join(_UNITS)})", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +84,7 @@ def plan_layout(model: nn.Module, dtype: torch.dtype | None, max_shard_size: int
     Args:
         model: to save.
         dtype: of floating-point tensors in the files; None keeps the model's.
-        max_shard_size: largest file, in bytes or as "5GB".
+        max_shard_size: largest file, in bytes or as "5GB"; a larger tensor has a file of its own.
         folder: in which the files are made.
 
     No rank communicates.
@@ -85,15 +93,14 @@ def plan_layout(model: nn.Module, dtype: torch.dtype | None, max_shard_size: int
         CheckpointError: safetensors has no name for a tensor's dtype.
         ConfigError: `max_shard_size` is no size.
     """
+    most_bytes = _shard_bytes(max_shard_size)
     tensors = map_saving(model)
     dtypes = {k: dtype if dtype and t.is_floating_point() else t.dtype for k, t in tensors.items()}
     _refuse_unnamed(dtypes)
     blanks = {k: torch.empty(t.shape, dtype=dtypes[k], device="meta") for k, t in tensors.items()}
-    pattern = WEIGHTS.replace(".", "{suffix}.")
-    try:
-        split = split_torch_state_dict_into_shards(blanks, filename_pattern=pattern, max_shard_size=max_shard_size)
-    except ValueError as error:
-        raise ConfigError(f"max_shard_size is {max_shard_size!r}: {first_line(error)}.") from error
+    split = split_torch_state_dict_into_shards(
+        blanks, filename_pattern=WEIGHTS.replace(".", "{suffix}."), max_shard_size=most_bytes
+    )
     places: dict[str, Place] = {}
     headers: dict[str, bytes] = {}
     files: dict[str, int] = {}
@@ -118,6 +125,22 @@ def plan_layout(model: nn.Module, dtype: torch.dtype | None, max_shard_size: int
             offset = len(headers[file]) + entries[key]["data_offsets"][0]
             places[key] = Place(tensor=tensors[key], dtype=dtypes[key], file=file, offset=offset)
     return Layout(folder=folder, places=places, headers=headers, files=files)
+
+
+def _shard_bytes(size: int | str) -> int:
+    """A size in bytes, of "5GB", "1.5 GiB" or a number; "b" is no bit.
+
+    Raises:
+        ConfigError: it is no size, or less than a byte.
+    """
+    found = _SIZE.fullmatch(str(size).strip())
+    num_bytes = int(float(found["number"]) * _UNITS[found["unit"].upper()]) if found else 0
+    if num_bytes < 1 or isinstance(size, bool):
+        raise ConfigError(
+            f"max_shard_size={size!r} is no size of a file. Give a number of bytes, or one with a unit "
+            f'({", ".join(filter(None, _UNITS))}), as in "5GB".'
+        )
+    return num_bytes
 
 
 def _refuse_unnamed(dtypes: Mapping[str, torch.dtype]) -> None:

@@ -14,7 +14,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.hub import CARD, HubTarget, local_path, upload, upload_errors
 
-__all__ = ["hub_target", "is_outdated", "model_card", "push_saved"]
+__all__ = ["hub_target", "is_outdated", "model_card_of", "push_saved"]
 
 
 def hub_target(folder: Path, push_to_hub: bool, asked: Mapping[str, Any]) -> HubTarget | None:
@@ -70,7 +70,7 @@ def push_saved(model: nn.Module, report: SaveReport, target: HubTarget | None) -
                 page = upload(
                     target,
                     {name: folder / name for name in names},
-                    card=lambda: str(model_card(model)),
+                    card=lambda: str(model_card_of(model)),
                     is_outdated=(lambda name: False) if is_adapter else is_outdated,
                 )
     return replace(report, commit_url=all_ranks(page, "uploading to the hub")[0])
@@ -81,7 +81,7 @@ def is_outdated(name: str) -> bool:
     return bool(WEIGHTS_OF_A_SAVE.fullmatch(name)) or name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 
 
-def model_card(model: nn.Module) -> ModelCard:
+def model_card_of(model: nn.Module) -> ModelCard:
     """huggingface_hub's template of a model card, with the model's tags and the name of the model it was made from."""
     name = getattr(getattr(model, "config", None), "_name_or_path", "")
     data = ModelCardData(

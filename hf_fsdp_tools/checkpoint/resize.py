@@ -14,6 +14,7 @@ from hf_fsdp_tools.checkpoint.vocabulary import AddedRows, fill_added, resized_t
 from hf_fsdp_tools.distributed.agreement import shared_seed
 from hf_fsdp_tools.distributed.shards import gather_on_device, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.meta import text_config
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.sharding.adapter_plan import measured
 from hf_fsdp_tools.sharding.allocate import allocate, with_data
@@ -137,8 +138,8 @@ def _follow(model: PreTrainedModel, twin: PreTrainedModel) -> None:
         for attribute in ("num_embeddings", "out_features", "padding_idx", "vocab_size"):
             if attribute in vars(other):
                 setattr(module, attribute, getattr(other, attribute))
-    text: Any = model.config.get_text_config()
-    text.vocab_size = twin.config.get_text_config().vocab_size
+    text: Any = text_config(model.config)
+    text.vocab_size = text_config(twin.config).vocab_size
     base, sharding = sharded_module(model), sharding_of(model)
     if base is not None and sharding is not None:
         plan = measured(sharding.plan, ModuleTree(base))

@@ -27,13 +27,14 @@ from hf_fsdp_tools.checkpoint.layout import Layout, plan_layout
 from hf_fsdp_tools.checkpoint.merge_adapter import merged_model
 from hf_fsdp_tools.checkpoint.outgoing import Outgoing, plan_outgoing
 from hf_fsdp_tools.checkpoint.publish import publish_weights
-from hf_fsdp_tools.checkpoint.push import hub_target, push_saved
+from hf_fsdp_tools.checkpoint.push import hub_target, model_card_of, push_saved
 from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.checkpoint.report import SaveReport
 from hf_fsdp_tools.checkpoint.reserve import check_visible, create_files
 from hf_fsdp_tools.checkpoint.save_adapter import save_adapter
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.peft_view import is_adapted, is_wrapper
@@ -53,6 +54,7 @@ def save_pretrained(
     staging_bytes: int = 64 * 2**20,
     merge_adapters: bool = False,
     blocking: bool = True,
+    model_card: bool = False,
     push_to_hub: bool = False,
     **hub_arguments: Any,
 ) -> SaveReport:
@@ -79,7 +81,7 @@ def save_pretrained(
         tokenizer: saved beside the model.
         dtype: of floating-point tensors in the files; None keeps the model's. 4-bit weights are saved as bitsandbytes
             does, with their scales, and cannot be cast.
-        max_shard_size: largest weight file, in bytes or as "5GB".
+        max_shard_size: largest weight file, in bytes or as "5GB", "500 MiB"; a larger tensor has a file of its own.
         staging_bytes: bound of host memory used for casting and scattering.
         merge_adapters: write the base of a PEFT model with the active adapters merged into it, equal to PEFT's
             `merge_and_unload` bit for bit; the model stays as it is. Adapted modules are gathered one at a time, and
@@ -89,10 +91,11 @@ def save_pretrained(
             training goes on. The files get the values of the moment of the call. `wait_for_saves()` waits; the next
             save and load do so by themselves. An error of any rank is raised on all ranks before the same step of an
             optimizer, or by the next such call. Adapters are small, and always written before the call returns.
+        model_card: write huggingface_hub's template of a model card, unless the folder has a `README.md`. Beside an
+            adapter PEFT writes its own in any case.
         push_to_hub: upload the files of this save, once they are complete, as one commit that also deletes weights of
             earlier saves from the repository. Rank 0 uploads, the others wait; without `blocking`, in the background. A
-            `README.md` in the folder is uploaded too; where neither the folder nor the repository have one, it is
-            huggingface_hub's template.
+            `README.md` in the folder is uploaded too; where the repository has none either, the template is.
         hub_arguments: with `push_to_hub`, as transformers has them: `repo_id` (None: the name of the folder),
             `private`, `token`, `commit_message`, `commit_description`, `revision`, `create_pr`.
 
@@ -119,6 +122,7 @@ def save_pretrained(
         staging_bytes=staging_bytes,
         merge_adapters=merge_adapters,
         blocking=blocking,
+        model_card=model_card,
     )
     if isinstance(begun, SaveReport):
         return push_saved(model, begun, target)
@@ -138,6 +142,7 @@ def begin_save(
     staging_bytes: int = 64 * 2**20,
     merge_adapters: bool = False,
     blocking: bool,
+    model_card: bool = False,
 ) -> "BegunSave | SaveReport":
     """Do of `save_pretrained` what needs the model or the process group; the report of an adapter, which is saved.
 
@@ -154,6 +159,7 @@ def begin_save(
         merge_adapters=merge_adapters,
         blocking=blocking,
     )
+    _refuse_dtype(dtype)
     if blocking:
         free_kept_memory()
     if merge_adapters:
@@ -172,7 +178,7 @@ def begin_save(
         layout = plan_layout(model, dtype, max_shard_size, draft.path)
     outgoing = plan_outgoing(model, layout)
     try:
-        prepare_save(model, draft, layout, dtype, tokenizer)
+        prepare_save(model, draft, layout, dtype, tokenizer, card=model_card)
         write: Callable[[], TransferStats] = partial(_write, model, layout, outgoing, staging_bytes)
         copies = None
         if not blocking:
@@ -279,6 +285,14 @@ def _refuse_meta(model: nn.Module) -> None:
         )
 
 
+def _refuse_dtype(dtype: Any) -> None:
+    """Refuse a dtype to which weights cannot be cast."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(
+            f"dtype={dtype!r} is no floating-point dtype of the files. Give one as torch.bfloat16, or leave it out."
+        )
+
+
 def _refuse_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Refuse a cast of 4-bit weights: they are bytes, also where their storage has a floating-point dtype."""
     if dtype is not None and (packed := packed_linears(model)):
@@ -288,7 +302,9 @@ def _refuse_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
         )
 
 
-def prepare_save(model: nn.Module, draft: Draft, layout: Layout, dtype: torch.dtype | None, tokenizer: Any) -> None:
+def prepare_save(
+    model: nn.Module, draft: Draft, layout: Layout, dtype: torch.dtype | None, tokenizer: Any, *, card: bool = False
+) -> None:
     """Make the hidden folder on rank 0, with all that lies beside the weights, and files for them at full length.
 
     Every rank must call; the ranks exchange errors.
@@ -298,6 +314,8 @@ def prepare_save(model: nn.Module, draft: Draft, layout: Layout, dtype: torch.dt
         if rank_and_size()[0] == 0:
             draft.begin()
             _stage_configs(model, draft, dtype, tokenizer)
+            if card and not (folder / CARD).is_file():
+                model_card_of(model).save(draft.beside / CARD)
             create_files(layout, folder)
     with agreed("opening the folder", folder):
         check_visible(layout, folder)

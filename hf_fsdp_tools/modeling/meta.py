@@ -20,7 +20,7 @@ from hf_fsdp_tools.modeling.quantization import note_quantization, set_aside_qua
 from hf_fsdp_tools.modeling.untrusted import read_json_object, understood
 from hf_fsdp_tools.text import first_line, first_lines, listed, quoted
 
-__all__ = ["build_meta_model", "config_dtype", "load_config"]
+__all__ = ["build_meta_model", "config_dtype", "load_config", "text_config"]
 
 _CURE = "Use the config.json that belongs to the checkpoint: copy or download it again."
 
@@ -99,12 +99,21 @@ def _check_config_file(file: Path) -> None:
 
 def config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
     """The floating-point dtype that a configuration, or its text model, names for the weights; None without one."""
-    for part in (config, config.get_text_config()):
+    for part in (config, text_config(config)):
         dtype = getattr(part, "dtype", None)
         dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
             return dtype
     return None
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the text model within a configuration, itself where there is none; of two, the decoder's."""
+    try:
+        found: PreTrainedConfig = config.get_text_config()
+    except ValueError:  # a text encoder and a decoder, as MusicGen has
+        found = config.get_text_config(decoder=True)
+    return found
 
 
 def build_meta_model(
@@ -205,7 +214,7 @@ def _at_most(config: PreTrainedConfig, stored_tensors: int | None) -> Iterator[N
         nonlocal made
         made += 1
         if made > most:
-            layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+            layers = getattr(text_config(config), "num_hidden_layers", None)
             files = "" if stored_tensors is None else f"; the files hold {stored_tensors:,} tensors"
             raise CheckpointError(
                 f"{_of_config(config)}: it describes a model of more than {most:,} modules (num_hidden_layers is "

@@ -65,6 +65,8 @@ def a_save_is_uploaded(main: Path, out: Path) -> None:
     assert second.commit_url != first.commit_url and not set(first.files) & set(second.files)
     assert_opens("org/new", model)
     assert save_pretrained(model, folder).commit_url == ""
+    carded = save_pretrained(model, out / "carded", model_card=True)
+    assert "README.md" in carded.others and "library_name: transformers" in (out / "carded/README.md").read_text()
     last = save(commit_message="one file", revision="small")
     assert last.files == ("model.safetensors",)
     assert_opens("org/new", model, revision="small")

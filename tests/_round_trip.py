@@ -1,0 +1,108 @@
+"""Checkpoints as they are found, and what is wrong with a checkpoint that was loaded into shards and saved again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from hf_fsdp_tools import from_pretrained, save_pretrained
+from hf_fsdp_tools.checkpoint.conversion import get_model_conversion_mapping
+
+__all__ = ["differences", "loads_as_stored", "resave", "write_as_found"]
+
+OLDER = {  # what checkpoints of the hub call what transformers has renamed since, in all architectures
+    "LayerNorm.weight": "LayerNorm.gamma",
+    "LayerNorm.bias": "LayerNorm.beta",
+    "parametrizations.weight.original0": "weight_g",
+    "parametrizations.weight.original1": "weight_v",
+}
+
+
+def write_as_found(model: PreTrainedModel, folder: Path) -> dict[str, Path]:
+    """Write checkpoints of one model, each in a form in which such a model is found; their folders.
+
+    - "stored": as transformers writes it, experts one by one where the hub has them so
+    - "bf16": the same in bf16, with the modules in fp32 that the class keeps in fp32
+    - "mixed": the same, every matrix in bf16 and every vector in fp32
+    - "model": in the layout of the model, experts fused; where it differs from "stored"
+    - "older": under older names, where the model has any
+    """
+    model.save_pretrained(folder / "stored")
+    found = {"stored": folder / "stored"}
+    type(model).from_pretrained(folder / "stored", dtype=torch.bfloat16).save_pretrained(folder / "bf16")
+    found["bf16"] = folder / "bf16"
+    stored = load_file(folder / "stored" / "model.safetensors")
+    mixed = {k: t.bfloat16() if t.is_floating_point() and t.dim() > 1 else t for k, t in stored.items()}
+    found["mixed"] = _rewritten(folder / "stored", folder / "mixed", mixed)
+    older = {_older(key): tensor for key, tensor in stored.items()}
+    if older.keys() != stored.keys():
+        found["older"] = _rewritten(folder / "stored", folder / "older", older)
+    if get_model_conversion_mapping(model):
+        model.save_pretrained(folder / "model", save_original_format=False)
+        if load_file(folder / "model" / "model.safetensors").keys() != stored.keys():
+            found["model"] = folder / "model"
+    return found
+
+
+def _older(key: str) -> str:
+    for new, old in OLDER.items():
+        key = key.replace(new, old)
+    return key
+
+
+def _rewritten(source: Path, target: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    target.mkdir()
+    for file in source.glob("*.json"):
+        (target / file.name).write_text(file.read_text())
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def resave(model_class: Any, folder: Path, target: Path, **saving: Any) -> None:
+    """Load a checkpoint into shards and save it again. Every rank must call."""
+    save_pretrained(from_pretrained(folder, auto_class=model_class), target, **saving)
+
+
+def loads_as_stored(model_class: Any, folder: Path) -> tuple[PreTrainedModel, str]:
+    """The plain model of a folder; and what transformers says was missing, unexpected or of another shape."""
+    model, info = model_class.from_pretrained(folder, output_loading_info=True)
+    return model, "; ".join(f"{what}: {sorted(map(str, keys))[:3]}" for what, keys in info.items() if keys)
+
+
+def differences(ours: Path, theirs: Path) -> list[str]:
+    """What is not equal in two checkpoints: names, dtypes, shapes and bits of tensors; configs but for the version."""
+    found = []
+    a, b = _tensors(ours), _tensors(theirs)
+    if a.keys() != b.keys():
+        found.append(f"names: {sorted(a.keys() ^ b.keys())[:4]} ({len(a.keys() - b.keys())} only in ours)")
+    for key in sorted(a.keys() & b.keys()):
+        if (a[key].dtype, a[key].shape) != (b[key].dtype, b[key].shape):
+            found.append(f"{key}: {a[key].dtype} {list(a[key].shape)}, not {b[key].dtype} {list(b[key].shape)}")
+        elif not torch.equal(_bits(a[key]), _bits(b[key])):
+            found.append(f"{key}: other values")
+    for name in ("config.json", "generation_config.json"):
+        one, other = (_config(folder / name) for folder in (ours, theirs))
+        if one != other:
+            keys = sorted(k for k in one.keys() | other.keys() if one.get(k) != other.get(k))
+            found += [f"{name} {k}: {one.get(k, 'absent')!r}, not {other.get(k, 'absent')!r}" for k in keys]
+            found += [f"{name}: {'absent' if not one else 'there'}"] if not keys else []
+    return found
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: t for file in sorted(folder.glob("*.safetensors")) for k, t in load_file(file).items()}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8) if tensor.numel() else tensor
+
+
+def _config(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    config: dict[str, Any] = json.loads(file.read_text())
+    config.pop("transformers_version", None)
+    return config

@@ -1,0 +1,78 @@
+"""Checkpoints of every kind of architecture, in every form in which they are found, go through shards unchanged.
+
+What is saved again is, to the bit, what transformers saves of its own plain model, and opens without a missing key.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from benchmarks.architectures.cases import build
+from benchmarks.architectures.defaults import build_config
+from benchmarks.architectures.shrink import shrink
+from tests._dist import run_cases, run_ranks
+from tests._round_trip import differences, loads_as_stored, resave, write_as_found
+
+KINDS = {
+    "Qwen3ForCausalLM": ("qwen3", "dense, tied head"),
+    "LlamaForSequenceClassification": ("llama", "a head for classes"),
+    "MixtralForCausalLM": ("mixtral", "experts one by one on the hub"),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", "the same, and a router with a buffer that is kept in fp32"),
+    "GptOssForCausalLM": ("gpt_oss", "experts fused on the hub"),
+    "JambaForCausalLM": ("jamba", "state space and attention, with fp32 parameters"),
+    "BertForMaskedLM": ("bert", "older names of norms"),
+    "T5ForConditionalGeneration": ("t5", "one embedding for encoder and decoder, modules in fp32"),
+    "WhisperForConditionalGeneration": ("whisper", "encoder and decoder of sound"),
+    "Wav2Vec2ForCTC": ("wav2vec2", "weight norm, by its older names"),
+    "CLIPModel": ("clip", "two towers, a 0-d parameter"),
+    "CvtForImageClassification": ("cvt", "batch norms, with integer buffers"),
+    "Qwen2VLForConditionalGeneration": ("qwen2_vl", "nested names that have changed"),
+    "LlavaForConditionalGeneration": ("llava", "the same, of two models"),
+    "MusicgenForConditionalGeneration": ("musicgen", "three models, two of them with text"),
+}
+
+
+def resave_all(model_class: Any, found: dict[str, Path], ours: Path) -> None:
+    for form, path in found.items():
+        resave(model_class, path, ours / form, max_shard_size="40KB")
+
+
+def resave_kinds(kinds: dict[str, dict[str, Path]], folder: Path) -> None:
+    cases = {name: partial(resave_all, getattr(transformers, name), kinds[name], folder / name) for name in kinds}
+    run_cases(cases)
+
+
+def test_every_kind_is_saved_again_as_transformers_saves_it(tmp_path: Path) -> None:
+    kinds = {}
+    for name, (model_type, _) in KINDS.items():
+        model: PreTrainedModel = build(getattr(transformers, name), shrink(build_config(model_type), "tiny"))
+        kinds[name] = write_as_found(model, tmp_path / "found" / name)
+        for form, path in kinds[name].items():
+            loads_as_stored(type(model), path)[0].save_pretrained(tmp_path / "theirs" / name / form)
+    assert "older" in kinds["BertForMaskedLM"] and "older" in kinds["Wav2Vec2ForCTC"]
+    assert "model" in kinds["MixtralForCausalLM"] and "model" in kinds["LlavaForConditionalGeneration"]
+    run_ranks(resave_kinds, 2, kinds, tmp_path / "ours", timeout_s=280)
+    for name, forms in kinds.items():
+        for form in forms:
+            ours, theirs = (tmp_path / whose / name / form for whose in ("ours", "theirs"))
+            assert differences(ours, theirs) == [], (name, form)
+            assert loads_as_stored(getattr(transformers, name), ours)[1] == "", (name, form)
+
+
+def test_what_differs_is_noticed(tmp_path: Path) -> None:
+    model = build(transformers.CLIPModel, shrink(build_config("clip"), "tiny"))
+    model.save_pretrained(tmp_path / "one")
+    model.logit_scale.data += 1e-6
+    model.config.logit_scale_init_value = 3.0
+    model.save_pretrained(tmp_path / "other")
+    found = differences(tmp_path / "one", tmp_path / "other")
+    assert len(found) == 2 and found[0] == "logit_scale: other values" and "logit_scale_init_value" in found[1]
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "other")
+    assert "bfloat16" in differences(tmp_path / "one", tmp_path / "other")[0]
+    other = build(transformers.CLIPTextModel, shrink(build_config("clip"), "tiny").text_config)
+    other.save_pretrained(tmp_path / "text")
+    assert differences(tmp_path / "one", tmp_path / "text")[0].startswith("names: ")

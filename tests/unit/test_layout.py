@@ -1,0 +1,61 @@
+"""How a checkpoint is cut into files."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_fsdp_tools import save_pretrained
+from hf_fsdp_tools.checkpoint.layout import plan_layout
+from hf_fsdp_tools.errors import ConfigError
+
+
+def model() -> nn.Module:
+    """Of three tensors of 4,000 bytes and one of 40,000."""
+    parts = {name: nn.Linear(100, 10 if name != "large" else 100, bias=False) for name in ("a", "b", "large", "z")}
+    return nn.ModuleDict(parts)
+
+
+@pytest.mark.parametrize(
+    ("size", "files"),
+    [
+        (8_000, [["a", "b"], ["large"], ["z"]]),
+        ("8KB", [["a", "b"], ["large"], ["z"]]),
+        (" 7.9 kb ", [["a"], ["b"], ["large"], ["z"]]),
+        ("7.9KiB", [["a", "b"], ["large"], ["z"]]),
+        ("1", [["a"], ["b"], ["large"], ["z"]]),
+        ("0.5MiB", [["a", "b", "large", "z"]]),
+        ("1.5gib", [["a", "b", "large", "z"]]),
+    ],
+)
+def test_files_are_no_larger_than_asked_for_and_a_larger_tensor_has_its_own(size: Any, files: list[list[str]]) -> None:
+    layout = plan_layout(model(), None, size, Path())
+    found: dict[str, list[str]] = {}
+    for key, place in layout.places.items():
+        found.setdefault(place.file, []).append(key.split(".")[0])
+    assert sorted(map(sorted, found.values())) == files
+
+
+@pytest.mark.parametrize(
+    "size", [0, -5, "-5GB", "", "GB", "5 parsecs", "5Gb per file", "1e3", "0.1", "nanGB", None, True]
+)
+def test_what_is_no_size_is_refused_before_anything_is_made(size: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_shard_size=.* is no size of a file. Give .*KB, MB, GB.*as in \"5GB\""):
+        save_pretrained(model(), tmp_path / "saved", max_shard_size=size)
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, torch.complex64, 16])
+def test_what_is_no_dtype_of_weights_is_refused(dtype: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is no floating-point dtype of the files\. Give one as torch\.bfloat16"):
+        save_pretrained(model(), tmp_path / "saved", dtype=dtype)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_cast_is_of_floats_alone() -> None:
+    module = nn.BatchNorm1d(3)
+    dtypes = {key: place.dtype for key, place in plan_layout(module, torch.bfloat16, "5GB", Path()).places.items()}
+    assert dtypes.pop("num_batches_tracked") == torch.int64
+    assert set(dtypes.values()) == {torch.bfloat16}
