@@ -2,9 +2,10 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,10 +31,9 @@ from hf_fsdp_tools.checkpoint.io.files import REQUESTS_IN_FLIGHT
 
 from .job import Job
 
-__all__ = ["ASYNC", "DCP", "FULL", "GATHERED", "MERGED", "PEERS", "SAVERS", "UNSYNCED", "Saver"]
+__all__ = ["DCP", "FULL", "GATHERED", "MERGED", "PEERS", "SAVERS", "UNSYNCED", "Saver"]
 
 UNSYNCED = "limit, not synced"
-ASYNC = f"{OURS}, blocking=False"
 FULL = "Accelerate FULL_STATE_DICT"
 MERGED = "Accelerate SHARDED_STATE_DICT + merge-weights"
 GATHERED = "transformers save_pretrained"
@@ -123,6 +123,26 @@ def our_model(job: Job) -> nn.Module:
 def save_ours(model: nn.Module, job: Job) -> dict[str, Any]:
     report = hf_fsdp_tools.save_pretrained(model, job.target, dtype=job.cast, max_shard_size=job.file_bytes)
     return {"gathered": report.gathered_bytes, "calls": report.write_calls}
+
+
+def copied_model(job: Job) -> nn.Module:
+    """A model that was saved in the background before, whose memory for the copy is kept."""
+    model = our_model(job)
+    before = replace(job, target=job.target.with_name(f"{job.target.name}-before"))
+    save_behind(model, before)
+    dist.barrier()
+    if is_first():
+        shutil.rmtree(before.target)
+    return model
+
+
+def save_behind(model: nn.Module, job: Job) -> dict[str, Any]:
+    """Ours in the background, and nothing done meanwhile."""
+    report = hf_fsdp_tools.save_pretrained(
+        model, job.target, dtype=job.cast, max_shard_size=job.file_bytes, blocking=False
+    )
+    hf_fsdp_tools.wait_for_saves()
+    return {"pause": report.pause_seconds}
 
 
 def save_full(model: nn.Module, job: Job) -> None:
@@ -232,6 +252,8 @@ SAVERS: dict[str, Saver] = {
     LIMIT: Saver(make=own_share, save=partial(save_limit, synced=True), syncs="all"),
     UNSYNCED: Saver(make=own_share, save=partial(save_limit, synced=False), syncs="nothing"),
     OURS: Saver(make=our_model, save=save_ours, syncs="all"),
+    f"{OURS}, blocking=False": Saver(make=our_model, save=save_behind, syncs="all"),
+    f"{OURS}, blocking=False, again": Saver(make=copied_model, save=save_behind, syncs="all"),
     **PEERS,
 }
 """In the order of the table."""
