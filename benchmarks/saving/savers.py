@@ -27,13 +27,15 @@ from transformers.distributed.checkpoint import consolidate_distributed_checkpoi
 import hf_fsdp_tools
 from benchmarks.loading.loaders import load_ours
 from benchmarks.measuring.rounds import LIMIT, OURS
+from hf_fsdp_tools.checkpoint.durable import begin_sync
 from hf_fsdp_tools.checkpoint.io.files import REQUESTS_IN_FLIGHT
 
 from .job import Job
 
-__all__ = ["DCP", "FULL", "GATHERED", "MERGED", "PEERS", "SAVERS", "UNSYNCED", "Saver"]
+__all__ = ["BEGUN", "DCP", "FULL", "GATHERED", "MERGED", "PEERS", "SAVERS", "UNSYNCED", "Saver"]
 
-UNSYNCED = "limit, not synced"
+BEGUN = f"{LIMIT}, the disk begun at once"
+UNSYNCED = f"{LIMIT}, not synced"
 FULL = "Accelerate FULL_STATE_DICT"
 MERGED = "Accelerate SHARDED_STATE_DICT + merge-weights"
 GATHERED = "transformers save_pretrained"
@@ -82,7 +84,7 @@ def own_share(job: Job) -> torch.Tensor:
     return torch.ones(sum(size for *_, size in parts_of_share(job)), dtype=torch.uint8)
 
 
-def save_limit(memory: torch.Tensor, job: Job, *, synced: bool) -> None:
+def save_limit(memory: torch.Tensor, job: Job, *, synced: bool = True, begun: bool = False) -> None:
     """The same bytes into new files of the same sizes, which then take the place of those that are there."""
     parts = parts_of_share(job)
     names = sorted({name for name, *_ in parts})
@@ -97,6 +99,8 @@ def save_limit(memory: torch.Tensor, job: Job, *, synced: bool) -> None:
 
     def write(part: tuple[str, int, int], piece: torch.Tensor) -> None:
         assert os.pwrite(files[part[0]], piece.numpy().data, part[1]) == part[2]
+        if begun:
+            begin_sync(files[part[0]], *part[1:])
 
     with ThreadPoolExecutor(REQUESTS_IN_FLIGHT) as pool:
         list(pool.map(write, parts, memory.split([size for *_, size in parts])))
@@ -249,7 +253,8 @@ PEERS: dict[str, Saver] = {
     ),
 }
 SAVERS: dict[str, Saver] = {
-    LIMIT: Saver(make=own_share, save=partial(save_limit, synced=True), syncs="all"),
+    LIMIT: Saver(make=own_share, save=save_limit, syncs="all"),
+    BEGUN: Saver(make=own_share, save=partial(save_limit, begun=True), syncs="all"),
     UNSYNCED: Saver(make=own_share, save=partial(save_limit, synced=False), syncs="nothing"),
     OURS: Saver(make=our_model, save=save_ours, syncs="all"),
     f"{OURS}, blocking=False": Saver(make=our_model, save=save_behind, syncs="all"),
