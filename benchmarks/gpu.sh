@@ -12,7 +12,7 @@
 #   1  versions, nvidia-smi, hf-fsdp doctor
 #   2  tests marked gpu
 #   3  contexts: each rank on its own GPU alone (2 GPUs or more)
-#   4  loading, warm and cold, beside the limit of the machine and transformers
+#   4  loading, warm and cold, and saving, beside the limit of the machine and transformers
 #   5  the recipe, and short runs: CPU offload, fp16, whole parameters, LoRA, QLoRA
 #   6  full fine-tuning and LoRA at 1 to 8 B beside plain transformers
 #   7  peak memory against prediction

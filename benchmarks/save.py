@@ -20,7 +20,8 @@ warm      into a folder that holds such a checkpoint already, on disk and in the
           overwrite it, so that whoever opens it meanwhile, or after a crash, finds neither the old nor the new one
 limit     as many bytes as the rank's share, from memory that has been touched, by `pwrite` on as many threads as ours
           has requests in flight, 8 MiB each, to one contiguous part of each of as many files of the same sizes, whose
-          blocks are reserved, which every rank syncs, and which are renamed; and the same without `fsync`
+          blocks are reserved, which every rank syncs, and which are renamed; the same where the disk begins after each
+          write (`sync_file_range`), as with ours; and the same without `fsync`
 written   bytes that went through write calls
 above     highest resident memory minus what was resident before, so without the model itself; of the host
 result    the saved folder opened by plain `from_pretrained`, every tensor compared with the original by checksums; then

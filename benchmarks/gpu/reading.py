@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.gpu.record import Check, Done, Outcome, Ratio
 
 __all__ = ["contexts", "doctor", "loading", "no_prediction", "recipe", "repeated", "short_pair", "tests", "two_gpus"]
-__all__ += ["trained_pair"]
+__all__ += ["saving", "trained_pair"]
 
 GB, MIB = 1e9, 2**20
 _OWN_PACKAGES = ("hf_fsdp_tools", "tests", "benchmarks")
@@ -131,6 +131,28 @@ def _memory_of(row: dict[str, Any]) -> str:
         f"{worst['above_device']:.0f} MiB at most, {worst['reserved_left']:.0f} still reserved; on the host "
         f"{worst['above']:.0f} MiB"
     )
+
+
+def saving(done: dict[str, Done]) -> Outcome:
+    """Speeds of saving, beside the limit and transformers; what was saved must open with every value as it was."""
+    outcome = Outcome()
+    for line in Path(done["save"].files, "save.jsonl").read_text().splitlines():
+        cell, rows = (json.loads(line)[key] for key in ("cell", "rows"))
+        speed = {
+            key: cell["bytes"] / statistics.median(row["on_disk"]) / GB for key, row in rows.items() if len(row) > 1
+        }
+        for name, row in rows.items():
+            title = f"{cell['model']}, {cell['ranks']} GPU: {name}"
+            said = row.get("failed") or row["wrong"]
+            outcome.checks.append(Check(claim=f"{title}: {said}", held=said in ("equal", "–")))
+            if "pause" in row:
+                outcome.figures[f"{title}: pause"] = f"{statistics.median(row['pause']):.2f} s"
+        for other in ("limit", "transformers save_pretrained"):
+            if _OURS in speed and other in speed:
+                what = f"{cell['model']}, {cell['ranks']} GPU: save_pretrained, until all is on disk"
+                pair = {"ours": speed[_OURS], "other": speed[other]}
+                outcome.ratios.append(Ratio(what=what, of=other, unit="GB/s", **pair))
+    return outcome
 
 
 def repeated(done: dict[str, Done]) -> Outcome:

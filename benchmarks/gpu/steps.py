@@ -14,7 +14,7 @@ STEPS = {
     1: "versions, nvidia-smi, hf-fsdp doctor",
     2: "tests marked gpu",
     3: "contexts: each rank on its own GPU alone (2 GPUs or more)",
-    4: "loading, warm and cold, beside the limit of the machine and transformers",
+    4: "loading, warm and cold, and saving, beside the limit of the machine and transformers",
     5: "the recipe, and short runs: CPU offload, fp16, whole parameters, LoRA, QLoRA",
     6: "full fine-tuning and LoRA at 1 to 8 B beside plain transformers",
     7: "peak memory against prediction",
@@ -22,6 +22,7 @@ STEPS = {
 }
 
 _LOADERS = ("limit", "hf_fsdp_tools", "transformers from_pretrained(device_map)")
+_SAVERS = ("limit", "hf_fsdp_tools", "hf_fsdp_tools, blocking=False, again", "transformers save_pretrained")
 
 
 MODEL_GB = {"demo": 0.01, "1b": 2.5, "4b": 8.1, "8b": 16.1}
@@ -93,6 +94,7 @@ def parts(settings: Settings) -> list[Part]:
         *_about(),
         *_contexts(settings),
         *_loading(settings),
+        *_saving(settings),
         *_recipe(settings),
         *_short_runs(settings),
         *_training(settings),
@@ -181,6 +183,22 @@ def _loading(settings: Settings) -> list[Part]:
             limit_s=120,
             models=("1b",),
         ),
+    ]
+
+
+def _saving(settings: Settings) -> list[Part]:
+    command = [sys.executable, "benchmarks/save.py", "--device", "cuda", "--checkpoint", settings.model("1b")]
+    command += ["--records", "{files}/save.jsonl", "--folder", str(settings.scratch / "save"), "--ranks", "1"]
+    command += ["--cache", "cold", "--dtype", "stored", "--runs", "1" if settings.small else "2"]
+    return [
+        Part(
+            step=4,
+            name="saving, 1 GPU, 1B",
+            programs={"save": [*command, "--savers", *_SAVERS]},
+            read=reading.saving,
+            limit_s=240,
+            models=("1b",),
+        )
     ]
 
 

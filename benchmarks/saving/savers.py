@@ -2,9 +2,10 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,14 +27,15 @@ from transformers.distributed.checkpoint import consolidate_distributed_checkpoi
 import hf_fsdp_tools
 from benchmarks.loading.loaders import load_ours
 from benchmarks.measuring.rounds import LIMIT, OURS
+from hf_fsdp_tools.checkpoint.durable import begin_sync
 from hf_fsdp_tools.checkpoint.io.files import REQUESTS_IN_FLIGHT
 
 from .job import Job
 
-__all__ = ["ASYNC", "DCP", "FULL", "GATHERED", "MERGED", "PEERS", "SAVERS", "UNSYNCED", "Saver"]
+__all__ = ["BEGUN", "DCP", "FULL", "GATHERED", "MERGED", "PEERS", "SAVERS", "UNSYNCED", "Saver"]
 
-UNSYNCED = "limit, not synced"
-ASYNC = f"{OURS}, blocking=False"
+BEGUN = f"{LIMIT}, the disk begun at once"
+UNSYNCED = f"{LIMIT}, not synced"
 FULL = "Accelerate FULL_STATE_DICT"
 MERGED = "Accelerate SHARDED_STATE_DICT + merge-weights"
 GATHERED = "transformers save_pretrained"
@@ -82,7 +84,7 @@ def own_share(job: Job) -> torch.Tensor:
     return torch.ones(sum(size for *_, size in parts_of_share(job)), dtype=torch.uint8)
 
 
-def save_limit(memory: torch.Tensor, job: Job, *, synced: bool) -> None:
+def save_limit(memory: torch.Tensor, job: Job, *, synced: bool = True, begun: bool = False) -> None:
     """The same bytes into new files of the same sizes, which then take the place of those that are there."""
     parts = parts_of_share(job)
     names = sorted({name for name, *_ in parts})
@@ -97,6 +99,8 @@ def save_limit(memory: torch.Tensor, job: Job, *, synced: bool) -> None:
 
     def write(part: tuple[str, int, int], piece: torch.Tensor) -> None:
         assert os.pwrite(files[part[0]], piece.numpy().data, part[1]) == part[2]
+        if begun:
+            begin_sync(files[part[0]], *part[1:])
 
     with ThreadPoolExecutor(REQUESTS_IN_FLIGHT) as pool:
         list(pool.map(write, parts, memory.split([size for *_, size in parts])))
@@ -123,6 +127,26 @@ def our_model(job: Job) -> nn.Module:
 def save_ours(model: nn.Module, job: Job) -> dict[str, Any]:
     report = hf_fsdp_tools.save_pretrained(model, job.target, dtype=job.cast, max_shard_size=job.file_bytes)
     return {"gathered": report.gathered_bytes, "calls": report.write_calls}
+
+
+def copied_model(job: Job) -> nn.Module:
+    """A model that was saved in the background before, whose memory for the copy is kept."""
+    model = our_model(job)
+    before = replace(job, target=job.target.with_name(f"{job.target.name}-before"))
+    save_behind(model, before)
+    dist.barrier()
+    if is_first():
+        shutil.rmtree(before.target)
+    return model
+
+
+def save_behind(model: nn.Module, job: Job) -> dict[str, Any]:
+    """Ours in the background, and nothing done meanwhile."""
+    report = hf_fsdp_tools.save_pretrained(
+        model, job.target, dtype=job.cast, max_shard_size=job.file_bytes, blocking=False
+    )
+    hf_fsdp_tools.wait_for_saves()
+    return {"pause": report.pause_seconds}
 
 
 def save_full(model: nn.Module, job: Job) -> None:
@@ -229,9 +253,12 @@ PEERS: dict[str, Saver] = {
     ),
 }
 SAVERS: dict[str, Saver] = {
-    LIMIT: Saver(make=own_share, save=partial(save_limit, synced=True), syncs="all"),
+    LIMIT: Saver(make=own_share, save=save_limit, syncs="all"),
+    BEGUN: Saver(make=own_share, save=partial(save_limit, begun=True), syncs="all"),
     UNSYNCED: Saver(make=own_share, save=partial(save_limit, synced=False), syncs="nothing"),
     OURS: Saver(make=our_model, save=save_ours, syncs="all"),
+    f"{OURS}, blocking=False": Saver(make=our_model, save=save_behind, syncs="all"),
+    f"{OURS}, blocking=False, again": Saver(make=copied_model, save=save_behind, syncs="all"),
     **PEERS,
 }
 """In the order of the table."""

@@ -167,7 +167,7 @@ def publish_weights(
         if names_weights:
             os.replace(draft.beside / CONFIG, folder / CONFIG)
     kept = {*names.values(), last}
-    _remove_former(folder, {*former, *unseen.values()} - kept)
+    _remove_former(folder, sorted({*former, *unseen.values()} - kept))
     return tuple(names.values())
 
 

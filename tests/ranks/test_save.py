@@ -22,8 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
-from hf_fsdp_tools.checkpoint import outgoing, reserve
+from hf_fsdp_tools.checkpoint import outgoing, reserve, save
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.checkpoint.io.files import TransferStats, write_transfers
 from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.checkpoint.report import SaveReport
 from hf_fsdp_tools.checkpoint.save import save_pretrained
@@ -96,7 +97,17 @@ def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
         reports.append(save_pretrained(model, root / f"columns {kind}", max_shard_size="60KB"))
     model = sharded_meta_model("mixtral", folders["bf16"])
     load_weights(model, folders["bf16"], dtype=torch.float32)
-    reports.append(save_pretrained(model, root / "bf16", dtype=torch.bfloat16, max_shard_size="60KB"))
+    staged = []
+
+    def counted(*args: Any, **kwargs: Any) -> TransferStats:
+        stats = write_transfers(*args, **kwargs)
+        staged.append(stats.staging_bytes)
+        return stats
+
+    with patch.object(save, "write_transfers", counted):
+        bound = {"staging_bytes": 2**15, "max_shard_size": "60KB"}
+        reports.append(save_pretrained(model, root / "bf16", dtype=torch.bfloat16, **bound))
+    assert 0 < max(staged) <= 2**15, "a cast takes no more memory than it was given"
     return reports
 
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hf_fsdp_tools.checkpoint import durable
 from hf_fsdp_tools.checkpoint.io import files
 from hf_fsdp_tools.checkpoint.io.files import MAX_GAP_BYTES, Reader, read_transfers, write_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
@@ -113,6 +114,21 @@ def test_columns_of_a_matrix_are_read_without_waste_or_a_call_per_row(
     assert torch.equal(memory, tensor[:, :columns])
     assert stats.calls <= calls
     assert stats.num_bytes <= (num_bytes or memory.nbytes + 256 * MAX_GAP_BYTES)
+
+
+def test_the_disk_begins_with_large_requests_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with small ones, which the system joins; and a system without such a call is no error."""
+    begun: list[tuple[int, int]] = []
+    monkeypatch.setattr(files, "begin_sync", lambda descriptor, *part: begun.append(part))
+    file, large, small = tmp_path / "stored.bin", torch.ones(3 * MIB), torch.ones(4)
+    file.write_bytes(bytes(large.nbytes + 16 + small.nbytes))
+    write_transfers([whole(file, large, large), whole(file, small, small, large.nbytes + 16)], staging_bytes=MIB)
+    assert sorted(begun) == [(0, 8 * MIB), (8 * MIB, 4 * MIB)]
+    with open(file, "r+b") as stream:
+        durable.begin_sync(stream.fileno(), 0, 8 * MIB)
+        monkeypatch.setattr(durable, "_BEGIN", None)
+        durable.begin_sync(stream.fileno(), 0, 8 * MIB)
+    assert durable._BEGIN is None and file.read_bytes()[: large.nbytes] == raw(large)
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice about reading")

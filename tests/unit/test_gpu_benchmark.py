@@ -21,6 +21,7 @@ from benchmarks.gpu.record import Check, Done, Outcome, Ratio
 from benchmarks.gpu.run import Book, chosen_steps, forget_models, remove_left_over, run_all
 from benchmarks.gpu.steps import MODEL_GB, STEPS, Part, Settings, parts
 from benchmarks.loading.loaders import loaders_of
+from benchmarks.saving.savers import SAVERS
 from hf_fsdp_tools.modeling.meta import build_meta_model
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +86,8 @@ def test_every_command_line_is_understood(small: bool, tmp_path: Path, monkeypat
             if "benchmarks/load.py" in command:
                 names = command[command.index("--loaders") + 1 :]
                 assert set(names) <= loaders_of("side by side", "cuda").keys()
+            if "benchmarks/save.py" in command:
+                assert set(command[command.index("--savers") + 1 :]) <= SAVERS.keys()
             for word in command:
                 if word.endswith((".py", ".yaml")) and "{" not in word:
                     assert (ROOT / word).exists(), word
@@ -228,6 +231,21 @@ def test_speeds_of_loading_stand_beside_the_limit_and_transformers(tmp_path: Pat
     line = "| 4 | 8b, bf16, warm, 1 GPU: from_pretrained | 20 GB/s | 4 GB/s, transformers' from_pretrained(device_map) "
     assert f"{line}| **5.00** | more |" in page
     assert page.startswith("# GPU run: 1 × NVIDIA H200, 2026-11-22") and "+--- a table ---+" in page
+
+
+def test_speeds_of_saving_stand_beside_the_limit_and_transformers(tmp_path: Path) -> None:
+    cell = {"model": "1b", "bytes": 2_000_000_000, "cache": "cold", "ranks": 1}
+    rows = {
+        "limit": {"on_disk": [1.0], "wrong": "–"},
+        "hf_fsdp_tools": {"on_disk": [2.0], "wrong": "equal"},
+        "hf_fsdp_tools, blocking=False": {"on_disk": [2.0], "wrong": "wrong: 1 tensors", "pause": [0.25]},
+        "transformers save_pretrained": {"failed": "out of memory"},
+    }
+    (tmp_path / "save.jsonl").write_text(json.dumps({"cell": cell, "rows": rows}) + "\n")
+    outcome = reading.saving({"save": Done(code=0, output="", files=str(tmp_path))})
+    assert [(ratio.ours, ratio.other, ratio.of) for ratio in outcome.ratios] == [(1.0, 2.0, "limit")]
+    assert [check.held for check in outcome.checks] == [True, True, False, False]
+    assert outcome.figures == {"1b, 1 GPU: hf_fsdp_tools, blocking=False: pause": "0.25 s"}
 
 
 def _trained(losses: list[float], **more: float) -> dict[str, Any]:
