@@ -89,7 +89,7 @@ def open_checkpoint(
     here, base = opened("looking for the checkpoint", name, partial(_find_base, name), hub_kwargs)
     home, asked = base or (name, here)
     found = opened("opening the checkpoint", home, partial(read, home), asked)
-    state = found.adapter_state
+    state = None if base else found.adapter_state
     if state is not None:
         with agreed("looking for the config of the adapter", name):
             state = replace(state, config=peft_config or state.config)
@@ -102,6 +102,10 @@ def open_checkpoint(
                 found = replace(found, config=own)
             else:
                 home, found = base_name, opened("opening the base", base_name, partial(read, base_name), asked)
+    if home != name and found.adapter_state is not None:
+        raise CheckpointError(
+            f"The base of {name!r}, {home!r}, is the state of a PeftModel itself. Merge its adapter and name the result."
+        )
     index, known = found.index, found.config
     assert index is not None and known is not None
     refuse_other_contents(index, known, found.generation_config, {"is an adapter": base is not None})
@@ -234,9 +238,10 @@ def _open_as_is(
     hub_kwargs: dict[str, Any],
 ) -> _Opened:
     asked = dict(hub_kwargs)
-    if config is None and home is not None:
-        config = load_config(home, trust_remote_code=trust_remote_code, **asked)
-        asked |= {"revision": config._commit_hash} if config._commit_hash else {}
+    if home is not None and (config is None or local_path(home) is None):  # of a hub name, this fixes the commit
+        own = load_config(home, trust_remote_code=trust_remote_code, **asked)
+        asked |= {"revision": own._commit_hash} if own._commit_hash else {}
+        config = own if config is None else config
     index = CheckpointIndex.open(name, allow_pickle=allow_pickle, **asked)
     asked |= {"revision": index.commit} if index.commit else {}
     base, adapter = split_adapter(index)

@@ -36,6 +36,8 @@ def test_what_the_model_does_not_know_stays_and_a_base_model_keeps_its_names() -
     }  # fmt: skip
     bare = [key.removeprefix("model.") for key in KEYS[:3]]
     assert found(*bare).keys() == set(bare), "transformers adds the prefix"
+    own = ["module.a.weight", "module.b.weight"]
+    assert model_part({(key,): key for key in own}, own, "state").keys() == set(own), "a model's own name"
     both = ("embed.weight", "model.embed.weight", "model.layers.0.norm.weight")
     assert model_part({(key,): key for key in both}, bare, "state").keys() == set(both), "no two become one"
 
@@ -82,6 +84,7 @@ def test_base_and_adapter_are_told_apart_by_the_wrappers_of_peft() -> None:
     own = found(*bases, *added)
     assert {"model.layers.0.norm.weight", "model.layers.0.experts.gate", "lm_head.weight"} <= own.keys()
     alone = {f"{query}.lora_A.weight", f"{tail}.weight", f"{BASE}embed.base_layer.weight"}
+    assert split(*(f"_orig_mod.module.{name}" for name in alone)) is not None
     assert split(*alone) == (set(), alone), "an adapter of an embedding is saved with its base"
     assert split(f"{tail}.weight") == (set(), {f"{tail}.weight"})
     assert split("model.norm.weight", "model.q.base_layer.weight") is None

@@ -122,8 +122,9 @@ def _suffixes(key: str) -> Iterator[str]:
 
 
 def _unwrapped(name: str) -> str:
-    """A name without what torch's wrappers put into it."""
-    return plain_name(name).removeprefix(_DDP)
+    """A name without what torch's wrappers put into it; DDP's prefix stays unless a `PeftModel` is in it."""
+    plain = plain_name(name)
+    return plain.removeprefix(_DDP) if plain.startswith(_DDP + _PEFT) else plain
 
 
 def _of_module(name: str) -> str:
