@@ -98,9 +98,9 @@ class FSDPTrainerMixin(PushingMixin):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Check for each trainer class that transformers still has the methods that are overridden here."""
-        super().__init_subclass__(**kwargs)
         if issubclass(cls, Trainer):
             check_hooks(FSDPTrainerMixin, super())
+        super().__init_subclass__(**kwargs)
 
     def __init__(self, *args: Any, optimizers: tuple[Any, Any] = (None, None), **kwargs: Any) -> None:
         """Make the Trainer; `optimizers` are set afterwards, because the Trainer refuses them under FSDP.

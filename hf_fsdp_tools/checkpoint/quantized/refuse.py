@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
+import torch
 from torch import nn
 
 from hf_fsdp_tools.checkpoint.conversion import LoadMap
@@ -69,7 +70,9 @@ def refuse_quantized(
         f"{t.file}: {t.key!r} holds {dtype_name(t.dtype)}, expected floating-point values for {target!r}"
         for t, target in packed
     )
-    if method is None and all(t.key == target and t.dtype.itemsize > 1 for t, target in packed):
+    if method is None and all(
+        t.key == target and (t.dtype == torch.bool or t.dtype.itemsize > 1) for t, target in packed
+    ):
         raise CheckpointError(
             f"The checkpoint {index.name!r} holds other values than floating-point numbers where the model has these.\n"
             f"{rows}\nUse the checkpoint that belongs to the model, or convert these tensors once and save it again."
