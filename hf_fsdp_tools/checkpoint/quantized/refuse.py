@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
+import torch
 from torch import nn
 
 from hf_fsdp_tools.checkpoint.conversion import LoadMap
@@ -29,6 +30,9 @@ _REASONS = {
     "vptq": "it stores codes of codebooks",
 }
 """Why there is no rule that makes floats of some blocks by themselves, by the method that a config names."""
+
+_OF_8_BITS = (torch.int8, torch.uint8)
+"""Dtypes that values of a quantised weight have under the weight's own name; packed ones have names of their own."""
 
 _PLAIN = (
     "Make a plain checkpoint of it once, with the library of its method: python recipes/dequantize.py CHECKPOINT OUT."
@@ -69,7 +73,7 @@ def refuse_quantized(
         f"{t.file}: {t.key!r} holds {dtype_name(t.dtype)}, expected floating-point values for {target!r}"
         for t, target in packed
     )
-    if method is None and all(t.key == target and t.dtype.itemsize > 1 for t, target in packed):
+    if method is None and all(t.key == target and t.dtype not in _OF_8_BITS for t, target in packed):
         raise CheckpointError(
             f"The checkpoint {index.name!r} holds other values than floating-point numbers where the model has these.\n"
             f"{rows}\nUse the checkpoint that belongs to the model, or convert these tensors once and save it again."
