@@ -6,7 +6,9 @@
     python benchmarks/load.py --device cuda --models dense 8b --ranks 1                       # to GPUs, one per rank
     python benchmarks/load.py --checkpoint FOLDER --dtype stored                              # a checkpoint of your own
 
-It writes its own checkpoints (real architectures, random bf16 weights, several files) and keeps them for the next run.
+It writes its own checkpoints (real architectures, random bf16 weights, several files) and keeps them for the next run;
+"fp8" (blocks of 128 x 128) and "mxfp4" (gpt-oss) are quantised, and every loader dequantises them to the dtype in
+question, by transformers' `dequantize=True` where it is transformers that reads. Shares are then those of the floats.
 Each load runs in fresh processes, the loaders in turn (A B C, B C A, …), so that a slow minute hits all: on GPUs over
 NCCL where there is one for each rank, otherwise on the CPU over gloo. The clock starts at a barrier, after imports,
 process group and a first load of a tiny checkpoint (which imports the rest). It stops at a barrier after every page of
@@ -60,7 +62,7 @@ from benchmarks.measuring.process import Figures
 from benchmarks.measuring.rounds import Row, in_turn, reason, where
 from tests._dist import hide_gpus, num_gpus, run_ranks
 
-PRELOAD = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe", "gpt2")]
+PRELOAD = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe", "gpt2", "gpt_oss")]
 PRELOAD += ["hf_fsdp_tools.pretrained", "benchmarks.loading.measure"]
 GB_OF_8B = 16.06
 
@@ -156,7 +158,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", help="2 and 4; on GPUs also 1, and not more than there are")
     parser.add_argument("--models", nargs="+", choices=KINDS, default=[kind for kind in KINDS if kind != "8b"])
     parser.add_argument("--checkpoint", type=Path, help="this folder of safetensors in bf16, instead of --models")
-    parser.add_argument("--size-gb", type=float, default=3.0, help="bf16 bytes of each model; not of 8b")
+    parser.add_argument("--size-gb", type=float, default=3.0, help="bytes of each model in bf16; not of 8b")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--cache", nargs="+", choices=["warm", "cold"], default=["warm", "cold"])
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES))

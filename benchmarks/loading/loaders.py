@@ -1,6 +1,7 @@
 """Every loader that is compared, as a function from a `Job` to a `Loaded`."""
 
 import inspect
+import json
 import os
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 from transformers.distributed import DistributedConfig
 
 import hf_fsdp_tools
@@ -34,8 +35,19 @@ from hf_fsdp_tools.sharding.shard import shard_model
 
 from .job import Job, Loaded, synchronize
 
-__all__ = ["LAZY", "PAGE", "PLAIN", "REPLAYED", "THREADS", "Load", "load_native", "load_ours", "loaders_of"]
-__all__ += ["with_threads"]
+__all__ = [
+    "LAZY",
+    "PAGE",
+    "PLAIN",
+    "REPLAYED",
+    "THREADS",
+    "Load",
+    "dequantized",
+    "load_native",
+    "load_ours",
+    "loaders_of",
+    "with_threads",
+]
 
 Load = Callable[[Job], Loaded]
 
@@ -64,17 +76,24 @@ def load_slowly(job: Job, **load_kwargs: Any) -> Loaded:
         return load_ours(job, **load_kwargs)
 
 
+def dequantized(folder: Path) -> dict[str, Any]:
+    """What transformers needs to be told to dequantise a quantised checkpoint; nothing for a plain one."""
+    config = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    classes = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config, "compressed-tensors": CompressedTensorsConfig}
+    return {"quantization_config": classes[config["quant_method"]](dequantize=True)} if config else {}
+
+
 def load_native(job: Job) -> Loaded:
     """transformers' own sharded loading."""
     config = DistributedConfig(fsdp_size=dist.get_world_size())
-    return Loaded(model=AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype, distributed_config=config))
+    options = {"dtype": job.dtype, "distributed_config": config, **dequantized(job.folder)}
+    return Loaded(model=AutoModelForCausalLM.from_pretrained(job.folder, **options))
 
 
 def load_plain(job: Job) -> Loaded:
     """transformers without sharding: the whole model on each device."""
-    return Loaded(
-        model=AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype, device_map={"": job.torch_device})
-    )
+    options = {"dtype": job.dtype, "device_map": {"": job.torch_device}, **dequantized(job.folder)}
+    return Loaded(model=AutoModelForCausalLM.from_pretrained(job.folder, **options))
 
 
 def load_accelerate(job: Job, *, ram_efficient: bool) -> Loaded:
@@ -86,7 +105,7 @@ def load_accelerate(job: Job, *, ram_efficient: bool) -> Loaded:
     accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), device=job.torch_device)
     accelerator.is_main_process = PartialState(cpu=job.device == "cpu").is_main_process
     accelerator.mixed_precision = "bf16" if job.dtype == torch.float32 else "no"  # bf16 makes fp32 master weights
-    model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.bfloat16, **dequantized(job.folder))
     return Loaded(model=fsdp2_prepare_model(accelerator, model))
 
 
@@ -111,7 +130,8 @@ def load_broadcast(job: Job) -> Loaded:
     """torch's own way to load on rank 0 only, into a model that is built and sharded by us."""
     model = allocated(job)
     first = dist.get_rank() == 0
-    state = AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype).state_dict() if first else {}
+    plain = partial(AutoModelForCausalLM.from_pretrained, job.folder, dtype=job.dtype, **dequantized(job.folder))
+    state = plain().state_dict() if first else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(model, state, options=options)
     return Loaded(model=model)

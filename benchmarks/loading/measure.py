@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.measuring.process import Figures, begin, end_without_memory, share_cores, usage
 
 from .job import Job, synchronize
-from .loaders import PAGE, loaders_of
+from .loaders import PAGE, dequantized, loaders_of
 
 __all__ = ["measure", "reference"]
 
@@ -99,8 +99,19 @@ def checksums(model: nn.Module) -> Figures:
 
 
 def reference(job: Job) -> list[Figures]:
-    """Checksums of plain `from_pretrained` on the CPU and, for a GPU, there too, since sines of buffers may differ."""
+    """Checksums of plain `from_pretrained` on the CPU and, for a GPU, there too, since sines of buffers may differ.
+
+    Of a quantised checkpoint, transformers leaves tensors that are stored plain in their stored dtype (5.23); a model
+    that is wholly of the dtype asked for is right too.
+    """
     devices: list[dict[str, Any]] = [{}, {"device_map": {"": "cuda:0"}}] if job.device == "cuda" else [{}]
-    return [
-        checksums(AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype, **device)) for device in devices
-    ]
+    found = []
+    for device in devices:
+        options = {"dtype": job.dtype, **device, **dequantized(job.folder)}
+        model = AutoModelForCausalLM.from_pretrained(job.folder, **options)
+        found.append(checksums(model))
+        if "quantization_config" in options:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(job.dtype)
+            found.append(checksums(model))
+    return found

@@ -1,6 +1,7 @@
 """Checkpoints of real architectures, written on the spot, and whether they are in the page cache."""
 
 import ctypes
+import json
 import math
 import mmap
 import os
@@ -8,14 +9,21 @@ from pathlib import Path
 
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.sharding.allocate import allocate
 
-__all__ = ["KINDS", "make_checkpoint", "set_cache"]
+__all__ = ["KINDS", "QUANTIZED", "make_checkpoint", "set_cache"]
 
-KINDS = ("dense", "moe", "tied", "gpt2", "8b")
+KINDS = ("dense", "moe", "tied", "gpt2", "fp8", "mxfp4", "8b")
+
+QUANTIZED = {
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "mxfp4": {"quant_method": "mxfp4"},
+}
+"""The quantization_config of models whose linear layers, or experts, are stored in 8 or 4 bits."""
 
 
 def config_of(kind: str, width: int, layers: int) -> hf.PreTrainedConfig:
@@ -23,15 +31,19 @@ def config_of(kind: str, width: int, layers: int) -> hf.PreTrainedConfig:
     heads = max(width // 64, 2)
     common = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     common |= {"num_key_value_heads": heads // 2, "max_position_embeddings": 4096}
-    vocab = {"dense": 32000, "moe": 32000, "tied": 151936, "gpt2": 50257}[kind] * min(width, 1024) // 1024
-    if kind == "dense":
-        return hf.LlamaConfig(**common, vocab_size=vocab, intermediate_size=width * 11 // 4, tie_word_embeddings=False)
+    vocab = {"tied": 151936, "gpt2": 50257}.get(kind, 32000) * min(width, 1024) // 1024
+    if kind in ("dense", "fp8"):
+        size = width * 3 if kind == "fp8" else width * 11 // 4  # whole blocks of 128
+        return hf.LlamaConfig(**common, vocab_size=vocab, intermediate_size=size, tie_word_embeddings=False)
     if kind == "tied":
         sizes = {"vocab_size": vocab, "intermediate_size": width * 3, "head_dim": 64}
         return hf.Qwen3Config(**common, **sizes, tie_word_embeddings=True)
     if kind == "gpt2":
         sizes = {"n_embd": width, "n_layer": layers, "n_head": heads, "vocab_size": vocab}
         return hf.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    if kind == "mxfp4":
+        sizes = {"num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": width // 2, "head_dim": 64}
+        return hf.GptOssConfig(**common, **sizes, vocab_size=vocab)
     experts = {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": width * 3 // 8, "head_dim": 64}
     return hf.Qwen3MoeConfig(**common, **experts, vocab_size=vocab, tie_word_embeddings=False)
 
@@ -69,7 +81,36 @@ def make_checkpoint(kind: str, num_bytes: float, folder: Path) -> None:
     part = folder.with_name(f"{folder.name}.part")
     saved = model.base_model if kind == "gpt2" else model
     saved.save_pretrained(part, max_shard_size=math.ceil(model.num_parameters() * 2 / 6 * 1.05))  # about six files
+    if kind in QUANTIZED:
+        quantize(kind, part)
     part.rename(folder)
+
+
+def quantize(kind: str, folder: Path) -> None:
+    """Put random values of 8 or 4 bits, with scales, in the place of the weights that the method quantises."""
+    weight_map = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(file)
+        for key in list(tensors):
+            if key.endswith("proj.weight") if kind == "fp8" else key.endswith(("gate_up_proj", "down_proj")):
+                tensors |= quantized(kind, key, tensors.pop(key).shape)
+        save_file(tensors, file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file.name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZED[kind]}))
+
+
+def quantized(kind: str, key: str, shape: torch.Size) -> dict[str, torch.Tensor]:
+    """The stored tensors of a weight."""
+    if kind == "fp8":
+        values = torch.randint(0, 127, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        blocks = [-(-n // 128) for n in shape]
+        return {key: values, f"{key}_scale_inv": torch.rand(blocks) / 448 + 1e-6}
+    experts, columns, rows = shape
+    blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+    return {f"{key}_blocks": blocks, f"{key}_scales": torch.randint(100, 120, blocks.shape[:3], dtype=torch.uint8)}
 
 
 def fill_at_random(parameter: nn.Parameter) -> None:

@@ -31,6 +31,9 @@ _REASONS = {
 }
 """Why there is no rule that makes floats of some blocks by themselves, by the method that a config names."""
 
+_OF_8_BITS = (torch.int8, torch.uint8)
+"""Dtypes that values of a quantised weight have under the weight's own name; packed ones have names of their own."""
+
 _PLAIN = (
     "Make a plain checkpoint of it once, with the library of its method: python recipes/dequantize.py CHECKPOINT OUT."
 )
@@ -70,9 +73,7 @@ def refuse_quantized(
         f"{t.file}: {t.key!r} holds {dtype_name(t.dtype)}, expected floating-point values for {target!r}"
         for t, target in packed
     )
-    if method is None and all(
-        t.key == target and (t.dtype == torch.bool or t.dtype.itemsize > 1) for t, target in packed
-    ):
+    if method is None and all(t.key == target and t.dtype not in _OF_8_BITS for t, target in packed):
         raise CheckpointError(
             f"The checkpoint {index.name!r} holds other values than floating-point numbers where the model has these.\n"
             f"{rows}\nUse the checkpoint that belongs to the model, or convert these tensors once and save it again."
