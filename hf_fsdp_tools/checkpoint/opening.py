@@ -102,7 +102,7 @@ def open_checkpoint(
                 home, found = base_name, opened("opening the base", base_name, partial(read, base_name), asked)
     if home != name and found.adapter_state is not None:
         raise CheckpointError(
-            f"The base of {name!r}, {home!r}, is the state of a PeftModel itself. Merge its adapter and name the result."
+            f"The base of {name!r} is {home!r}, the state of a PeftModel itself. Merge its adapter and name the result."
         )
     index, known = found.index, found.config
     assert index is not None and known is not None
