@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_fsdp_tools import CheckpointError, HybridFSDPPlugin, from_pretrained, open_checkpoint
+from hf_fsdp_tools.checkpoint import adapter_state
+from hf_fsdp_tools.checkpoint.fill import fill_shards
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from tests._checkpoints import assert_same_model, full_state, plain_model, stored_tensors
 from tests._dist import run_cases, run_ranks
@@ -186,15 +189,20 @@ def adapters(folders: dict[str, Path], root: Path) -> None:
     base, out = folders["llama"], root / "axolotl"
     expected = adapted(base).state_dict()
     near = [out, out / "checkpoint-3", out / "deep" / "checkpoint-4"]
-    given = [path for path in root.glob("peft *") if path.is_dir()]
+    given = sorted(root.glob("peft *"))
     alone = [root / "adapter 2 SHAR", root / "adapter 2 FULL"]
     assert len(given) == 4
+    costs: list[Any] = []
     for source in (*near, *given, *alone):
         options: dict[str, Any] = {"is_trainable": source == near[1]}
         if source not in near:
             options = {"peft_config": lora(base if source in alone else None), "allow_pickle": True}
             options |= {"config": base} if source in given else {}
-        model, report = from_pretrained(source, output_loading_info=True, **options)
+        costs.clear()
+        with patch.object(adapter_state, "fill_shards", lambda *a, **k: costs.append(fill_shards(*a, **k))):
+            model, report = from_pretrained(source, output_loading_info=True, **options)
+        assert len(costs) == (0 if source == near[0] else 1), "PEFT reads its own files"
+        assert all(0 < cost.stats.num_bytes <= 1.01 * cost.share_bytes for cost in costs), (source, costs)
         found = full_state(model)
         assert found.keys() == expected.keys()
         assert not [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)], source
