@@ -246,7 +246,7 @@ class BegunSave:
             if rank_and_size()[0] == 0:
                 weight_map = {key: place.file for key, place in layout.places.items()}
                 sizes = {"total_parameters": self.num_parameters, "total_size": layout.num_bytes}
-                names = publish_weights(self.draft, layout.files, weight_map, sizes)
+                names = publish_weights(self.draft, layout.files, weight_map, sizes, threads=self.copies is None)
                 self.draft.end()  # before any rank goes on
         return all_ranks(names, "finishing the save")[0]
 
