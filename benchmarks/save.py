@@ -76,7 +76,6 @@ def run_cell(job: Job, tiny: Path, args: argparse.Namespace, cell: Figures, expe
             continue
         try:
             make_ready(job, SAVERS[name].folder, cell["cache"])
-            remove(first.target)
             results[name].append(run_ranks(measure, cell["ranks"], name, job, first, timeout_s=900, device=args.device))
             if name not in said and expected and not name.startswith("limit"):
                 opened = job.target / SAVERS[name].folder
@@ -84,8 +83,7 @@ def run_cell(job: Job, tiny: Path, args: argparse.Namespace, cell: Figures, expe
         except AssertionError as error:  # holds the failing ranks' tracebacks
             failed[name] = reason(str(error))
         finally:
-            remove(job.target)
-            remove(first.target)
+            remove(job.target.parent)
     return {name: row_of(runs, failed.get(name, ""), said.get(name, "–")) for name, runs in results.items()}
 
 
@@ -129,7 +127,7 @@ def cells(args: argparse.Namespace) -> Iterator[Figures]:
         expected = {} if args.unchecked else run_ranks(reference, 1, stored, timeout_s=900)[0][0]
         for dtype, cache, ranks in itertools.product(args.dtype, args.cache, args.ranks):
             load = Load(folder=folder, dtype=DTYPES[dtype], device=args.device, replicas=args.replicas)
-            job = job_of(folder, args.folder / "saved" / kind, load)
+            job = job_of(folder, args.folder / f"saved-{os.getpid()}" / kind, load)
             cell = {"model": kind, "bytes": size, "dtype": dtype, "cache": cache, "ranks": ranks}
             cell |= {"replicas": args.replicas, "device": args.device}
             rows = run_cell(job, tiny, args, cell, expected)

@@ -26,7 +26,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -114,7 +114,12 @@ def _is_same(one: Path, other: Path) -> bool:
 
 
 def publish_weights(
-    draft: Draft, files: Iterable[str], weight_map: Mapping[str, str], metadata: Mapping[str, int]
+    draft: Draft,
+    files: Iterable[str],
+    weight_map: Mapping[str, str],
+    metadata: Mapping[str, int],
+    *,
+    threads: bool,
 ) -> tuple[str, ...]:
     """Make complete weight files and all that lies beside them the checkpoint of the folder; their names there.
 
@@ -128,6 +133,8 @@ def publish_weights(
         files: names of the weight files; one, or shards.
         weight_map: stored key to file.
         metadata: of the index.
+        threads: whether threads may be begun, which the interpreter refuses while it ends; to free the files of an
+            earlier save side by side.
 
     Raises:
         CheckpointError: the folder cannot be written, or is gone; what was saved there before is as it was.
@@ -167,7 +174,7 @@ def publish_weights(
         if names_weights:
             os.replace(draft.beside / CONFIG, folder / CONFIG)
     kept = {*names.values(), last}
-    _remove_former(folder, sorted({*former, *unseen.values()} - kept))
+    _remove_former(folder, sorted({*former, *unseen.values()} - kept), threads)
     return tuple(names.values())
 
 
@@ -187,17 +194,21 @@ def _stage_bridge(draft: Draft, last: str) -> bool:
     return (draft.folder / CONFIG).is_file()
 
 
-def _remove_former(folder: Path, names: Collection[str]) -> None:
+def _remove_former(folder: Path, names: Collection[str], threads: bool) -> None:
     """Remove weight files to which nothing leads any more; warn if that fails, for the save has succeeded.
 
-    Side by side: freeing the pages and blocks of a large file takes the system a while, in which the others would wait.
+    Side by side if it may be: freeing the pages and blocks of a large file takes the system a while.
     """
+
+    def remove(name: str) -> None:
+        (folder / name).unlink(missing_ok=True)
+
     try:
         sync(folder)
         if WEIGHTS_INDEX in names:
-            (folder / WEIGHTS_INDEX).unlink(missing_ok=True)
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda name: (folder / name).unlink(missing_ok=True), names))
+            remove(WEIGHTS_INDEX)
+        with ThreadPoolExecutor() if threads else nullcontext() as pool:
+            list(pool.map(remove, names) if pool else map(remove, names))
     except OSError as error:
         warnings.warn(
             f"{str(folder)!r} is saved, but weight files of an earlier save cannot be removed: {error}. They are not "

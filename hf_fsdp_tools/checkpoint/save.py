@@ -267,7 +267,8 @@ class BegunSave:
                 weight_map = {key: place.file for key, place in layout.places.items()}
                 sizes = {"total_parameters": self.num_parameters, "total_size": layout.num_bytes}
                 others = (*self.draft.names_beside(), *([WEIGHTS_INDEX] if len(layout.files) > 1 else []))
-                names = publish_weights(self.draft, layout.files, weight_map, sizes), others
+                beside = self.copies is None  # training needs the cores otherwise
+                names = publish_weights(self.draft, layout.files, weight_map, sizes, threads=beside), others
                 self.draft.end()  # before any rank goes on
         return all_ranks(names, "finishing the save")[0]
 
