@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_fsdp_tools.checkpoint.conversion import persistent_tensors, set_conversions
+from hf_fsdp_tools.checkpoint.conversion import assume_conversions, persistent_tensors, set_conversions
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.match import Match, match_checkpoint
 from hf_fsdp_tools.checkpoint.merge_adapter import adapted_parameters, mergeable, with_merged
@@ -100,6 +100,7 @@ def blank_model(checkpoint: Checkpoint, *, auto_class: Any, trust_remote_code: b
             tensor.data = tensor.data.to(dtype if dtype.itemsize > 1 else None)
     set_conversions(model, match.load_map)
     forget_quantization(model)
+    assume_conversions(model)
     return Blank(model=model, match=match)
 
 
@@ -156,9 +157,11 @@ def blank_merged(
         }
         # What is trained whole has a copy for the adapter's values; the base keeps its own.
         trained = {key for key in held if "modules_to_save" in base.get_submodule(key.rpartition(".")[0])._modules}
+        filled = {id(match.state[key]) for key in held - trained}
         saved = with_merged(base, merged)
     assert isinstance(saved, PreTrainedModel)
-    return Blank(model=saved, match=match, wrappers=wrappers, merged=merged, held=held - trained)
+    held = frozenset(key for key, tensor in match.state.items() if id(tensor) in filled)  # with tied names
+    return Blank(model=saved, match=match, wrappers=wrappers, merged=merged, held=held)
 
 
 # ---- classes ----

@@ -18,6 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
+    PrefixChange,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -37,6 +38,7 @@ __all__ = [
     "ConversionGroup",
     "LoadMap",
     "adjust_keys",
+    "assume_conversions",
     "convert_group",
     "copy_conversions",
     "map_loading",
@@ -262,6 +264,16 @@ def set_conversions(model: nn.Module, load_map: LoadMap) -> None:
     """Note on the model which conversions loading used, as `from_pretrained` does: saving reverts them."""
     if isinstance(model, PreTrainedModel) and load_map.used_conversions is not None:
         model._weight_conversions = list(load_map.used_conversions)
+
+
+def assume_conversions(model: nn.Module) -> None:
+    """Let saving a model, of whose loading nothing is known, write what one that `from_pretrained` made would write.
+
+    transformers saves other models in another order, and so in other files.
+    """
+    if isinstance(model, PreTrainedModel) and "_weight_conversions" not in vars(model):
+        known = get_model_conversion_mapping(model, add_legacy=False)
+        model._weight_conversions = [transform for transform in known if not isinstance(transform, PrefixChange)]
 
 
 def copy_conversions(source: nn.Module, target: nn.Module) -> None:

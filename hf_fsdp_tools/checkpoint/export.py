@@ -158,13 +158,21 @@ def merge_adapter(
     """
     start_s, source = time.perf_counter(), fspath(adapter)
     _refuse_other_arguments(dtype, max_shard_size, auto_class, allow_pickle)
-    checkpoint = open_checkpoint(
-        source if base is None else base,
-        config=config,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-        **{name: value for name, value in hub_kwargs.items() if base is None or name not in _OF_ONE_REPOSITORY},
-    )
+    try:
+        checkpoint = open_checkpoint(
+            source if base is None else base,
+            config=config,
+            trust_remote_code=trust_remote_code,
+            allow_pickle=allow_pickle,
+            **{name: value for name, value in hub_kwargs.items() if base is None or name not in _OF_ONE_REPOSITORY},
+        )
+    except CheckpointError as error:
+        path = local_path(source)
+        if base is not None or path is None or not (path / "adapter_config.json").is_file():
+            raise
+        raise CheckpointError(
+            f"The base of the adapter {source!r} cannot be opened: {error} Or name another with --base (base)."
+        ) from error
     if base is None and checkpoint.adapter is None:
         raise ConfigError(
             f"{source!r} is a model, not an adapter that could be merged. Write it as a checkpoint with hf-fsdp export "
@@ -243,10 +251,10 @@ def _write(
 def _refuse_target(folder: Path, sources: Iterable[str]) -> None:
     """Refuse a folder that is one of the sources, or holds anything but an earlier checkpoint of a model.
 
-    Every rank must call; rank 0 looks.
+    Every rank must call.
     """
     with agreed("looking at the folder", folder):
-        if rank_and_size()[0] > 0 or not folder.is_dir():
+        if not folder.is_dir():
             return
         for path in map(local_path, filter(None, sources)):
             if path is not None and path.exists() and path.samefile(folder):

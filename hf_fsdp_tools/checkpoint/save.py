@@ -267,8 +267,8 @@ class BegunSave:
                 weight_map = {key: place.file for key, place in layout.places.items()}
                 sizes = {"total_parameters": self.num_parameters, "total_size": layout.num_bytes}
                 others = (*self.draft.names_beside(), *([WEIGHTS_INDEX] if len(layout.files) > 1 else []))
-                beside = self.copies is None  # training needs the cores otherwise
-                names = publish_weights(self.draft, layout.files, weight_map, sizes, threads=beside), others
+                may_thread = self.copies is None  # the interpreter may be ending otherwise
+                names = publish_weights(self.draft, layout.files, weight_map, sizes, threads=may_thread), others
                 self.draft.end()  # before any rank goes on
         return all_ranks(names, "finishing the save")[0]
 

@@ -1,6 +1,5 @@
 """Run one function on several processes of this machine, of which this one is rank 0; or on the ranks of a launcher."""
 
-import _thread
 import multiprocessing
 import os
 import signal
@@ -175,7 +174,8 @@ def _watch(processes: list[BaseProcess], killed: list[str], over: threading.Even
                     f"Process {rank} of {len(processes) + 1} was ended ({_how(process.exitcode)}). Nothing was "
                     "changed. If the system ended it for want of memory, use fewer processes."
                 )
-                _thread.interrupt_main()
+                # A signal, for one that is raised here would wait until the main thread has slept or read enough.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
                 return
         if not any(process.is_alive() for process in processes):
             return

@@ -1,0 +1,274 @@
+"""Training states as checkpoints: the files that the training itself writes, from any state, by several processes; and
+what becomes of the command when it is stopped."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import StateDictType
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hf_fsdp_tools import (
+    HybridFSDPPlugin,
+    RanksError,
+    export_checkpoint,
+    from_pretrained,
+    load_weights,
+    make_accelerator,
+    merge_adapter,
+    save_pretrained,
+)
+from hf_fsdp_tools.checkpoint import export
+from hf_fsdp_tools.checkpoint.parts import plan_parts
+from hf_fsdp_tools.checkpoint.report import MemoryWatch
+from hf_fsdp_tools.cli.main import main
+from hf_fsdp_tools.distributed.processes import run_on_processes
+from hf_fsdp_tools.fsdp1.flat_shards import plain_view
+from tests._checkpoints import plain_model, sharded_meta_model, stored_tensors
+from tests._dist import run_cases, run_ranks
+from tests._training import ShardedTrainer, arguments, make_rows
+
+SIZE = "60KB"
+
+
+def files_of(folder: Path) -> dict[str, Any]:
+    """Every file of a checkpoint: weights by their bytes, JSON by its content."""
+    return {
+        path.name: json.loads(path.read_text()) if path.suffix == ".json" else path.read_bytes()
+        for path in folder.iterdir()
+        if path.name.startswith(("model", "config", "generation"))
+    }
+
+
+# ---- states of a training ----
+
+
+def trained(model: Any) -> None:
+    """Other values than those of the checkpoint that the training began with."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+
+
+def accelerates_sharded_state(folders: dict[str, Path], root: Path) -> None:
+    """fp32 masters of a bf16 run, fused experts."""
+    accelerator = make_accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(from_pretrained(folders["mixtral"], accelerator=accelerator))
+    trained(model)
+    accelerator.save_state(str(root / "state"))
+    save_pretrained(model, root / "saved", max_shard_size=SIZE)
+    copy_configs(folders["mixtral"], root)
+
+
+def accelerates_state_of_fsdp1(folders: dict[str, Path], root: Path) -> None:
+    plugin = HybridFSDPPlugin(fsdp_version=1)
+    plugin.set_state_dict_type(StateDictType.SHARDED_STATE_DICT)
+    accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin)
+    model = accelerator.prepare(plain_model("tied", folders["tied"]))
+    trained(model)
+    accelerator.save_state(str(root / "state"))
+    save_pretrained(plain_view(model), root / "saved", max_shard_size=SIZE)
+    copy_configs(folders["tied"], root)
+
+
+def accelerates_whole_state(folders: dict[str, Path], root: Path) -> None:
+    """Pickled, with no config beside it."""
+    accelerator = make_accelerator(cpu=True)
+    accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    model = accelerator.prepare(from_pretrained(folders["llama"], accelerator=accelerator))
+    trained(model)
+    accelerator.save_state(str(root / "state"))
+    save_pretrained(model, root / "saved", max_shard_size=SIZE)
+
+
+def a_trainers_checkpoint(folders: dict[str, Path], root: Path) -> None:
+    args = arguments(root, max_steps=1, save_strategy="steps", save_steps=1)
+    model = from_pretrained(folders["llama"], accelerator=make_accelerator(cpu=True))
+    trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(8))
+    trainer.train()
+    (root / "checkpoint-1").rename(root / "state") if dist.get_rank() == 0 else None
+    save_pretrained(trainer.model, root / "saved", max_shard_size=SIZE)
+
+
+def a_job_saved_by_torch(folders: dict[str, Path], root: Path) -> None:
+    """Model and optimizer in one DCP folder, with a router's buffer in fp32 beside weights in bf16."""
+    model = sharded_meta_model("deepseek_v3", folders["deepseek_v3"], dtype=torch.bfloat16)
+    load_weights(model, folders["deepseek_v3"])
+    optimizer = {f"state.{name}": {"exp_avg": parameter.detach() * 2} for name, parameter in model.named_parameters()}
+    dcp.save({"app": {"model": model.state_dict(), "optim": optimizer}, "step": 3}, checkpoint_id=root / "state")
+    save_pretrained(model, root / "saved", max_shard_size=SIZE)
+    copy_configs(folders["deepseek_v3"], root)
+
+
+def copy_configs(folder: Path, root: Path) -> None:
+    if dist.get_rank() == 0:
+        for file in folder.glob("*config.json"):
+            shutil.copy(file, root)
+
+
+STATES = (
+    accelerates_sharded_state,
+    accelerates_state_of_fsdp1,
+    accelerates_whole_state,
+    a_trainers_checkpoint,
+    a_job_saved_by_torch,
+)
+
+
+OPTIONS: dict[str, Any] = {"accelerates_whole_state": {"allow_pickle": True}}
+
+
+def save_states(folders: dict[str, Path], root: Path) -> None:
+    run_cases({state.__name__: partial(state, folders, root / state.__name__) for state in STATES})
+
+
+@pytest.fixture(scope="module")
+def states(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("states")
+    for state in STATES:
+        (root / state.__name__).mkdir()
+    run_ranks(save_states, 2, folders, root, timeout_s=240)
+    OPTIONS["accelerates_whole_state"]["config"] = folders["llama"]
+    return root
+
+
+@pytest.mark.parametrize("name", [state.__name__ for state in STATES])
+def test_a_state_becomes_the_files_that_its_training_writes(states: Path, tmp_path: Path, name: str) -> None:
+    """To the bit, by one process, from what two ranks saved."""
+    report = export_checkpoint(states / name / "state", tmp_path / "out", max_shard_size=SIZE, **OPTIONS.get(name, {}))
+    expected = files_of(states / name / "saved")
+    assert files_of(tmp_path / "out") == expected
+    assert set(report.files) == {file for file in expected if file.endswith(".safetensors")}
+
+
+# ---- several processes, and memory ----
+
+
+def export_and_merge(states: Path, large: Path, adapter: Path, root: Path) -> list[tuple[int, int, int]]:
+    """(bytes that this rank wrote, bytes in all, bytes by which its memory rose) of a state, a model and an adapter."""
+    found = []
+    for road, source, name in (
+        (export_checkpoint, states / "accelerates_sharded_state" / "state", "state"),
+        (merge_adapter, adapter, "imports what merging needs"),
+        (export_checkpoint, large, "cast"),
+        (merge_adapter, adapter, "merged"),
+    ):
+        watch = MemoryWatch()
+        with (
+            patch.object(plan_parts, "__kwdefaults__", {"part_bytes": 4 * 2**20}),
+            patch.object(export, "_STAGING_BYTES", 8 * 2**20),
+        ):
+            report = road(source, root / name, max_shard_size=SIZE if name == "state" else "90MB", dtype=CAST.get(name))
+        found.append((report.bytes_written, report.total_bytes, watch.above(0)))
+    return found
+
+
+CAST = {"cast": torch.float32}
+
+
+def test_processes_share_the_work_in_bounded_memory(states: Path, tmp_path: Path) -> None:
+    """220 MB in bf16, of which the embedding is 33 MB and the largest adapted module 6 MB, in parts of 4 MiB."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = LlamaConfig(**sizes, vocab_size=16000, num_hidden_layers=6, dtype="bfloat16")
+    large, adapter = tmp_path / "large", tmp_path / "adapter"
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(large, max_shard_size="90MB")
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(large), LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    )
+    adapted.save_pretrained(adapter)
+    per_rank = run_ranks(export_and_merge, 2, states, large, adapter, tmp_path, timeout_s=240)
+    assert files_of(tmp_path / "state") == files_of(states / "accelerates_sharded_state" / "saved")
+    before, after = stored_tensors(large), stored_tensors(tmp_path / "cast")
+    assert all(torch.equal(after[key], tensor.float()) for key, tensor in before.items())
+    merged, by_peft = stored_tensors(tmp_path / "merged"), adapted.merge_and_unload().state_dict()
+    assert merged.keys() == by_peft.keys()
+    assert all(torch.equal(merged[key], tensor) for key, tensor in by_peft.items())
+    for results in zip(*per_rank, strict=True):
+        total = results[0][1]
+        assert sum(written for written, _, _ in results) == total
+        assert all(abs(written - total / 2) < 0.1 * total for written, _, _ in results), "about as much each"
+    adapter_bytes = 2 * (adapter / "adapter_model.safetensors").stat().st_size  # the file's pages, and PEFT's copy
+    for *_, (_, _, large_rise), (_, _, merged_rise) in per_rank:
+        # 4 MiB of a part, 8 of staging; 16 for what Python and torch allocate meanwhile.
+        assert large_rise <= (4 + 8 + 16) * 2**20
+        # A module of 6 MB in bf16 and what PEFT makes for it, in fp32 too.
+        assert merged_rise <= (4 + 8 + 16) * 2**20 + 4 * 6e6 + adapter_bytes
+
+
+# ---- processes that the command starts ----
+
+
+def killed_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(120)
+
+
+def test_a_killed_process_ends_the_command_at_once() -> None:
+    since_s = time.monotonic()
+    with pytest.raises(RanksError, match=r"Process 1 of 2 was ended \(SIGKILL\)\. Nothing was changed"):
+        run_on_processes(killed_on_rank_1, 2)
+    assert time.monotonic() - since_s < 100
+    assert not dist.is_initialized() and "RANK" not in os.environ
+
+
+WAITING = """
+import sys, time
+from unittest.mock import patch
+from hf_fsdp_tools.cli.main import main
+from hf_fsdp_tools.checkpoint import export
+
+def wait(*arguments, **options):
+    print("begun", flush=True)
+    time.sleep(120)
+
+with patch.object(export, "make_parts", wait):
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_an_interrupted_command_says_so_and_leaves_the_folder_as_it_was(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    former = shutil.copytree(folders["llama"], tmp_path / "former")
+    before = files_of(former)
+    words = [sys.executable, "-c", WAITING, "export", str(folders["tied"]), str(former)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    assert len(list(former.glob(".save-*"))) == 1
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)
+    assert (process.returncode, *said) == (130, "", "hf-fsdp: interrupted\n")
+    assert files_of(former) == before and not list(former.glob(".save-*"))
+
+
+def test_the_command_on_two_processes(states: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    state = states / "a_trainers_checkpoint" / "state"
+    options = ["--max-shard-size", SIZE, "--processes", "2"]
+    assert main(["export", str(state), str(tmp_path / "out"), *options]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert [line.split()[0] for line in out.splitlines()] == ["wrote", "beside", "took"]
+    assert "(4 weight files, 183.7 kB)" in out and "2 processes" in out
+    assert files_of(tmp_path / "out") == files_of(states / "a_trainers_checkpoint" / "saved")
+    file = next(state.glob("pytorch_model_fsdp_0/*.distcp"), None) or next(state.glob("*.safetensors"))
+    damaged = shutil.copytree(state, tmp_path / "damaged")
+    (damaged / file.relative_to(state)).write_bytes(b"")
+    assert main(["export", str(damaged), str(tmp_path / "out"), *options]) == 1
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("hf-fsdp: error:") == 1 and "Traceback" not in err
+    assert files_of(tmp_path / "out") == files_of(states / "a_trainers_checkpoint" / "saved")

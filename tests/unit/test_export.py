@@ -1,0 +1,260 @@
+"""Checkpoints written anew, and adapters merged, by one process: as transformers and PEFT write them; bad input."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from hf_fsdp_tools import CheckpointError, ConfigError, export_checkpoint, merge_adapter
+from hf_fsdp_tools.checkpoint import parts
+from tests._checkpoints import KINDS, make_checkpoint, randomize, stored_tensors
+from tests.ranks.test_adapter import CASES, grown, lora
+
+PLAIN = {"prompt"}
+"""Cases of adapters that work beside the base."""
+
+
+def contents(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors by name, and the configs."""
+    configs = {file.name: json.loads(file.read_text()) for file in sorted(folder.glob("*config.json"))}
+    return stored_tensors(folder), configs
+
+
+def assert_same_checkpoint(ours: Path, theirs: Path) -> None:
+    (found, configs), (expected, their_configs) = contents(ours), contents(theirs)
+    assert configs == their_configs
+    assert found.keys() == expected.keys()
+    assert {k: t.dtype for k, t in found.items()} == {k: t.dtype for k, t in expected.items()}
+    assert [k for k, t in expected.items() if not torch.equal(found[k], t)] == []
+
+
+# ---- checkpoints of models ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_is_written_again_whatever_the_size_of_parts(
+    folders: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    """Parts of 2 kB cut every matrix into slabs, also those that are stacked or transposed on the way."""
+    with patch.object(parts.plan_parts, "__kwdefaults__", {"part_bytes": 2000}):
+        report = export_checkpoint(folders[kind], tmp_path / "out", max_shard_size="60KB")
+    assert_same_checkpoint(tmp_path / "out", folders[kind])
+    assert report.total_bytes == sum(t.nbytes for t in stored_tensors(folders[kind]).values())
+
+
+def test_dtypes_stay_as_they_are_stored_unless_asked(tmp_path: Path) -> None:
+    """A config that says bf16 casts nothing."""
+    source = make_checkpoint("llama", tmp_path / "source", dtype=torch.bfloat16)
+    (file, *_) = sorted(source.glob("*.safetensors"))
+    save_file({key: t.float() for key, t in load_file(file).items()}, file, metadata={"format": "pt"})
+    export_checkpoint(source, tmp_path / "kept")
+    before, after = stored_tensors(source), stored_tensors(tmp_path / "kept")
+    assert {t.dtype for t in before.values()} == {torch.bfloat16, torch.float32}
+    assert {key: t.dtype for key, t in after.items()} == {key: t.dtype for key, t in before.items()}
+    export_checkpoint(source, tmp_path / "cast", dtype=torch.float16)
+    assert {t.dtype for t in stored_tensors(tmp_path / "cast").values()} == {torch.float16}
+    assert json.loads((tmp_path / "cast" / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_files_of_a_tokenizer_come_along_and_no_others(folders: dict[str, Path], tmp_path: Path) -> None:
+    source = shutil.copytree(folders["llama"], tmp_path / "source")
+    along = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json")
+    for name in (*along, "training_args.bin", "README.md", "notes.txt"):
+        (source / name).write_text(name)
+    export_checkpoint(source, tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", *along}
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json"
+
+
+def test_added_tokens_are_found_where_the_config_is_of_the_original(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"])
+    model.resize_token_embeddings(140, mean_resizing=False)
+    model.save_pretrained(tmp_path / "grown")
+    export_checkpoint(tmp_path / "grown", tmp_path / "out", config=folders["llama"])
+    assert_same_checkpoint(tmp_path / "out", tmp_path / "grown")
+
+
+# ---- adapters ----
+
+
+def merged_by_peft(base: PreTrainedModel, adapter: Path, target: Path, **options: Any) -> None:
+    PeftModel.from_pretrained(base, adapter, **options).merge_and_unload().save_pretrained(target)
+
+
+def model_of(folder: Path, dtype: torch.dtype, auto_class: Any = AutoModelForCausalLM, **options: Any) -> Any:
+    return auto_class.from_pretrained(folder, dtype=dtype, **options)
+
+
+def adapter_on(base: PreTrainedModel, config: Any, folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = get_peft_model(base, config)
+    grown(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _check(kind: str, config: Callable[[], Any], dtype: torch.dtype, tmp_path: Path, **options: Any) -> None:
+    folder = make_checkpoint(kind, tmp_path / "base", dtype=dtype)
+    again = partial(model_of, folder, dtype, **options)
+    adapter = adapter_on(again(), config(), tmp_path / "adapter")
+    merged_by_peft(again(), adapter, tmp_path / "theirs")
+    with patch.object(parts.plan_parts, "__kwdefaults__", {"part_bytes": 2000}):
+        merge_adapter(adapter, tmp_path / "ours")
+    assert_same_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("name", CASES.keys() - PLAIN)
+def test_an_adapter_is_merged_as_peft_merges_it(tmp_path: Path, name: str) -> None:
+    """In bf16, where another order of operations shows."""
+    _check(*CASES[name], torch.bfloat16, tmp_path)
+
+
+MORE = {
+    "fp32": ("llama", lambda: lora(target_modules="all-linear")),
+    "transposed layers": ("gpt2", lambda: lora(target_modules=["c_attn"], fan_in_fan_out=True)),
+    "tied embedding": ("tied", lambda: lora(target_modules=["q_proj", "embed_tokens"])),
+    "tied embedding and head": ("tied", lambda: lora(target_modules=["embed_tokens", "lm_head"])),
+    "tied head trained whole": ("tied", lambda: lora(modules_to_save=["lm_head"])),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_other_bases_are_merged_as_peft_merges_them(tmp_path: Path, name: str) -> None:
+    _check(*MORE[name], torch.float32, tmp_path)
+
+
+def test_adapters_in_bf16_are_merged_with_their_own_values(tmp_path: Path) -> None:
+    base = make_checkpoint("llama", tmp_path / "base", dtype=torch.bfloat16)
+    adapter = adapter_on(model_of(base, torch.bfloat16), lora(), tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    save_file({key: t.bfloat16() for key, t in load_file(file).items()}, file)
+    merged_by_peft(model_of(base, torch.bfloat16), adapter, tmp_path / "theirs")
+    merge_adapter(adapter, tmp_path / "ours")
+    assert_same_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+
+
+def test_tokens_that_were_added_with_the_adapter(tmp_path: Path) -> None:
+    """PEFT saves the embeddings with the adapter, and needs a base of that size to load them."""
+    base = make_checkpoint("llama", tmp_path / "base")
+
+    def larger() -> Any:
+        model = model_of(base, torch.float32)
+        model.resize_token_embeddings(140, mean_resizing=False)
+        return model
+
+    adapter = adapter_on(randomize(larger(), seed=5), lora(), tmp_path / "adapter")
+    assert any("embed_tokens" in key for key in load_file(adapter / "adapter_model.safetensors"))
+    merged_by_peft(larger(), adapter, tmp_path / "theirs")
+    merge_adapter(adapter, tmp_path / "ours")
+    # PEFT has the embeddings of the adapter, and everything else of the base.
+    assert_same_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+
+
+def test_a_classifier_on_the_base_of_a_language_model(tmp_path: Path) -> None:
+    base = make_checkpoint("llama", tmp_path / "base")
+    again = partial(model_of, base, torch.float32, AutoModelForSequenceClassification, num_labels=5)
+    config = LoraConfig(r=3, task_type="SEQ_CLS", target_modules=["q_proj"])
+    adapter = adapter_on(again(), config, tmp_path / "adapter")
+    merged_by_peft(again(), adapter, tmp_path / "theirs")
+    merge_adapter(adapter, tmp_path / "ours")
+    assert stored_tensors(tmp_path / "ours")["score.weight"].shape == (5, 48)
+    assert_same_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+
+
+def test_another_base_and_another_dtype(tmp_path: Path) -> None:
+    """As after training on a copy in 4 bits, or on a base that has moved since."""
+    base = make_checkpoint("llama", tmp_path / "base")
+    adapter = adapter_on(model_of(base, torch.float32), lora(), tmp_path / "adapter")
+    (adapter / "tokenizer.json").write_text("of the adapter")
+    base = base.rename(tmp_path / "moved")
+    (base / "tokenizer.json").write_text("of the base")
+    with pytest.raises(CheckpointError, match=r"base of the adapter .* cannot be opened: No such .*--base"):
+        merge_adapter(adapter, tmp_path / "ours")
+    merge_adapter(adapter, tmp_path / "ours", base=base, dtype=torch.bfloat16)
+    merged_by_peft(model_of(base, torch.float32), adapter, tmp_path / "theirs")
+    ours, theirs = stored_tensors(tmp_path / "ours"), stored_tensors(tmp_path / "theirs")
+    assert all(torch.equal(ours[key], theirs[key].bfloat16()) for key in theirs), "cast after it was merged"
+    assert (tmp_path / "ours" / "tokenizer.json").read_text() == "of the adapter"
+
+
+# ---- bad input ----
+
+
+@pytest.fixture(scope="module")
+def adapter(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    return adapter_on(model_of(folders["llama"], torch.float32), lora(), folder)
+
+
+def test_each_command_names_the_other(folders: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is an adapter of .* hf-fsdp merge"):
+        export_checkpoint(adapter, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"is a model, not an adapter.* hf-fsdp export"):
+        merge_adapter(folders["llama"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_in_the_folder_is_not_destroyed(folders: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(folders["llama"], tmp_path / "source")
+    for export in (partial(export_checkpoint, source), partial(merge_adapter, adapter, base=source)):
+        with pytest.raises(CheckpointError, match="is what is read"):
+            export(source)
+    state = shutil.copytree(folders["llama"], tmp_path / "state")
+    (state / "pytorch_model_fsdp_0").mkdir()
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "notes.txt").write_text("mine")
+    for folder, named in ((state, "pytorch_model_fsdp_0"), (tmp_path / "text", "notes.txt")):
+        with pytest.raises(CheckpointError, match=rf"not empty, and holds something else.*{named}"):
+            export_checkpoint(source, folder)
+    former = shutil.copytree(folders["llama"], tmp_path / "former")
+    export_checkpoint(source, former, max_shard_size="50KB")
+    assert_same_checkpoint(former, source)
+
+
+def test_a_class_or_a_config_that_does_not_fit_loses_nothing(folders: dict[str, Path], tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    model = AutoModelForSequenceClassification.from_pretrained(folders["tied"], num_labels=3)
+    torch.save(model.state_dict(), state / "pytorch_model_fsdp.bin")
+    with pytest.raises(CheckpointError, match=r"No config\.json in"):
+        export_checkpoint(state, tmp_path / "out", allow_pickle=True)
+    given = {"config": folders["tied"], "allow_pickle": True}
+    with pytest.raises(CheckpointError, match=r"for which Qwen3ForCausalLM has no place: score\.weight.*--auto"):
+        export_checkpoint(state, tmp_path / "out", **given)
+    with pytest.raises(CheckpointError, match=r"another shape.*\n- score\.weight: \[3, 48\] in the files, \[2, 48\]"):
+        export_checkpoint(state, tmp_path / "out", auto_class=AutoModelForSequenceClassification, **given)
+    model.config.save_pretrained(state)
+    export_checkpoint(state, tmp_path / "out", allow_pickle=True, auto_class=AutoModelForSequenceClassification)
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_checkpoint(tmp_path / "out", tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"does not hold 1 tensors of LlamaForSequence.*: score\.weight"):
+        export_checkpoint(folders["llama"], tmp_path / "other", auto_class=AutoModelForSequenceClassification)
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_cannot_be_merged(folders: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
+    _, config = CASES["prompt"]
+    prompts = adapter_on(model_of(folders["llama"], torch.float32), config(), tmp_path / "prompts")
+    with pytest.raises(ConfigError, match="no adapter in its modules that could be merged"):
+        merge_adapter(prompts, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"PEFT cannot make this LORA adapter: Target modules .*not found"):
+        merge_adapter(adapter, tmp_path / "out", base=folders["gpt2"])
+    packed = shutil.copytree(folders["llama"], tmp_path / "packed")
+    written = json.loads((packed / "config.json").read_text())
+    written["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (packed / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match=r"in 4 bits.*--base"):
+        merge_adapter(adapter, tmp_path / "out", base=packed)
+    with pytest.raises(ConfigError, match="max_shard_size is '5X'"):
+        export_checkpoint(folders["llama"], tmp_path / "out", max_shard_size="5X")
+    assert not (tmp_path / "out").exists()
