@@ -7,6 +7,7 @@ either, and is asked only of a hub that has just answered.
 """
 
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -24,11 +25,16 @@ from hf_fsdp_tools.text import first_line, first_lines
 
 __all__ = ["CARD", "HubTarget", "fetch", "local_path", "upload", "upload_errors"]
 
+CARD = "README.md"
+
 _CONNECTIONS = 8
 """Downloads at a time (source: the default of `snapshot_download`)."""
 
 _PAUSES_S = (1.0, 2.0, 4.0)
 """Seconds before each further try (source: the first pauses of huggingface_hub's own retries)."""
+
+_STATUS_IN_TEXT = re.compile(r"HTTP status \w+ error \((\d{3}) ")
+"""The status of an answer in an error of hf_xet (1.8), which has no other field for it."""
 
 
 def local_path(name_or_path: str | PathLike[str]) -> Path | None:
@@ -222,8 +228,6 @@ def _cure(name: str, error: Exception) -> str:
 
 # ---- uploading ----
 
-CARD = "README.md"
-
 
 @dataclass(frozen=True, kw_only=True)
 class HubTarget:
@@ -327,12 +331,9 @@ def _ready_repository(api: Any, target: HubTarget) -> tuple[str, list[str]]:
         repo_id = api.create_repo(repo_id, private=target.private, exist_ok=True).repo_id
     try:
         info = list_files(repo_id)
-    except RevisionNotFoundError:
-        info = None
-    except RepositoryNotFoundError:
-        api.create_repo(repo_id, private=target.private, exist_ok=True)
-        info = None
-    if info is None:
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        if isinstance(error, RepositoryNotFoundError):
+            api.create_repo(repo_id, private=target.private, exist_ok=True)
         if target.revision is not None and not target.revision.startswith("refs/pr"):
             api.create_branch(repo_id, branch=target.revision, exist_ok=True)
         info = list_files(repo_id)
@@ -378,7 +379,8 @@ def _upload_cure(target: HubTarget, error: Exception) -> str:
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     cause = error.__cause__ if type(error) is RuntimeError and isinstance(error.__cause__, Exception) else error
-    status, said = _status(cause), str(cause).lower()
+    said, named = str(cause).lower(), _STATUS_IN_TEXT.search(str(cause))
+    status = int(named[1]) if named else _status(cause)
     if isinstance(cause, OfflineModeIsEnabled):
         return "Unset HF_HUB_OFFLINE."
     if status in (402, 413, 507) or "quota" in said or "storage limit" in said:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from hf_fsdp_tools import build_meta_model, from_pretrained, load_adapter, load_weights
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.hub import local_path
+from hf_fsdp_tools.hub import HubTarget, local_path, upload_errors
 from hf_fsdp_tools.text import first_line
 from tests._checkpoints import make_checkpoint
 
@@ -75,3 +75,16 @@ def test_a_model_in_the_home_folder_is_the_model(home: Path) -> None:
 def test_the_first_line_of_an_error() -> None:
     assert first_line(ValueError("\n  It is wrong.\nAt length.")) == "It is wrong"
     assert first_line(EOFError()) == "EOFError"
+
+
+def test_what_the_storage_of_the_hub_refuses_is_told_apart() -> None:
+    """By hf_xet, whose errors have the status in their text alone."""
+    target = HubTarget(repo_id="org/model")
+    for text, cure in (
+        ("HTTP status client error (403 Forbidden), domain: x", "Use a token that may write to 'org/model'"),
+        ("HTTP status server error (503 Service Unavailable), domain: x", "is in trouble; wait"),
+        ("connection reset", "does not answer; check the network"),
+    ):
+        said = rf"'out' is saved and complete.*{cure}.*Then upload it: `hf upload org/model out`\."
+        with pytest.raises(CheckpointError, match=said), upload_errors(target, "out"):
+            raise ConnectionError(f"Network error: {text}")
