@@ -1,8 +1,9 @@
 """Models without values for a checkpoint that is to be written anew: of the files alone, or with an adapter in them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +11,11 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from hf_fsdp_tools.checkpoint.adapter_state import restore_adapter
 from hf_fsdp_tools.checkpoint.conversion import assume_conversions, persistent_tensors, set_conversions
+from hf_fsdp_tools.checkpoint.fill import fill_shards
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.checkpoint.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES
 from hf_fsdp_tools.checkpoint.match import Match, match_checkpoint
 from hf_fsdp_tools.checkpoint.merge_adapter import adapted_parameters, mergeable, with_merged
 from hf_fsdp_tools.checkpoint.opening import Checkpoint
@@ -27,7 +31,7 @@ from hf_fsdp_tools.sharding.adapter_files import read_adapter_config
 from hf_fsdp_tools.sharding.adapters import load_adapter
 from hf_fsdp_tools.text import listed, listed_lines
 
-__all__ = ["Blank", "blank_merged", "blank_model"]
+__all__ = ["Blank", "blank_adapted", "blank_merged", "blank_model"]
 
 _FIT = (
     "Give the class that was trained with --auto-class (auto_class), and the config that belongs to it with --config "
@@ -162,6 +166,43 @@ def blank_merged(
     assert isinstance(saved, PreTrainedModel)
     held = frozenset(key for key, tensor in match.state.items() if id(tensor) in filled)  # with tied names
     return Blank(model=saved, match=match, wrappers=wrappers, merged=merged, held=held)
+
+
+def blank_adapted(checkpoint: Checkpoint, *, auto_class: Any, trust_remote_code: bool) -> Any:
+    """The `PeftModel` of a training state with an adapter in it: adapter and embeddings have values, all else has none.
+
+    Args:
+        checkpoint: of such a state.
+        auto_class: None means the class for the adapter's task, or else that which the config names.
+        trust_remote_code: run model code that comes with the base.
+
+    Every rank must call. The ranks exchange errors, and digests of the adapter's config.
+
+    Raises:
+        CheckpointError: the state does not hold the adapter that its config describes.
+        ConfigError: PEFT cannot make the adapter.
+    """
+    state = checkpoint.adapter_state
+    assert state is not None
+    with agreed("building the model"):
+        written = read_adapter_config(Path(state.config)) or {}
+        auto_class = auto_class or _class_for(written, checkpoint.config)
+        dtype = config_dtype(checkpoint.config) or checkpoint.index.dtype
+        model = _build(checkpoint, auto_class, dtype, trust_remote_code, {})
+        held = frozenset(_embeddings(model))  # of which PEFT saves those that it adapts
+        _put_on_cpu(model, held)
+        match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
+        own = {id(match.state[key]) for key in held}
+        loaded = {key: stored for key, stored in match.loaded.items() if id(match.state[key]) in own}
+    fill_shards(
+        model,
+        replace(match, loaded=loaded),
+        doing="reading the embeddings",
+        staging_bytes=STAGING_BYTES,
+        in_flight=REQUESTS_IN_FLIGHT,
+        progress=False,
+    )
+    return restore_adapter(model, state, is_trainable=False)
 
 
 # ---- classes ----

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.checkpoint.beside import FilesBeside
-from hf_fsdp_tools.checkpoint.blank import Blank, blank_merged, blank_model
+from hf_fsdp_tools.checkpoint.blank import Blank, blank_adapted, blank_merged, blank_model
 from hf_fsdp_tools.checkpoint.draft import Draft
 from hf_fsdp_tools.checkpoint.io.files import TransferStats
 from hf_fsdp_tools.checkpoint.layout import plan_layout
@@ -26,6 +26,7 @@ from hf_fsdp_tools.checkpoint.opening import open_checkpoint
 from hf_fsdp_tools.checkpoint.parts import Material, deal, make_parts, plan_parts
 from hf_fsdp_tools.checkpoint.report import SaveReport, loading_bar
 from hf_fsdp_tools.checkpoint.save import BegunSave, prepare_save
+from hf_fsdp_tools.checkpoint.save_adapter import save_adapter
 from hf_fsdp_tools.checkpoint.unfinished import CONFIG
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
@@ -67,6 +68,8 @@ def export_checkpoint(
 ) -> SaveReport:
     """Write a training state, or any checkpoint, as the checkpoint that `save_pretrained` writes in the training.
 
+    Of the state of a `PeftModel`, that is the adapter alone.
+
     A state that any number of ranks saved is read by this process, or by the ranks of the default process group, which
     share the work. Each holds a part of the model at a time: 64 MiB of tensors and 64 MiB of staging buffers, or, where
     a conversion does more than move data, the tensors that one conversion takes together. Names, layout, dtypes, shapes
@@ -106,6 +109,9 @@ def export_checkpoint(
         )
     homes = {source: checkpoint.hub_kwargs, checkpoint.config.name_or_path: {}}
     _refuse_target(Path(folder), homes)
+    if checkpoint.adapter_state is not None:
+        adapted = blank_adapted(checkpoint, auto_class=auto_class, trust_remote_code=trust_remote_code)
+        return save_adapter(adapted, Path(folder), tokenizer=FilesBeside(homes=homes), dtype=dtype)
     with agreed("building the model"):
         blank = blank_model(checkpoint, auto_class=auto_class, trust_remote_code=trust_remote_code)
     return _write(blank, FilesBeside(homes=homes), folder, dtype, max_shard_size, progress, start_s)
@@ -173,6 +179,11 @@ def merge_adapter(
         raise CheckpointError(
             f"The base of the adapter {source!r} cannot be opened: {error} Or name another with --base (base)."
         ) from error
+    if checkpoint.adapter_state is not None:
+        raise ConfigError(
+            f"{(source if base is None else fspath(base))!r} is the training state of a PeftModel. Write its adapter "
+            "with hf-fsdp export (export_checkpoint), and merge that."
+        )
     if base is None and checkpoint.adapter is None:
         raise ConfigError(
             f"{source!r} is a model, not an adapter that could be merged. Write it as a checkpoint with hf-fsdp export "

@@ -181,7 +181,7 @@ def _base_of_state(
         raise CheckpointError(
             f"{name!r} is the state of a PeftModel ({len(state.index.tensors)} tensors of an adapter, as "
             f"{quoted(min(state.index.tensors))}), and neither it nor the two folders above have an {ADAPTER_CONFIG}. "
-            f"Pass peft_config=, the config that it was trained with{base}."
+            f"Pass peft_config=, the config that it was trained with{base}, or put that file there."
         )
     if state.holds_base and config is not None:
         return None

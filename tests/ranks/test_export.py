@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch.distributed.fsdp import StateDictType
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_fsdp_tools import (
+    ConfigError,
     HybridFSDPPlugin,
     RanksError,
     export_checkpoint,
@@ -177,6 +179,28 @@ def export_and_merge(states: Path, large: Path, adapter: Path, root: Path) -> li
 
 
 CAST = {"cast": torch.float32}
+
+
+def test_the_state_of_a_peft_model_becomes_its_adapter_which_can_be_merged(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    config = LoraConfig(r=3, target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"])
+    model: Any = get_peft_model(plain_model("llama", folders["llama"]), config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.25 if parameter.requires_grad else 0)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "state")
+    model.peft_config["default"].save_pretrained(tmp_path / "state")
+    model.save_pretrained(tmp_path / "saved")
+    export_checkpoint(tmp_path / "state", tmp_path / "out")
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "saved"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    with pytest.raises(ConfigError, match="the training state of a PeftModel"):
+        merge_adapter(tmp_path / "state", tmp_path / "merged")
+    merge_adapter(tmp_path / "out", tmp_path / "merged")
+    model.merge_and_unload().save_pretrained(tmp_path / "expected")
+    merged, expected = stored_tensors(tmp_path / "merged"), stored_tensors(tmp_path / "expected")
+    assert merged.keys() == expected.keys() and all(torch.equal(merged[key], expected[key]) for key in expected)
 
 
 def test_processes_share_the_work_in_bounded_memory(states: Path, tmp_path: Path) -> None:
