@@ -188,10 +188,11 @@ class SaveReport:
     """The folder of the checkpoint."""
 
     files: tuple[str, ...]
-    """Names of the weight files, in order."""
+    """Names of the weight files, in order; of a training state, of all files. Empty until a save in the background is
+    done."""
 
     total_bytes: int
-    """Bytes of tensor data in all files."""
+    """Bytes of tensor data in all files; of a training state, of the files as they are."""
 
     bytes_written: int
     """Bytes of tensor data that this rank wrote."""

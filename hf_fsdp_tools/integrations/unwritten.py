@@ -44,7 +44,7 @@ class Unwritten:
         self.copied_bytes += begun.report.copied_bytes
 
     def known(self, folder: Path) -> SaveReport:
-        """The report of a state before anything is written; no weight files are named in it."""
+        """The report of a state before it is written."""
         return SaveReport(
             folder=str(folder),
             files=(),
@@ -109,5 +109,6 @@ def _finish(folder: Path, unwritten: Unwritten, complete: Callable[[], None]) ->
         complete()
     with agreed("reading the manifest", folder):
         manifest = read_manifest(folder)
-        total_bytes = sum(size or 0 for size in manifest.sizes.values()) if manifest is not None else 0
-    return replace(unwritten.known(folder), total_bytes=total_bytes, bytes_written=num_bytes)
+        sizes = manifest.sizes if manifest is not None else {}
+    total_bytes = sum(size or 0 for size in sizes.values())
+    return replace(unwritten.known(folder), files=tuple(sizes), total_bytes=total_bytes, bytes_written=num_bytes)

@@ -160,7 +160,7 @@ def _stored(folder: Path, saved: Path, output: Path) -> None:
     assert_same(everything(model), expected)
     assert report.read_ratio == 1.0, "bytes of the shards and the scales, and no more"
     # on and on: what we save opens in either, and loading again into the same shards gives the same
-    save_pretrained(model, output / "again")
+    save_pretrained(model, output / "again", blocking=False)  # loading waits for it
     assert_same(everything(from_pretrained(output / "again")), expected)
     load_weights(model, saved)
     assert_same(everything(model), expected)
