@@ -284,6 +284,12 @@ def test_a_method_without_a_rule_per_block_is_refused_with_the_reason(fp8, metho
     assert (Path(__file__).parents[2] / "recipes" / "dequantize.py").is_file()
 
 
+def test_a_folder_of_gguf_files_is_told_how_to_make_a_plain_one(tmp_path):
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"GGUF files hold blocks of many kinds.*gguf_file=name"):
+        CheckpointIndex.open(tmp_path)
+
+
 def test_scales_on_other_blocks_than_the_config_says_are_told(fp8, tmp_path, monkeypatch):
     """transformers spreads the scales evenly; weights whose size is no multiple of the block size come out otherwise
     than they were quantised."""
