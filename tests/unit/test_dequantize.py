@@ -51,6 +51,12 @@ def on_padded_blocks(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
     return (values.float() * each).to(dtype)
 
 
+def on_blocks_of_16(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The last block has 8 rows of 24, where even blocks would have 12."""
+    rows, columns = values.shape
+    return (values.float() * scales.repeat_interleave(16, 0)[:rows].repeat_interleave(16, 1)[:, :columns]).to(dtype)
+
+
 def as_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return convert_moe_packed_tensors(blocks, scales, dtype=dtype)
 
@@ -61,6 +67,7 @@ def in_the_dtype_of_scales(values: torch.Tensor, scales: torch.Tensor, dtype: to
 
 FP8: dict[str, Any] = {"quant_method": "fp8"}
 COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors"}
+WEIGHTS_IN_BLOCKS = {"weights": {"strategy": "block", "block_structure": [16, 16]}}
 BLOCKS_8_16 = FP8 | {"weight_block_size": [8, 16]}
 EXPONENTS = bytes_of(24, 6) % 20 + 117
 FP4_EXPONENTS = EXPONENTS.view(torch.float8_e8m0fnu)
@@ -83,6 +90,11 @@ STORED: dict[str, tuple[Tensors, dict[str, Any] | None, Callable[..., torch.Tens
         {"a.weight": fp8_of(24, 96), "a.weight_scale": scales_of(24, 1).bfloat16()},
         COMPRESSED,
         in_the_dtype_of_scales,
+    ),
+    "short blocks of compressed-tensors": (
+        {"a.weight": fp8_of(24, 96), "a.weight_scale": scales_of(2, 6)},
+        COMPRESSED | {"config_groups": {"group_0": WEIGHTS_IN_BLOCKS}},
+        on_blocks_of_16,
     ),
     "integers per channel": (
         {"a.weight": INTEGERS, "a.weight_scale": scales_of(24, 1)},
