@@ -104,6 +104,11 @@ def weight_files(folder: Path, named: str | None, allow_pickle: bool) -> tuple[l
     cure = "Give the folder that save_pretrained wrote."
     if any(folder.glob("*.distcp")):
         cure = f"Its {METADATA} is missing: copy it too (its name is hidden), or save again; it is written last."
+    if any(folder.glob("*.gguf")):
+        cure = (
+            "GGUF files hold blocks of many kinds under names of their own. Make a plain checkpoint once: "
+            "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name).save_pretrained(new_folder)."
+        )
     raise CheckpointError(
         f"No weights in {str(folder)!r}: expected {WEIGHTS}, {WEIGHTS_INDEX}, *.safetensors or {METADATA} (and, with "
         f"allow_pickle=True, {PICKLED}), found {found}. {cure}"

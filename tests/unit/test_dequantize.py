@@ -51,6 +51,12 @@ def on_padded_blocks(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
     return (values.float() * each).to(dtype)
 
 
+def on_blocks_of_16(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The last block has 8 rows of 24, where even blocks would have 12."""
+    rows, columns = values.shape
+    return (values.float() * scales.repeat_interleave(16, 0)[:rows].repeat_interleave(16, 1)[:, :columns]).to(dtype)
+
+
 def as_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return convert_moe_packed_tensors(blocks, scales, dtype=dtype)
 
@@ -61,6 +67,7 @@ def in_the_dtype_of_scales(values: torch.Tensor, scales: torch.Tensor, dtype: to
 
 FP8: dict[str, Any] = {"quant_method": "fp8"}
 COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors"}
+WEIGHTS_IN_BLOCKS = {"weights": {"strategy": "block", "block_structure": [16, 16]}}
 BLOCKS_8_16 = FP8 | {"weight_block_size": [8, 16]}
 EXPONENTS = bytes_of(24, 6) % 20 + 117
 FP4_EXPONENTS = EXPONENTS.view(torch.float8_e8m0fnu)
@@ -83,6 +90,11 @@ STORED: dict[str, tuple[Tensors, dict[str, Any] | None, Callable[..., torch.Tens
         {"a.weight": fp8_of(24, 96), "a.weight_scale": scales_of(24, 1).bfloat16()},
         COMPRESSED,
         in_the_dtype_of_scales,
+    ),
+    "short blocks of compressed-tensors": (
+        {"a.weight": fp8_of(24, 96), "a.weight_scale": scales_of(2, 6)},
+        COMPRESSED | {"config_groups": {"group_0": WEIGHTS_IN_BLOCKS}},
+        on_blocks_of_16,
     ),
     "integers per channel": (
         {"a.weight": INTEGERS, "a.weight_scale": scales_of(24, 1)},
@@ -282,6 +294,12 @@ def test_a_method_without_a_rule_per_block_is_refused_with_the_reason(fp8, metho
     with pytest.raises(CheckpointError, match=rf"quantised \({method}\); .*{reason}(.|\n)*recipes/dequantize\.py"):
         load_weights(model, fp8)
     assert (Path(__file__).parents[2] / "recipes" / "dequantize.py").is_file()
+
+
+def test_a_folder_of_gguf_files_is_told_how_to_make_a_plain_one(tmp_path):
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"GGUF files hold blocks of many kinds.*gguf_file=name"):
+        CheckpointIndex.open(tmp_path)
 
 
 def test_scales_on_other_blocks_than_the_config_says_are_told(fp8, tmp_path, monkeypatch):

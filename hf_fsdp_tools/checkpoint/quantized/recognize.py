@@ -202,7 +202,7 @@ class _Finder:
         _expect(scales, _SCALES)
         self.shown.append("compressed-tensors")
         blocks = _blocks_of_groups(self._config)
-        beside = {"scale": self._grid(values.key, values.shape, scales, blocks, 1)}
+        beside = {"scale": self._grid(values.key, values.shape, scales, blocks, 1, as_said=True)}
         if zero_points is not None:
             _expect(zero_points, (values.dtype,))
             if zero_points.shape != scales.shape:
@@ -238,9 +238,19 @@ class _Finder:
         )
 
     def _grid(
-        self, key: str, shape: tuple[int, ...], scales: StoredTensor, said: tuple[int, ...], packed: int
+        self,
+        key: str,
+        shape: tuple[int, ...],
+        scales: StoredTensor,
+        said: tuple[int, ...],
+        packed: int,
+        *,
+        as_said: bool = False,
     ) -> BlockScales:
-        """On which blocks of a weight its scales lie: by their number, as in transformers; else as the config says."""
+        """On which blocks of a weight its scales lie: by their number, as in transformers, and else as the config says.
+
+        With `as_said` (compressed-tensors), what the config says comes first.
+        """
         if len(shape) < 2:
             raise _DoesNotFit("expected a matrix, or a stack of matrices")
         *outer, rows, columns = shape
@@ -252,7 +262,8 @@ class _Finder:
         down, across = found[-2:] if len(found) > 1 else (0, 0)
         is_whole = down > 0 and across > 0 and math.prod(found[:-2]) == count
         said_fits = len(said) == 2 and (-(-rows // said[0]), -(-columns // said[1])) == (down, across)
-        if is_whole and not rows % down and not columns % across and not columns // across % packed:
+        is_even = is_whole and not rows % down and not columns % across and not columns // across % packed
+        if is_even and not (as_said and said_fits):
             block = (rows // down, columns // across)
             if said_fits and any(a > 1 and n != m for a, n, m in zip((down, across), block, said, strict=True)):
                 self.other_blocks.append(key)
