@@ -14,7 +14,7 @@ from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from hf_fsdp_tools.checkpoint.manifest import write_manifest
+from hf_fsdp_tools.checkpoint.background import wait_for_saves
 from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, going_first, wait_for_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
@@ -33,14 +33,14 @@ from hf_fsdp_tools.integrations.model import (
 from hf_fsdp_tools.integrations.optimizers import check_optimizers, clip_norm, clip_values
 from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
 from hf_fsdp_tools.integrations.saved_state import (
-    ACCELERATE_GLOBS,
     check_state,
     files_of,
     load_schedulers,
+    numbered_states,
     owner_of,
-    write_state,
+    save_state_to,
 )
-from hf_fsdp_tools.integrations.saving import former_of, remove_checkpoint, remove_leftovers, replacing, saveable
+from hf_fsdp_tools.integrations.saving import former_of, saveable
 from hf_fsdp_tools.sharding.whole import by_kind, step_kinds_apart
 
 __all__ = ["ShardedAccelerator", "ShardedScaler", "adopt"]
@@ -115,6 +115,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         safe_serialization: bool = True,
         *,
         checksums: bool = False,
+        blocking: bool = True,
         **options: Any,
     ) -> Any:
         """Save as `Accelerator.save_state` does; an interrupted save leaves an older state in the folder as it was.
@@ -127,10 +128,14 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             output_dir: replaced once every rank has finished; a user's own files in it stay.
             safe_serialization: as for Accelerate, which does not look at it under FSDP.
             checksums: read all files again and note their checksums, which `load_state` then compares.
+            blocking: False returns once models and optimizers are copied to host memory and all that is small is
+                written; a thread of each rank writes the copies, as for `save_pretrained`. The folder is there when
+                `wait_for_saves()` has returned. Needs the state dict type SHARDED_STATE_DICT.
             options: as for Accelerate, which does not look at them under FSDP.
 
         Raises:
-            CheckpointError: saving failed on some rank, or another job saves to the folder.
+            CheckpointError: saving failed on some rank, another job saves to the folder, host memory does not hold the
+                copies, or an earlier save failed in the background.
         """
         if self.distributed_type != DistributedType.FSDP:
             return super().save_state(output_dir, safe_serialization, **options)
@@ -147,14 +152,9 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                 raise ConfigError(
                     f"save_state: {str(folder)!r} exists. Set ProjectConfiguration(iteration=…) to go on after it."
                 )
-        with replacing(folder) as staging, using_format(self.state.fsdp_plugin, None):
-            needed = write_state(self, staging)
-            write_manifest(staging, needed, ACCELERATE_GLOBS, checksums=checksums)
+        limit = naming.total_limit if automatic else None
+        save_state_to(self, folder, checksums=checksums, blocking=blocking, numbered=automatic, limit=limit)
         naming.iteration += 1
-        if automatic and self.is_main_process:
-            remove_leftovers(folder.parent, "checkpoint_*")
-            for old in _numbered(folder.parent)[: -naming.total_limit] if naming.total_limit else []:
-                remove_checkpoint(old)
         return folder
 
     def load_state(
@@ -183,8 +183,9 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         if self.distributed_type != DistributedType.FSDP:
             super().load_state(input_dir, load_kwargs, **options)
             return
+        wait_for_saves()
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
-            input_dir = next(reversed(_numbered(Path(self.project_dir, "checkpoints"))), None)
+            input_dir = next(reversed(numbered_states(Path(self.project_dir, "checkpoints"))), None)
         folder = Path(input_dir or "").expanduser()
         with agreed("opening the saved state", folder):
             if input_dir is None or not folder.is_dir():
@@ -211,6 +212,11 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         self.step = all_ranks(self.step, "loading the state")[
             0
         ]  # ranks without a file of their own would accumulate out of step
+
+    def end_training(self) -> None:
+        """End as `Accelerator.end_training` does, once no save is under way in the background; raises its error."""
+        wait_for_saves()
+        super().end_training()
 
     def wait_for_everyone(self) -> None:
         """Wait as `Accelerator.wait_for_everyone` does, for every rank, without a collective: a lost rank is named.
@@ -308,12 +314,6 @@ def _apart(accelerator: Any, *, without_scaler: bool) -> Iterator[None]:
     finally:
         for name, value in held.items():
             setattr(accelerator, name, value)
-
-
-def _numbered(folder: Path) -> list[Path]:
-    """The states that Accelerate named automatically, oldest first."""
-    found = [path for path in folder.glob("checkpoint_*") if path.name.removeprefix("checkpoint_").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint_")))
 
 
 class ShardedScaler(torch.amp.GradScaler):

@@ -1,6 +1,8 @@
 """What `save_state` writes and `load_state` needs: each optimizer with the models whose parameters it holds."""
 
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +13,32 @@ from accelerate.utils.other import load as load_pickled
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from hf_fsdp_tools.checkpoint.background import wait_for_saves
 from hf_fsdp_tools.checkpoint.durable import storage_errors, sync
 from hf_fsdp_tools.checkpoint.formats.dcp import METADATA
-from hf_fsdp_tools.distributed.agreement import agreed
+from hf_fsdp_tools.checkpoint.manifest import write_manifest
+from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.integrations.resume import (
     check_listed,
     refuse_damage,
     refuse_incomplete,
+    using_format,
     warn_of_other_world,
 )
+from hf_fsdp_tools.integrations.saving import Replacement, remove_checkpoint, remove_leftovers
+from hf_fsdp_tools.integrations.unwritten import Unwritten, finish_state
 
-__all__ = ["ACCELERATE_GLOBS", "check_state", "files_of", "load_schedulers", "owner_of", "write_state"]
+__all__ = [
+    "check_state",
+    "files_of",
+    "load_schedulers",
+    "numbered_states",
+    "owner_of",
+    "save_state_to",
+]
 
-ACCELERATE_GLOBS = (
+_FILES = (
     f"{FSDP_MODEL_NAME}*",
     f"{FSDP_MODEL_NAME}_*/*",
     f"{OPTIMIZER_NAME}*",
@@ -70,21 +84,27 @@ def files_of(kind: str, index: int) -> tuple[str, str]:
     return f"{kind}_{index}", f"{kind}_{index}.bin" if index else f"{kind}.bin"
 
 
-def write_state(accelerator: Any, folder: Path) -> list[str]:
+def _write_state(accelerator: Any, folder: Path, unwritten: Unwritten | None = None) -> list[str]:
     """Write all that `Accelerator.save_state` writes; return the files of which a state must have all.
 
     Optimizers are written under the names that their parameters have in their models. Every rank must call; a rank that
     fails in one step stops the others before the next, in whose collectives they would wait.
+
+    Args:
+        accelerator: of this package.
+        folder: for the state.
+        unwritten: takes models and optimizers, which are then copied instead of written.
     """
     plugin, target = accelerator.state.fsdp_plugin, str(folder)
     pairs = [(optimizer, owner_of(optimizer, accelerator._models)) for optimizer in accelerator._optimizers]
-    for i, model in enumerate(accelerator._models):
-        with agreed("saving a model", folder):
-            save_fsdp_model(plugin, accelerator, model, target, i)
-    for i, (optimizer, model) in enumerate(pairs):
-        with agreed("saving an optimizer", folder):
-            plain = getattr(optimizer, "optimizer", optimizer)  # torch may step it to make its state
-            save_fsdp_optimizer(plugin, accelerator, plain, model, target, i)
+    with unwritten.holding_dcp() if unwritten is not None else nullcontext():
+        for i, model in enumerate(accelerator._models):
+            with agreed("saving a model", folder):
+                save_fsdp_model(plugin, accelerator, model, target, i)
+        for i, (optimizer, model) in enumerate(pairs):
+            with agreed("saving an optimizer", folder):
+                plain = getattr(optimizer, "optimizer", optimizer)  # torch may step it to make its state
+                save_fsdp_optimizer(plugin, accelerator, plain, model, target, i)
     for hook in accelerator._save_model_state_pre_hook.values():
         hook(accelerator._models, [], target)
     rank = accelerator.process_index
@@ -106,6 +126,50 @@ def write_state(accelerator: Any, folder: Path) -> list[str]:
         elif "FULL" in str(plugin.state_dict_type):
             needed.append(whole)
     return needed
+
+
+def save_state_to(
+    accelerator: Any, folder: Path, *, checksums: bool, blocking: bool, numbered: bool, limit: int | None
+) -> None:
+    """Save a state, or begin to; delete old ones after it is complete, where they are `numbered` and there is a limit.
+
+    Every rank must call.
+    """
+    start_s = time.perf_counter()
+    plugin = accelerator.state.fsdp_plugin
+    wait_for_saves()
+    if not blocking and "SHARDED" not in str(plugin.state_dict_type):
+        raise ConfigError(
+            f"save_state(blocking=False) writes each rank's shards in the background, and the state dict type is "
+            f"{plugin.state_dict_type}. Set SHARDED_STATE_DICT, or leave blocking out."
+        )
+    place, unwritten = Replacement(folder), Unwritten()
+    unwritten.held.callback(place.end)
+    doing = "saving (what was saved before is still there)"
+    try:
+        place.begin()
+        with agreed(doing, folder), storage_errors("save to", folder), using_format(plugin, None):
+            needed = _write_state(accelerator, place.staging, None if blocking else unwritten)
+    except BaseException:
+        unwritten.held.close()
+        raise
+
+    def complete() -> None:
+        with agreed(doing, folder), storage_errors("save to", folder):
+            write_manifest(place.staging, needed, _FILES, checksums=checksums)
+        place.take_place()
+        if numbered and rank_and_size()[0] == 0:
+            remove_leftovers(folder.parent, "checkpoint_*")
+            for old in numbered_states(folder.parent)[:-limit] if limit else []:
+                remove_checkpoint(old)
+
+    finish_state(folder, unwritten, complete, blocking=blocking, start_s=start_s)
+
+
+def numbered_states(folder: Path) -> list[Path]:
+    """The states that Accelerate named automatically, oldest first."""
+    found = [path for path in folder.glob("checkpoint_*") if path.name.removeprefix("checkpoint_").isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint_")))
 
 
 def check_state(accelerator: Any, folder: Path, *, allow_incomplete: bool) -> set[str]:

@@ -18,7 +18,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 
-__all__ = ["former_of", "remove_checkpoint", "remove_leftovers", "remove_marks", "replacing", "saveable"]
+__all__ = ["Replacement", "former_of", "remove_checkpoint", "remove_leftovers", "remove_marks", "saveable"]
 
 _ACCELERATE_FILES = re.compile(
     r"(random_states|pytorch_model_fsdp|optimizer|scheduler|sampler|dl_state_dict|scaler|custom_checkpoint)[_.].*"
@@ -35,23 +35,29 @@ def saveable(model: nn.Module) -> nn.Module:
 # ---- one folder in place of another ----
 
 
-@contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """Give a staging folder to write to; it replaces `folder` once every rank has finished.
+class Replacement:
+    """A staging folder that takes the place of a folder once every rank has written to it.
 
-    Until then an older `folder` stays as it is, whatever happens, and then one call of the system exchanges the two
-    (two renames where there is no such call). Files of other origin than Accelerate (a user's own) are kept.
+    Until then an older folder stays as it is, whatever happens, and then one call of the system exchanges the two (two
+    renames where there is no such call). Files of other origin than Accelerate (a user's own) are kept.
 
-    Every rank must enter, and see the same file system; at the end the ranks exchange whether they succeeded.
-
-    Raises:
-        CheckpointError: writing failed on some rank, another job saves to the folder, or the folder cannot be replaced;
-            the same on every rank. A rank whose own error is no `CheckpointError` raises that error.
+    Args:
+        folder: to be replaced or made.
     """
-    rank, _ = rank_and_size()
-    folder = folder.resolve()
-    staging = folder.with_name(f".{folder.name or 'root'}.incomplete")
-    with ExitStack() as stack:
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self.staging = self.folder.with_name(f".{self.folder.name or 'root'}.incomplete")
+        """Written to between `begin` and `take_place`."""
+        self._held = ExitStack()
+
+    def begin(self) -> None:
+        """Make the staging folder. Every rank must call, and see the same file system.
+
+        Raises:
+            CheckpointError: another job saves to the folder, or it cannot be made or replaced; the same on every rank.
+        """
+        folder = self.folder
         with agreed("saving the state", folder), storage_errors("save to", folder):
             if folder.is_mount():
                 raise CheckpointError(
@@ -59,21 +65,30 @@ def replacing(folder: Path) -> Iterator[Path]:
                 )
             if folder.exists() and not folder.is_dir():
                 raise CheckpointError(f"{str(folder)!r} is a file; give the name of a folder to save to.")
-            if rank == 0:
+            if rank_and_size()[0] == 0:
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(_only_job(folder))
-                _clear(folder, staging)
-                staging.mkdir()
-        with agreed("opening a folder", staging):
-            if not staging.is_dir():
+                self._held.enter_context(_only_job(folder))
+                _clear(folder, self.staging)
+                self.staging.mkdir()
+        with agreed("opening a folder", self.staging):
+            if not self.staging.is_dir():
                 raise CheckpointError(
-                    f"{str(staging)!r} is not there on this rank. Save to a file system that all ranks share."
+                    f"{str(self.staging)!r} is not there on this rank. Save to a file system that all ranks share."
                 )
-        with agreed("saving (what was saved before is still there)", folder), storage_errors("save to", folder):
-            yield staging
-        with agreed("finishing the save", folder):
-            if rank == 0:
-                _take_place(staging, folder)
+
+    def take_place(self) -> None:
+        """Switch. Every rank must call, after its last write.
+
+        Raises:
+            CheckpointError: the folder cannot be replaced; the same on every rank.
+        """
+        with agreed("finishing the save", self.folder):
+            if rank_and_size()[0] == 0:
+                _take_place(self.staging, self.folder)
+
+    def end(self) -> None:
+        """Let other jobs save to the folder. What was not finished stays hidden, until the next save removes it."""
+        self._held.close()
 
 
 def former_of(folder: Path) -> Path:

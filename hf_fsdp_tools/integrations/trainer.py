@@ -1,8 +1,9 @@
 """A mixin that runs the Trainer and its subclasses on shards: precision, saving, resuming, TRL's frozen models."""
 
 import os
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,47 +13,42 @@ from accelerate.utils.fsdp_utils import load_fsdp_optimizer, save_fsdp_optimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
+from hf_fsdp_tools.checkpoint.background import wait_for_saves
 from hf_fsdp_tools.checkpoint.durable import storage_errors, sync
 from hf_fsdp_tools.checkpoint.formats.dcp import METADATA
 from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.checkpoint.load import load_weights
-from hf_fsdp_tools.checkpoint.manifest import write_manifest
-from hf_fsdp_tools.checkpoint.save import save_pretrained
+from hf_fsdp_tools.checkpoint.report import SaveReport
+from hf_fsdp_tools.checkpoint.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1
 from hf_fsdp_tools.integrations.accelerator import adopt
 from hf_fsdp_tools.integrations.checkpoints import (
     STATE_FILES,
-    TRAINER_GLOBS,
     as_asked,
+    begin_checkpoint,
     check_checkpoint,
     complete_checkpoint,
-    remove_state,
-    rotate,
+    declare_complete,
     weights_in,
     without_rotation,
 )
+from hf_fsdp_tools.integrations.frozen import FROZEN, NEEDED_BY_FROZEN, check_frozen, shard_frozen
 from hf_fsdp_tools.integrations.hooks import check_hooks
-from hf_fsdp_tools.integrations.model import shard_in_place
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
-from hf_fsdp_tools.integrations.pushing import PushingMixin, push_complete, under_way
+from hf_fsdp_tools.integrations.pushing import PushingMixin, push_of
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
-from hf_fsdp_tools.integrations.saving import remove_marks, saveable
+from hf_fsdp_tools.integrations.saving import saveable
 from hf_fsdp_tools.integrations.settings import plugin_arguments
 from hf_fsdp_tools.integrations.state import start_state, use_one_device
+from hf_fsdp_tools.integrations.unwritten import Unwritten, finish_state
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
-from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of
+from hf_fsdp_tools.sharding.shard import sharded_module
 
 __all__ = ["FSDPTrainerMixin"]
-
-_FROZEN = ("ref_model", "teacher_model")
-"""Attributes of TRL's trainers with a reference model (DPO, KTO, GRPO, …) and with a teacher (distillation)."""
-
-_NEEDED_BY_FROZEN = ("model", "_precompute_model_hash")
-"""Attributes that must be set before a frozen model is sharded; every rank sets them."""
 
 
 class FSDPTrainerMixin(PushingMixin):
@@ -78,7 +74,10 @@ class FSDPTrainerMixin(PushingMixin):
     TRL's reference and teacher models (`ref_model`, `teacher_model`) are frozen and sharded by the same policy when
     they are set, which every rank must do. They keep their dtype: frozen models need no fp32 master weights.
 
-    Two attributes may be set in the class or on a trainer: `checksums = True` notes the SHA-256 of a checkpoint's
+    Three attributes may be set in the class or on a trainer. `blocking = False` lets training go on while a
+    `checkpoint-N` is written, by a thread of each rank from a copy in host memory (see `save_pretrained`); it is
+    complete, and old ones are deleted, when the next save begins, `train` returns or `wait_for_saves()` does. An error
+    ends `train` on all ranks before the same step. `checksums = True` notes the SHA-256 of a checkpoint's
     files, which a resume then compares (all files are read once more, each rank its part). `allow_incomplete = True`
     lets a run go on from a checkpoint without optimizer, scheduler, loss scale or random states, as `save_only_model`
     writes it; they start anew with a warning, where otherwise an error says what is absent.
@@ -89,10 +88,13 @@ class FSDPTrainerMixin(PushingMixin):
             plain weights.
     """
 
+    blocking: bool = True
     checksums: bool = False
     allow_incomplete: bool = False
     _written: Sequence[str] = ()
     """Files that this mixin has written to the checkpoint that is being saved, as rank 0 knows them."""
+    _unwritten: Unwritten | None = None
+    """Takes what is written in the background, while such a checkpoint is being saved."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Check for each trainer class that transformers still has the methods that are overridden here."""
@@ -115,11 +117,11 @@ class FSDPTrainerMixin(PushingMixin):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; TRL's reference and teacher models are sharded then, so all ranks must set them."""
-        if name in _FROZEN and isinstance(value, nn.Module):
-            _check_frozen(self, name, value)
+        if name in FROZEN and isinstance(value, nn.Module):
+            check_frozen(self, name, value)
         super().__setattr__(name, value)
-        if name in (*_FROZEN, *_NEEDED_BY_FROZEN):
-            _shard_frozen(self)
+        if name in (*FROZEN, *NEEDED_BY_FROZEN):
+            shard_frozen(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Start Accelerate's state with FSDP, then let the Trainer make its Accelerator; called by its `__init__`."""
@@ -196,41 +198,56 @@ class FSDPTrainerMixin(PushingMixin):
         tokenizer = self.processing_class
         if tokenizer is None:
             tokenizer = getattr(self.data_collator, "tokenizer", None)
-        save_pretrained(saveable(self.model), folder, tokenizer=tokenizer)
+        model, unwritten = saveable(self.model), self._unwritten
+        saved: BegunSave | SaveReport
+        if unwritten is None:
+            saved = save_pretrained(model, folder, tokenizer=tokenizer)
+        else:
+            saved = begin_save(model, folder, tokenizer=tokenizer, blocking=False)
+            if isinstance(saved, BegunSave):
+                unwritten.add_model(saved)
         with agreed("writing the training arguments", folder), storage_errors("save to", folder):
             if args.should_save:
                 torch.save(as_asked(args), folder / "training_args.bin")
-                self._written = [*self._written, *weights_in(folder)]
+                if isinstance(saved, SaveReport):
+                    self._written = [*self._written, *weights_in(folder)]
         if args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=args.hub_revision)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save as the Trainer does, then declare the checkpoint complete, and only then delete old ones."""
+        start_s = time.perf_counter()
+        wait_for_saves()
         args = self.args
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         # Before the Trainer's collectives, in which the others would wait.
         with agreed("beginning the save", folder), storage_errors("save to", folder):
             if args.should_save:
-                remove_state(folder)
+                begin_checkpoint(folder)
         self._written = [TRAINER_STATE_NAME]
-        with agreed("saving", folder), without_rotation(args):
-            super()._save_checkpoint(model, trial)
+        unwritten = Unwritten()
+        self._unwritten = None if self.blocking else unwritten
         try:
-            write_manifest(folder, self._written, TRAINER_GLOBS, checksums=self.checksums)
-        except CheckpointError:
-            if args.should_save:
-                remove_marks(folder)  # without a manifest, the Trainer's own file would declare it complete
+            with agreed("saving", folder), without_rotation(args):
+                super()._save_checkpoint(model, trial)
+        except BaseException:
+            unwritten.held.close()
             raise
-        with agreed("deleting old checkpoints", folder):
-            if self.is_world_process_zero():
-                push_complete(self, folder)
-            if args.should_save:
-                rotate(folder, args.save_total_limit, self.state.best_model_checkpoint, uploaded=under_way(self))
+        finally:
+            self._unwritten = None
+        written, best, push = self._written, self.state.best_model_checkpoint, push_of(self, folder)
+
+        def complete() -> None:
+            files = [*written, *unwritten.weights]
+            declare_complete(folder, files, args, checksums=self.checksums, best=best, push=push)
+
+        finish_state(folder, unwritten, complete, blocking=self.blocking, start_s=start_s)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the optimizer's shards and the scheduler; the weights are in the folder already."""
         plugin = self.accelerator.state.fsdp_plugin
-        with using_format(plugin, "SHARDED_STATE_DICT"):
+        later = self._unwritten.holding_dcp() if self._unwritten is not None else nullcontext()
+        with using_format(plugin, "SHARDED_STATE_DICT"), later:
             save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
         with agreed("saving the scheduler", output_dir), storage_errors("save to", Path(output_dir)):
             if self.args.should_save:
@@ -258,13 +275,22 @@ class FSDPTrainerMixin(PushingMixin):
             CheckpointError: the checkpoint asked for is incomplete or damaged, no checkpoint is complete, or it lacks
                 what this run goes on with (see `allow_incomplete`); the same on every rank, before the first step.
         """
+        wait_for_saves()
+        strategy = self.args.hub_strategy
+        if not self.blocking and self.args.push_to_hub and strategy != HubStrategy.END:
+            raise ConfigError(
+                f"blocking = False with hub_strategy={strategy.value!r} would upload checkpoints before they are "
+                "written. Set hub_strategy='end', or leave blocking as it is."
+            )
         if resume_from_checkpoint:
             allowed = STATE_FILES if self.allow_incomplete else ()
             chosen = complete_checkpoint(resume_from_checkpoint, self.args.output_dir, allowed=allowed)
             if chosen is not True:
                 check_checkpoint(self, Path(str(chosen)))
             resume_from_checkpoint = chosen
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        result = super().train(resume_from_checkpoint, *args, **kwargs)
+        wait_for_saves()  # whose error belongs to this training
+        return result
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load weights into the shards, from a checkpoint of this mixin or of the plain Trainer."""
@@ -300,6 +326,7 @@ class FSDPTrainerMixin(PushingMixin):
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint into the shards; the Trainer's method needs Accelerate's format."""
+        wait_for_saves()
         folder = Path(self.state.best_model_checkpoint)
         check_listed(folder, allowed=STATE_FILES)
         self._load_from_checkpoint(str(folder))
@@ -347,46 +374,3 @@ def _check_own_optimizer(trainer: Any, optimizer: torch.optim.Optimizer | None) 
             "model was sharded or resized, or from another model. Make it from model.parameters() last, or give "
             "optimizer_cls_and_kwargs=(class, arguments)."
         )
-
-
-# ---- TRL's reference and teacher models, which are evaluated and never trained ----
-
-
-def _check_frozen(trainer: Any, name: str, model: nn.Module) -> None:
-    """Refuse a frozen model that is sharded as one unit, or that is sharded before TRL can hash its weights."""
-    if not _is_sharded(model):
-        return
-    if sharding_of(model) is None and sum(isinstance(module, FSDPModule) for module in model.modules()) == 1:
-        raise ConfigError(
-            f"{name} is sharded as 1 unit, so that each forward pass gathers all of {type(model).__name__}. "
-            "Give it plain, or made by from_pretrained(..., accelerator=accelerator)."
-        )
-    if _waits_for_hash(trainer):
-        raise ConfigError(
-            f"precompute_ref_log_probs needs a plain {name}: TRL hashes its whole weights, and this one is sharded. "
-            "Give a plain one (it is sharded afterwards), or set precompute_ref_log_probs=False."
-        )
-
-
-def _shard_frozen(trainer: Any) -> None:
-    """Freeze and shard the frozen models that are set, once the trainer has its Accelerator and its trained model.
-
-    Waits until TRL has hashed plain weights, if it is to do so. TRL (1.16, `models.utils.prepare_fsdp`) would shard a
-    frozen model with the root as its only unit; it leaves models alone that are sharded already.
-    """
-    there = vars(trainer)
-    accelerator, policy = there.get("accelerator"), there.get("model")
-    if accelerator is None or policy is None or not accelerator.is_fsdp2 or _waits_for_hash(trainer):
-        return
-    for model in (there.get(name) for name in _FROZEN):
-        if isinstance(model, nn.Module) and model is not policy and not _is_sharded(model):
-            shard_in_place(model.requires_grad_(False).eval(), accelerator, [])
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def _waits_for_hash(trainer: Any) -> bool:
-    precompute = getattr(getattr(trainer, "args", None), "precompute_ref_log_probs", False)
-    return bool(precompute) and "_precompute_model_hash" not in vars(trainer)

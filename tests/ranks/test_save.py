@@ -23,6 +23,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
 from hf_fsdp_tools.checkpoint import outgoing, reserve
+from hf_fsdp_tools.checkpoint.background import wait_for_saves
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.checkpoint.report import SaveReport
@@ -87,6 +88,9 @@ def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
     reports = [save_pretrained(model, root / "hsdp", max_shard_size="60KB")]
     with patch.object(outgoing, "_MIN_PART_BYTES", 64):  # else all are so small that one replica writes them alone
         reports.append(save_pretrained(model, root / "hsdp, cut", max_shard_size="60KB"))
+        save_pretrained(model, root / "hsdp, later", max_shard_size="60KB", blocking=False)
+        later = wait_for_saves()
+        assert later is not None and later.bytes_written == reports[-1].bytes_written
     broken = patch.object(os, "pwritev", no_space) if dist.get_rank() == 3 else nullcontext()
     with broken, pytest.raises(CheckpointError, match=r"rank 3: .*cannot be written: .*No space left"):
         save_pretrained(model, root / "hsdp", max_shard_size="60KB")
@@ -103,7 +107,7 @@ def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
 def test_other_placements_and_dtypes(folders: dict[str, Path], tmp_path: Path) -> None:
     folders = folders | {"bf16": make_checkpoint("mixtral", tmp_path / "original", dtype=torch.bfloat16)}
     per_rank = run_ranks(save_otherwise, 4, folders, tmp_path)
-    for name in ("hsdp", "hsdp, cut"):
+    for name in ("hsdp", "hsdp, cut", "hsdp, later"):
         assert_same_checkpoint("mixtral", tmp_path / name, folders["mixtral"])
         files = {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")}
         alone = {path.name: path.read_bytes() for path in (tmp_path / "columns mixtral").glob("*.safetensors")}

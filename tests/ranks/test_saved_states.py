@@ -4,6 +4,8 @@ import hashlib
 import os
 import shutil
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,8 +21,9 @@ from accelerate import Accelerator
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback
 
-from hf_fsdp_tools import CheckpointError, from_pretrained, make_accelerator
+from hf_fsdp_tools import CheckpointError, from_pretrained, make_accelerator, wait_for_saves
 from hf_fsdp_tools.checkpoint.manifest import MANIFEST
+from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.integrations.checkpoints import problem_of
 from tests._checkpoints import full
 from tests._dist import run_cases, run_ranks
@@ -75,6 +78,7 @@ class Remembers(TrainerCallback):
         self.contents: dict[str, dict[str, str]] = {}
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        wait_for_saves()
         name = f"checkpoint-{state.global_step}"
         self.contents[name] = _content(Path(args.output_dir, name))
 
@@ -91,10 +95,18 @@ def _trainer(source: Path, out: Path, **settings: Any) -> Any:
 
 
 def moments_of_a_trainer(source: Path, out: Path) -> None:
-    for limit in (1, 2):
-        folder, remembers = out / f"limit {limit}", Remembers()
-        moments = Moments(folder, out / f"copies {limit}")
-        trainer = _trainer(source, folder, max_steps=3, save_total_limit=limit, callbacks=[remembers])
+    for limit, blocking in ((1, True), (2, True), (2, False)):
+        name = f"{limit} {blocking}"
+        folder, remembers = out / f"limit {name}", Remembers()
+        moments = Moments(folder, out / f"copies {name}")
+        trainer = _trainer(
+            source,
+            folder,
+            max_steps=3,
+            save_total_limit=limit,
+            callbacks=[remembers],
+            attributes={"blocking": blocking},
+        )
         moments.watching = dist.get_rank() == 0
         trainer.train()
         moments.watching = False
@@ -103,7 +115,7 @@ def moments_of_a_trainer(source: Path, out: Path) -> None:
         assert sorted(remembers.contents) == [f"checkpoint-{step}" for step in (1, 2, 3)]
         begun = False
         for number in range(moments.count):
-            copies = sorted((out / f"copies {limit}" / f"{number}").glob("checkpoint-*"))
+            copies = sorted((out / f"copies {name}" / f"{number}").glob("checkpoint-*"))
             complete = [path for path in copies if not problem_of(path)]
             begun |= bool(complete)
             assert begun == bool(complete), f"moment {number}: a complete checkpoint was there, and none is"
@@ -118,10 +130,11 @@ def moments_of_a_state(source: Path, out: Path) -> None:
     accelerator, model, optimizer = _loop(source)
     moments = Moments(out / "states", out / "copies")
     saved: list[dict[str, str]] = []
-    for _ in range(3):
+    for blocking in (True, True, False):
         _step(accelerator, model, optimizer)
         moments.watching = dist.get_rank() == 0 and bool(saved)
-        accelerator.save_state(out / "states" / "state")
+        accelerator.save_state(out / "states" / "state", blocking=blocking)
+        wait_for_saves()
         moments.watching = False
         dist.barrier()
         saved.append(_content(out / "states" / "state"))
@@ -133,6 +146,78 @@ def moments_of_a_state(source: Path, out: Path) -> None:
             assert (state / MANIFEST).is_file() and _content(state) in saved, f"moment {number}"
             assert (state / "mine.json").exists()
         assert moments.count > 20
+
+
+def _slowly(sync: Callable[[int], None], descriptor: int) -> None:
+    """So that training goes on meanwhile."""
+    time.sleep(0.05 if threading.current_thread().name == "save" else 0)
+    sync(descriptor)
+
+
+def the_same_is_saved_in_the_background(source: Path, out: Path) -> None:
+    """Every file of every checkpoint, but for what names the save itself, while the next steps run."""
+    own = ("training_args.bin", "optimizer_0/.metadata", "pytorch_model_fsdp_0/.metadata")
+    limits = {"save_total_limit": 2, "max_steps": 4}
+    with patch.object(os, "fsync", partial(_slowly, os.fsync)):
+        for blocking in (True, False):
+            _trainer(source, out / f"{blocking}", attributes={"blocking": blocking}, **limits).train()
+        accelerator, model, optimizer = _loop(source)
+        _step(accelerator, model, optimizer)
+        accelerator.save_state(out / "True" / "state")
+        accelerator.save_state(out / "False" / "state", blocking=False)
+        assert not (out / "False" / "state").exists(), "nobody sees what is not complete"
+        for _ in range(2):
+            _step(accelerator, model, optimizer)
+        report = wait_for_saves()
+        assert report is not None and report.total_bytes > report.bytes_written > 0 and report.copied_bytes
+    for name in ("checkpoint-3", "checkpoint-4", "state"):
+        contents = [_content(out / f"{blocking}" / name) for blocking in (True, False)]
+        at_once, later = ({file: text for file, text in found.items() if file not in own} for found in contents)
+        assert at_once == later and len(later) > 4, name
+        assert not list((out / "False" / name).rglob("*.incomplete"))
+    assert sorted(path.name for path in (out / "False").iterdir()) == ["checkpoint-3", "checkpoint-4", "state"]
+    accelerator.load_state(out / "False" / "state")
+    trainer = _trainer(source, out / "False", attributes={"blocking": False}, max_steps=5)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 5 and not problem_of(out / "False" / "checkpoint-5")
+
+
+def _no_space(*args: Any, **kwargs: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def no_space_in_the_background(source: Path, out: Path) -> None:
+    """For weights, for the optimizer, for the manifest, on one rank: training ends on all of them, the older state
+    stays and is what a resume takes."""
+    _trainer(source, out, max_steps=1).train()
+    before, steps = _content(out / "checkpoint-1"), []
+    dcp = "torch.distributed.checkpoint.filesystem._FileSystemWriter.write_data"
+    manifest = "hf_fsdp_tools.checkpoint.manifest.write_durably"
+    for rank, target in ((1, "os.pwritev"), (1, dcp), (0, manifest)):
+        trainer = _trainer(source, out, attributes={"blocking": False}, max_steps=60, save_steps=2, save_total_limit=1)
+        broken = patch(target, _no_space) if dist.get_rank() == rank else nullcontext()
+        with broken, pytest.raises(CheckpointError, match="No space left on device"):
+            trainer.train(resume_from_checkpoint=True)
+        steps.append(trainer.state.global_step)
+        dist.barrier()
+        assert _content(out / "checkpoint-1") == before, target
+        assert problem_of(out / "checkpoint-2") == "is being saved, or saving it was interrupted", target
+        dist.barrier()
+    assert len(set(all_ranks(tuple(steps)))) == 1
+    accelerator, model, optimizer = _loop(source)
+    _step(accelerator, model, optimizer)
+    accelerator.save_state(out / "state")
+    dist.barrier()
+    before = _content(out / "state")
+    with patch(dcp, _no_space) if dist.get_rank() == 1 else nullcontext():
+        accelerator.save_state(out / "state", blocking=False)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            while True:
+                _step(accelerator, model, optimizer)
+    assert _content(out / "state") == before
+    accelerator.save_state(out / "state", blocking=False)
+    wait_for_saves()
+    assert _content(out / "state") != before and not list(out.glob(".state*"))
 
 
 def removed_while_it_is_saved(source: Path, out: Path) -> None:
@@ -161,7 +246,13 @@ def removed_while_it_is_saved(source: Path, out: Path) -> None:
 def test_at_each_moment_of_a_save_a_whole_state_is_there_and_nothing_else_counts_as_one(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    cases = (moments_of_a_trainer, moments_of_a_state, removed_while_it_is_saved)
+    cases = (
+        moments_of_a_trainer,
+        moments_of_a_state,
+        the_same_is_saved_in_the_background,
+        no_space_in_the_background,
+        removed_while_it_is_saved,
+    )
     named = {case.__name__: partial(case, folders["llama"], tmp_path / case.__name__) for case in cases}
     run_ranks(run_cases, 2, named)
 

@@ -16,7 +16,7 @@ from hf_fsdp_tools.checkpoint.manifest import MANIFEST, check_sums, read_manifes
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.integrations import checkpoints, saving
 from hf_fsdp_tools.integrations.checkpoints import complete_checkpoint, problem_of, rotate
-from hf_fsdp_tools.integrations.saving import remove_checkpoint, replacing
+from hf_fsdp_tools.integrations.saving import Replacement, remove_checkpoint
 
 # ---- the list of files ----
 
@@ -190,8 +190,13 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_end_the_training(tmp_path:
 
 
 def save(folder: Path, text: str) -> None:
-    with replacing(folder) as staging:
-        (staging / "scheduler.bin").write_text(text)
+    place = Replacement(folder)
+    try:
+        place.begin()
+        (place.staging / "scheduler.bin").write_text(text)
+        place.take_place()
+    finally:
+        place.end()
 
 
 class Killed(BaseException):
@@ -269,8 +274,12 @@ def test_a_rename_that_fails_is_undone(tmp_path: Path) -> None:
     with patch.object(saving, "exchange", return_value=False), patch.object(Path, "rename", fails), said:
         save(folder, "new")
     assert (folder / "scheduler.bin").read_text() == "old"
-    with pytest.raises(CheckpointError, match=r"still there"), replacing(folder) as staging:
-        staging.rmdir()
+    place = Replacement(folder)
+    place.begin()
+    place.staging.rmdir()
+    with pytest.raises(CheckpointError, match=r"still there"):
+        place.take_place()
+    place.end()
     assert (folder / "scheduler.bin").read_text() == "old"
 
 

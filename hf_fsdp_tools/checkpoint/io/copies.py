@@ -49,6 +49,7 @@ class HostCopies:
     The memory is kept for the next copies when these are given back (`free_kept_memory` frees it).
     """
 
+    @torch.inference_mode(False)  # memory that is made in it cannot be written by other threads, nor later
     def __init__(self, sources: Sequence[tuple[torch.Tensor, torch.dtype]], *, beside_bytes: int = 0) -> None:
         """Copy tensors, and return once the copies are complete. Every rank must call.
 
@@ -156,7 +157,6 @@ def _rounded(num_bytes: int) -> int:
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
-@torch.inference_mode(False)  # or the memory could not be written outside of it later
 def _blocks(sizes: Sequence[int], side: SideStream | None) -> list[torch.Tensor]:
     """Blocks of these sizes: kept ones where they fit, else new ones; kept ones that do not fit are freed before."""
     with _lock:
@@ -240,8 +240,9 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 def _copy(sources: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], side: SideStream | None) -> None:
     """Copy, and return when all is copied: what a device holds by that device, all else by the CPU at the same time."""
-    on_device = [(s, c) for s, c in zip(sources, copies, strict=True) if side is not None and side.holds(s)]
-    on_host = [(s, c) for s, c in zip(sources, copies, strict=True) if side is None or not side.holds(s)]
+    pairs = [(source, copy) for source, copy in zip(sources, copies, strict=True) if copy.numel()]
+    on_device = [(source, copy) for source, copy in pairs if side is not None and side.holds(source)]
+    on_host = [(source, copy) for source, copy in pairs if side is None or not side.holds(source)]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="copy") as pool:
         works = []
         if side is not None:

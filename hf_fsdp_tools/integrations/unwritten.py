@@ -1,0 +1,113 @@
+"""Training states that are written in the background: what is left to write, and how each state is then complete."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+
+from hf_fsdp_tools.checkpoint.background import in_background
+from hf_fsdp_tools.checkpoint.held_dcp import HeldWriter, copy_held
+from hf_fsdp_tools.checkpoint.manifest import read_manifest
+from hf_fsdp_tools.checkpoint.report import SaveReport
+from hf_fsdp_tools.checkpoint.save import BegunSave
+from hf_fsdp_tools.distributed.agreement import agreed
+
+__all__ = ["Unwritten", "finish_state"]
+
+
+class Unwritten:
+    """The parts of a state that are written from copies, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self.writes: list[Callable[[], int]] = []
+        """Each writes a part, on every rank, and gives the bytes of this one."""
+        self.held = ExitStack()
+        """What is given back once all is written, or nothing of it will be."""
+        self.weights: list[str] = []
+        """Names of the models' files, once they are written."""
+        self.copied_bytes = 0
+
+    def add_model(self, begun: BegunSave) -> None:
+        """Add a model that `begin_save` has copied."""
+
+        def write() -> int:
+            report = begun.finish()
+            self.weights += report.files
+            return report.bytes_written
+
+        self.held.callback(begun.drop)
+        self.writes.append(write)
+        self.copied_bytes += begun.report.copied_bytes
+
+    def known(self, folder: Path) -> SaveReport:
+        """The report of a state before anything is written; no weight files are named in it."""
+        return SaveReport(
+            folder=str(folder),
+            files=(),
+            total_bytes=0,
+            bytes_written=0,
+            gathered_bytes=0,
+            write_calls=0,
+            seconds=0.0,
+            copied_bytes=self.copied_bytes,
+        )
+
+    @contextmanager
+    def holding_dcp(self) -> Iterator[None]:
+        """Add what this block saves by DCP, as Accelerate does: its writer copies instead. Every rank must enter.
+
+        Raises:
+            CheckpointError: host memory does not hold the copies; the same on every rank.
+        """
+        library: Any = dcp  # Accelerate looks the writer up there for each save
+        plain = library.FileSystemWriter
+        writers: list[HeldWriter] = []
+
+        def make(path: str) -> HeldWriter:
+            writers.append(HeldWriter(path))
+            return writers[-1]
+
+        library.FileSystemWriter = make
+        try:
+            yield
+        finally:
+            library.FileSystemWriter = plain
+        copies = copy_held(writers)
+        self.held.callback(copies.give_back)
+        self.writes += [writer.write for writer in writers]
+        self.copied_bytes += copies.num_bytes
+
+
+def finish_state(
+    folder: Path, unwritten: Unwritten, complete: Callable[[], None], *, blocking: bool, start_s: float
+) -> None:
+    """Write what is left of a state, then let `complete` declare it complete: now, or in the background.
+
+    Every rank must call.
+
+    Args:
+        folder: of the complete state, with its manifest.
+        unwritten: of this rank; nothing for a state that is saved at once.
+        complete: for every rank.
+        blocking: whether to return only then.
+        start_s: when saving began, by `time.perf_counter`.
+    """
+    finish = partial(_finish, folder, unwritten, complete)
+    if blocking:
+        finish()
+    else:
+        in_background(finish, unwritten.known(folder), start_s)
+
+
+def _finish(folder: Path, unwritten: Unwritten, complete: Callable[[], None]) -> SaveReport:
+    with unwritten.held:
+        num_bytes = sum(write() for write in unwritten.writes)
+        complete()
+    with agreed("reading the manifest", folder):
+        manifest = read_manifest(folder)
+        total_bytes = sum(size or 0 for size in manifest.sizes.values()) if manifest is not None else 0
+    return replace(unwritten.known(folder), total_bytes=total_bytes, bytes_written=num_bytes)
