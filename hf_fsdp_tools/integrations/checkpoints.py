@@ -221,9 +221,9 @@ def declare_complete(
     *,
     checksums: bool,
     best: str | None,
-    upload: Callable[[], Path | None],
+    push: Callable[[], Path | None],
 ) -> None:
-    """Declare a checkpoint complete, then delete old ones. Every rank must call.
+    """Declare a checkpoint complete, begin to upload it, then delete old ones. Every rank must call.
 
     Args:
         folder: of the checkpoint.
@@ -231,7 +231,7 @@ def declare_complete(
         args: of the Trainer.
         checksums: see `write_manifest`.
         best: path of the best checkpoint, which is not deleted.
-        upload: begins to upload the checkpoint if that is asked for; tells which checkpoint is being uploaded.
+        push: begins to upload the checkpoint; the one that is uploaded just now.
     """
     try:
         write_manifest(folder, written, TRAINER_GLOBS, checksums=checksums)
@@ -242,9 +242,7 @@ def declare_complete(
     with agreed("deleting old checkpoints", folder), storage_errors("save to", folder):
         if args.should_save:
             (folder / _UNFINISHED).unlink(missing_ok=True)
-        uploaded = upload()
-        if args.should_save:
-            rotate(folder, args.save_total_limit, best, uploaded=uploaded)
+            rotate(folder, args.save_total_limit, best, uploaded=push())
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The Trainer's uploads to the hub: of complete folders only, with one error for all ranks or a warning."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from fnmatch import fnmatchcase
 from functools import partial
@@ -13,6 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveS
 from transformers.utils import PushInProgress
 from transformers.utils.hub import hf_api
 
+from hf_fsdp_tools.checkpoint.background import wait_for_saves
 from hf_fsdp_tools.checkpoint.manifest import MANIFEST
 from hf_fsdp_tools.checkpoint.push import is_outdated
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
@@ -20,7 +21,7 @@ from hf_fsdp_tools.hub import CARD, HubTarget, upload, upload_errors
 from hf_fsdp_tools.integrations.checkpoints import STATE_FILES
 from hf_fsdp_tools.integrations.hooks import check_hooks
 
-__all__ = ["PushingMixin", "push_complete", "push_message", "under_way"]
+__all__ = ["PushingMixin", "push_of"]
 
 _KEPT_HERE = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*", ".*", "*/.*", "*.former")
 """Files of an output folder that are not uploaded: those that the Trainer leaves out, and what is hidden or former."""
@@ -105,23 +106,40 @@ class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
         return page
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Do nothing: the Trainer calls this before the checkpoint is complete; `push_complete` comes after."""
+        """Do nothing: the Trainer calls this before the checkpoint is complete; `push_of` gives what comes after."""
 
     def _finish_current_push(self) -> None:
-        """As the Trainer's; a warning says which upload failed."""
+        """As the Trainer's, also for a checkpoint that is still written; a warning says which upload failed."""
+        if self.args.push_to_hub:
+            wait_for_saves()
         super()._finish_current_push()
         if self.push_in_progress is not None:
             _warn_of_failures(self.push_in_progress)
             self.push_in_progress = None
 
 
-def push_complete(trainer: Any, checkpoint: Path, message: str) -> None:
-    """Begin to upload a complete checkpoint as `hub_strategy` says, in the background. For rank 0."""
+def push_of(trainer: Any, checkpoint: Path) -> Callable[[], Path | None]:
+    """A function that begins to upload a checkpoint once it is complete, by the step that training is at now.
+
+    It gives the checkpoint that is uploaded just now: this one, an earlier one, or none. For the main process of each
+    node; only rank 0 uploads.
+    """
+    args, state = trainer.args, trainer.state
+    is_step = args.save_strategy == SaveStrategy.STEPS
+    when = f"step {state.global_step}" if is_step else f"epoch {int(state.epoch)}"
+    return partial(_push_complete, trainer, checkpoint, f"Training in progress, {when}")
+
+
+def _push_complete(trainer: Any, checkpoint: Path, message: str) -> Path | None:
+    """Begin to upload a complete checkpoint as `hub_strategy` says, in the background."""
     args, before = trainer.args, trainer.push_in_progress
-    if not args.push_to_hub or args.hub_strategy == HubStrategy.END:
-        return
-    if before is not None and not before.is_done() and not args.hub_always_push:
-        return
+    if not args.push_to_hub or args.hub_strategy == HubStrategy.END or not trainer.is_world_process_zero():
+        return None
+    if before is not None and before.is_done():
+        _warn_of_failures(before)
+        before = None
+    if before is not None and not args.hub_always_push:
+        return Path(before.checkpoint)
     trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
     files = _files_of(checkpoint, _OF_A_STATE)
     if (card := Path(args.output_dir, CARD)).is_file():
@@ -129,25 +147,10 @@ def push_complete(trainer: Any, checkpoint: Path, message: str) -> None:
     if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         within = _LAST if args.hub_strategy == HubStrategy.CHECKPOINT else f"{checkpoint.name}/"
         files |= {f"{within}{name}": path for name, path in _files_of(checkpoint, (".save-*",)).items()}
-    if before is not None and before.is_done():
-        _warn_of_failures(before)
-        before = None
     job = hf_api().run_as_future(_upload, _target(trainer, message), checkpoint, files)
     trainer.push_in_progress = PushInProgress([*(before.jobs if before is not None else []), job])
-    trainer._uploaded = checkpoint
-
-
-def push_message(trainer: Any) -> str:
-    """The message of a commit while training goes on, as the Trainer has it."""
-    is_step = trainer.args.save_strategy == SaveStrategy.STEPS
-    when = f"step {trainer.state.global_step}" if is_step else f"epoch {int(trainer.state.epoch or 0)}"
-    return f"Training in progress, {when}"
-
-
-def under_way(trainer: Any) -> Path | None:
-    """The checkpoint that is uploaded just now."""
-    push = trainer.push_in_progress
-    return None if push is None or push.is_done() else trainer._uploaded
+    trainer.push_in_progress.checkpoint = checkpoint  # an attribute of our own
+    return checkpoint
 
 
 def _upload(target: HubTarget, folder: Path, files: dict[str, Path]) -> str:

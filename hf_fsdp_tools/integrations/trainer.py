@@ -39,7 +39,7 @@ from hf_fsdp_tools.integrations.checkpoints import (
 from hf_fsdp_tools.integrations.frozen import FROZEN, NEEDED_BY_FROZEN, check_frozen, shard_frozen
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
-from hf_fsdp_tools.integrations.pushing import PushingMixin, push_complete, push_message, under_way
+from hf_fsdp_tools.integrations.pushing import PushingMixin, push_of
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
 from hf_fsdp_tools.integrations.saving import saveable
 from hf_fsdp_tools.integrations.settings import plugin_arguments
@@ -235,16 +235,11 @@ class FSDPTrainerMixin(PushingMixin):
             raise
         finally:
             self._unwritten = None
-        written, best, message = self._written, self.state.best_model_checkpoint, push_message(self)
-
-        def upload() -> Path | None:
-            if self.is_world_process_zero():
-                push_complete(self, folder, message)
-            return under_way(self)
+        written, best, push = self._written, self.state.best_model_checkpoint, push_of(self, folder)
 
         def complete() -> None:
             files = [*written, *unwritten.weights]
-            declare_complete(folder, files, args, checksums=self.checksums, best=best, upload=upload)
+            declare_complete(folder, files, args, checksums=self.checksums, best=best, push=push)
 
         finish_state(folder, unwritten, complete, blocking=self.blocking, start_s=start_s)
 
