@@ -137,8 +137,8 @@ def merge_adapter(
     merges: PEFT itself merges one adapted module at a time, in the dtype of the base (of its config, as with
     `dtype="auto"`). An adapter that was trained on a base in 4 bits (QLoRA) is merged into the plain base. Each process
     holds the adapter, and a part of the model at a time: 64 MiB of tensors that are only moved and 64 MiB of staging
-    buffers, or one adapted module with what PEFT computes for it (about three times the module). Tokenizer files are
-    copied from the adapter's folder, or from the base's.
+    buffers, or one adapted module with what PEFT computes for it (for LoRA on a base in bf16 six times the module).
+    Tokenizer files are copied from the adapter's folder, or from the base's.
 
     Args:
         adapter: hub name, or a folder with `adapter_config.json`. Of several adapters that PEFT saved into one folder,

@@ -156,7 +156,7 @@ def _print(report: "SaveReport", size: int, options: argparse.Namespace) -> None
         print(json.dumps(asdict(report) | {"source": options.source, "beside": beside, "processes": size}, indent=1))
         return
     count = len(report.files)
-    speed = f", {report.total_bytes / report.seconds / 1e9:.2f} GB/s" if report.total_bytes > 1e6 else ""
+    speed = f", {report.total_bytes / report.seconds / 1e9:.2f} GB/s" if report.total_bytes > 1e8 else ""
     print(f"wrote   {report.folder}  ({count} weight file{'s' * (count != 1)}, {show_bytes(report.total_bytes)})")
     print(f"beside  {', '.join(beside)}")
     print(f"took    {report.seconds:.1f} s{speed}, {size} process{'es' * (size != 1)}")

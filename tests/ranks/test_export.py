@@ -168,6 +168,7 @@ def export_and_merge(states: Path, large: Path, adapter: Path, root: Path) -> li
         (export_checkpoint, large, "cast"),
         (merge_adapter, adapter, "merged"),
     ):
+        Path("/proc/self/clear_refs").write_text("5")  # forget the highest resident size so far (proc(5))
         watch = MemoryWatch()
         with (
             patch.object(plan_parts, "__kwdefaults__", {"part_bytes": 4 * 2**20}),
@@ -221,7 +222,7 @@ def test_processes_share_the_work_in_bounded_memory(states: Path, tmp_path: Path
     merged, by_peft = stored_tensors(tmp_path / "merged"), adapted.merge_and_unload().state_dict()
     assert merged.keys() == by_peft.keys()
     assert all(torch.equal(merged[key], tensor) for key, tensor in by_peft.items())
-    for results in zip(*per_rank, strict=True):
+    for results in zip(*(found[2:] for found in per_rank), strict=True):  # the state is a single part
         total = results[0][1]
         assert sum(written for written, _, _ in results) == total
         assert all(abs(written - total / 2) < 0.1 * total for written, _, _ in results), "about as much each"
@@ -229,8 +230,8 @@ def test_processes_share_the_work_in_bounded_memory(states: Path, tmp_path: Path
     for *_, (_, _, large_rise), (_, _, merged_rise) in per_rank:
         # 4 MiB of a part, 8 of staging; 16 for what Python and torch allocate meanwhile.
         assert large_rise <= (4 + 8 + 16) * 2**20
-        # A module of 6 MB in bf16 and what PEFT makes for it, in fp32 too.
-        assert merged_rise <= (4 + 8 + 16) * 2**20 + 4 * 6e6 + adapter_bytes
+        # A module of 6 MB in bf16, and PEFT's product for it: twice in fp32 and once in bf16.
+        assert merged_rise <= (4 + 8 + 16) * 2**20 + 6 * 6e6 + adapter_bytes
 
 
 # ---- processes that the command starts ----

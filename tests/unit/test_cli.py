@@ -59,7 +59,8 @@ def run(capsys, *words):
 
 
 @pytest.mark.parametrize(
-    "words", [("--help",), ("plan", "--help"), ("doctor", "--help"), ("config", "--help"), ("demo-model", "--help")]
+    "words",
+    [("--help",), *((name, "--help") for name in ("plan", "doctor", "config", "export", "merge", "demo-model"))],
 )
 def test_help_imports_nothing_heavy(words):
     code = (
