@@ -258,7 +258,13 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         super().save(obj, f, safe_serialization)
 
     def save_model(
-        self, model: nn.Module, save_directory: str | PathLike[str], max_shard_size: int | str = "10GB", **options: Any
+        self,
+        model: nn.Module,
+        save_directory: str | PathLike[str],
+        max_shard_size: int | str = "10GB",
+        *,
+        blocking: bool = True,
+        **options: Any,
     ) -> None:
         """Write a sharded model as a Hugging Face folder, by `save_pretrained`. Every rank must call."""
         if self.distributed_type != DistributedType.FSDP:
@@ -266,7 +272,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             return
         if not options.pop("safe_serialization", True) or options:
             raise ConfigError("save_model: sharded models are written as safetensors. Leave out safe_serialization.")
-        save_pretrained(saveable(model), save_directory, max_shard_size=max_shard_size)
+        save_pretrained(saveable(model), save_directory, max_shard_size=max_shard_size, blocking=blocking)
 
 
 def _prepare_object(accelerator: Accelerator, obj: Any) -> Any:

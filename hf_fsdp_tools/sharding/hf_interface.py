@@ -115,7 +115,7 @@ def _save_pretrained(
             return None
         with original_classes(model), with_cache_as_found(model):
             return plain(save_directory, state_dict=state_dict, **kwargs)
-    passed = {name: kwargs.pop(name) for name in ("max_shard_size", *_OF_AN_UPLOAD) if name in kwargs}
+    passed = {name: kwargs.pop(name) for name in ("max_shard_size", "blocking", *_OF_AN_UPLOAD) if name in kwargs}
     if kwargs.pop("push_to_hub", False):
         passed["push_to_hub"] = True
     else:
