@@ -1,5 +1,6 @@
 """Models without values for a checkpoint that is to be written anew: of the files alone, or with an adapter in them."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +21,7 @@ from hf_fsdp_tools.checkpoint.match import Match, match_checkpoint
 from hf_fsdp_tools.checkpoint.merge_adapter import adapted_parameters, mergeable, with_merged
 from hf_fsdp_tools.checkpoint.opening import Checkpoint
 from hf_fsdp_tools.checkpoint.vocabulary import resize_vocabulary
-from hf_fsdp_tools.distributed.agreement import agreed, opened
+from hf_fsdp_tools.distributed.agreement import agreed, opened, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
@@ -92,11 +93,15 @@ def blank_model(checkpoint: Checkpoint, *, auto_class: Any, trust_remote_code: b
         resize_vocabulary(model, next(iter(rows.values())), None)
         match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
     _refuse_other_shapes(match, frozenset())
-    if match.unexpected_keys and match.index.is_model_state:
-        raise CheckpointError(
+    if match.unexpected_keys:
+        told = (
             f"{match.index.name!r} holds {len(match.unexpected_keys)} tensors for which {type(model).__name__} has no "
-            f"place: {listed(sorted(match.unexpected_keys))}. {_FIT}"
+            f"place: {listed(sorted(match.unexpected_keys))}"
         )
+        if match.index.is_model_state:
+            raise CheckpointError(f"{told}. {_FIT}")
+        if rank_and_size()[0] == 0:
+            warnings.warn(f"{told}. They are left out.", stacklevel=2)
     for key, stored in match.loaded.items():
         dtypes = {match.index.source_dtype(source) for source in stored.sources}
         dtype, tensor = next(iter(dtypes), None), match.state[key]

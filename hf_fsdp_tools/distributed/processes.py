@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import TypeVar
 
+from hf_fsdp_tools.distributed.memory import available_bytes
 from hf_fsdp_tools.errors import FSDPToolsError, RanksError
 
 __all__ = ["launched_ranks", "num_processes_for", "run_on_processes"]
@@ -30,6 +30,9 @@ _BYTES_EACH = 4 * 10**9
 _MEMORY_EACH = 2 * 2**30
 """Bytes of memory that must be free for each process: torch, transformers and PEFT take 0.6 GB. (assumed)"""
 
+_KILLED = signal.SIGUSR1
+"""The signal that interrupts rank 0 when a process was killed: SIGINT is ignored in background jobs of a shell."""
+
 _END_S = 10.0
 """How long processes may take to end after their work. (assumed)"""
 
@@ -38,16 +41,9 @@ def num_processes_for(num_bytes: int) -> int:
     """How many processes of this machine to use for so many bytes: at most 8, one for each core, for each 4 GB, and for
     each 2 GiB of free memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MOST, cores, 1 + num_bytes // _BYTES_EACH, _free_memory() // _MEMORY_EACH))
-
-
-def _free_memory(file: Path = Path("/proc/meminfo")) -> int:
-    """Bytes that new processes can have without swapping; many where nothing says so."""
-    with suppress(OSError):
-        for line in file.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return _MOST * _MEMORY_EACH
+    memory = available_bytes()
+    room = _MOST if memory is None else memory // _MEMORY_EACH
+    return max(1, min(_MOST, cores, 1 + num_bytes // _BYTES_EACH, room))
 
 
 @contextmanager
@@ -97,6 +93,7 @@ def run_on_processes(function: Callable[[], T], size: int) -> T:
     ]
     killed: list[str] = []
     over = threading.Event()
+    before = signal.signal(_KILLED, signal.default_int_handler)
     with _as_rank(0, size):
         try:
             for process in processes:
@@ -115,6 +112,7 @@ def run_on_processes(function: Callable[[], T], size: int) -> T:
         finally:
             over.set()
             _end(processes)
+            signal.signal(_KILLED, before)
 
 
 def _work(function: Callable[[], object], rank: int, size: int, port: int) -> None:
@@ -175,7 +173,7 @@ def _watch(processes: list[BaseProcess], killed: list[str], over: threading.Even
                     "changed. If the system ended it for want of memory, use fewer processes."
                 )
                 # A signal, for one that is raised here would wait until the main thread has slept or read enough.
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                signal.pthread_kill(threading.main_thread().ident or 0, _KILLED)
                 return
         if not any(process.is_alive() for process in processes):
             return

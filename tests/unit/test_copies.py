@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from hf_fsdp_tools.checkpoint.io import copies
-from hf_fsdp_tools.checkpoint.io.copies import HostCopies, available_bytes, copied_transfers, free_kept_memory
+from hf_fsdp_tools.checkpoint.io.copies import HostCopies, copied_transfers, free_kept_memory
 from hf_fsdp_tools.checkpoint.io.files import write_in_turn
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
+from hf_fsdp_tools.distributed.memory import available_bytes
 from tests._late import LateSideStream, Machine
 
 MIB = 2**20

@@ -5,17 +5,17 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from hf_fsdp_tools.accelerator import SideStream, side_stream_for
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
+from hf_fsdp_tools.distributed.memory import available_bytes
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.text import first_line, show_bytes
 
-__all__ = ["HostCopies", "available_bytes", "copied_transfers", "free_kept_memory"]
+__all__ = ["HostCopies", "copied_transfers", "free_kept_memory"]
 
 _BLOCK_BYTES = 256 * 2**20
 """Bytes of one allocation, of which many tensors get a part. A power of two, to which PyTorch rounds pinned memory up:
@@ -203,36 +203,6 @@ def _refuse_too_large(num_bytes: int) -> None:
                 f"{ranks} ranks on {machine}, where {show_bytes(available)} are available. Save with blocking=True, "
                 "which needs no copy, or in a smaller dtype, or free memory."
             )
-
-
-def available_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes of memory that this process can still get without swapping; None where the system does not say.
-
-    The smaller one of what the machine has and what a container's limit (cgroups 1 and 2) leaves; memory that files
-    take and that can be taken from them counts as available.
-
-    Args:
-        root: of the file system.
-    """
-    found = []
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    except OSError:
-        return None
-    for folder, limit, usage in (
-        ("sys/fs/cgroup", "memory.max", "memory.current"),
-        ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            most, now = ((root / folder / name).read_text().strip() for name in (limit, usage))
-            stat = dict(line.split(" ", 1) for line in (root / folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        if most.isdigit():
-            files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-            found.append(max(0, int(most) - int(now) + files))
-    return min(found, default=None)
 
 
 # ---- copying ----

@@ -1,0 +1,35 @@
+"""How much host memory this process can still get."""
+
+from pathlib import Path
+
+__all__ = ["available_bytes"]
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes of memory that this process can still get without swapping; None where the system does not say.
+
+    The smaller one of what the machine has and what a container's limit (cgroups 1 and 2) leaves; memory that files
+    take and that can be taken from them counts as available.
+
+    Args:
+        root: of the file system.
+    """
+    found = []
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    except OSError:
+        return None
+    for folder, limit, usage in (
+        ("sys/fs/cgroup", "memory.max", "memory.current"),
+        ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            most, now = ((root / folder / name).read_text().strip() for name in (limit, usage))
+            stat = dict(line.split(" ", 1) for line in (root / folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if most.isdigit():
+            files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+            found.append(max(0, int(most) - int(now) + files))
+    return min(found, default=None)
