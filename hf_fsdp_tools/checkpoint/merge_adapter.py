@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed
 from hf_fsdp_tools.distributed.shards import cut, gather_on_device
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.peft_view import bare_model, base_of, is_wrapper
@@ -118,7 +118,7 @@ def _merged_by_peft(twin: Any) -> nn.Module:
     """The module inside a whole wrapper, with the adapter merged into it.
 
     Raises:
-        CheckpointError: PEFT cannot merge it.
+        ConfigError: PEFT cannot merge it.
     """
     try:
         if hasattr(twin, "unload_and_optionally_merge_module"):
@@ -129,7 +129,7 @@ def _merged_by_peft(twin: Any) -> nn.Module:
             twin.merge(safe_merge=False, adapter_names=None)
             inside = twin.get_base_layer()
     except ValueError as error:
-        raise CheckpointError(str(error)) from error
+        raise ConfigError(f"PEFT cannot merge these adapters: {error}") from error
     return inside
 
 
