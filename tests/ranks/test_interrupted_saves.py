@@ -460,7 +460,7 @@ def peft_cannot_tell_what_belongs_to_an_adapter(_: Any, adapter: Any, target: Pa
 def peft_cannot_merge_on_one_rank(_: Any, adapter: Any, target: Path) -> str:
     fault = ValueError("cannot be merged") if dist.get_rank() == 1 else None
     merge = patch.object(peft.tuners.lora.Linear, "merge", autospec=True, side_effect=fault)
-    with merge, pytest.raises(ConfigError, match="rank 1: PEFT cannot merge these adapters: cannot be merged") as caught:
+    with merge, pytest.raises(ConfigError, match=r"rank 1: PEFT cannot merge .* cannot be merged") as caught:
         save_pretrained(adapter, target, merge_adapters=True)
     return str(caught.value)
 
