@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from hf_fsdp_tools.checkpoint.adapter_state import restore_adapter
 from hf_fsdp_tools.checkpoint.conversion import assume_conversions, persistent_tensors, set_conversions
 from hf_fsdp_tools.checkpoint.fill import fill_shards
+from hf_fsdp_tools.checkpoint.formats.stored import QuantizedTensor
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES
 from hf_fsdp_tools.checkpoint.match import Match, match_checkpoint
@@ -72,12 +73,15 @@ class Blank:
     """Keys of the base whose values an adapter holds in place of the files."""
 
 
-def blank_model(checkpoint: Checkpoint, *, auto_class: Any, trust_remote_code: bool) -> Blank:
+def blank_model(
+    checkpoint: Checkpoint, *, auto_class: Any, dtype: torch.dtype | None, trust_remote_code: bool
+) -> Blank:
     """The model of a checkpoint, on meta; each tensor has the dtype in which it is stored.
 
     Args:
         checkpoint: of a model.
         auto_class: None means the class that the config names.
+        dtype: in which quantised weights become floats; None keeps that which their files say.
         trust_remote_code: run model code that comes with the config.
 
     No rank communicates.
@@ -102,11 +106,13 @@ def blank_model(checkpoint: Checkpoint, *, auto_class: Any, trust_remote_code: b
             raise CheckpointError(f"{told}. {_FIT}")
         if rank_and_size()[0] == 0:
             warnings.warn(f"{told}. They are left out.", stacklevel=2)
-    for key, stored in match.loaded.items():
-        dtypes = {match.index.source_dtype(source) for source in stored.sources}
-        dtype, tensor = next(iter(dtypes), None), match.state[key]
-        if len(dtypes) == 1 and dtype is not None and dtype.is_floating_point and tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype if dtype.itemsize > 1 else None)
+    quantized = {key for key, stored in match.index.tensors.items() if isinstance(stored, QuantizedTensor)}
+    for key, made_of in match.loaded.items():
+        found = {match.index.source_dtype(source) for source in made_of.sources}
+        chosen = {dtype} if dtype is not None and made_of.sources & quantized else found
+        own, tensor = next(iter(chosen), None), match.state[key]
+        if len(chosen) == 1 and own is not None and own.is_floating_point and tensor.is_floating_point():
+            tensor.data = tensor.data.to(own if own.itemsize > 1 else None)
     set_conversions(model, match.load_map)
     forget_quantization(model)
     assume_conversions(model)

@@ -113,7 +113,7 @@ def export_checkpoint(
         adapted = blank_adapted(checkpoint, auto_class=auto_class, trust_remote_code=trust_remote_code)
         return save_adapter(adapted, Path(folder), tokenizer=FilesBeside(homes=homes), dtype=dtype)
     with agreed("building the model"):
-        blank = blank_model(checkpoint, auto_class=auto_class, trust_remote_code=trust_remote_code)
+        blank = blank_model(checkpoint, auto_class=auto_class, dtype=dtype, trust_remote_code=trust_remote_code)
     return _write(blank, FilesBeside(homes=homes), folder, dtype, max_shard_size, progress, start_s)
 
 

@@ -12,13 +12,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Trainer
 
 from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.checkpoint.gather import gather_to_first
 from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, has_cpu_backend, timeout_of
 from hf_fsdp_tools.distributed.mesh import local_device, shared_devices
+from hf_fsdp_tools.integrations import pushing
 from tests._dist import num_gpus, run_ranks
 from tests._training import ShardedTrainer, arguments, batches_of, make_rows, train
 
@@ -69,9 +69,9 @@ def _given_a_backend(model: Path, out: Path) -> list[float]:
     if size > 1:
         _waiting(accelerator, rank)
     trainer = ShardedTrainer(model=sharded, args=arguments(out / "pushed"), train_dataset=make_rows(4))
-    trainer.args.push_to_hub = True
-    uploading = ConfigError("no network") if rank == 0 else None
-    with patch.object(Trainer, "push_to_hub", side_effect=uploading), pytest.raises(ConfigError, match="no network"):
+    trainer.args.push_to_hub, trainer.hub_model_id = True, "me/pushed"
+    uploading = ConfigError("no network") if rank == 0 else AssertionError("rank 0 alone uploads")
+    with patch.object(pushing, "_upload", side_effect=uploading), pytest.raises(ConfigError, match="no network"):
         trainer.save_model()  # the others wait for rank 0's upload, and do not go on without it
     return losses
 

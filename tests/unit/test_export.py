@@ -16,7 +16,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hf_fsdp_tools import CheckpointError, ConfigError, export_checkpoint, merge_adapter
 from hf_fsdp_tools.checkpoint import parts
-from tests._checkpoints import KINDS, make_checkpoint, randomize, stored_tensors
+from tests._checkpoints import (
+    KINDS,
+    dequantized_by_transformers,
+    make_checkpoint,
+    make_quantized,
+    randomize,
+    stored_tensors,
+)
 from tests.ranks.test_adapter import CASES, grown, lora
 
 PLAIN = {"prompt"}
@@ -63,6 +70,18 @@ def test_dtypes_stay_as_they_are_stored_unless_asked(tmp_path: Path) -> None:
     export_checkpoint(source, tmp_path / "cast", dtype=torch.float16)
     assert {t.dtype for t in stored_tensors(tmp_path / "cast").values()} == {torch.float16}
     assert json.loads((tmp_path / "cast" / "config.json").read_text())["dtype"] == "float16"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quantised_weights_become_floats_of_the_dtype_in_the_files(tmp_path: Path, dtype: torch.dtype) -> None:
+    source = make_quantized("fp8 experts", tmp_path / "source")
+    export_checkpoint(source, tmp_path / "out", dtype=dtype, max_shard_size="60KB")
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert getattr(written.config, "quantization_config", None) is None and written.dtype == dtype
+    expected = dict(dequantized_by_transformers("fp8 experts", source, dtype).named_parameters())
+    # Plain weights are in bf16 there.
+    different = [key for key, t in written.named_parameters() if not torch.equal(t, expected[key].to(dtype))]
+    assert different == []
 
 
 def test_files_of_a_tokenizer_come_along_and_no_others(folders: dict[str, Path], tmp_path: Path) -> None:
