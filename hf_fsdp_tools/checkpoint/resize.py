@@ -14,7 +14,7 @@ from hf_fsdp_tools.checkpoint.vocabulary import AddedRows, fill_added, resized_t
 from hf_fsdp_tools.distributed.agreement import shared_seed
 from hf_fsdp_tools.distributed.shards import gather_on_device, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.meta import text_config
+from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.sharding.adapter_plan import measured
 from hf_fsdp_tools.sharding.allocate import allocate, with_data

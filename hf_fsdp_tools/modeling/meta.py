@@ -15,12 +15,17 @@ from transformers import initialization as init
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.hub import fetch, local_path
+from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.linear4bit import make_quantizer, pack_weights, replace_linears
 from hf_fsdp_tools.modeling.quantization import note_quantization, set_aside_quantization
 from hf_fsdp_tools.modeling.untrusted import read_json_object, understood
 from hf_fsdp_tools.text import first_line, first_lines, listed, quoted
 
-__all__ = ["build_meta_model", "config_dtype", "load_config", "text_config"]
+__all__ = [
+    "build_meta_model",
+    "config_dtype",
+    "load_config",
+]
 
 _CURE = "Use the config.json that belongs to the checkpoint: copy or download it again."
 
@@ -105,15 +110,6 @@ def config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
         if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
             return dtype
     return None
-
-
-def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the text model within a configuration, itself where there is none; of two, the decoder's."""
-    try:
-        found: PreTrainedConfig = config.get_text_config()
-    except ValueError:  # a text encoder and a decoder, as MusicGen has
-        found = config.get_text_config(decoder=True)
-    return found
 
 
 def build_meta_model(

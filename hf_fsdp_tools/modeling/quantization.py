@@ -6,6 +6,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hf_fsdp_tools.modeling.configs import text_config
+
 __all__ = ["forget_quantization", "note_quantization", "set_aside_quantization", "stored_quantization"]
 
 
@@ -52,7 +54,7 @@ def forget_quantization(model: nn.Module) -> None:
 
 
 def _parts_of(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    text = config.get_text_config()
+    text = text_config(config)
     return [config] if text is config else [config, text]
 
 
