@@ -226,8 +226,9 @@ class SaveReport:
         rows = [
             ("saved to", self.folder),
             ("files", f"{len(self.files) or 'being written'}, {show_bytes(self.total_bytes)}"),
-            ("this rank", f"{show_bytes(self.bytes_written)} in {self.seconds:.2f} s"),
         ]
+        if self.files:
+            rows.append(("this rank", f"{show_bytes(self.bytes_written)} in {self.seconds:.2f} s"))
         if self.pause_seconds is not None:
             rows.append(("pause", f"{self.pause_seconds:.2f} s, for a copy of {show_bytes(self.copied_bytes)}"))
         if self.commit_url:
