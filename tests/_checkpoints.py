@@ -318,6 +318,25 @@ def _per_tensor(key: str, weight: torch.Tensor) -> Tensors:
     return {key: values, f"{key}_scale": scale, key.replace("proj.weight", "proj.k_scale"): torch.ones(1)}
 
 
+def _in_words(codes: torch.Tensor) -> torch.Tensor:
+    """4-bit integers side by side in int32 words, the first one in the lowest bits; the last word is filled up."""
+    codes = nn.functional.pad(codes, (0, -codes.shape[-1] % 8)).unflatten(-1, (-1, 8)).long()
+    words = (codes << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+
+
+def _packed(key: str, weight: torch.Tensor, *, is_symmetric: bool, group: int = 16) -> Tensors:
+    """Integers of 4 bits, 8 to a word, with a scale for each group of columns, and zero points packed along the
+    rows."""
+    grid = weight.float().unflatten(1, (-1, group))
+    low, high = grid.amin(2), grid.amax(2)
+    scales = (grid.abs().amax(2) / 7 if is_symmetric else (high - low) / 15).bfloat16()
+    zero = torch.full(scales.shape, 8.0) if is_symmetric else (-low / scales.float()).round().clamp(0, 15)
+    codes = (grid / scales.float().unsqueeze(2) + zero.unsqueeze(2)).round().clamp(0, 15).flatten(1)
+    stored = {f"{key}_packed": _in_words(codes), f"{key}_scale": scales, f"{key}_shape": torch.tensor(weight.shape)}
+    return stored if is_symmetric else stored | {f"{key}_zero_point": _in_words(zero.t()).t()}
+
+
 def _gpt_oss() -> PreTrainedModel:
     sizes = _EVEN | {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5, "num_experts_per_tok": 2}
     config = hf.GptOssConfig(**sizes, head_dim=16, layer_types=["sliding_attention", "full_attention"])
@@ -362,6 +381,12 @@ def _compressed(strategy: str) -> dict[str, Any]:
     }
 
 
+def _compressed_packed(*, is_symmetric: bool) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": is_symmetric}
+    group = {"targets": ["Linear"], "weights": weights}
+    return _compressed("group") | {"format": "pack-quantized", "config_groups": {"group_0": group}}
+
+
 QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.Tensor], Tensors], dict[str, Any]]] = {
     "fp8": (_qwen3, _fp8, _FP8_CONFIG | {"weight_block_size": [8, 16]}),
     "fp8 of 128 x 128": (
@@ -375,6 +400,16 @@ QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.T
     "compressed per channel": (_even_llama, _per_channel, _compressed("channel")),
     "compressed per tensor": (_even_llama, _per_tensor, _compressed("tensor")),
     "compressed experts": (_even_mixtral, _per_channel, _compressed("channel")),
+    "compressed int4": (
+        _even_llama,
+        partial(_packed, is_symmetric=False),
+        _compressed_packed(is_symmetric=False),
+    ),
+    "compressed int4 experts": (
+        _even_mixtral,
+        partial(_packed, is_symmetric=True),
+        _compressed_packed(is_symmetric=True),
+    ),
 }
 """Model, how a weight is stored, and quantization_config. All linear layers but the head are quantised, or the experts
 alone (mxfp4)."""
