@@ -337,6 +337,16 @@ def _packed(key: str, weight: torch.Tensor, *, is_symmetric: bool, group: int = 
     return stored if is_symmetric else stored | {f"{key}_zero_point": _in_words(zero.t()).t()}
 
 
+def _nvfp4(key: str, weight: torch.Tensor) -> Tensors:
+    """4-bit floats two to a byte, in groups of 16 whose scales have 8 bits; they are over a scale of the weight."""
+    values, scales = _in_blocks(weight, (1, 16), 6)
+    whole = 448 / scales.max().view(1)
+    rounded = (scales * whole).to(torch.float8_e4m3fn)
+    values = (values * (scales * whole / rounded.float())[:, None, :, None]).clamp(-6, 6).view(weight.shape)
+    stored = {f"{key}_packed": _two_to_a_byte(values), f"{key}_scale": rounded, f"{key}_global_scale": whole}
+    return stored | {f"{key.removesuffix('weight')}input_global_scale": torch.ones(1)}
+
+
 def _gpt_oss() -> PreTrainedModel:
     sizes = _EVEN | {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5, "num_experts_per_tok": 2}
     config = hf.GptOssConfig(**sizes, head_dim=16, layer_types=["sliding_attention", "full_attention"])
@@ -381,10 +391,10 @@ def _compressed(strategy: str) -> dict[str, Any]:
     }
 
 
-def _compressed_packed(*, is_symmetric: bool) -> dict[str, Any]:
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": is_symmetric}
-    group = {"targets": ["Linear"], "weights": weights}
-    return _compressed("group") | {"format": "pack-quantized", "config_groups": {"group_0": group}}
+def _compressed_packed(format: str, **weights: Any) -> dict[str, Any]:
+    given = {"num_bits": 4, "group_size": 16, "symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": given | weights}
+    return _compressed("group") | {"format": format, "config_groups": {"group_0": group}}
 
 
 QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.Tensor], Tensors], dict[str, Any]]] = {
@@ -403,12 +413,17 @@ QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.T
     "compressed int4": (
         _even_llama,
         partial(_packed, is_symmetric=False),
-        _compressed_packed(is_symmetric=False),
+        _compressed_packed("pack-quantized", type="int", strategy="group", symmetric=False),
     ),
     "compressed int4 experts": (
         _even_mixtral,
         partial(_packed, is_symmetric=True),
-        _compressed_packed(is_symmetric=True),
+        _compressed_packed("pack-quantized", type="int", strategy="group"),
+    ),
+    "compressed nvfp4": (
+        _even_llama,
+        _nvfp4,
+        _compressed_packed("nvfp4-pack-quantized", type="float", strategy="tensor_group"),
     ),
 }
 """Model, how a weight is stored, and quantization_config. All linear layers but the head are quantised, or the experts

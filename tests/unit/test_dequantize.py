@@ -75,6 +75,15 @@ def integers_less_zero_points(bits: int, words: torch.Tensor, scales: torch.Tens
     return (values * scales.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
+def as_nvfp4(values: torch.Tensor, scales: torch.Tensor, whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What compressed-tensors computes: in float32, rounded to bfloat16."""
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    codes = torch.stack([values % 16, values // 16], -1).flatten(-2).long()
+    floats = table[codes % 8] * (1 - 2 * (codes // 8))
+    each = (scales.float() / whole).repeat_interleave(16, -1)
+    return (floats * each).bfloat16().to(dtype)
+
+
 def integers_of(words: torch.Tensor, bits: int) -> torch.Tensor:
     """One integer after the other, from the bytes of the words."""
     data = words.contiguous().view(torch.uint8)
@@ -143,6 +152,11 @@ STORED: dict[str, tuple[Tensors, dict[str, Any] | None, Callable[..., torch.Tens
         pack_quantized(8),
         partial(integers_less_zero_points, 8),
     ),
+    "nvfp4": (
+        {"a.weight_packed": bytes_of(25, 48), "a.weight_scale": fp8_of(25, 6), "a.weight_global_scale": scales_of(1)},
+        COMPRESSED,
+        as_nvfp4,
+    ),
 }
 """Tensors, quantization_config, and the rule for the whole weight: of values, scales and dtype."""
 
@@ -202,11 +216,12 @@ def test_rows_by_themselves_give_the_bits_that_they_give_within_a_weight(rule):
     has_floats = rule == "scaled" or "packed" in rule
     scales = (exponents.float() - 127).exp2() if has_floats else exponents
     values = bytes_of(255, 48) if rule == "mxfp4" else fp8_of(255, 48)
-    values = values.view(torch.int32) if "packed" in rule else values
+    values = values.view(torch.int32) if "packed" in rule else values.view(torch.uint8) if rule == "nvfp4" else values
+    beside = {"scale": scales} | ({"global scale": torch.full((255, 1), 0.3)} if rule == "nvfp4" else {})
     for dtype in (torch.bfloat16, torch.float32):
-        whole = RULES[rule](values, {"scale": scales}, dtype)
+        whole = RULES[rule](values, beside, dtype)
         for start, stop in ((0, 1), (3, 4), (7, 24), (200, 255)):
-            part = RULES[rule](values[start:stop], {"scale": scales[start:stop]}, dtype)
+            part = RULES[rule](values[start:stop], {key: t[start:stop] for key, t in beside.items()}, dtype)
             assert torch.equal(*(t.contiguous().view(torch.uint8) for t in (part, whole[start:stop])))
 
 
@@ -328,6 +343,16 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
         },
         pack_quantized(4),
         r"its zero points 'a\.weight_zero_point' are \[3, 3\], .* one word for each 8 rows",
+    ),
+    "no scale of the weight": (
+        {"a.weight_packed": bytes_of(25, 48), "a.weight_scale": fp8_of(25, 6)},
+        COMPRESSED,
+        r"it has no 'a\.weight_global_scale' beside it",
+    ),
+    "a scale of the weight for each row": (
+        {"a.weight_packed": bytes_of(25, 48), "a.weight_scale": fp8_of(25, 6), "a.weight_global_scale": scales_of(25)},
+        COMPRESSED,
+        r"'a\.weight_global_scale' beside it is \[25\], expected one number",
     ),
     "columns ordered by activation": (
         {

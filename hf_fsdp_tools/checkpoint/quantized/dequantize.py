@@ -252,7 +252,9 @@ class _ScalesOfRows:
             return
         else:
             scales = self._memory.to(torch.float32)
-            bad = ~torch.isfinite(scales) | (scales == 0)
+            bad = ~torch.isfinite(scales)
+            if self._stored.dtype != torch.float8_e4m3fn:  # of which small ones are zero, as are their blocks
+                bad |= scales == 0
         if count := int(bad.sum()):
             raise CheckpointError(
                 f"{self._stored.file}: {self._stored.key!r} holds {count} scales that are zero, infinite or NaN, so "

@@ -153,7 +153,9 @@ class _Finder:
             elif values.dtype in _FP8 and len(values.shape) > 1:
                 bare.append(values)
         if self.found or self._method is not None:
-            self.problems += [f"{t.file}: {t.key!r} {_looks(t)} has no scales beside it" for t in bare]
+            self.problems += [
+                f"{t.file}: {t.key!r} {_looks(t)} has no scales beside it" for t in bare if t.key not in self.used
+            ]
             self.problems += self._left_over()
 
     def _left_over(self) -> Iterator[str]:
@@ -175,8 +177,9 @@ class _Finder:
         if name.endswith("_blocks") and values.dtype == torch.uint8 and self._method in (None, *_MXFP4):
             scales = self._tensors.get(f"{key.removesuffix('_blocks')}_scales")
             return self._mxfp4(values, scales)
-        if name == "weight_packed" and values.dtype == torch.int32 and self._method in _COMPRESSED:
-            return self._packed(values, f"{module}.weight")
+        if name == "weight_packed" and self._method in _COMPRESSED:
+            of = {torch.int32: self._packed, torch.uint8: self._nvfp4}.get(values.dtype)
+            return None if of is None else of(values, f"{module}.weight")
         if values.dtype not in (*_FP8, torch.int8):
             return None
         if self._method in (None, *_FINE_GRAINED):
@@ -246,6 +249,21 @@ class _Finder:
             high = (packed, grid.block[1])
             beside["zero point"] = replace(grid, stored=zero_points, block=high, bits=bits)
         return _tensor(key, values, beside, f"packed int{bits}", shape, packed)
+
+    def _nvfp4(self, values: StoredTensor, key: str) -> QuantizedTensor | None:
+        """4-bit floats of compressed-tensors, with 8-bit scales per group and a float32 scale of the weight."""
+        scales, whole = self._tensors.get(f"{key}_scale"), self._tensors.get(f"{key}_global_scale")
+        if scales is None or scales.dtype != torch.float8_e4m3fn:  # another format
+            return None
+        if whole is None:
+            raise _DoesNotFit(f"it has no {key + '_global_scale'!r} beside it")
+        _expect(whole, (torch.float32,))
+        if whole.shape != (1,):
+            raise _DoesNotFit(f"{whole.key!r} beside it is {list(whole.shape)}, expected one number, [1]")
+        self.shown.append("compressed-tensors")
+        shape = (*values.shape[:-1], values.shape[-1] * 2) if values.shape else ()
+        beside = {"scale": self._grid(key, shape, scales, (), 2), "global scale": self._grid(key, shape, whole, (), 2)}
+        return _tensor(key, values, beside, "nvfp4", shape, 2)
 
     def _mxfp4(self, values: StoredTensor, scales: StoredTensor | None) -> QuantizedTensor | None:
         """Experts of gpt-oss: [experts, rows, blocks, bytes of a block], transposed once they are dequantised."""

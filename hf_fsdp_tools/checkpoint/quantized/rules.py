@@ -55,9 +55,23 @@ def _packed(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: tor
     return _scaled(unpacked(values.unsqueeze(2), first_bits, bits).flatten(1), scales, dtype)
 
 
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The 4-bit floats of the OCP Microscaling formats, by their codes; bit 3 is the sign."""
+
+
+def _nvfp4(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """4-bit floats two to a byte: times the scale of their group over the weight's own, by way of bfloat16."""
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float32, device=values.device)
+    floats = table[torch.stack([values & 15, values >> 4], -1).flatten(1).int()]
+    scale = scales["scale"].to(torch.float32) / scales["global scale"]
+    floats = floats.view(*scale.shape, -1) * scale.unsqueeze(2)
+    return floats.to(torch.bfloat16).to(dtype).flatten(1)
+
+
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "mxfp4": _mxfp4,
+        "nvfp4": _nvfp4,
         "packed int4": partial(_packed, bits=4),
         "packed int8": partial(_packed, bits=8),
         "scaled": _scaled,
