@@ -267,6 +267,34 @@ def test_memory_is_bounded_and_reads_are_few(tmp_path, monkeypatch):
     assert report.read_ratio <= 1.001
 
 
+def test_experts_of_nvfp4_are_as_compressed_tensors_makes_them(tmp_path, monkeypatch):
+    """Not as transformers does, which leaves the scale of the whole weight of experts out (5.23)."""
+    reason = "compressed-tensors is not installed (pip install compressed-tensors)"
+    compressors = pytest.importorskip("compressed_tensors.compressors", reason=reason)
+    from compressed_tensors.quantization import QuantizationScheme
+
+    config = QUANTIZED["compressed nvfp4"][2]
+    monkeypatch.setitem(
+        QUANTIZED, "experts", (QUANTIZED["compressed experts"][0], QUANTIZED["compressed nvfp4"][1], config)
+    )
+    folder = make_quantized("experts", tmp_path / "experts")
+    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
+    compressor = compressors.BaseCompressor.get_value_from_registry(config["format"])
+    stored = stored_tensors(folder)
+    model = build_meta_model(folder)
+    load_weights(model, folder)
+    found = model.state_dict()
+    for layer in range(2):
+        theirs: dict[str, list[torch.Tensor]] = {"w1": [], "w2": [], "w3": []}
+        for expert, name in ((expert, name) for expert in range(4) for name in theirs):
+            module = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}."
+            parts = {key.removeprefix(module): tensor for key, tensor in stored.items() if key.startswith(module)}
+            theirs[name].append(compressor.decompress(parts, scheme)["weight"])
+        w1, w2, w3 = map(torch.stack, theirs.values())
+        assert torch.equal(found[f"model.layers.{layer}.mlp.experts.down_proj"], w2)
+        assert torch.equal(found[f"model.layers.{layer}.mlp.experts.gate_up_proj"], torch.cat([w1, w3], 1))
+
+
 # ---- refusals ----
 
 GOOD = {"a.weight": fp8_of(32, 64), "a.weight_scale_inv": scales_of(2, 2), "b.weight": torch.ones(4)}
