@@ -3,9 +3,9 @@
     python recipes/dequantize.py CHECKPOINT OUT [--dtype bfloat16] [--device cuda]
 
 For methods that cannot be dequantised shard by shard while they are loaded (GPTQ, AWQ, AQLM, HQQ, …). Fine-grained FP8,
-MXFP4 and 8-bit compressed-tensors need no such step. The whole model is in memory; the method's library must be
-installed, and many methods need a GPU. Where transformers cannot dequantise a method, each quantised linear layer tells
-its own weight: its outputs for the unit vectors.
+MXFP4, and compressed-tensors of 8 bits, packed integers and NVFP4 need no such step. The whole model is in memory;
+the method's library must be installed, and many methods need a GPU. Where transformers cannot dequantise a method, each
+quantised linear layer tells its own weight: its outputs for the unit vectors.
 """
 
 import argparse

@@ -318,6 +318,35 @@ def _per_tensor(key: str, weight: torch.Tensor) -> Tensors:
     return {key: values, f"{key}_scale": scale, key.replace("proj.weight", "proj.k_scale"): torch.ones(1)}
 
 
+def _in_words(codes: torch.Tensor) -> torch.Tensor:
+    """4-bit integers side by side in int32 words, the first one in the lowest bits; the last word is filled up."""
+    codes = nn.functional.pad(codes, (0, -codes.shape[-1] % 8)).unflatten(-1, (-1, 8)).long()
+    words = (codes << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+
+
+def _packed(key: str, weight: torch.Tensor, *, is_symmetric: bool, group: int = 16) -> Tensors:
+    """Integers of 4 bits, 8 to a word, with a scale for each group of columns, and zero points packed along the
+    rows."""
+    grid = weight.float().unflatten(1, (-1, group))
+    low, high = grid.amin(2), grid.amax(2)
+    scales = (grid.abs().amax(2) / 7 if is_symmetric else (high - low) / 15).bfloat16()
+    zero = torch.full(scales.shape, 8.0) if is_symmetric else (-low / scales.float()).round().clamp(0, 15)
+    codes = (grid / scales.float().unsqueeze(2) + zero.unsqueeze(2)).round().clamp(0, 15).flatten(1)
+    stored = {f"{key}_packed": _in_words(codes), f"{key}_scale": scales, f"{key}_shape": torch.tensor(weight.shape)}
+    return stored if is_symmetric else stored | {f"{key}_zero_point": _in_words(zero.t()).t()}
+
+
+def _nvfp4(key: str, weight: torch.Tensor) -> Tensors:
+    """4-bit floats two to a byte, in groups of 16 whose scales have 8 bits; they are over a scale of the weight."""
+    values, scales = _in_blocks(weight, (1, 16), 6)
+    whole = 448 / scales.max().view(1)
+    rounded = (scales * whole).to(torch.float8_e4m3fn)
+    values = (values * (scales * whole / rounded.float())[:, None, :, None]).clamp(-6, 6).view(weight.shape)
+    stored = {f"{key}_packed": _two_to_a_byte(values), f"{key}_scale": rounded, f"{key}_global_scale": whole}
+    return stored | {f"{key.removesuffix('weight')}input_global_scale": torch.ones(1)}
+
+
 def _gpt_oss() -> PreTrainedModel:
     sizes = _EVEN | {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5, "num_experts_per_tok": 2}
     config = hf.GptOssConfig(**sizes, head_dim=16, layer_types=["sliding_attention", "full_attention"])
@@ -362,6 +391,12 @@ def _compressed(strategy: str) -> dict[str, Any]:
     }
 
 
+def _compressed_packed(format: str, **weights: Any) -> dict[str, Any]:
+    given = {"num_bits": 4, "group_size": 16, "symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": given | weights}
+    return _compressed("group") | {"format": format, "config_groups": {"group_0": group}}
+
+
 QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.Tensor], Tensors], dict[str, Any]]] = {
     "fp8": (_qwen3, _fp8, _FP8_CONFIG | {"weight_block_size": [8, 16]}),
     "fp8 of 128 x 128": (
@@ -375,6 +410,21 @@ QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.T
     "compressed per channel": (_even_llama, _per_channel, _compressed("channel")),
     "compressed per tensor": (_even_llama, _per_tensor, _compressed("tensor")),
     "compressed experts": (_even_mixtral, _per_channel, _compressed("channel")),
+    "compressed int4": (
+        _even_llama,
+        partial(_packed, is_symmetric=False),
+        _compressed_packed("pack-quantized", type="int", strategy="group", symmetric=False),
+    ),
+    "compressed int4 experts": (
+        _even_mixtral,
+        partial(_packed, is_symmetric=True),
+        _compressed_packed("pack-quantized", type="int", strategy="group"),
+    ),
+    "compressed nvfp4": (
+        _even_llama,
+        _nvfp4,
+        _compressed_packed("nvfp4-pack-quantized", type="float", strategy="tensor_group"),
+    ),
 }
 """Model, how a weight is stored, and quantization_config. All linear layers but the head are quantised, or the experts
 alone (mxfp4)."""

@@ -180,7 +180,15 @@ def packed_in_four_bits(folder: Path, tmp: Path) -> None:
 WAYS: dict[str, Callable[[Path, Path], None]] = {
     **{
         f"{kind} along dimension {dim}": partial(along_other_dimensions, kind, dim)
-        for kind, dim in (("fp8", 1), ("mxfp4", 1), ("mxfp4", 2), ("fp8 and fp4 experts", 1), ("fp8 experts", 2))
+        for kind, dim in (
+            ("fp8", 1),
+            ("mxfp4", 1),
+            ("mxfp4", 2),
+            ("fp8 and fp4 experts", 1),
+            ("fp8 experts", 2),
+            ("compressed int4", 1),
+        )
+        if kind in KINDS
     },
     "replicas": replicas,
     **{f"{kind} saved": partial(saved_and_loaded_again, kind) for kind in ("fp8", "fp8 experts", "mxfp4")},

@@ -4,6 +4,7 @@ libraries' own functions; bounded memory; what does not fit is refused by its he
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,36 @@ def in_the_dtype_of_scales(values: torch.Tensor, scales: torch.Tensor, dtype: to
     return (values.to(scales.dtype) * scales).to(dtype)
 
 
+def integers_less_zero_points(bits: int, words: torch.Tensor, scales: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """What compressed-tensors computes: in the dtype of the scales."""
+    *zero_points, dtype = rest
+    values = integers_of(words, bits).unflatten(-1, (scales.shape[-1], -1)).to(scales.dtype)
+    for zero in zero_points:
+        values = values - integers_of(zero.t(), bits).t()[: len(scales)].to(scales.dtype).unsqueeze(-1)
+    return (values * scales.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def as_nvfp4(values: torch.Tensor, scales: torch.Tensor, whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What compressed-tensors computes: in float32, rounded to bfloat16."""
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    codes = torch.stack([values % 16, values // 16], -1).flatten(-2).long()
+    floats = table[codes % 8] * (1 - 2 * (codes // 8))
+    each = (scales.float() / whole).repeat_interleave(16, -1)
+    return (floats * each).bfloat16().to(dtype)
+
+
+def integers_of(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """One integer after the other, from the bytes of the words."""
+    data = words.contiguous().view(torch.uint8)
+    codes = torch.stack([data % 16, data // 16], -1).flatten(-2) if bits == 4 else data
+    return codes.to(torch.int16) - 2 ** (bits - 1)
+
+
+def pack_quantized(bits: int) -> dict[str, Any]:
+    groups = {"group_0": {"weights": {"num_bits": bits}}}
+    return COMPRESSED | {"format": "pack-quantized", "config_groups": groups}
+
+
 FP8: dict[str, Any] = {"quant_method": "fp8"}
 COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors"}
 WEIGHTS_IN_BLOCKS = {"weights": {"strategy": "block", "block_structure": [16, 16]}}
@@ -72,6 +103,7 @@ BLOCKS_8_16 = FP8 | {"weight_block_size": [8, 16]}
 EXPONENTS = bytes_of(24, 6) % 20 + 117
 FP4_EXPONENTS = EXPONENTS.view(torch.float8_e8m0fnu)
 INTEGERS = bytes_of(24, 96).view(torch.int8)
+WORDS = bytes_of(25, 48).view(torch.int32)
 
 STORED: dict[str, tuple[Tensors, dict[str, Any] | None, Callable[..., torch.Tensor]]] = {
     "blocks": ({"a.weight": fp8_of(24, 96), "a.weight_scale_inv": scales_of(3, 6)}, FP8, in_fp32),
@@ -100,6 +132,30 @@ STORED: dict[str, tuple[Tensors, dict[str, Any] | None, Callable[..., torch.Tens
         {"a.weight": INTEGERS, "a.weight_scale": scales_of(24, 1)},
         COMPRESSED,
         in_the_dtype_of_scales,
+    ),
+    "int4 in groups": (
+        {"a.weight_packed": WORDS, "a.weight_scale": scales_of(25, 6).bfloat16()},
+        pack_quantized(4),
+        partial(integers_less_zero_points, 4),
+    ),
+    "int4 with zero points": (
+        {
+            "a.weight_packed": WORDS,
+            "a.weight_scale": scales_of(25, 3),
+            "a.weight_zero_point": bytes_of(4, 12, seed=1).view(torch.int32),
+        },
+        pack_quantized(4),
+        partial(integers_less_zero_points, 4),
+    ),
+    "packed int8 per channel": (
+        {"a.weight_packed": WORDS, "a.weight_scale": scales_of(25, 1).bfloat16()},
+        pack_quantized(8),
+        partial(integers_less_zero_points, 8),
+    ),
+    "nvfp4": (
+        {"a.weight_packed": bytes_of(25, 48), "a.weight_scale": fp8_of(25, 6), "a.weight_global_scale": scales_of(1)},
+        COMPRESSED,
+        as_nvfp4,
     ),
 }
 """Tensors, quantization_config, and the rule for the whole weight: of values, scales and dtype."""
@@ -157,12 +213,15 @@ def moved(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor:
 def test_rows_by_themselves_give_the_bits_that_they_give_within_a_weight(rule):
     """For every exponent, whether a loop takes it in a vector or alone."""
     exponents = torch.arange(255, dtype=torch.uint8).view(-1, 1).repeat(1, 3)
-    scales = exponents if rule != "scaled" else (exponents.float() - 127).exp2()
+    has_floats = rule == "scaled" or "packed" in rule
+    scales = (exponents.float() - 127).exp2() if has_floats else exponents
     values = bytes_of(255, 48) if rule == "mxfp4" else fp8_of(255, 48)
+    values = values.view(torch.int32) if "packed" in rule else values.view(torch.uint8) if rule == "nvfp4" else values
+    beside = {"scale": scales} | ({"global scale": torch.full((255, 1), 0.3)} if rule == "nvfp4" else {})
     for dtype in (torch.bfloat16, torch.float32):
-        whole = RULES[rule](values, {"scale": scales}, dtype)
+        whole = RULES[rule](values, beside, dtype)
         for start, stop in ((0, 1), (3, 4), (7, 24), (200, 255)):
-            part = RULES[rule](values[start:stop], {"scale": scales[start:stop]}, dtype)
+            part = RULES[rule](values[start:stop], {key: t[start:stop] for key, t in beside.items()}, dtype)
             assert torch.equal(*(t.contiguous().view(torch.uint8) for t in (part, whole[start:stop])))
 
 
@@ -206,6 +265,34 @@ def test_memory_is_bounded_and_reads_are_few(tmp_path, monkeypatch):
     report = load_weights(build_meta_model(folder), folder)
     assert len(parts) < 60 and report.read_calls <= len(parts) + len(stored), "one call for the scales of many rows"
     assert report.read_ratio <= 1.001
+
+
+def test_experts_of_nvfp4_are_as_compressed_tensors_makes_them(tmp_path, monkeypatch):
+    """Not as transformers does, which leaves the scale of the whole weight of experts out (5.23)."""
+    reason = "compressed-tensors is not installed (pip install compressed-tensors)"
+    compressors = pytest.importorskip("compressed_tensors.compressors", reason=reason)
+    from compressed_tensors.quantization import QuantizationScheme
+
+    config = QUANTIZED["compressed nvfp4"][2]
+    monkeypatch.setitem(
+        QUANTIZED, "experts", (QUANTIZED["compressed experts"][0], QUANTIZED["compressed nvfp4"][1], config)
+    )
+    folder = make_quantized("experts", tmp_path / "experts")
+    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
+    compressor = compressors.BaseCompressor.get_value_from_registry(config["format"])
+    stored = stored_tensors(folder)
+    model = build_meta_model(folder)
+    load_weights(model, folder)
+    found = model.state_dict()
+    for layer in range(2):
+        theirs: dict[str, list[torch.Tensor]] = {"w1": [], "w2": [], "w3": []}
+        for expert, name in ((expert, name) for expert in range(4) for name in theirs):
+            module = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}."
+            parts = {key.removeprefix(module): tensor for key, tensor in stored.items() if key.startswith(module)}
+            theirs[name].append(compressor.decompress(parts, scheme)["weight"])
+        w1, w2, w3 = map(torch.stack, theirs.values())
+        assert torch.equal(found[f"model.layers.{layer}.mlp.experts.down_proj"], w2)
+        assert torch.equal(found[f"model.layers.{layer}.mlp.experts.gate_up_proj"], torch.cat([w1, w3], 1))
 
 
 # ---- refusals ----
@@ -265,6 +352,44 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
         {"a.weight": fp8_of(8, 8), "a.weight_scale": scales_of(8, 1), "a.weight_zero_point": torch.ones(8, 1)},
         COMPRESSED,
         r"'a\.weight_zero_point' beside it holds float32, expected float8_e4m3fn",
+    ),
+    "packed without scales": (
+        {"a.weight_packed": WORDS},
+        pack_quantized(4),
+        r"'a\.weight_packed' \(int32 \[25, 12\]\): it has no scales beside it",
+    ),
+    "groups that end within words": (
+        {"a.weight_packed": WORDS, "a.weight_scale": scales_of(25, 24)},
+        pack_quantized(4),
+        r"its scales 'a\.weight_scale' \[25, 24\] lie on no blocks of it",
+    ),
+    "zero points of another number": (
+        {
+            "a.weight_packed": WORDS,
+            "a.weight_scale": scales_of(25, 3),
+            "a.weight_zero_point": torch.ones(3, 3, dtype=torch.int32),
+        },
+        pack_quantized(4),
+        r"its zero points 'a\.weight_zero_point' are \[3, 3\], .* one word for each 8 rows",
+    ),
+    "no scale of the weight": (
+        {"a.weight_packed": bytes_of(25, 48), "a.weight_scale": fp8_of(25, 6)},
+        COMPRESSED,
+        r"it has no 'a\.weight_global_scale' beside it",
+    ),
+    "a scale of the weight for each row": (
+        {"a.weight_packed": bytes_of(25, 48), "a.weight_scale": fp8_of(25, 6), "a.weight_global_scale": scales_of(25)},
+        COMPRESSED,
+        r"'a\.weight_global_scale' beside it is \[25\], expected one number",
+    ),
+    "columns ordered by activation": (
+        {
+            "a.weight_packed": WORDS,
+            "a.weight_scale": scales_of(25, 3),
+            "a.weight_g_idx": torch.ones(96, dtype=torch.int32),
+        },
+        pack_quantized(4),
+        r"'a\.weight_g_idx' orders its columns by activation, so that no block .* recipes/dequantize\.py",
     ),
 }
 

@@ -148,6 +148,10 @@ class BlockScales:
     block: tuple[int, int]
     """Rows and columns of a block; the last blocks of either direction may be short."""
 
+    bits: int = 0
+    """Bits of each value where a stored element packs one for each row of its block, lowest bits first and offset by
+    half their range; 0 where an element is one value."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedTensor:

@@ -16,7 +16,7 @@ from hf_fsdp_tools.checkpoint.formats.stored import BlockScales, QuantizedTensor
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.io.files import Reader, TransferStats
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer, transfer_of, views_into
-from hf_fsdp_tools.checkpoint.quantized.rules import RULES
+from hf_fsdp_tools.checkpoint.quantized.rules import RULES, unpacked
 from hf_fsdp_tools.checkpoint.quantized.windows import Bounds, batches, work_in_windows
 from hf_fsdp_tools.checkpoint.regions import View, row_major_strides
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
@@ -208,7 +208,7 @@ class _ScalesOfRows:
 
     def __init__(self, slab: _Slab, scales: BlockScales) -> None:
         rows, (high, wide) = slab.rows, scales.block
-        self._key, self._stored, self._slab = slab.part.tensor.key, scales.stored, slab
+        self._key, self._stored, self._bits = slab.part.tensor.key, scales.stored, scales.bits
         self._outer = [d for d, step in enumerate(rows.strides) if not step % high]
         inner = [d for d in range(len(rows.strides)) if d not in self._outer]
         index = torch.tensor(rows.offset)
@@ -217,6 +217,7 @@ class _ScalesOfRows:
         blocks = torch.div(index, high, rounding_mode="floor")
         first, last = int(blocks.min()), int(blocks.max())
         self._blocks, self._inner = blocks - first, inner
+        self._within = index % high
         column, stop = slab.begin_at // wide, min(-(-slab.end_at // wide), scales.columns)
         self._view = View(
             offset=first * scales.columns + column,
@@ -235,6 +236,9 @@ class _ScalesOfRows:
         dtype = self._memory.dtype
         stored = self._memory.view(torch.uint8) if dtype.itemsize == 1 else self._memory  # torch picks no 8-bit floats
         found = stored.index_select(-2, self._blocks.flatten().to(stored.device)).view(dtype)
+        if self._bits:
+            first_bits = (self._within.flatten() * self._bits).to(found)
+            found = unpacked(found, first_bits.unsqueeze(1), self._bits)
         found = found.view(*found.shape[:-2], *self._blocks.shape, found.shape[-1])
         order = [*self._outer, *self._inner]
         found = found.permute(*(order.index(d) for d in range(len(order))), found.dim() - 1)
@@ -248,7 +252,9 @@ class _ScalesOfRows:
             return
         else:
             scales = self._memory.to(torch.float32)
-            bad = ~torch.isfinite(scales) | (scales == 0)
+            bad = ~torch.isfinite(scales)
+            if self._stored.dtype != torch.float8_e4m3fn:  # of which small ones are zero, as are their blocks
+                bad |= scales == 0
         if count := int(bad.sum()):
             raise CheckpointError(
                 f"{self._stored.file}: {self._stored.key!r} holds {count} scales that are zero, infinite or NaN, so "

@@ -153,7 +153,9 @@ class _Finder:
             elif values.dtype in _FP8 and len(values.shape) > 1:
                 bare.append(values)
         if self.found or self._method is not None:
-            self.problems += [f"{t.file}: {t.key!r} {_looks(t)} has no scales beside it" for t in bare]
+            self.problems += [
+                f"{t.file}: {t.key!r} {_looks(t)} has no scales beside it" for t in bare if t.key not in self.used
+            ]
             self.problems += self._left_over()
 
     def _left_over(self) -> Iterator[str]:
@@ -162,6 +164,8 @@ class _Finder:
             if key in self.used or not key.endswith(("weight_scale_inv", "weight_scale", "_proj_scales")):
                 continue
             base = key.removesuffix("_scale_inv").removesuffix("_scale").removesuffix("_scales")
+            if f"{base}_packed" in self._tensors:  # of a format without a rule, which is refused by its values
+                continue
             beside = self._tensors.get(base)
             if beside is None or beside.dtype.itemsize > 1:
                 found = "no such tensor" if beside is None else _looks(beside)
@@ -173,6 +177,9 @@ class _Finder:
         if name.endswith("_blocks") and values.dtype == torch.uint8 and self._method in (None, *_MXFP4):
             scales = self._tensors.get(f"{key.removesuffix('_blocks')}_scales")
             return self._mxfp4(values, scales)
+        if name == "weight_packed" and self._method in _COMPRESSED:
+            of = {torch.int32: self._packed, torch.uint8: self._nvfp4}.get(values.dtype)
+            return None if of is None else of(values, f"{module}.weight")
         if values.dtype not in (*_FP8, torch.int8):
             return None
         if self._method in (None, *_FINE_GRAINED):
@@ -209,6 +216,54 @@ class _Finder:
                 raise _DoesNotFit(f"its zero points are {list(zero_points.shape)}, its scales {list(scales.shape)}")
             beside["zero point"] = replace(beside["scale"], stored=zero_points)
         return _tensor(values.key, values, beside, "scaled", values.shape, 1)
+
+    def _packed(self, values: StoredTensor, key: str) -> QuantizedTensor | None:
+        """Integers of compressed-tensors, several to an int32, with scales per channel or group.
+
+        Zero points are packed along the rows, those of one column of groups in one word.
+        """
+        bits, scales = _bits_of_packed(self._config), self._tensors.get(f"{key}_scale")
+        if bits is None:
+            return None
+        if scales is None:
+            raise _DoesNotFit("it has no scales beside it")
+        if f"{key}_g_idx" in self._tensors:
+            raise _DoesNotFit(
+                f"{key + '_g_idx'!r} orders its columns by activation, so that no block of columns has one scale; "
+                "make a plain checkpoint of it once (python recipes/dequantize.py CHECKPOINT OUT)"
+            )
+        _expect(scales, _SCALES)
+        self.shown.append("compressed-tensors")
+        packed = 32 // bits
+        shape = (*values.shape[:-1], values.shape[-1] * packed) if values.shape else ()
+        beside = {"scale": self._grid(key, shape, scales, (), packed)}
+        zero_points = self._tensors.get(f"{key}_zero_point")
+        if zero_points is not None:
+            _expect(zero_points, (torch.int32,))
+            grid = beside["scale"]
+            if grid.block[0] > 1 or _row_major(zero_points).shape != (-(-shape[0] // packed), grid.columns):
+                raise _DoesNotFit(
+                    f"its zero points {zero_points.key!r} are {list(zero_points.shape)}, its scales "
+                    f"{list(scales.shape)}; expected one word for each {packed} rows of them"
+                )
+            high = (packed, grid.block[1])
+            beside["zero point"] = replace(grid, stored=zero_points, block=high, bits=bits)
+        return _tensor(key, values, beside, f"packed int{bits}", shape, packed)
+
+    def _nvfp4(self, values: StoredTensor, key: str) -> QuantizedTensor | None:
+        """4-bit floats of compressed-tensors, with 8-bit scales per group and a float32 scale of the weight."""
+        scales, whole = self._tensors.get(f"{key}_scale"), self._tensors.get(f"{key}_global_scale")
+        if scales is None or scales.dtype != torch.float8_e4m3fn:  # another format
+            return None
+        if whole is None:
+            raise _DoesNotFit(f"it has no {key + '_global_scale'!r} beside it")
+        _expect(whole, (torch.float32,))
+        if whole.shape != (1,):
+            raise _DoesNotFit(f"{whole.key!r} beside it is {list(whole.shape)}, expected one number, [1]")
+        self.shown.append("compressed-tensors")
+        shape = (*values.shape[:-1], values.shape[-1] * 2) if values.shape else ()
+        beside = {"scale": self._grid(key, shape, scales, (), 2), "global scale": self._grid(key, shape, whole, (), 2)}
+        return _tensor(key, values, beside, "nvfp4", shape, 2)
 
     def _mxfp4(self, values: StoredTensor, scales: StoredTensor | None) -> QuantizedTensor | None:
         """Experts of gpt-oss: [experts, rows, blocks, bytes of a block], transposed once they are dequantised."""
@@ -318,3 +373,15 @@ def _blocks_of_groups(config: Mapping[str, Any]) -> tuple[int, ...]:
         if isinstance(weights, Mapping) and weights.get("block_structure"):
             return tuple(weights["block_structure"])
     return ()
+
+
+def _bits_of_packed(config: Mapping[str, Any]) -> int | None:
+    """Bits of the integers that a config of compressed-tensors packs; None where it names none, several, or bits that
+    run on from word to word."""
+    bits = {
+        group["weights"].get("num_bits")
+        for group in (config.get("config_groups") or {}).values()
+        if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
+        if (group.get("format") or config.get("format")) == "pack-quantized"
+    }
+    return bits.pop() if bits in ({4}, {8}) else None

@@ -20,7 +20,7 @@ _REASONS = {
     "awq": "it packs values in an order of its own, with zero points per group",
     "bitnet": "its layers compute with ternary weights",
     "bitsandbytes": "8-bit layers keep a second reference to the whole weight, which FSDP2 neither shards nor frees",
-    "compressed-tensors": "of its formats, those with 8-bit values under the weight's own name are dequantised",
+    "compressed-tensors": "of its formats, 8-bit values, packed integers of 4 or 8 bits and NVFP4 are dequantised",
     "fp_quant": "it rotates weights before it packs them",
     "gptq": "it packs values with zero points per group, and may reorder columns",
     "higgs": "it stores codes of a grid, of rotated weights",
