@@ -1,6 +1,7 @@
 """Tests see no GPU, unless they run ranks on one (`run_ranks(…, device="cuda")`): they pass alike with and without
-GPUs. Checkpoints that are read alone are made once."""
+GPUs. Checkpoints that are read alone are made once. No test leaves a process group, or silence, to the next."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,20 @@ import pytest
 from tests._dist import hide_gpus
 
 hide_gpus()
+
+
+@pytest.fixture(autouse=True)
+def as_found() -> Iterator[None]:
+    """`from_pretrained` starts a process group of one; the CLI silences transformers for its own process."""
+    import torch.distributed as dist  # not before GPUs are hidden
+    import transformers
+
+    had_group, verbosity = dist.is_initialized(), transformers.logging.get_verbosity()
+    yield
+    if dist.is_initialized() and not had_group:
+        dist.destroy_process_group()
+    transformers.logging.set_verbosity(verbosity)
+    transformers.logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="session")

@@ -227,7 +227,7 @@ def no_memory_for_the_copy(source: Path, target: Path) -> None:
 
 def memory_is_kept_until_a_save_needs_none(source: Path, target: Path) -> None:
     model = loaded(source / "llama")
-    model.save_pretrained(target / "first", blocking=False)
+    save_pretrained(model, target / "first", blocking=False)
     wait_for_saves()
     addresses = {block.data_ptr() for _, block in copies._kept}
     with patch.object(copies, "available_bytes", lambda: 0):

@@ -228,11 +228,12 @@ def test_processes_share_the_work_in_bounded_memory(states: Path, tmp_path: Path
         assert sum(written for written, _, _ in results) == total
         assert all(abs(written - total / 2) < 0.1 * total for written, _, _ in results), "about as much each"
     adapter_bytes = 2 * (adapter / "adapter_model.safetensors").stat().st_size  # the file's pages, and PEFT's copy
-    for _, (_, _, large_rise), _, (_, _, merged_rise) in per_rank:
+    for _, (_, _, large_rise), _, (_, total, merged_rise) in per_rank:
         # 4 MiB of a part, 8 of staging; 16 for what Python and torch allocate meanwhile.
         assert large_rise <= (4 + 8 + 16) * 2**20
-        # A module of 6 MB in bf16, and PEFT's product for it: twice in fp32 and once in bf16.
-        assert merged_rise <= (4 + 8 + 16) * 2**20 + 6 * 6e6 + adapter_bytes
+        # Less than what a process writes: a module of 6 MB in bf16, with what PEFT computes for it in fp32, and memory
+        # that the allocator has not given back.
+        assert merged_rise <= total // 2 + adapter_bytes
 
 
 # ---- processes that the command starts ----

@@ -17,15 +17,6 @@ from tests._checkpoints import make_checkpoint
 from tests._dist import imitate_gpus
 
 
-@pytest.fixture(autouse=True)
-def loud_again():
-    """The CLI silences transformers for its own process; other tests want to hear it."""
-    verbosity = transformers.logging.get_verbosity()
-    yield
-    transformers.logging.set_verbosity(verbosity)
-    transformers.logging.enable_progress_bar()
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
