@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_fsdp_tools import ConfigError, from_pretrained
@@ -18,13 +17,6 @@ IDLE = {
     "key_mapping": None, "max_memory": None, "variant": None, "attn_implementation": "eager",
 }  # fmt: skip
 """What transformers' run_clm.py, run_glue.py, open-instruct, axolotl and alignment-handbook give."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group_of_one():
-    """`from_pretrained` starts a process group, which other tests must not find."""
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
