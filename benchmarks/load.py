@@ -59,7 +59,7 @@ from benchmarks.loading.models import KINDS, make_checkpoint, set_cache
 from benchmarks.loading.storage import Storage
 from benchmarks.loading.tables import render, table, title_of
 from benchmarks.measuring.process import Figures
-from benchmarks.measuring.rounds import Row, in_turn, reason, where
+from benchmarks.measuring.rounds import Row, command, in_turn, reason, where
 from tests._dist import hide_gpus, num_gpus, run_ranks
 
 PRELOAD = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe", "gpt2", "gpt_oss")]
@@ -111,7 +111,7 @@ def row_of(runs: list[list[Figures]], failed: str, expected: list[Figures]) -> R
 
 def about(device: str) -> dict[str, str]:
     """Where and how a cell was measured."""
-    return {"where": where(device), "command": f"python benchmarks/load.py {' '.join(sys.argv[1:])}"}
+    return {"where": where(device), "command": command("benchmarks/load.py")}
 
 
 def cells(args: argparse.Namespace) -> Iterator[Figures]:

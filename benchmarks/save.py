@@ -51,7 +51,7 @@ from benchmarks.loading.job import Job as Load
 from benchmarks.loading.measure import reference
 from benchmarks.loading.models import KINDS, make_checkpoint, set_cache
 from benchmarks.measuring.process import Figures
-from benchmarks.measuring.rounds import Row, in_turn, reason, where
+from benchmarks.measuring.rounds import Row, command, in_turn, reason, where
 from benchmarks.saving.bars import summary
 from benchmarks.saving.job import STORED, Job
 from benchmarks.saving.measure import compare, measure
@@ -131,8 +131,8 @@ def cells(args: argparse.Namespace) -> Iterator[Figures]:
             cell = {"model": kind, "bytes": size, "dtype": dtype, "cache": cache, "ranks": ranks}
             cell |= {"replicas": args.replicas, "device": args.device}
             rows = run_cell(job, tiny, args, cell, expected)
-            command = f"python benchmarks/save.py {' '.join(sys.argv[1:])}"
-            yield {"cell": cell, "rows": rows, "about": {"where": where(args.device), "command": command}}
+            about = {"where": where(args.device), "command": command("benchmarks/save.py")}
+            yield {"cell": cell, "rows": rows, "about": about}
 
 
 def checkpoints(args: argparse.Namespace) -> Iterator[tuple[str, Path, Path]]:

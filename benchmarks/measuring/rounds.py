@@ -1,17 +1,20 @@
 """Contestants in turn, what is kept of their runs, and where it was."""
 
 import os
+import shlex
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from datetime import date
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import hf_fsdp_tools
 from benchmarks.measuring.process import OUT_OF_MEMORY
 from tests._dist import num_gpus
 
-__all__ = ["LIMIT", "OURS", "Row", "in_turn", "median", "ratios", "reason", "where"]
+__all__ = ["LIMIT", "OURS", "Row", "command", "in_turn", "median", "ratios", "reason", "where"]
 
 Row = dict[str, Any]
 
@@ -47,6 +50,12 @@ def ratios(rows: dict[str, Row], name: str, base: str, key: str = "seconds") -> 
 def median(values: Sequence[float], digits: int = 2) -> str:
     """As text; empty for no values."""
     return f"{statistics.median(values):.{digits}f}" if values else ""
+
+
+def command(script: str) -> str:
+    """The command of this run, as a shell takes it; of absolute paths the last part, for others have other folders."""
+    words = (Path(word).name if word.startswith("/") else word for word in sys.argv[1:])
+    return shlex.join(["python", script, *words])
 
 
 def where(device: str) -> str:
