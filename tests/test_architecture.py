@@ -24,6 +24,8 @@ ROOMS = (
     "modeling",
     "planning",
     "sharding",
+    "foresight",
+    "plots",
     "checkpoint",
     "fsdp1",
     "diagnostics",

@@ -1,0 +1,1 @@
+"""What a training step will need and how long it will take, before a GPU is touched."""

@@ -1,0 +1,79 @@
+"""What is known of a training before it runs: batch, precision, optimizer, sharding, machines."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.planning.policy import HybridPolicy
+
+__all__ = ["TrainingSetup"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """One training as a value; `dataclasses.replace` gives a changed one. Checked when it is made.
+
+    Raises:
+        ConfigError: a number is below 1, or the mesh does not fit the GPUs.
+    """
+
+    num_gpus: int = 1
+    """Processes over all machines, one per GPU."""
+    gpu: str = "h100-80gb"
+    """Name in the table of GPUs (`hardware`)."""
+    gpus_per_node: int = 8
+    """GPUs that share a machine and its fast links."""
+    network_gbit_s: float | None = None
+    """Gbit/s of all network cards of one machine together; None takes the usual one for the GPU."""
+    dp_replicate_size: int = 1
+    """Copies of the sharded model (HSDP)."""
+    batch_size: int = 1
+    """Sequences per GPU and micro-step (`per_device_train_batch_size`)."""
+    seq_len: int = 4096
+    """Tokens per sequence."""
+    gradient_accumulation_steps: int = 1
+    """Micro-steps per optimizer step."""
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Dtype of computation and of gathered parameters."""
+    master_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Dtype of the shards that the optimizer updates."""
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Dtype in which gradients are reduced."""
+    optimizer: str = "adamw"
+    """`adamw` (fused), `adamw_foreach`, `sgd`, `sgd_momentum`, `adafactor`, `adamw_8bit`."""
+    max_grad_norm: float | None = 1.0
+    """Whether gradients are clipped, which takes memory and time."""
+    lora_r: int | None = None
+    """Rank of LoRA adapters; None trains all parameters."""
+    lora_target_modules: str | tuple[str, ...] = "all-linear"
+    """As in PEFT's `LoraConfig.target_modules`."""
+    load_in_4bit: bool = False
+    """NF4 base (QLoRA)."""
+    activation_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass."""
+    reshard_after_forward: bool = True
+    """False keeps gathered parameters until the backward pass."""
+    wrapping: Literal["hybrid", "root", "none"] = "hybrid"
+    """`root`: one unit for the whole model; `none`: no FSDP, every rank holds all (DDP)."""
+    policy: HybridPolicy = field(default_factory=HybridPolicy)
+    """For the hybrid plan."""
+    offload: bool = False
+    """Keep shards, gradients and optimizer state in host memory."""
+    compile: bool = False
+    """`torch.compile` per block."""
+    loss: Literal["full", "chunked"] = "full"
+    """`chunked`: logits are made and freed in pieces, as TRL's trainers and Liger do."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """transformers' name of the attention kernels."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_gpus", "gpus_per_node", "batch_size", "seq_len", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
+        ParallelDims(dp_replicate_size=self.dp_replicate_size).resolve(self.num_gpus)
+
+    @property
+    def dp_shard_size(self) -> int:
+        """GPUs that share one copy of the model."""
+        return 1 if self.wrapping == "none" else self.num_gpus // self.dp_replicate_size
