@@ -296,11 +296,17 @@ def _check_accelerator(accelerator: Any) -> None:
             "Accelerate's state was reset after this accelerator was made: TrainingArguments does that. Make the "
             "arguments first, then the accelerator and the model."
         )
-    if plugin is None or plugin.fsdp_version != 2:
+    if plugin is None:
         raise ConfigError(
-            f"The accelerator does not run FSDP2 (distributed type {accelerator.distributed_type}"
-            f"{'' if plugin is None else ', fsdp_version 1'}). Make it with make_accelerator(), which takes the same "
-            "arguments; on CPUs and in one process, Accelerate itself drops every FSDP plugin."
+            f"The accelerator does not run FSDP2 (distributed type {accelerator.distributed_type}). Make it with "
+            "make_accelerator(), which takes the same arguments; on CPUs and in one process, Accelerate itself drops "
+            "every FSDP plugin."
+        )
+    if plugin.fsdp_version != 2:
+        raise ConfigError(
+            "The accelerator runs FSDP1: `accelerate launch` takes fsdp_version 1 where its config file names none, as "
+            "files of `accelerate config` did for years. Write `fsdp_version: 2` under `fsdp_config`, or pass "
+            "fsdp_plugin=HybridFSDPPlugin(fsdp_version=2). Settings of FSDP1 in the file are translated."
         )
     if hasattr(plugin, "adopt"):
         plugin.adopt(accelerator)

@@ -149,9 +149,10 @@ def parse_arguments() -> tuple[ScriptArguments, SFTConfig, ModelArguments]:
         output_dir="outputs/finetune", bf16=False, use_cpu=not torch.accelerator.is_available(), save_strategy="no",
         logging_steps=5, report_to="none", dtype=None, **{checkpointing: False},
     )  # fmt: skip
-    if not any(argument.startswith("--model_name_or_path") for argument in sys.argv):
-        parser.set_defaults(**QUICK_START)
     script, training, model_args = parser.parse_args_and_config()
+    if model_args.model_name_or_path is None:  # neither on the command line nor in the file of --config
+        parser.set_defaults(**QUICK_START)
+        script, training, model_args = parser.parse_args_and_config()
     if model_args.load_in_8bit:
         raise ConfigError(
             "--load_in_8bit: 8-bit layers of bitsandbytes cannot be sharded. Use --load_in_4bit, or neither."

@@ -321,12 +321,20 @@ def an_accelerator_for_cpus(folder):
         from_pretrained(folder, accelerator=accelerator)
 
 
+def an_accelerator_that_runs_fsdp1(folder):
+    """As a config file without `fsdp_version` makes it."""
+    accelerator = make_accelerator(fsdp_plugin=HybridFSDPPlugin(fsdp_version=1), cpu=True)
+    with pytest.raises(ConfigError, match=r"runs FSDP1.*Write `fsdp_version: 2`"):
+        from_pretrained(folder, accelerator=accelerator)
+
+
 OWN_ACCELERATORS = (
     our_plugin_and_a_plain_model,
     our_plugin_and_a_sharded_model,
     accelerates_plugin_with_class_names,
     accelerates_plugin_without,
     an_accelerator_for_cpus,
+    an_accelerator_that_runs_fsdp1,
 )
 
 
