@@ -24,9 +24,6 @@ __all__ = ["read_memory", "read_schedule"]
 _LABEL = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[.*)?$")
 """`_with_fqn` in torch's `_fsdp_param_group.py`; of several modules of a unit the label names all, by ", "."""
 
-_MOST_POINTS = 3000
-"""Of a timeline: more than a picture has columns of pixels."""
-
 _Record = Mapping[str, Any]
 
 
@@ -106,7 +103,7 @@ def read_memory(trace: _Record, *, resident_bytes: int = 0) -> Timeline:
         allocated = [resident_bytes + total - before for total in allocated]
     host, began = _Host(records), records[0]["ts"]
     states = [host.at(record["ts"]) for record in memory]
-    kept = extremes(allocated, [phase for phase, _ in states], _MOST_POINTS)
+    kept = extremes(allocated, [phase for phase, _ in states])
     return Timeline(
         origin="measured",
         axis="seconds",

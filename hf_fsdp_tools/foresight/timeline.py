@@ -11,10 +11,13 @@ from typing import Any, Literal, Self
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Work
 
-__all__ = ["Origin", "Timeline", "extremes", "memory_timeline", "read_value"]
+__all__ = ["MOST_POINTS", "Origin", "Timeline", "extremes", "memory_timeline", "read_value"]
 
 Origin = Literal["predicted", "measured"]
 """Of a dry run, or of a real step."""
+
+MOST_POINTS = 1000
+"""About as many as a picture has columns of pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +103,7 @@ def memory_timeline(
     *,
     reserved: Sequence[int] | None = None,
     spans: Sequence[tuple[float, float]] | None = None,
-    most_points: int = 3000,
+    most_points: int = MOST_POINTS,
 ) -> Timeline:
     """The memory of a predicted step over its course.
 
@@ -168,7 +171,7 @@ def _phases(events: Sequence[Event]) -> list[str]:
     return result
 
 
-def extremes(values: Sequence[int], phases: Sequence[str], most: int) -> list[int]:
+def extremes(values: Sequence[int], phases: Sequence[str], most: int = MOST_POINTS) -> list[int]:
     """Indices of the points to draw: the first and the last of each phase, the highest and the lowest of each stretch.
 
     Args:

@@ -189,7 +189,7 @@ def _frame(axes: "Axes", palette: Palette, highest: int, limit_bytes: int | None
             va="bottom",
             fontsize=8,
             color=palette["exposed"],
-            bbox={"facecolor": palette["ground"], "edgecolor": "none", "alpha": 0.75, "pad": 0.5},
+            bbox={"facecolor": palette["ground"], "edgecolor": "none", "alpha": 0.9, "pad": 0.5},
         )
 
 
