@@ -53,7 +53,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.events: list[Event] = []
         self.phase: Phase = "forward"
-        self.model_flops = 0.0
         self.in_loss = False
         """Whether what is taken now is logits, or made of them."""
         self.last_operation = ""
@@ -126,9 +125,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self._kept.append(gradient)
         parameter.grad = None
 
-    def finish(self) -> tuple[Event, ...]:
-        """All events."""
-        return tuple(self.events)
+    def close(self) -> None:
+        """Note nothing more: what is freed from now on outlives the micro-step."""
+        self._blocks.clear()
 
     # ---- operations ----
 
@@ -156,8 +155,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
         read = list(_tensors((args, kwargs)))
         again = self.phase == "backward" and torch.is_grad_enabled()
-        if not again:
-            self.model_flops += flops
         self.events.append(
             Work(
                 operation=_operation(packet.__name__, flops),
@@ -195,7 +192,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         return self._next
 
     def _give_back(self, address: int, number: int) -> None:
-        block = self._blocks.pop(address)
+        block = self._blocks.pop(address, None)
+        if block is None:
+            return
         taken = self.events[block.place]
         assert isinstance(taken, Alloc)
         if taken.kind == "activations" and not block.made_in.is_over and block.made_in is not self._root:
