@@ -13,7 +13,20 @@ from hf_fsdp_tools.errors import ConfigError
 if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.setup import TrainingSetup
 
-__all__ = ["Progress", "add_model_options", "add_training_options", "given_fields", "model_of", "progress", "setup_of"]
+__all__ = [
+    "Progress",
+    "add_model_options",
+    "add_run_options",
+    "add_sharding_options",
+    "add_training_options",
+    "check_length",
+    "check_machines",
+    "given_fields",
+    "model_of",
+    "positions_of",
+    "progress",
+    "setup_of",
+]
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
@@ -76,7 +89,8 @@ def given_fields(options: argparse.Namespace) -> dict[str, Any]:
 
     given = {each.name: getattr(options, each.name, None) for each in fields(TrainingSetup)}
     given = {name: value for name, value in given.items() if value is not None}
-    if "," in (targets := given.get("lora_target_modules", "")):
+    targets = str(given.get("lora_target_modules", ""))
+    if "," in targets:
         given["lora_target_modules"] = tuple(name.strip() for name in targets.split(","))
     return given
 
@@ -123,10 +137,9 @@ def model_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def positions_of(options: argparse.Namespace) -> int | None:
     """The most tokens per sequence of the model; None where its config names no limit."""
-    config = _config(options)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    most = getattr(text, "max_position_embeddings", None)
-    return most if isinstance(most, int) and most > 0 else None
+    from hf_fsdp_tools.foresight.recommend import most_positions
+
+    return most_positions(_config(options))
 
 
 def check_length(options: argparse.Namespace, seq_len: int) -> None:
@@ -157,7 +170,7 @@ def _config(options: argparse.Namespace) -> Any:
 
 
 def _own_class(config: Any) -> Any:
-    """The class that a config names, if transformers has it and it gives a loss; else that of causal language models."""
+    """The class that a config names, if transformers has it; else that of causal language models."""
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
