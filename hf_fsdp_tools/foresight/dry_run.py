@@ -67,7 +67,7 @@ def _trace(
         events=tuple(events),
         parameters=tuple(_parameters(model, plan, setup)),
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
-        model_flops=sum(event.flops for event in events if isinstance(event, Work) and not event.again),
+        model_flops=sum(event.model_flops for event in events if isinstance(event, Work)),
         tokens=setup.batch_size * setup.seq_len,
         blocks=sum(len(stack.indices) for stack in stacks),
         repeated=sum(stack.left_out for stack in stacks),
