@@ -21,7 +21,7 @@ from hf_fsdp_tools.errors import ConfigError
 
 if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.setup import TrainingSetup
-    from hf_fsdp_tools.foresight.time import ThroughputEstimate
+    from hf_fsdp_tools.foresight.throughput import ThroughputEstimate
 
 __all__ = ["add_estimate"]
 

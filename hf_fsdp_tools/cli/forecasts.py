@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.memory import MemoryEstimate
     from hf_fsdp_tools.foresight.setup import TrainingSetup
-    from hf_fsdp_tools.foresight.time import ThroughputEstimate
+    from hf_fsdp_tools.foresight.throughput import ThroughputEstimate
 
 __all__ = ["Estimate", "estimate"]
 
@@ -27,12 +27,7 @@ def estimate(name: str, setup: "TrainingSetup", model_kwargs: dict[str, Any]) ->
     """
     from hf_fsdp_tools.foresight.forecast import step_of
     from hf_fsdp_tools.foresight.memory import memory_of
-    from hf_fsdp_tools.foresight.recommend import model_name
-    from hf_fsdp_tools.foresight.time import throughput
+    from hf_fsdp_tools.foresight.throughput import throughput_of
 
     forecast = step_of(name, setup, **model_kwargs)
-    trace = forecast.trace
-    time = throughput(
-        forecast.step.events, setup, name=model_name(name), tokens=trace.tokens, model_flops=trace.model_flops
-    )
-    return Estimate(memory_of(forecast), time)
+    return Estimate(memory_of(forecast), throughput_of(forecast))

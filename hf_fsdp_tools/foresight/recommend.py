@@ -22,7 +22,7 @@ from hf_fsdp_tools.foresight.recommendation import (
 )
 from hf_fsdp_tools.foresight.search import GAIN, Cost, Evaluate, Point, Search, Space
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.time import throughput
+from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.meta import load_config
@@ -100,8 +100,7 @@ def recommend_config(
             one, two = (priced(replace(setup, gradient_accumulation_steps=count)) for count in (1, 2))
             return _repeated(one, two, steps)
         forecast = step_of(name_or_model, setup, **kwargs)
-        trace = forecast.trace
-        time = throughput(forecast.step.events, setup, name="", tokens=trace.tokens, model_flops=trace.model_flops)
+        time = throughput_of(forecast)
         waiting = time.parts["communication"] + time.parts["offload"]
         return Cost(memory_of(forecast).total, time.step_seconds, time.step_seconds - waiting)
 
