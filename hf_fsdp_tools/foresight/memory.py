@@ -13,6 +13,7 @@ from hf_fsdp_tools.foresight.forecast import Forecast, Source, step_of
 from hf_fsdp_tools.foresight.hardware import Gpu, gpu_named
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.step import Step
+from hf_fsdp_tools.foresight.timeline import memory_timeline
 from hf_fsdp_tools.text import show_bytes, show_count
 
 __all__ = ["MemoryEstimate", "Outside", "estimate_memory", "memory_of"]
@@ -100,7 +101,6 @@ class MemoryEstimate:
     @cached_property
     def timeline(self) -> Any:
         """The memory over the course of the step."""
-        from hf_fsdp_tools.foresight.timeline import memory_timeline
 
         step = self.forecast.step
         return memory_timeline(step.events, step.resident, reserved=_replayed(step, self.setup).reserved)

@@ -123,7 +123,7 @@ def _record(updated: tuple[Updated, ...], name: str, clips: bool) -> OptimizerSt
     )
 
 
-class _Numbers(TorchDispatchMode):
+class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """While active, reading a number from a tensor without data gives 1 (Adafactor reads norms)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -143,7 +143,7 @@ def _clip(parameters: Sequence[nn.Parameter]) -> tuple[Event, ...]:
     recorder.phase = "clip"
     with recorder:
         torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
-    return _temporary(recorder.finish(), "temporaries")
+    return _temporary(recorder.events, "temporaries")
 
 
 def _step(parameters: Sequence[nn.Parameter], make: _Make) -> tuple[tuple[int, ...], tuple[Event, ...]]:
@@ -161,7 +161,7 @@ def _step(parameters: Sequence[nn.Parameter], make: _Make) -> tuple[tuple[int, .
     recorder.phase = "optimizer"
     with _Numbers(), recorder:
         optimizer.step()
-    return tuple(tensor.nbytes for tensor in on_device), _temporary(recorder.finish(), "temporaries")
+    return tuple(tensor.nbytes for tensor in on_device), _temporary(recorder.events, "temporaries")
 
 
 def _step_8bit(updated: Sequence[Updated]) -> tuple[tuple[int, ...], tuple[Event, ...]]:
