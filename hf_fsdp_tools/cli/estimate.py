@@ -50,7 +50,7 @@ def _estimate(options: argparse.Namespace) -> None:
         raise ConfigError("--tokens and --price belong together: the tokens to be trained on, and a GPU's hour")
     check_picture(options.plot)
     setup, kwargs = setup_of(options), model_of(options)
-    wrappings = [setup.wrapping]
+    wrappings: list[str] = [setup.wrapping]
     if options.compare or (options.plot and options.plot.suffix == ".html"):
         wrappings += [name for name in _WRAPPINGS if name != setup.wrapping and (options.compare or name == "root")]
     found: dict[str, Estimate] = {}
@@ -61,7 +61,7 @@ def _estimate(options: argparse.Namespace) -> None:
         if options.plot:
             say("drawing ...")
             draw_estimate(options.plot, {_WRAPPINGS[name]: each for name, each in found.items()})
-    shown = found if options.compare else {setup.wrapping: found[setup.wrapping]}
+    shown = dict(list(found.items())[: None if options.compare else 1])
     if options.json:
         print(json.dumps(_value(options, shown), indent=1))
         return
@@ -124,10 +124,4 @@ def _table(found: Mapping[str, Estimate], options: argparse.Namespace) -> list[s
     if options.tokens:
         row("cost", lambda each: f"{each.time.cost(options.tokens, options.price):,.0f}", only_fitting=True)
     widths = [max(len(line[column]) for line in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if not at else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in rows
-    ]
+    return ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in rows]

@@ -50,7 +50,7 @@ def draw_estimate(path: Path, found: Mapping[str, Estimate]) -> None:
     forecast, memory, time = first.memory.forecast, first.memory, first.time
     setting, limit = _setting(forecast), memory.limit_bytes
     # The last one gives the picture its phases, so it is the one that was asked for.
-    timelines = {name: found[name].memory.timeline for name in reversed(found)}
+    timelines = {name: found[name].memory.timeline for name in reversed(list(found))}
     if path.suffix != ".html":
         picture = draw_memory(memory.timeline, model=setting, limit_bytes=limit)
         save(draw_comparison(timelines, model=setting, limit_bytes=limit) if len(found) > 1 else picture, path)

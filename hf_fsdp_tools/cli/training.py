@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -45,16 +45,20 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     place("--gpu", metavar="NAME", help="such as a100-40gb, h100-80gb, h200-141gb, rtx-4090 (default: h100-80gb)")
     place("--gpus-per-node", type=int, metavar="N", help="of one machine (default: 8)")
     place("--network-gbit-s", type=float, metavar="X", help="of one machine, all cards together (default: the usual)")
-    add_run_options(parser)
-
-
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add what is trained, how much at once, and what FSDP does."""
     run = parser.add_argument_group("training").add_argument
+    run("--precision", choices=("bf16", "fp16", "fp32"), help="of computation (default: bf16)")
+    add_run_options(run)
+
+
+def add_run_options(run: Callable[..., Any]) -> None:
+    """Add what is trained, how, and how much at once.
+
+    Args:
+        run: adds an option (`add_argument` of a parser or a group).
+    """
     run("--batch-size", "--per-device-train-batch-size", type=int, metavar="N", help="sequences per GPU and micro-step")
     run("--seq-len", "--max-length", type=int, metavar="N", help="tokens per sequence (default: 4096, or the model's)")
     run("--gradient-accumulation-steps", type=int, metavar="N", help="micro-steps per optimizer step")
-    run("--precision", choices=("bf16", "fp16", "fp32"), help="of computation (default: bf16)")
     run("--master-dtype", choices=("fp32", "bf16", "fp16"), help="of the weights that are updated (default: fp32)")
     run("--reduce-dtype", choices=("fp32", "bf16", "fp16"), help="in which gradients are reduced (default: fp32)")
     run("--optimizer", metavar="NAME", help="adamw, adamw_foreach, adamw_8bit, adafactor, sgd, sgd_momentum")

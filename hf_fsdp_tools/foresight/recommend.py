@@ -102,7 +102,8 @@ def recommend_config(
         forecast = step_of(name_or_model, setup, **kwargs)
         time = throughput_of(forecast)
         waiting = time.parts["communication"] + time.parts["offload"]
-        return Cost(memory_of(forecast).total, time.step_seconds, time.step_seconds - waiting)
+        memory = memory_of(forecast)
+        return Cost(memory.total, time.step_seconds, time.step_seconds - waiting, memory.host_bytes)
 
     return choose(
         model_name(name_or_model),
@@ -120,7 +121,7 @@ def _repeated(one: Cost, two: Cost, steps: int) -> Cost:
     """The cost of many micro-steps: each after the first is like the second."""
     seconds = one.seconds + (steps - 1) * (two.seconds - one.seconds)
     floor = one.floor_seconds + (steps - 1) * (two.floor_seconds - one.floor_seconds)
-    return Cost(two.num_bytes, seconds, floor)
+    return Cost(two.num_bytes, seconds, floor, two.host_bytes)
 
 
 def model_name(name_or_model: Source) -> str:
@@ -207,6 +208,7 @@ def choose(
         peak_bytes=cost.num_bytes,
         gpu_bytes=job.gpu_bytes,
         margin=margin,
+        host_bytes=cost.host_bytes,
         step_seconds=cost.seconds,
         choices=choices,
         estimated=len(prices),
