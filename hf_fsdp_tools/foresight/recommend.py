@@ -1,11 +1,17 @@
 """Recommend the settings of a training: the fastest that fit, why, and what was rejected by how much."""
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+import difflib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from os import PathLike, fspath
 from typing import Any
 
+from torch import nn
+
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight.forecast import Source, step_of
 from hf_fsdp_tools.foresight.hardware import GPUS, gpu_named
+from hf_fsdp_tools.foresight.memory import memory_of
 from hf_fsdp_tools.foresight.recommendation import (
     Alternative,
     Choice,
@@ -16,9 +22,13 @@ from hf_fsdp_tools.foresight.recommendation import (
 )
 from hf_fsdp_tools.foresight.search import GAIN, Cost, Evaluate, Point, Search, Space
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.text import show_bytes
+from hf_fsdp_tools.foresight.throughput import throughput_of
+from hf_fsdp_tools.hub import local_path
+from hf_fsdp_tools.modeling.configs import text_config
+from hf_fsdp_tools.modeling.meta import load_config
+from hf_fsdp_tools.text import listed, show_bytes
 
-__all__ = ["MARGIN", "SEARCHED", "choose"]
+__all__ = ["MARGIN", "SEARCHED", "choose", "model_name", "most_positions", "recommend_config"]
 
 MARGIN = 0.1
 """Part of a GPU's memory that a recommended setting leaves free: estimates of memory may be 8 % off at worst, and
@@ -33,8 +43,115 @@ BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 SHORTEST = 512
 """Tokens per sequence below which none are proposed. (assumed)"""
 
+LONGEST = 131_072
+"""Tokens per sequence up to which the longest is looked for where a model has no limit. (assumed)"""
+
 MOST_GPUS = 4096
 """GPUs up to which more are proposed. (assumed)"""
+
+
+def recommend_config(
+    name_or_model: Source,
+    *,
+    global_batch_size: int | None = None,
+    margin: float = MARGIN,
+    model_kwargs: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    **fixed: Any,
+) -> Recommendation:
+    """The fastest setting of a training that fits on its GPUs, with the reason for each choice; no weights, no GPU.
+
+        print(recommend_config("meta-llama/Llama-3.1-8B", num_gpus=8, gpu="h100-80gb", global_batch_size=64))
+
+    Searched are, unless they are fixed: micro-batch and accumulation (these together only with a global batch;
+    otherwise one micro-step), activation checkpointing, `reshard_after_forward`, copies of the model over whole
+    machines (HSDP), and, where nothing fits without, CPU offload. What the model learns from is as told and never
+    searched: LoRA or all parameters, precision, optimizer, sequence length (unless it is None).
+
+    Args:
+        name_or_model: hub name, folder, `config.json`, configuration, or a model on any device.
+        global_batch_size: sequences per optimizer step over all GPUs; None leaves it open.
+        margin: part of the GPU's memory that stays free (`MARGIN` says why).
+        model_kwargs: as in `build_meta_model` (`auto_class`, `revision`, …).
+        say: is told, before each estimate, what is estimated.
+        fixed: fields of `TrainingSetup`. `seq_len=None` looks for the longest sequence that fits at any setting, up to
+            the model's positions.
+
+    Any rank may call; nothing is communicated, and no accelerator is used.
+
+    Raises:
+        ConfigError: nothing fits (the message names the nearest that does), or a value cannot be.
+        CheckpointError, WrapPlanError: the model cannot be built or planned.
+    """
+    kwargs = dict(model_kwargs or {})
+    longest = None
+    if fixed.get("seq_len", 0) is None:
+        del fixed["seq_len"]
+        longest = most_positions(name_or_model, **kwargs) or LONGEST
+    known = [each.name for each in fields(TrainingSetup)]
+    for name in fixed:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(f"{name} is no field of TrainingSetup; use {near[0] if near else listed(known, 30)}")
+
+    def priced(setup: TrainingSetup) -> Cost:
+        steps = setup.gradient_accumulation_steps
+        if steps > 2:
+            one, two = (priced(replace(setup, gradient_accumulation_steps=count)) for count in (1, 2))
+            return _repeated(one, two, steps)
+        forecast = step_of(name_or_model, setup, **kwargs)
+        time = throughput_of(forecast)
+        waiting = time.parts["communication"] + time.parts["offload"]
+        memory = memory_of(forecast)
+        return Cost(memory.total, time.step_seconds, time.step_seconds - waiting, memory.host_bytes)
+
+    return choose(
+        model_name(name_or_model),
+        TrainingSetup(**fixed),
+        priced,
+        given=set(fixed) & set(SEARCHED),
+        global_batch_size=global_batch_size,
+        longest=longest,
+        margin=margin,
+        say=say,
+    )
+
+
+def _repeated(one: Cost, two: Cost, steps: int) -> Cost:
+    """The cost of many micro-steps: each after the first is like the second."""
+    seconds = one.seconds + (steps - 1) * (two.seconds - one.seconds)
+    floor = one.floor_seconds + (steps - 1) * (two.floor_seconds - one.floor_seconds)
+    return Cost(two.num_bytes, seconds, floor, two.host_bytes)
+
+
+def model_name(name_or_model: Source) -> str:
+    """A hub name as it is, of a folder or `config.json` the folder's name, else the class."""
+    if not isinstance(name_or_model, str | PathLike):
+        return type(name_or_model).__name__
+    path = local_path(name := fspath(name_or_model))
+    if path is None:
+        return name
+    path = path.resolve()
+    return path.parent.name if path.is_file() else path.name
+
+
+def most_positions(name_or_model: Source, **hub_kwargs: Any) -> int | None:
+    """Tokens per sequence for which a model was made (`max_position_embeddings`); None where its config has no limit.
+
+    Args:
+        name_or_model: hub name, folder, `config.json`, configuration, or a model.
+        hub_kwargs: as in `load_config`; `auto_class` is ignored.
+
+    Raises:
+        CheckpointError, ConfigError: as `load_config`.
+    """
+    hub_kwargs.pop("auto_class", None)
+    if isinstance(name_or_model, nn.Module):
+        config = getattr(name_or_model, "config", None)
+    else:
+        config = load_config(name_or_model, **hub_kwargs)
+    most = getattr(text_config(config), "max_position_embeddings", None) if config is not None else None
+    return most if isinstance(most, int) and most > 0 else None
 
 
 def choose(
@@ -91,6 +208,7 @@ def choose(
         peak_bytes=cost.num_bytes,
         gpu_bytes=job.gpu_bytes,
         margin=margin,
+        host_bytes=cost.host_bytes,
         step_seconds=cost.seconds,
         choices=choices,
         estimated=len(prices),
@@ -221,7 +339,7 @@ def _verdict(num_bytes: int, slower: float, job: _Job) -> str:
     if num_bytes > job.gpu_bytes:
         return f"{of}, +{percent(num_bytes / job.gpu_bytes - 1)}"
     if num_bytes > job.usable_bytes:
-        return f"{of}, only {percent(1 - num_bytes / job.gpu_bytes)} free"
+        return f"{of}, less than {percent(job.margin)} free"
     speed = f"{percent(abs(slower))} {'slower' if slower > 0 else 'faster'}"
     if slower > GAIN:
         return f"fits, but {speed}"

@@ -77,6 +77,8 @@ class Recommendation:
     """Memory of a GPU."""
     margin: float
     """Part of `gpu_bytes` that stays free at least."""
+    host_bytes: int
+    """Host memory of one process under offload, else 0."""
     step_seconds: float
     """Of one optimizer step."""
     choices: tuple[Choice, ...]
@@ -121,10 +123,14 @@ class Recommendation:
         """Lines of memory and speed."""
         of, free = show_bytes(self.gpu_bytes), percent(1 - self.peak_bytes / self.gpu_bytes)
         asked = f"at least {percent(self.margin)} for what estimates cannot know"
-        return [
+        lines = [
             f"memory    {show_bytes(self.peak_bytes)} of {of} per GPU, {free} free ({asked})",
             f"speed     {self.step_seconds:,.2f} s per step, {self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU",
         ]
+        if self.host_bytes:
+            processes = min(self.setup.gpus_per_node, self.setup.num_gpus)
+            lines.insert(1, f"on host   {show_bytes(self.host_bytes * processes)} of memory per machine")
+        return lines
 
     def to_json(self) -> str:
         """All of it as JSON: fields as here, sizes in bytes."""

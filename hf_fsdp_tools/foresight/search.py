@@ -31,6 +31,8 @@ class Cost:
     """Of one optimizer step."""
     floor_seconds: float = 0.0
     """Of `seconds`, what the GPU computes: no other way of sharding the same micro-batch takes less."""
+    host_bytes: int = 0
+    """Of host memory, per GPU, under offload."""
 
 
 Evaluate = Callable[[TrainingSetup], Cost]
