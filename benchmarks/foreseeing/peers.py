@@ -19,8 +19,7 @@ def accelerate_bytes(model: nn.Module, setup: TrainingSetup) -> int:
         setup: precision is read.
     """
     total, _ = calculate_maximum_sizes(model)
-    mixed = None if setup.precision == "fp32" else setup.precision
-    usage = estimate_training_usage(total, mixed_precision=mixed)
+    usage = estimate_training_usage(total, {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[setup.precision])
     return int(max(usage.values()))
 
 
