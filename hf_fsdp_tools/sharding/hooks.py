@@ -30,7 +30,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
     make_gathered_memory,
 )
 
-__all__ = ["add_hooks", "cast_inputs"]
+__all__ = ["add_casts", "add_hooks", "cast_inputs", "reach_experts"]
 
 _IS_BEFORE_2_13 = not hasattr(FSDPModule, "reset_iter_state")
 """Whether torch is older than 2.13."""
@@ -63,27 +63,52 @@ def add_hooks(
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(_make_gathered_memory, prepend=True)  # before FSDP2's own, which gathers
     if param_dtype is not None:
-        casting = dict.fromkeys(_first_with_shards(model))
-        for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
-                if module.affine:
-                    module.register_forward_pre_hook(_use_dtype_of_statistics)
-                    module.register_forward_hook(_give_weights_back, always_call=True)
-            elif whole := _whole_weights(module):
-                module.register_forward_pre_hook(partial(_use_dtype, names=whole, dtype=param_dtype))
-                module.register_forward_hook(_give_weights_back, always_call=True)
-                casting.setdefault(module)
-        casting.pop(model, None)  # the root takes labels and counts too
-        for module in casting:
-            module.register_forward_pre_hook(partial(cast_inputs, dtype=param_dtype), with_kwargs=True)
-    for runner, members in (experts or {}).items():  # before FSDP2's own hook, which reshards
-        runner.register_forward_hook(partial(_reach_experts, experts=members), prepend=True)
+        units = {module for module in model.modules() if isinstance(module, FSDPModule)}
+        whole = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
+        add_casts(model, param_dtype, units=units, whole=whole)
+    reach_experts(experts or {})
     # These must come after FSDP2's own hooks, which may be new.
     _drop_hook(model._forward_hooks, _complete_units)
     _drop_hook(model._forward_hooks, _reshard_after_evaluation)
     if _IS_BEFORE_2_13:
         model.register_forward_hook(_complete_units)
     model.register_forward_hook(partial(_reshard_after_evaluation, kept=frozenset(kept)))
+
+
+def add_casts(
+    model: nn.Module, param_dtype: torch.dtype, *, units: Collection[nn.Module], whole: Collection[torch.Tensor]
+) -> None:
+    """Give the modules of a model the hooks of mixed precision. Nothing is communicated.
+
+    Args:
+        model: the root of the units, sharded or not.
+        param_dtype: of computation.
+        units: modules of the plan's units.
+        whole: parameters that every rank holds whole.
+    """
+    casting = dict.fromkeys(_first_with_shards(model, units, whole))
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
+            if module.affine:
+                module.register_forward_pre_hook(_use_dtype_of_statistics)
+                module.register_forward_hook(_give_weights_back, always_call=True)
+        elif names := _whole_weights(module, whole):
+            module.register_forward_pre_hook(partial(_use_dtype, names=names, dtype=param_dtype))
+            module.register_forward_hook(_give_weights_back, always_call=True)
+            casting.setdefault(module)
+    casting.pop(model, None)  # the root takes labels and counts too
+    for module in casting:
+        module.register_forward_pre_hook(partial(cast_inputs, dtype=param_dtype), with_kwargs=True)
+
+
+def reach_experts(experts: Mapping[nn.Module, nn.Module]) -> None:
+    """Let every expert be part of the result of the module that runs it.
+
+    Args:
+        experts: lists of experts, by the modules that run them.
+    """
+    for runner, members in experts.items():  # before FSDP2's own hook, which reshards
+        runner.register_forward_hook(partial(_reach_experts, experts=members), prepend=True)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
@@ -112,7 +137,9 @@ def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *,
                 module.reshard()
 
 
-def _first_with_shards(root: nn.Module) -> Iterator[nn.Module]:
+def _first_with_shards(
+    root: nn.Module, units: Collection[nn.Module], whole: Collection[torch.Tensor]
+) -> Iterator[nn.Module]:
     """The outermost modules below the root that compute with shards: units, and owners of what the root unit holds.
 
     In a unit with floating-point buffers, layers of torch too: buffers stay as they are, fp32 for example, and so is
@@ -125,8 +152,8 @@ def _first_with_shards(root: nn.Module) -> Iterator[nn.Module]:
             if child in seen:
                 continue
             seen.add(child)
-            is_unit = isinstance(child, FSDPModule)
-            has_shards = any(isinstance(parameter, DTensor) for parameter in child._parameters.values())
+            is_unit = child in units
+            has_shards = any(weight is not None and weight not in whole for weight in child._parameters.values())
             if is_unit or (has_shards and (not inside or type(child).__module__.startswith("torch.nn."))):
                 yield child
             if not is_unit or any(buffer.is_floating_point() for buffer in child.buffers()):
@@ -164,7 +191,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _whole_weights(module: nn.Module) -> tuple[str, ...]:
+def _whole_weights(module: nn.Module, whole: Collection[torch.Tensor]) -> tuple[str, ...]:
     """The names of the floating-point parameters of a module's own that every rank holds whole.
 
     Without those of no dimension: what is computed with these has the dtype of the other operand.
@@ -172,7 +199,7 @@ def _whole_weights(module: nn.Module) -> tuple[str, ...]:
     return tuple(
         name
         for name, weight in module._parameters.items()
-        if weight is not None and not isinstance(weight, DTensor) and weight.is_floating_point() and weight.dim()
+        if weight is not None and weight in whole and weight.is_floating_point() and weight.dim()
     )
 
 

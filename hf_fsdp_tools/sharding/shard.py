@@ -34,9 +34,11 @@ __all__ = [
     "Sharding",
     "apply_again",
     "apply_sharding",
+    "checkpoint_activations",
     "compile_sharded",
     "copy_sharded",
     "remember_sharding",
+    "runners_of_experts",
     "shard_model",
     "sharded_module",
     "sharding_of",
@@ -140,7 +142,8 @@ def shard_model(
         for group in mesh.get_all_groups():
             add_cpu_backend(group)  # clipping sums the norms of offloaded gradients between CPUs
     if activation_checkpointing:
-        _checkpoint_activations(model)
+        turn_cache_off(model)  # a cache would keep activations that are to be recomputed
+        checkpoint_activations(model)
     if options is not None:
         compile_blocks(model, plan, options)
     sharding = Sharding(
@@ -220,15 +223,15 @@ def _check_checkpointing(model: nn.Module) -> None:
         )
 
 
-def _checkpoint_activations(model: nn.Module) -> None:
-    turn_cache_off(model)  # a cache would keep activations that are to be recomputed
+def checkpoint_activations(model: nn.Module) -> None:
+    """Let the blocks of a transformers model recompute their activations in the backward pass."""
     if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.20
         model.activation_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # transformers' own
     else:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # transformers' own
 
 
-def _lists_of_experts(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+def runners_of_experts(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield each list of experts after the module that runs it."""
     for node in lists_of_experts(ModuleTree(model).root):
         runner = next((above for above in (node, *node.ancestors()) if has_forward(above.module)), None)
@@ -238,7 +241,7 @@ def _lists_of_experts(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]
 
 def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
     """Shard `model` as `sharding` says, in place and without the checks of `shard_model`. Nothing is communicated."""
-    experts = dict(_lists_of_experts(model))
+    experts = dict(runners_of_experts(model))
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     replicated = {parameters[fqn] for fqn in sharding.plan.replicated}

@@ -1,0 +1,177 @@
+"""The trainings whose memory is counted and foreseen, as data: a model and a setup each, in three sizes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import transformers as hf
+from transformers import PreTrainedConfig
+
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+
+__all__ = ["CASES", "SIZES", "Case", "Size"]
+
+
+@dataclass(frozen=True)
+class Size:
+    """The dimensions that models of one size share."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    key_heads: int
+    vocabulary: int
+    seq_len: int
+    batch_size: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+SIZES = {
+    "tiny": Size(64, 160, 4, 4, 2, 512, 32, 2),
+    "small": Size(384, 1024, 6, 6, 2, 8192, 192, 2),
+    "middle": Size(1536, 4096, 16, 12, 4, 32768, 1024, 2),
+    "large": Size(4096, 14336, 32, 32, 8, 128256, 2048, 1),
+}
+"""tiny: for tests; small: 12 to 60 million parameters, to be computed on a CPU; middle: 0.3 to 2 billion, where kernels
+do nothing; large: 1 to 8 billion, for a GPU of 140 GB."""
+
+
+def _of_decoder(size: Size) -> dict[str, Any]:
+    return {
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.inner,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.key_heads,
+        "head_dim": size.head_dim,
+        "max_position_embeddings": max(4096, size.seq_len),
+    }
+
+
+def _llama(size: Size) -> PreTrainedConfig:
+    return hf.LlamaConfig(**_of_decoder(size), tie_word_embeddings=False)
+
+
+def _qwen3(size: Size) -> PreTrainedConfig:
+    return hf.Qwen3Config(**_of_decoder(size), tie_word_embeddings=True)
+
+
+def _gemma3(size: Size) -> PreTrainedConfig:
+    """Window and full attention in turn, large tied vocabulary."""
+    sizes = _of_decoder(size) | {"num_hidden_layers": max(size.layers, 6)}
+    window = {"sliding_window": size.seq_len // 2, "query_pre_attn_scalar": size.head_dim}
+    return hf.Gemma3TextConfig(**sizes, **window, tie_word_embeddings=True)
+
+
+def _gpt2(size: Size) -> PreTrainedConfig:
+    """Without dropout, whose masks have another dtype on CPUs."""
+    config = hf.GPT2Config(
+        vocab_size=size.vocabulary,
+        n_embd=size.hidden,
+        n_layer=size.layers,
+        n_head=size.heads,
+        n_positions=max(1024, size.seq_len),
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    config.bos_token_id, config.eos_token_id = 1, 2
+    return config
+
+
+def _qwen3_moe(size: Size) -> PreTrainedConfig:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": size.inner // 4}
+    return hf.Qwen3MoeConfig(**_of_decoder(size), **experts, decoder_sparse_step=1, tie_word_embeddings=False)
+
+
+def _t5(size: Size) -> PreTrainedConfig:
+    return hf.T5Config(
+        vocab_size=size.vocabulary,
+        d_model=size.hidden,
+        d_kv=size.head_dim,
+        d_ff=size.inner,
+        num_layers=size.layers,
+        num_heads=size.heads,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+
+
+def _qwen2_5_vl(size: Size) -> PreTrainedConfig:
+    quarter = size.hidden // 2
+    vision = {
+        "depth": max(2, size.layers // 2),
+        "hidden_size": quarter,
+        "intermediate_size": 2 * quarter,
+        "num_heads": size.heads // 2,
+        "out_hidden_size": size.hidden,
+        "fullatt_block_indexes": [max(2, size.layers // 2) - 1],
+        "window_size": 56,
+    }
+    rope = {"rope_type": "default", "mrope_section": [size.head_dim // 8, *[size.head_dim // 16 * 3] * 2]}
+    text = _of_decoder(size) | {"rope_parameters": rope | {"rope_theta": 1e6}}
+    text.pop("head_dim")
+    tokens = {"image_token_id": 9, "video_token_id": 10, "vision_start_token_id": 11, "vision_end_token_id": 12}
+    return hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training."""
+
+    name: str
+    """As in the tables."""
+    config: Callable[[Size], PreTrainedConfig]
+    """The model of a size."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Fields of `TrainingSetup` beside the batch and the number of GPUs."""
+    auto_class: Any = hf.AutoModelForCausalLM
+    """transformers' class of the model."""
+    ranks: int = 2
+    """Ranks of a run on CPUs."""
+    on: tuple[str, ...] = ("cpu", "cuda")
+    """Devices that can run it."""
+
+    def sized(self, size: str, num_gpus: int) -> TrainingSetup:
+        """The setup with the batch of a size."""
+        dims = SIZES[size]
+        return TrainingSetup(**self.settings, num_gpus=num_gpus, batch_size=dims.batch_size, seq_len=dims.seq_len)
+
+
+CASES = (
+    Case(name="dense", config=_llama),
+    Case(name="dense, fp32", config=_llama, settings=dict(precision="fp32")),
+    Case(name="dense, pure bf16", config=_llama, settings=dict(master_dtype="bf16", reduce_dtype="bf16")),
+    Case(name="dense, 4 ranks, eager attention", config=_llama, settings=dict(attn_implementation="eager"), ranks=4),
+    Case(name="tied", config=_qwen3),
+    Case(name="tied, window attention", config=_gemma3),
+    Case(name="GPT-2", config=_gpt2),
+    Case(name="MoE", config=_qwen3_moe),
+    Case(name="encoder-decoder", config=_t5, auto_class=hf.AutoModelForSeq2SeqLM),
+    Case(name="VLM", config=_qwen2_5_vl, auto_class=hf.AutoModelForImageTextToText),
+    Case(name="LoRA", config=_llama, settings=dict(lora_r=16)),
+    Case(name="LoRA, checkpointing", config=_qwen3, settings=dict(lora_r=16, activation_checkpointing=True)),
+    Case(name="checkpointing", config=_llama, settings=dict(activation_checkpointing=True)),
+    Case(name="accumulation", config=_llama, settings=dict(gradient_accumulation_steps=3)),
+    Case(name="root only", config=_llama, settings=dict(wrapping="root")),
+    Case(
+        name="root only, checkpointing",
+        config=_llama,
+        settings=dict(wrapping="root", activation_checkpointing=True),
+    ),
+    Case(name="HSDP", config=_llama, settings=dict(dp_replicate_size=2), ranks=4),
+    Case(name="no reshard", config=_llama, settings=dict(reshard_after_forward=False)),
+    Case(
+        name="foreach AdamW, no clipping",
+        config=_llama,
+        settings=dict(optimizer="adamw_foreach", max_grad_norm=None),
+    ),
+    Case(name="SGD", config=_llama, settings=dict(optimizer="sgd")),
+    Case(name="chunked loss", config=_qwen3, settings=dict(loss="chunked")),
+    Case(name="CPU offload", config=_llama, settings=dict(offload=True), on=("cuda",)),
+)

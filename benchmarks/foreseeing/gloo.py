@@ -1,0 +1,174 @@
+"""Memory of a real training on CPUs over gloo, counted allocation by allocation.
+
+Every allocation and free of PyTorch's CPU allocator from the first parameter to the end of the third step is in
+`torch.profiler`'s memory events, on all threads, with its address and the operations above it. gloo takes memory that
+NCCL does not: what is allocated inside a collective's own call (`c10d::…`, on the calling thread) or while gloo works
+(`gloo:…`, on its threads) is counted apart, and so is its release, by its address. That this is all of gloo's scratch
+and nothing else is checked by the sizes: twice the gathered bytes for each all-gather, the whole input for each
+reduce-scatter (`scratch_of`).
+"""
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.foreseeing.cases import CASES
+from benchmarks.foreseeing.training import Training
+
+__all__ = ["Allocation", "count", "log_of", "measure"]
+
+_STEPS = 3
+"""Of which the last is counted: the optimizer has its state, FSDP2 its buffers."""
+
+_COLLECTIVES = (
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "broadcast",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+)
+"""Names of what FSDP2 calls, in several versions of PyTorch."""
+
+Sizes = list[tuple[str, int]]
+"""Names of collectives, and bytes of the largest tensor of each."""
+
+_MARK = "training: "
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Memory that was taken or given back."""
+
+    time_ns: int
+    address: int
+    num_bytes: int
+    """Negative where it is given back."""
+    above: tuple[str, ...]
+    """The operations in which it happened, outermost first."""
+
+    @property
+    def is_scratch(self) -> bool:
+        """Whether gloo took it for itself."""
+        return any(name.startswith(("c10d::", "gloo:")) for name in self.above)
+
+    @property
+    def phase(self) -> str:
+        """The innermost mark of the training loop."""
+        return next((name.removeprefix(_MARK) for name in reversed(self.above) if name.startswith(_MARK)), "")
+
+
+def measure(name: str, size: str) -> dict[str, Any]:
+    """What a rank of a case takes, in bytes; a function for `run_ranks`.
+
+    Args:
+        name: of the case.
+        size: of the model.
+    """
+    world = dist.get_world_size()
+    case = next(case for case in CASES if case.name == name)
+    sizes: Sizes = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, _released_at_once(sizes):
+        with record_function(f"{_MARK}build"):
+            training = Training(case, size, num_gpus=world, device=torch.device("cpu"))
+        for step in range(_STEPS):
+            gc.collect()
+            sizes.clear()
+            with record_function(f"{_MARK}step {step}"):
+                training.step(lambda phase: record_function(f"{_MARK}{phase}"))
+    parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    return count(log_of(profiler)) | {"parameters": parameters, "collectives": sizes}
+
+
+@contextmanager
+def _released_at_once(sizes: Sizes) -> Iterator[None]:
+    """A block in which a collective returns once gloo's threads have let go of its tensors; its size is noted.
+
+    They let go soon after, at random before or after the caller does; and memory that a thread of gloo frees when its
+    work is over is in no log.
+    """
+
+    def patient(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            tensors = [given for given in (*args, *kwargs.values()) if isinstance(given, torch.Tensor)]
+            before = [tensor._use_count() for tensor in tensors]
+            sizes.append((collective.__name__, max(tensor.nbytes for tensor in tensors)))
+            result = collective(*args, **kwargs)
+            while any(tensor._use_count() > count for tensor, count in zip(tensors, before, strict=True)):
+                time.sleep(1e-4)
+            return result
+
+        return run
+
+    with ExitStack() as stack:
+        for name in _COLLECTIVES:
+            if collective := getattr(dist, name, None):
+                stack.enter_context(patch.object(dist, name, patient(collective)))
+        yield
+
+
+def log_of(profiler: profile) -> list[Allocation]:
+    """All allocations that a profiler saw, in their order."""
+
+    def below(event: Any, above: tuple[str, ...]) -> Iterator[Allocation]:
+        fields = event.extra_fields
+        if type(fields).__name__ == "_ExtraFields_Allocation":
+            yield Allocation(event.start_time_ns, fields.ptr, fields.alloc_size, above)
+        for child in event.children:
+            yield from below(child, (*above, event.name))
+
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    roots = profiler.profiler.kineto_results.experimental_event_tree()
+    return sorted((found for root in roots for found in below(root, ())), key=lambda found: found.time_ns)
+
+
+def count(log: list[Allocation]) -> dict[str, Any]:
+    """Held, peak and every change of the last step, without gloo's scratch; and that scratch.
+
+    Args:
+        log: from `log_of`, from before the first parameter.
+    """
+    first = next(i for i, found in enumerate(log) if f"{_MARK}step {_STEPS - 1}" in found.above)
+    scratch: set[int] = set()
+    total = peak = 0
+    taken: Counter[str] = Counter()
+    held = phase = ""
+    events: list[tuple[int, int, str, str]] = []
+    peaks: dict[str, int] = {}
+    for i, found in enumerate(log):
+        if i == first:
+            held, peak = total, total
+        if found.num_bytes > 0:
+            scratch.discard(found.address)
+        ours = found.address not in scratch if found.num_bytes < 0 else not found.is_scratch
+        if not ours:
+            (scratch.discard if found.num_bytes < 0 else scratch.add)(found.address)
+            if i >= first and found.num_bytes > 0:
+                taken[_collective(found)] += found.num_bytes
+        else:
+            total += found.num_bytes
+        if i < first:
+            continue
+        phase = found.phase or phase
+        peaks[phase] = max(peaks.get(phase, 0), total)
+        peak = max(peak, total)
+        if ours:
+            events.append((found.num_bytes, found.address, phase, _told(found)))
+    return {"held": held, "peak": peak, "scratch": dict(taken), "peaks": peaks, "events": events}
+
+
+def _collective(found: Allocation) -> str:
+    return next(name for name in reversed(found.above) if name.startswith(("c10d::", "gloo:")))
+
+
+def _told(found: Allocation) -> str:
+    return " / ".join([name for name in found.above if not name.startswith(_MARK)][-4:])

@@ -1,0 +1,138 @@
+"""A real training of a case: the package's own sharding by its public names, random weights, a plain PyTorch loop."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from benchmarks.foreseeing.cases import SIZES, Case, Size
+from hf_fsdp_tools import (
+    ParallelDims,
+    Sharding,
+    WrapUnit,
+    add_adapter,
+    build_meta_model,
+    make_wrap_plan,
+    shard_model,
+)
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.sharding.allocate import allocate
+from hf_fsdp_tools.sharding.shard import apply_sharding
+
+__all__ = ["DTYPES", "Training"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Training:
+    """One model of a case, sharded and with its optimizer, on this rank.
+
+    Args:
+        case: which training.
+        size: of the model and batch (`SIZES`).
+        num_gpus: size of the process group, which must run.
+        device: of computation.
+    """
+
+    def __init__(self, case: Case, size: str, *, num_gpus: int, device: torch.device) -> None:
+        self.setup = case.sized(size, num_gpus)
+        self.device = device
+        self.model = _model(case, SIZES[size], self.setup, device)
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = _optimizer(self.setup, self.trained)
+        self.batch = _batch(self.model, self.setup, device)
+
+    def step(self, phase: Any) -> None:
+        """One optimizer step.
+
+        Args:
+            phase: makes a context of the name of each part.
+        """
+        count = self.setup.gradient_accumulation_steps
+        for _ in range(count):
+            with phase("forward"):
+                loss = self.model(**self.batch).loss / count
+            with phase("backward"):
+                loss.backward()
+            del loss
+        if self.setup.max_grad_norm is not None:
+            with phase("clip"):
+                torch.nn.utils.clip_grad_norm_(self.trained, self.setup.max_grad_norm)
+        with phase("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def _model(case: Case, size: Size, setup: TrainingSetup, device: torch.device) -> nn.Module:
+    config = case.config(size)
+    own = DTYPES[setup.precision if setup.lora_r else setup.master_dtype]
+    model: Any = build_meta_model(
+        config, auto_class=case.auto_class, dtype=own, attn_implementation=setup.attn_implementation
+    )
+    for part in (model.config, model.config.get_text_config()):
+        part.use_cache = False  # as the Trainer does
+    model = _sharded(model, setup, device)
+    allocate(model, device=torch.device("cpu") if setup.offload else device)
+    _fill(model)
+    if setup.lora_r:
+        from peft import LoraConfig
+
+        targets = setup.lora_target_modules
+        lora = LoraConfig(r=setup.lora_r, target_modules=targets if isinstance(targets, str) else list(targets))
+        model = add_adapter(model, lora)
+    return model.train()
+
+
+def _sharded(model: nn.Module, setup: TrainingSetup, device: torch.device) -> nn.Module:
+    policy = setup.policy
+    if not setup.reshard_after_forward:
+        policy = replace(policy, reshard_after_forward={"*": False})
+    plan = make_wrap_plan(model, policy=policy)
+    how: dict[str, Any] = {
+        "mesh": ParallelDims(dp_replicate_size=setup.dp_replicate_size).build_mesh(device.type),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=DTYPES[setup.precision], reduce_dtype=DTYPES[setup.reduce_dtype]
+        ),
+        "offload_policy": CPUOffloadPolicy() if setup.offload else OffloadPolicy(),
+        "activation_checkpointing": setup.activation_checkpointing,
+    }
+    if setup.wrapping == "hybrid":
+        return shard_model(model, plan, **how)
+    # One unit for the whole model breaks the rules of a plan, so `shard_model` refuses it.
+    sizes = {name: sum(getattr(unit, name) for unit in plan.units) for name in ("num_params", "num_bytes")}
+    root = WrapUnit(modules=("",), reshard_after_forward=None, reason="one unit for the model", **sizes)
+    if setup.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    apply_sharding(model, Sharding(plan=replace(plan, units=(root,)), **how))
+    return model
+
+
+def _fill(model: nn.Module) -> None:
+    """Small random values everywhere, so that nothing is infinite."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if local.is_floating_point():
+                local.normal_(0.0, 0.02)
+            else:
+                local.zero_()
+
+
+def _optimizer(setup: TrainingSetup, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if setup.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    if setup.optimizer == "adamw_foreach":
+        return torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
+    if setup.optimizer in ("sgd", "sgd_momentum"):
+        return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9 if "momentum" in setup.optimizer else 0, foreach=True)
+    raise ValueError(f"no case runs {setup.optimizer}")
+
+
+def _batch(model: Any, setup: TrainingSetup, device: torch.device) -> dict[str, torch.Tensor]:
+    ids = torch.randint(20, 200, (setup.batch_size, setup.seq_len))
+    return {"input_ids": ids.to(device), "labels": ids.clone().to(device)}

@@ -1,0 +1,280 @@
+"""PyTorch's caching allocator for CUDA as a model: what a list of allocations takes from the GPU.
+
+The allocator rounds every request, cuts it out of segments that it asks the driver for, and gives a freed block to the
+same stream only. So it holds more than is in use (`torch.cuda.memory_reserved` over `memory_allocated`), and near the
+limit it must give segments back and ask again, for which the GPU stands still (`num_alloc_retries`).
+
+Source of all rules and constants: `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` of PyTorch 2.11
+to 2.14 (`round_size`, `get_pool`, `get_free_block`, `should_split`, `get_allocation_size`, `free_block`,
+`release_cached_blocks`). The address of a new segment is the driver's choice; here each lies above all earlier ones,
+which decides between free blocks of the same size only.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hf_fsdp_tools.foresight.events import Alloc, Event, Free
+
+__all__ = ["CachingAllocator", "OutOfMemory", "Replay", "replay"]
+
+_UNIT = 512
+"""`kMinBlockSize`: every block is a multiple."""
+_SMALL = 2**20
+"""`kSmallSize`: requests up to here are served from the small pool."""
+_SMALL_SEGMENT = 2 * 2**20
+"""`kSmallBuffer`: size of the small pool's segments."""
+_LARGE_SEGMENT = 20 * 2**20
+"""`kLargeBuffer`: segment for requests below `kMinLargeAlloc`."""
+_LARGE = 10 * 2**20
+"""`kMinLargeAlloc`: requests from here on get a segment of their own size …"""
+_LARGE_UNIT = 2 * 2**20
+"""`kRoundLarge`: … rounded up to a multiple of this."""
+
+
+class OutOfMemory(Exception):
+    """The device has no room for a block, also after all cached segments were given back.
+
+    Args:
+        num_bytes: of the block.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"no room for {num_bytes} bytes")
+        self.num_bytes = num_bytes
+
+
+class _Block:
+    """A part of a segment, in use or free."""
+
+    __slots__ = ("address", "before", "behind", "in_use", "pool", "segment", "size")
+
+    def __init__(self, address: int, size: int, pool: "_Pool", segment: "_Segment") -> None:
+        self.address, self.size, self.pool, self.segment = address, size, pool, segment
+        self.before: _Block | None = None
+        self.behind: _Block | None = None
+        self.in_use = False
+
+
+class _Segment:
+    """What was asked of the driver in one piece."""
+
+    __slots__ = ("size",)
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+class _Pool:
+    """The blocks of one stream that are small, or those that are large."""
+
+    __slots__ = ("blocks", "free", "is_small", "last")
+
+    def __init__(self, *, is_small: bool) -> None:
+        self.is_small = is_small
+        self.free: list[tuple[int, int]] = []
+        """(size, address) of the free blocks, sorted."""
+        self.blocks: dict[int, _Block] = {}
+        """The free blocks by address."""
+        self.last: _Block | None = None
+        """Of an expandable segment: the block at its end."""
+
+    def add(self, block: _Block) -> None:
+        insort(self.free, (block.size, block.address))
+        self.blocks[block.address] = block
+
+    def remove(self, block: _Block) -> None:
+        del self.free[bisect_left(self.free, (block.size, block.address))]
+        del self.blocks[block.address]
+
+    def best(self, size: int) -> _Block | None:
+        """The smallest free block that holds `size` bytes, of these the one at the lowest address; None without one."""
+        at = bisect_left(self.free, (size, 0))
+        return self.blocks[self.free[at][1]] if at < len(self.free) else None
+
+
+class CachingAllocator:
+    """One GPU's allocator. Counts bytes as `torch.cuda.memory_stats` does.
+
+    Args:
+        limit: bytes that the process can take from the GPU; None for no limit.
+        expandable: `expandable_segments:True`: one segment for each stream and pool, which grows at its end.
+    """
+
+    def __init__(self, limit: int | None = None, *, expandable: bool = False) -> None:
+        self.allocated = 0
+        """Bytes of the blocks in use (`allocated_bytes.all.current`)."""
+        self.reserved = 0
+        """Bytes of all segments (`reserved_bytes.all.current`)."""
+        self.retries = 0
+        """How often cached segments were given back, because the device was full (`num_alloc_retries`)."""
+        self._limit = limit
+        self._expandable = expandable
+        self._pools: dict[tuple[str, bool], _Pool] = {}
+        self._top = 0
+
+    def take(self, num_bytes: int, stream: str = "compute") -> _Block:
+        """A block for `num_bytes`, which only work on `stream` uses.
+
+        Raises:
+            OutOfMemory: the limit is reached.
+        """
+        size = max(_UNIT, -(-num_bytes // _UNIT) * _UNIT)
+        is_small = size <= _SMALL
+        if (pool := self._pools.get((stream, is_small))) is None:
+            pool = self._pools[stream, is_small] = _Pool(is_small=is_small)
+        block = pool.best(size)
+        if block is None:
+            block = self._grow(pool, size) if self._expandable else self._new_segment(pool, size)
+        else:
+            pool.remove(block)
+        rest = block.size - size
+        if rest >= _UNIT if is_small or self._expandable else rest > _SMALL:
+            self._split(block, size)
+        block.in_use = True
+        self.allocated += block.size
+        return block
+
+    def give_back(self, block: _Block) -> None:
+        """Free a block and join it with free neighbours."""
+        self.allocated -= block.size
+        block.in_use = False
+        pool = block.pool
+        for neighbour in (block.before, block.behind):
+            if neighbour is not None and not neighbour.in_use:
+                pool.remove(neighbour)
+                block = self._join(block, neighbour)
+        pool.add(block)
+
+    def _new_segment(self, pool: _Pool, size: int) -> _Block:
+        if pool.is_small:
+            wanted = _SMALL_SEGMENT
+        elif size < _LARGE:
+            wanted = _LARGE_SEGMENT
+        else:
+            wanted = -(-size // _LARGE_UNIT) * _LARGE_UNIT
+        self._reserve(wanted)
+        block = _Block(self._top, wanted, pool, _Segment(wanted))
+        self._top += wanted
+        return block
+
+    def _grow(self, pool: _Pool, size: int) -> _Block:
+        """Map more pages at the end of the pool's only segment (`try_allocate_expandable_block`)."""
+        last = pool.last
+        ready = last if last is not None and not last.in_use else None
+        page = _SMALL_SEGMENT if pool.is_small else _LARGE_SEGMENT
+        missing = -(-(size - (ready.size if ready else 0)) // page) * page
+        self._reserve(missing)
+        if last is None:
+            last = ready = _Block(self._top, 0, pool, _Segment(0))
+            self._top += 2**50  # each segment has a range of addresses of its own
+        elif ready is None:
+            ready = _Block(last.address + last.size, 0, pool, last.segment)
+            ready.before, last.behind = last, ready
+        else:
+            pool.remove(ready)
+        assert ready is not None
+        ready.size += missing
+        ready.segment.size += missing
+        pool.last = ready
+        return ready
+
+    def _reserve(self, num_bytes: int) -> None:
+        if self._limit is not None and self.reserved + num_bytes > self._limit:
+            self.retries += 1
+            self._release_cached()
+            if self.reserved + num_bytes > self._limit:
+                raise OutOfMemory(num_bytes)
+        self.reserved += num_bytes
+
+    def _release_cached(self) -> None:
+        """Give segments that no block in use lies in back to the driver."""
+        for pool in self._pools.values():
+            for block in list(pool.blocks.values()):
+                if block.before is None and block.behind is None:
+                    pool.remove(block)
+                    self.reserved -= block.segment.size
+                    if pool.last is block:
+                        pool.last = None
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.address + size, block.size - size, block.pool, block.segment)
+        rest.before, rest.behind = block, block.behind
+        if block.behind is not None:
+            block.behind.before = rest
+        block.behind = rest
+        block.size = size
+        if block.pool.last is block:
+            block.pool.last = rest
+        block.pool.add(rest)
+
+    def _join(self, one: _Block, other: _Block) -> _Block:
+        """One block of two neighbours: the lower one, longer."""
+        low, high = (one, other) if one.address < other.address else (other, one)
+        low.size += high.size
+        low.behind = high.behind
+        if high.behind is not None:
+            high.behind.before = low
+        if low.pool.last is high:
+            low.pool.last = low
+        return low
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What the allocator did with a list of events."""
+
+    allocated: Sequence[int]
+    """Bytes in use after each event."""
+    reserved: Sequence[int]
+    """Bytes taken from the driver after each event."""
+    retries: int
+    """How often the device was full and cached segments were given back."""
+    out_of_memory_at: int | None
+    """Index of the event for which there was no room at all; the lists end there. None if all fitted."""
+
+    @property
+    def peak_allocated(self) -> int:
+        """`torch.cuda.max_memory_allocated` over the events."""
+        return max(self.allocated, default=0)
+
+    @property
+    def peak_reserved(self) -> int:
+        """`torch.cuda.max_memory_reserved` over the events."""
+        return max(self.reserved, default=0)
+
+
+def replay(*parts: Iterable[Event], limit: int | None = None, expandable: bool = False) -> Replay:
+    """Run lists of events through an allocator one after the other; the last list is what the result speaks of.
+
+    Args:
+        parts: what was allocated before, for example when the model was made and in the first step; then the events in
+            question. A block may be freed in a later list than it was allocated in.
+        limit: as in `CachingAllocator`.
+        expandable: as in `CachingAllocator`.
+    """
+    allocator = CachingAllocator(limit, expandable=expandable)
+    held: dict[int, _Block] = {}
+    allocated: list[int] = []
+    reserved: list[int] = []
+    full_at = None
+    for events in parts:
+        allocated, reserved, full_at = [], [], None
+        take, give_back = allocator.take, allocator.give_back
+        for at, event in enumerate(events):
+            kind = type(event)
+            if kind is Alloc:
+                assert isinstance(event, Alloc)
+                try:
+                    held[event.block] = take(event.num_bytes, event.stream)
+                except OutOfMemory:
+                    full_at = at
+                    break
+            elif kind is Free:
+                assert isinstance(event, Free)
+                give_back(held.pop(event.block))
+            allocated.append(allocator.allocated)
+            reserved.append(allocator.reserved)
+        if full_at is not None:
+            break
+    return Replay(allocated=allocated, reserved=reserved, retries=allocator.retries, out_of_memory_at=full_at)

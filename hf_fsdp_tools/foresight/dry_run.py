@@ -1,0 +1,274 @@
+"""One micro-step of a model on tensors without data, recorded: the model's own code, without FSDP.
+
+FSDP2's places are imitated by its own means, so that memory lives as long as in a real run: hooks before and after the
+forward passes of the plan's modules, hooks on the gradients of their outputs, and an autograd function on their inputs.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers import masking_utils
+
+from hf_fsdp_tools.foresight.events import Event, Work
+from hf_fsdp_tools.foresight.inputs import make_batch
+from hf_fsdp_tools.foresight.kernels import AsOnCuda, scratch
+from hf_fsdp_tools.foresight.recorder import Recorder
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.splice import Bounds, Stack, cut_model, cut_plan, expand, repeating_stacks
+from hf_fsdp_tools.foresight.trace import Parameter, Trace
+from hf_fsdp_tools.modeling.clone import copy_tree
+from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
+from hf_fsdp_tools.sharding.shard import checkpoint_activations, runners_of_experts
+
+__all__ = ["Device", "trace_model"]
+
+Device = Literal["cuda", "cpu"]
+"""Whose kernels are assumed: what they save for the backward pass, and their scratch memory."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, device: Device = "cuda") -> Trace:
+    """The events of one micro-step of a model under a plan, found by running the model's code without data.
+
+    Args:
+        model: on meta, as `build` gives it; it stays as it is.
+        plan: of the model.
+        setup: batch, precision, checkpointing, loss and attention are read.
+        device: whose kernels to assume.
+
+    Any rank may call; nothing is communicated, and no accelerator is used.
+
+    Raises:
+        ConfigError: the sequence is longer than the model's table of positions.
+    """
+    for kept in (3, 4):
+        stacks = repeating_stacks(model, kept)
+        if not stacks:
+            break
+        recorder, bounds = _dry_run(model, plan, setup, device, stacks)
+        events = expand(recorder.events, stacks, bounds)
+        if events is not None:
+            return _trace(model, plan, setup, events, stacks)
+    recorder, _ = _dry_run(model, plan, setup, device, ())
+    return _trace(model, plan, setup, recorder.events, ())
+
+
+def _trace(
+    model: nn.Module, plan: WrapPlan, setup: TrainingSetup, events: Sequence[Event], stacks: Sequence[Stack]
+) -> Trace:
+    return Trace(
+        events=tuple(events),
+        parameters=tuple(_parameters(model, plan, setup)),
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        model_flops=sum(event.flops for event in events if isinstance(event, Work) and not event.again),
+        tokens=setup.batch_size * setup.seq_len,
+        blocks=sum(len(stack.indices) for stack in stacks),
+        repeated=sum(stack.left_out for stack in stacks),
+    )
+
+
+def _dry_run(
+    model: nn.Module, plan: WrapPlan, setup: TrainingSetup, device: Device, stacks: Sequence[Stack]
+) -> tuple[Recorder, Bounds]:
+    """The events of a micro-step of a model without the blocks that the stacks leave out."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        twin = copy_tree(model, hooks=False).model
+        cut_model(twin, stacks)
+        plan = cut_plan(plan, stacks)
+        _give_memory(twin, plan, setup)
+        recorder = Recorder(_units(plan), extra=scratch if device == "cuda" else None)
+        recorder.ignore([*twin.parameters(), *twin.buffers()])
+        _prepare(twin, plan, setup, recorder)
+        bounds = Bounds(twin, stacks, recorder)
+        batch = make_batch(twin, setup)
+        recorder.take_inputs(value for value in batch.values() if isinstance(value, torch.Tensor))
+        with ExitStack() as stack:
+            stack.enter_context(_no_packed_sequences())
+            if device == "cuda":
+                stack.enter_context(AsOnCuda())
+            stack.enter_context(recorder)
+            _run(twin, batch, recorder)
+        recorder.close()
+    return recorder, bounds
+
+
+# ---- the model ----
+
+
+def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Iterator[Parameter]:
+    """Yield every parameter, tied ones once."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    packed = packed_linears(model)
+    for parameter, (name, *others) in names.items():
+        is_whole = name in plan.replicated
+        yield Parameter(
+            fqn=name,
+            other_names=tuple(others),
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype if name in packed else _dtype(parameter, setup, is_whole=is_whole),
+            requires_grad=parameter.requires_grad,
+            module=name.rpartition(".")[0],
+            is_whole=is_whole or setup.wrapping == "none",
+        )
+
+
+def _dtype(parameter: torch.Tensor, setup: TrainingSetup, *, is_whole: bool) -> torch.dtype:
+    """The dtype in which a parameter is gathered, or kept whole."""
+    if not parameter.is_floating_point():
+        return parameter.dtype
+    return _DTYPES[setup.master_dtype if is_whole else setup.precision]
+
+
+def _give_memory(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> None:
+    """Put memory without data in the place of tensors on meta, parameters in the dtypes in which FSDP gathers them."""
+    described = {each.fqn: each for each in _parameters(model, plan, setup)}
+    fakes: dict[torch.Tensor, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        data = torch.empty(parameter.shape, dtype=described[name].dtype, device="cpu")
+        fakes[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        fakes[parameter].__dict__.update(parameter.__dict__)
+    for module in model.modules():
+        for key, weight in module._parameters.items():
+            if weight is not None:
+                module._parameters[key] = fakes[weight]
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+
+
+def _units(plan: WrapPlan) -> dict[str, str]:
+    return {name: unit.modules[0] for unit in plan.units for name in unit.modules}
+
+
+def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: Recorder) -> None:
+    """Bring a copy of the model into the state in which it is trained, with marks at the plan's modules."""
+    model.train()
+    if setup.activation_checkpointing:
+        checkpoint_activations(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for unit in plan.units:
+        for name in unit.modules:
+            _mark(modules[name], name, recorder, is_grouped=len(unit.modules) > 1)
+    whole = {parameter for name, parameter in model.named_parameters() if name in plan.replicated}
+    units = {modules[name] for unit in plan.units for name in unit.modules}
+    if setup.precision != "fp32":
+        add_casts(model, _DTYPES[setup.precision], units=units, whole=whole)
+    reach_experts(dict(runners_of_experts(model)))
+    _watch_head(model, recorder)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            hook = partial(recorder.keep_gradient, name)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
+
+
+# ---- marks ----
+
+
+def _mark(module: nn.Module, name: str, recorder: Recorder, *, is_grouped: bool) -> None:
+    """Tell the recorder of the passes of one of the plan's modules, as FSDP2 would learn of them."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder.begin(name)
+        return _with_gradients((args, kwargs), lambda *inputs: _AfterBackward.apply(recorder, name, *inputs))  # type: ignore[no-untyped-call]
+
+    def after(_: nn.Module, args: object, output: Any) -> None:
+        recorder.end(name)
+        if torch.is_grad_enabled():
+            for tensor in _needing_gradients(output):
+                _when_gradient_is_there(tensor, lambda: recorder.begin_backward(name))
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(after, always_call=is_grouped)
+
+
+class _AfterBackward(torch.autograd.Function):
+    """The identity, which marks the end of a module's backward pass: FSDP2's `RegisterPostBackwardFunction`."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, name: str, *inputs: torch.Tensor) -> Any:
+        ctx.recorder, ctx.name = recorder, name
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.recorder.end_backward(ctx.name)
+        return (None, None, *grads)
+
+
+def _needing_gradients(value: Any) -> list[torch.Tensor]:
+    leaves, _ = tree_flatten(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def _when_gradient_is_there(tensor: torch.Tensor, act: Callable[[], None]) -> None:
+    tensor.register_hook(lambda _: act())  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _with_gradients(value: Any, change: Callable[..., Iterable[torch.Tensor]]) -> Any:
+    """A nested value with all tensors in it that need gradients changed at once."""
+    found = _needing_gradients(value) if torch.is_grad_enabled() else []
+    if not found:
+        return value
+    changed = iter(change(*found))
+    leaves, spec = tree_flatten(value)
+    new = [next(changed) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf for leaf in leaves]
+    return tree_unflatten(new, spec)
+
+
+def _watch_head(model: nn.Module, recorder: Recorder) -> None:
+    """Tell the recorder where logits are made, and where their gradient is complete."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if find is not None else None
+    if head is None:
+        return
+
+    def before(_: nn.Module, args: object) -> None:
+        recorder.in_loss = True
+
+    def after(_: nn.Module, args: object, output: Any) -> None:
+        for tensor in _needing_gradients(output):
+            _when_gradient_is_there(tensor, partial(setattr, recorder, "in_loss", False))
+
+    head.register_forward_pre_hook(before)
+    head.register_forward_hook(after)
+
+
+# ---- the step ----
+
+
+def _run(model: nn.Module, batch: dict[str, Any], recorder: Recorder) -> None:
+    loss = model(**batch)["loss"]  # the logits are dropped before the backward pass, as in `Trainer.compute_loss`
+    recorder.phase = "backward"
+    # The engine itself: `loss.backward()` suspends modes that see functions, also where a block is computed again.
+    engine: Any = torch.autograd.Variable._execution_engine
+    gradient = torch.ones_like(loss, memory_format=torch.preserve_format)
+    engine.run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+@contextmanager
+def _no_packed_sequences() -> Iterator[None]:
+    """Let transformers know that sequences are not packed, which it cannot read from tensors without data.
+
+    It takes fake tensors for tracing, and would make a mask, with which no flash kernel runs.
+    """
+    found = masking_utils.find_packed_sequence_indices
+
+    def none_are_packed(position_ids: torch.Tensor) -> None:
+        found(position_ids)  # its temporary memory is that of a real run
+
+    masking_utils.find_packed_sequence_indices = none_are_packed
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = found

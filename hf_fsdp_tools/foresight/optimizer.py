@@ -1,0 +1,192 @@
+"""Clipping and the optimizer's step: torch's own code on shards without data, recorded as the model's code is."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Kind, Work
+from hf_fsdp_tools.foresight.recorder import Recorder
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+
+__all__ = ["OPTIMIZERS", "OptimizerStep", "Updated", "optimizer_step"]
+
+_Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, _Make | None] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "adamw_foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, foreach=True),
+    "sgd_momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, foreach=True),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, foreach=True),
+    "adamw_8bit": None,
+}
+"""Names that `TrainingSetup.optimizer` may have; `adamw_8bit` is bitsandbytes', by formula."""
+
+_ELEMENTWISE = ("adamw", "adamw_foreach", "sgd", "sgd_momentum")
+"""Optimizers to which the shape of a parameter is all the same: they are run once for a model, with stand-ins."""
+_STAND_IN = 10**6 + 3
+"""Elements of the first stand-in; each has one more than the one before, so that memory tells whose it is."""
+_SMALLEST_8BIT = 4096
+"""Elements below which bitsandbytes keeps the state of a parameter in fp32 (`min_8bit_size` of its optimizers)."""
+_BLOCK_8BIT = 256
+"""Elements with one fp32 scale (`blocksize` of its `optimizer_update_8bit_blockwise`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """A tensor that the optimizer updates on this rank."""
+
+    shape: tuple[int, ...]
+    """Of the shard."""
+    dtype: torch.dtype
+    """Of the shard and of its gradient."""
+
+    @property
+    def numel(self) -> int:
+        """Number of its elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """Its bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStep:
+    """A step of an optimizer that has its state."""
+
+    events: tuple[Event, ...]
+    """Temporary memory, and work."""
+    state: tuple[int, ...]
+    """Bytes of each tensor of its state on the device."""
+    num_bytes: float
+    """Bytes that its work reads and writes."""
+
+
+def optimizer_step(updated: Sequence[Updated], setup: TrainingSetup) -> OptimizerStep:
+    """Clipping and one step of the optimizer of a setup.
+
+    Args:
+        updated: the shards of this rank.
+        setup: `optimizer` and `max_grad_norm` are read.
+
+    Raises:
+        ConfigError: the optimizer is unknown.
+    """
+    name, clips = setup.optimizer, setup.max_grad_norm is not None
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"optimizer is {name!r}; it must be one of {', '.join(map(repr, OPTIMIZERS))}.")
+    updated = [each for each in updated if each.numel]
+    if name not in _ELEMENTWISE:
+        return _record(tuple(updated), name, clips)
+    stand_ins = tuple(Updated((_STAND_IN + at,), each.dtype) for at, each in enumerate(updated))
+    return _resized(_record(stand_ins, name, clips), stand_ins, updated)
+
+
+def _resized(step: OptimizerStep, stand_ins: Sequence[Updated], updated: Sequence[Updated]) -> OptimizerStep:
+    """The step of an optimizer that treats all elements alike, for tensors of other sizes."""
+    sizes = {stand_in.num_bytes: each.num_bytes for stand_in, each in zip(stand_ins, updated, strict=True)}
+    ratio = sum(sizes.values()) / max(sum(sizes), 1)
+    events: list[Event] = []
+    for event in step.events:
+        if isinstance(event, Alloc):
+            event = replace(event, num_bytes=sizes.get(event.num_bytes, event.num_bytes))
+        elif isinstance(event, Work):
+            event = replace(event, num_bytes=event.num_bytes * ratio)
+        events.append(event)
+    state = tuple(sizes.get(num_bytes, num_bytes) for num_bytes in step.state)
+    return OptimizerStep(events=tuple(events), state=state, num_bytes=step.num_bytes * ratio)
+
+
+@cache
+def _record(updated: tuple[Updated, ...], name: str, clips: bool) -> OptimizerStep:
+    if not updated:
+        return OptimizerStep(events=(), state=(), num_bytes=0.0)
+    with FakeTensorMode():
+        parameters = [nn.Parameter(torch.empty(each.shape, dtype=each.dtype)) for each in updated]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        clipping = _clip(parameters) if clips else ()
+        make = OPTIMIZERS[name]
+        state, events = _step_8bit(updated) if make is None else _step(parameters, make)
+    events = (*clipping, *events)
+    return OptimizerStep(
+        events=events, state=state, num_bytes=sum(event.num_bytes for event in events if isinstance(event, Work))
+    )
+
+
+class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """While active, reading a number from a tensor without data gives 1 (Adafactor reads norms)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operation, or give the number."""
+        return 1.0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
+
+
+def _recorder(parameters: Sequence[nn.Parameter]) -> Recorder:
+    recorder = Recorder({"": ""})
+    recorder.ignore(parameters)
+    recorder.ignore([parameter.grad for parameter in parameters if parameter.grad is not None])
+    return recorder
+
+
+def _clip(parameters: Sequence[nn.Parameter]) -> tuple[Event, ...]:
+    recorder = _recorder(parameters)
+    recorder.phase = "clip"
+    with recorder:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+    return _temporary(recorder.events, "temporaries")
+
+
+def _step(parameters: Sequence[nn.Parameter], make: _Make) -> tuple[tuple[int, ...], tuple[Event, ...]]:
+    optimizer = make(parameters)
+    with _Numbers():
+        optimizer.step()
+    is_fused = bool(optimizer.param_groups[0].get("fused"))
+    state = [
+        tensor for each in optimizer.state.values() for tensor in each.values() if isinstance(tensor, torch.Tensor)
+    ]
+    # Unless the optimizer is fused, its counters of steps are on the host.
+    on_device = [tensor for tensor in state if tensor.dim() or is_fused]
+    recorder = _recorder(parameters)
+    recorder.ignore(state)
+    recorder.phase = "optimizer"
+    with _Numbers(), recorder:
+        optimizer.step()
+    return tuple(tensor.nbytes for tensor in on_device), _temporary(recorder.events, "temporaries")
+
+
+def _step_8bit(updated: Sequence[Updated]) -> tuple[tuple[int, ...], tuple[Event, ...]]:
+    """bitsandbytes' AdamW8bit: two states of a byte per element with a scale for each block, and two tables of 256."""
+    state = [4 * 256, 4 * 256]
+    num_bytes = 0.0
+    for each in updated:
+        numel = each.numel
+        scales = 4 * -(-numel // _BLOCK_8BIT)
+        own = [4 * numel] * 2 if numel < _SMALLEST_8BIT else [numel, numel, scales, scales]
+        state += own
+        num_bytes += 2 * sum(own) + 3 * numel * each.dtype.itemsize
+    work = Work("memory", 0.0, num_bytes, "", "optimizer", dtype_bytes=1)
+    return tuple(state), (work,)
+
+
+def _temporary(events: Sequence[Event], kind: Kind) -> tuple[Event, ...]:
+    """The events with all memory of one kind, and freed at the end where it was not."""
+    left: dict[int, None] = {}
+    result: list[Event] = []
+    for event in events:
+        if isinstance(event, Alloc):
+            left[event.block] = None
+            event = replace(event, kind=kind)
+        elif isinstance(event, Free):
+            left.pop(event.block)
+        result.append(event)
+    return (*result, *map(Free, left))

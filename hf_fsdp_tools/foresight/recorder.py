@@ -1,0 +1,239 @@
+"""Record the events of operations on fake tensors: memory that comes and goes, and the work of every kernel."""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Kind, Mark, Operation, Phase, Work
+
+__all__ = ["Recorder"]
+
+_MAKES_NOTHING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
+"""Operations without a kernel although their result is new memory."""
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A pass of one of the plan's modules that has begun."""
+
+    module: str
+    unit: str
+    is_again: bool = False
+    """Whether activation checkpointing runs it, inside the backward pass."""
+    is_over: bool = False
+
+
+@dataclass(eq=False)
+class _Block:
+    """Memory that is in use."""
+
+    place: int
+    """Index of its `Alloc` in the list of events."""
+    made_in: _Pass
+    watch: Any = None
+    """The weak reference to the storage, which must live as long as the storage."""
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Sees every operation while it is active; the events are in `events`, in the order of their issue.
+
+    Args:
+        units: fqn of each of the plan's modules -> name of its unit, the root among them.
+        extra: bytes that a kernel of the device takes and gives back while it runs, by the operation's arguments.
+    """
+
+    def __init__(
+        self, units: dict[str, str], *, extra: Callable[[Any, Sequence[Any], Any], Iterable[int]] | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.events: list[Event] = []
+        self.phase: Phase = "forward"
+        self.in_loss = False
+        """Whether what is taken now is logits, or made of them."""
+        self.last_operation = ""
+        self._units = units
+        self._extra = extra
+        self._root = _Pass("", "")
+        self._passes = [self._root]
+        self._blocks: dict[int, _Block] = {}
+        """By address of the storage."""
+        self._places: dict[int, int] = {}
+        """Index of the `Alloc` in `events`, by number of the block."""
+        self._known: set[int] = set()
+        """Addresses of storages that are no events: parameters and buffers."""
+        self._kept: list[torch.Tensor] = []
+        """Gradients, which stay until FSDP has reduced them."""
+        self._next = 0
+
+    # ---- what there is before ----
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not count the memory of tensors that live longer than the list of events: parameters and buffers."""
+        self._known.update(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    def take_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count the batch."""
+        for tensor in tensors:
+            self._take(tensor, kind="inputs")
+
+    # ---- passes of modules ----
+
+    def begin(self, module: str) -> None:
+        """A forward pass of one of the plan's modules begins."""
+        again = self.phase == "backward"
+        self.events.append(Mark("before_forward", module, again))
+        self._passes.append(_Pass(module, self._units[module], again))
+
+    def end(self, module: str) -> None:
+        """A forward pass ends."""
+        self.events.append(Mark("after_forward", module, self.phase == "backward"))
+        while len(self._passes) > 1:
+            over = self._passes.pop()
+            over.is_over = True
+            if over.module == module:
+                break
+
+    def begin_backward(self, module: str) -> None:
+        """The gradient of a module's output is there."""
+        self.events.append(Mark("before_backward", module))
+        while len(self._passes) > 1 and not _is_inside(module, self._passes[-1]):
+            self._passes.pop().is_over = True
+        if self._passes[-1].module != module:
+            self._passes.append(_Pass(module, self._units[module]))
+
+    def end_backward(self, module: str) -> None:
+        """The gradients of a module's inputs are there."""
+        self.events.append(Mark("after_backward", module))
+        if any(each.module == module for each in self._passes[1:]):
+            while self._passes.pop().module != module:
+                pass
+
+    def keep_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        """The gradient of a parameter is complete; it is taken from the parameter and never freed."""
+        gradient = parameter.grad
+        assert gradient is not None
+        block = self._blocks[gradient.untyped_storage()._cdata]
+        taken = self.events[block.place]
+        assert isinstance(taken, Alloc)
+        self.events[block.place] = replace(taken, kind="whole gradients")
+        self.events.append(Gradient(name, taken.block))
+        self._kept.append(gradient)
+        parameter.grad = None
+
+    def close(self) -> None:
+        """Note nothing more: what is freed from now on outlives the micro-step."""
+        self._blocks.clear()
+
+    # ---- operations ----
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and note its memory and its work."""
+        self.last_operation = str(func)
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        made = list(_tensors(result))
+        new = [tensor for tensor in made if self._take(tensor)]
+        schema = func._schema
+        if not new and not schema.is_mutable:
+            return result  # a view
+        if func.overloadpacket.__name__.removesuffix("_") in _MAKES_NOTHING:
+            return result
+        self._work(func, args, kwargs, result, made)
+        if self._extra is not None:
+            for num_bytes in self._extra(func, args, result):
+                self._take_and_free(num_bytes)
+        return result
+
+    def _work(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> None:
+        packet = func.overloadpacket
+        count = flop_registry.get(packet)
+        flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+        read = list(_tensors((args, kwargs)))
+        again = self.phase == "backward" and torch.is_grad_enabled()
+        self.events.append(
+            Work(
+                operation=_operation(packet.__name__, flops),
+                flops=flops,
+                num_bytes=float(sum(map(_touched, read)) + sum(map(_touched, made))),
+                unit=self._passes[-1].unit,
+                phase="loss" if self.in_loss and self.phase == "forward" else self.phase,
+                dtype_bytes=next((t.element_size() for t in read if t.is_floating_point()), 2),
+                again=again,
+                size=_smallest(read) if flops else 0,
+            )
+        )
+
+    # ---- memory ----
+
+    def _take(self, tensor: torch.Tensor, kind: Kind | None = None) -> bool:
+        """Note the memory of a tensor; whether it is new."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._known or address in self._blocks:
+            return False
+        num_bytes = storage.nbytes()
+        if num_bytes == 0:
+            return False
+        kind = kind or ("logits and loss" if self.in_loss else "activations")
+        number = self._append(num_bytes, kind)
+        block = _Block(len(self.events) - 1, self._passes[-1])
+        block.watch = weakref.ref(storage, lambda _: self._give_back(address, number))
+        self._blocks[address] = block
+        return True
+
+    def _append(self, num_bytes: int, kind: Kind) -> int:
+        self._next += 1
+        self.events.append(Alloc(self._next, num_bytes, kind, self._passes[-1].unit))
+        return self._next
+
+    def _give_back(self, address: int, number: int) -> None:
+        block = self._blocks.pop(address, None)
+        if block is None:
+            return
+        taken = self.events[block.place]
+        assert isinstance(taken, Alloc)
+        if taken.kind == "activations" and not block.made_in.is_over and block.made_in is not self._root:
+            self.events[block.place] = replace(taken, kind="temporaries")
+        self.events.append(Free(number))
+
+    def _take_and_free(self, num_bytes: int) -> None:
+        """Scratch memory of a kernel."""
+        number = self._append(num_bytes, "temporaries")
+        self.events.append(Free(number))
+
+
+def _is_inside(module: str, outer: _Pass) -> bool:
+    """Whether a module is below that of a backward pass; passes of checkpointing are over where one begins."""
+    return not outer.is_again and (outer.module == module or module.startswith(f"{outer.module}."))
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _touched(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor that a kernel reads or writes; those of an expanded one count once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _operation(name: str, flops: float) -> Operation:
+    if not flops:
+        return "memory"
+    return "attention" if "attention" in name else "matmul"
+
+
+def _smallest(read: Sequence[torch.Tensor]) -> int:
+    """The smallest dimension of a product of matrices."""
+    matrices = [tensor.shape[-2:] for tensor in read if tensor.dim() > 1]
+    return min((size for shape in matrices for size in shape), default=0)

@@ -1,0 +1,168 @@
+"""How FSDP2 reduces the whole gradients of a unit to shards of gradients: buffers, collectives, accumulation.
+
+Follows `foreach_reduce` in torch 2.13's `_fsdp_collectives.py`, and what `FSDPParamGroup.post_backward`,
+`_wait_for_post_backward` and `finalize_backward` keep for it.
+"""
+
+from collections.abc import Sequence
+
+from hf_fsdp_tools.foresight.events import Stream
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.shard_sizes import Shard, dtype_of
+from hf_fsdp_tools.foresight.writer import EventWriter
+
+__all__ = ["Reducer"]
+
+
+class Reducer:
+    """Writes the reductions of all units of a step, and remembers the shards of gradients between micro-steps.
+
+    Args:
+        writer: takes the events.
+        setup: ranks, replicas, dtypes, offload.
+    """
+
+    def __init__(self, writer: EventWriter, setup: TrainingSetup) -> None:
+        self._writer = writer
+        self._setup = setup
+        self._dtype = dtype_of(setup.reduce_dtype)
+        self._inputs: list[tuple[int, int]] = []
+        """`reduce_scatter_states`: the input of the last reduction, and the event of its end."""
+        self._last: dict[Stream, int] = {}
+        """`_last_post_reduce_events`."""
+        self._reduced: dict[str, int] = {}
+        """`_post_reduce_event`, by unit."""
+        self._all_reduced: dict[str, tuple[int, int]] = {}
+        """`_all_reduce_state` by unit: a buffer that is freed once the event has come."""
+        self._gradients: dict[str, int] = {}
+        """Memory of the shards of gradients, by unit: one block for all parameters of a unit."""
+        self._has_gradients: set[str] = set()
+
+    def release_inputs(self) -> None:
+        """Free the input of the last reduction, after it has ended."""
+        for block, event in self._inputs:
+            self._writer.wait(event, "compute")
+            self._writer.free(block)
+        self._inputs.clear()
+
+    def finalize(self, unit: str) -> None:
+        """The compute stream waits for all reductions; what a unit kept for its own is freed."""
+        for event in self._last.values():
+            self._writer.wait(event, "compute")
+        if self._setup.offload:
+            for event in self._last.values():
+                self._writer.wait_on_host(event)
+        self._last.clear()
+        self._reduced.pop(unit, None)
+        if unit in self._all_reduced:
+            self._writer.free(self._all_reduced.pop(unit)[0])
+
+    def drop_gradients(self) -> None:
+        """Gradients are set to None."""
+        self._writer.free(*self._gradients.values())
+        self._gradients.clear()
+        self._has_gradients.clear()
+
+    def reduce(self, gradients: Sequence[tuple[Shard, int]], *, is_partial: bool = False) -> None:
+        """Reduce the gradients of the unit that the writer is at, and free them.
+
+        Args:
+            gradients: shard and memory of the whole gradient of each parameter.
+            is_partial: whether modules of the unit did not run, after which FSDP2 waits at once.
+        """
+        writer, ranks = self._writer, self._setup.dp_shard_size
+        unit = writer.unit
+        self._wait_for_last(unit)
+        late: set[int] = set()
+        if ranks > 1:
+            gradients, late = self._split_otherwise(gradients)
+        numel = sum(shard.numel for shard, _ in gradients)
+        size = self._dtype.itemsize
+        read = sum(shard.gathered_bytes for shard, _ in gradients) * ranks
+        buffer = writer.take(numel * ranks * size, "reduce buffers")
+        writer.work("memory", read + numel * ranks * size)
+        writer.free(*(block for _, block in gradients if block not in late))
+        writer.wait_stream("reduce_scatter", "compute")
+        master = gradients[0][0].dtype
+        is_kept = master == self._dtype and not self._setup.offload and unit not in self._has_gradients
+        output = writer.take(numel * size, "gradients" if is_kept else "reduce buffers", "reduce_scatter")
+        self._divide(numel * ranks * size, "reduce_scatter")
+        if ranks > 1:
+            writer.work("reduce_scatter", numel * ranks * size, "reduce_scatter", dtype_bytes=size, ranks=ranks)
+        else:
+            writer.work("memory", 2 * numel * size, "reduce_scatter")
+        self._inputs.append((buffer, writer.record("reduce_scatter")))
+        stream = self._all_reduce(unit, output, numel * size)
+        self._divide(numel * size, stream)
+        shards = [shard for shard, _ in gradients]
+        self._keep(unit, shards, output, stream)
+        self._reduced[unit] = self._last[stream] = writer.record(stream)
+        writer.free(*late)
+        if is_partial:
+            writer.wait(self._reduced[unit], "compute")
+
+    def _wait_for_last(self, unit: str) -> None:
+        """`_wait_for_post_backward`: of the same unit, where it is used twice."""
+        if unit in self._reduced:
+            self._writer.wait(self._reduced.pop(unit), "compute")
+        if unit in self._all_reduced:
+            block, event = self._all_reduced.pop(unit)
+            self._writer.wait(event, "compute")
+            self._writer.free(block)
+
+    def _split_otherwise(self, gradients: Sequence[tuple[Shard, int]]) -> tuple[list[tuple[Shard, int]], set[int]]:
+        """Copy gradients that are split along another dimension than 0; with the gradients that are freed at the end.
+
+        Variables of torch's loop keep the last gradient, and the last one that was copied, until the function returns.
+        """
+        writer, result = self._writer, list(gradients)
+        copied: int | None = None
+        for at, (shard, block) in enumerate(gradients):
+            if not shard.dim:
+                continue
+            if copied is not None:
+                writer.free(copied)
+            num_bytes = shard.gathered_bytes * self._setup.dp_shard_size
+            result[at] = (shard, writer.take(num_bytes, "reduce buffers"))
+            writer.work("memory", 2 * num_bytes)
+            copied = block
+        return result, {gradients[-1][1]} | ({copied} if copied is not None else set())
+
+    def _divide(self, num_bytes: int, stream: Stream) -> None:
+        """fp16 is divided before and after the reduction, in place (`_get_gradient_divide_factors`)."""
+        if self._setup.reduce_dtype == "fp16" and self._setup.num_gpus > 1:
+            self._writer.work("memory", 2 * num_bytes, stream)
+
+    def _all_reduce(self, unit: str, output: int, num_bytes: int) -> Stream:
+        """HSDP: sum over the replicas; the stream of what follows."""
+        replicas = self._setup.dp_replicate_size
+        if replicas == 1:
+            return "reduce_scatter"
+        writer = self._writer
+        writer.wait_stream("all_reduce", "reduce_scatter")
+        writer.work("all_reduce", num_bytes, "all_reduce", dtype_bytes=self._dtype.itemsize, ranks=replicas)
+        self._all_reduced[unit] = (output, writer.record("all_reduce"))
+        return "all_reduce"
+
+    def _keep(self, unit: str, shards: Sequence[Shard], output: int, stream: Stream) -> None:
+        """Make the reduced gradients the shards' gradients, or add them to these."""
+        writer, master = self._writer, shards[0].dtype
+        numel = sum(shard.numel for shard in shards)
+        is_first = unit not in self._has_gradients
+        block = output
+        if master != self._dtype:
+            block = writer.take(numel * master.itemsize, "gradients" if is_first else "reduce buffers", stream)
+            writer.work("memory", numel * (self._dtype.itemsize + master.itemsize), stream)
+        if self._setup.offload:
+            for shard in shards:
+                writer.work("device_to_host", shard.num_bytes, stream)
+        elif is_first:
+            self._gradients[unit] = block
+        else:
+            writer.work("memory", 3 * numel * master.itemsize, stream)
+        self._has_gradients.add(unit)
+        kept = self._gradients.get(unit)
+        if output == kept:
+            self._all_reduced.pop(unit, None)
+        is_held = unit in self._all_reduced
+        writer.free(*(each for each in {output, block} if each != kept and not (is_held and each == output)))

@@ -1,0 +1,409 @@
+"""What FSDP2 does at each module's passes: gathers, copies, frees, reductions, on which stream and after which event.
+
+The order of memory and of waits is that of torch 2.13, `torch/distributed/fsdp/_fully_shard`: `_fsdp_state.py` (hooks),
+`_fsdp_param_group.py` (unshard, reshard, post-backward), `_fsdp_collectives.py` (buffers) and `_fsdp_param.py`. Each
+function below names the function it follows. Python's local variables keep some tensors until a function returns; this
+is followed too.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hf_fsdp_tools.foresight.events import Gradient, Mark, Stream
+from hf_fsdp_tools.foresight.reduce import Reducer
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.shard_sizes import Shard, UnitShards
+from hf_fsdp_tools.foresight.writer import EventWriter
+
+__all__ = ["Fsdp2Schedule"]
+
+_State = Literal["idle", "forward", "pre_backward", "post_backward"]
+"""`TrainingState`."""
+
+
+@dataclass(eq=False)
+class _Unit:
+    """One `FSDPState` with its `FSDPParamGroup`."""
+
+    split: UnitShards
+    reshard: bool | int
+    """What `reshard_after_forward` comes to: False keeps the unit."""
+    state: _State = "idle"
+    """Of the parameter group."""
+    module_state: _State = "idle"
+    """Of the `FSDPState`."""
+    to_run: set[str] = field(default_factory=set)
+    """`_modules_to_run_forward`: modules of a unit of several that have not run in this pass."""
+    entry: str | None = None
+    """The module whose inputs trigger the unit's post-backward."""
+    exit: str | None = None
+    """The module whose output triggers its pre-backward."""
+    gathered: list[int] | None = None
+    """Memory of the gathered parameters; None while they are sharded."""
+    partly: list[int] | None = None
+    """Memory of the shards over fewer ranks (`reshard_after_forward` as a number)."""
+    partly_event: int | None = None
+    pending: "_Gather | None" = None
+    """`_all_gather_result`: gathered, not yet copied out."""
+    gradients: dict[str, int] = field(default_factory=dict)
+    """Memory of the whole gradients, by parameter."""
+    uses: list[int] = field(default_factory=list)
+    """`_post_forward_indices`."""
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return self.split.shards
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return self.split.unit.modules
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """`AllGatherResult`."""
+
+    output: int | None
+    """The buffer; None on one rank, which has none."""
+    event: int
+    ranks: int
+
+
+class Fsdp2Schedule:
+    """Follows the marks of a trace and writes what FSDP2 does there.
+
+    Args:
+        writer: takes the events.
+        units: from `split_parameters`, the root among them.
+        setup: ranks, dtypes, offload, whether units are resharded after forward.
+    """
+
+    def __init__(self, writer: EventWriter, units: tuple[UnitShards, ...], setup: TrainingSetup) -> None:
+        self._writer = writer
+        self._setup = setup
+        self._units = [_Unit(split, _reshard(split, setup)) for split in units]
+        self._by_module = {module: unit for unit in self._units for module in unit.modules}
+        self._of_parameter = {shard.parameter.fqn: unit for unit in self._units for shard in unit.shards}
+        self._reducer = Reducer(writer, setup)
+        self._running_root: _Unit | None = None
+        """`iter_forward_root`."""
+        self._kept_gather: tuple[int, int] | None = None
+        """`all_gather_state`: the buffer of the last gather of forward, and the event of its copy-out."""
+        self._order: list[_Unit] = []
+        """`post_forward_order`."""
+        self._forced: list[_Unit] = []
+        """Units that were completed after the pass of the whole model, whose pre-backward comes with the root's."""
+
+    # ---- what a trace tells ----
+
+    def mark(self, mark: Mark) -> None:
+        """A pass of a module begins or ends; modules that are in no unit's list do not matter."""
+        unit = self._by_module.get(mark.module)
+        if unit is None:
+            return
+        self._writer.unit = unit.split.name
+        if mark.where == "before_forward":
+            self._before_forward(unit, mark)
+        elif mark.where == "after_forward":
+            self._after_forward(unit, mark)
+        elif mark.where == "before_backward" and mark.module == unit.exit:
+            self._writer.phase = "backward"
+            self._before_backward(unit)
+            if unit is self._units[0]:
+                for other in self._forced:
+                    self._writer.unit = other.split.name
+                    self._before_backward(other)
+                self._forced.clear()
+        elif mark.where == "after_backward" and mark.module == unit.entry:
+            self._post_backward(unit)
+        self._writer.unit = ""
+
+    def gradient(self, gradient: Gradient) -> bool:
+        """A whole gradient is complete; whether it belongs to a unit."""
+        unit = self._of_parameter.get(gradient.parameter)
+        if unit is None:
+            return False
+        unit.gradients[gradient.parameter] = gradient.block
+        return True
+
+    def end_backward(self) -> None:
+        """`_root_post_backward_final_callback`: units whose inputs have no gradients are reduced, everything is waited
+        for."""
+        writer = self._writer
+        for unit in self._units:
+            writer.unit = unit.split.name
+            unit.to_run.clear()
+            if unit.shards:
+                if unit.state != "post_backward":
+                    self._post_backward(unit)
+                self._reducer.finalize(unit.split.name)
+                if (gather := unit.pending) is not None:  # prefetched and not used
+                    writer.wait(gather.event, "compute")
+                    if gather.output is not None:
+                        writer.free(gather.output)
+                    unit.pending = None
+            unit.state = unit.module_state = "idle"
+            unit.uses.clear()
+        self._order.clear()
+        self._running_root = None
+        self._reducer.release_inputs()
+        writer.unit = ""
+        writer.phase = "forward"
+
+    def end_step(self) -> None:
+        """Gradients are set to None."""
+        self._reducer.drop_gradients()
+
+    # ---- hooks ----
+
+    def _before_forward(self, unit: _Unit, mark: Mark) -> None:
+        """`FSDPState._pre_forward`, `FSDPParamGroup.pre_forward`."""
+        if unit.module_state == "pre_backward":  # computed again by activation checkpointing
+            self._unshard(unit)
+            self._wait_for_unshard(unit)
+            return
+        if len(unit.modules) > 1 and not unit.to_run:
+            unit.to_run = set(unit.modules)
+        if unit.module_state != "forward":
+            unit.module_state = "forward"
+            if self._running_root is None:  # `_root_pre_forward`
+                self._running_root = unit
+                now = self._writer.record()
+                self._writer.wait(now, "copy_in", "all_gather")
+        if unit.state != "forward":
+            unit.entry = mark.module
+        unit.state = "forward"
+        self._unshard(unit)
+        self._wait_for_unshard(unit)
+
+    def _after_forward(self, unit: _Unit, mark: Mark) -> None:
+        """`FSDPState._post_forward`, with `_register_group_forward_hooks` for units of several modules."""
+        if len(unit.modules) > 1:
+            if mark.module not in unit.to_run:
+                return
+            unit.to_run.remove(mark.module)
+            if unit.to_run:
+                return
+        if unit.module_state == "pre_backward":
+            return
+        self._end_forward(unit, again=mark.again)
+        if not mark.again:
+            unit.exit = mark.module
+        if self._running_root is not unit:
+            return
+        if not mark.again:
+            for other in reversed(self._units):  # `_force_complete_incomplete_states`
+                if other is not unit and other.to_run:
+                    self._end_forward(other, again=False)
+                    other.exit = None
+                    other.to_run.clear()
+                    self._forced.append(other)
+        self._writer.free(*self._wait_for_kept_gather())
+        self._running_root = None
+
+    def _end_forward(self, unit: _Unit, *, again: bool) -> None:
+        """`FSDPParamGroup.post_forward`."""
+        if unit.shards and not again:
+            self._reshard(unit)
+            unit.uses.append(len(self._order))
+            self._order.append(unit)
+        unit.state = unit.module_state = "idle"
+
+    def _before_backward(self, unit: _Unit) -> None:
+        """`FSDPState._pre_backward`, `FSDPParamGroup.pre_backward`, `_backward_prefetch`."""
+        unit.module_state = "pre_backward"
+        if unit.state == "pre_backward" or not unit.shards:
+            return
+        unit.state = "pre_backward"
+        self._unshard(unit)
+        self._wait_for_unshard(unit)
+        if not unit.uses:
+            return
+        at = unit.uses.pop()
+        if at > 0:
+            target = self._order[at - 1]
+            kept, target.state = target.state, "pre_backward"
+            self._writer.unit = target.split.name
+            self._unshard(target)
+            self._writer.unit = unit.split.name
+            target.state = kept
+
+    def _post_backward(self, unit: _Unit) -> None:
+        """`FSDPParamGroup.post_backward`."""
+        if not unit.shards:
+            return
+        is_partial = len(unit.modules) > 1 and unit.state == "forward"
+        unit.state = "post_backward"
+        gradients = [
+            (shard, unit.gradients.pop(fqn)) for shard in unit.shards if (fqn := shard.parameter.fqn) in unit.gradients
+        ]
+        self._reshard(unit)
+        self._reducer.release_inputs()
+        if gradients:
+            self._reducer.reduce(gradients, is_partial=is_partial)
+
+    # ---- gathering ----
+
+    def _unshard(self, unit: _Unit) -> None:
+        """`FSDPParamGroup.unshard`, `foreach_all_gather`."""
+        if unit.pending is not None or unit.gathered is not None or not unit.shards:
+            return
+        writer = self._writer
+        if unit.partly_event is not None:
+            writer.wait(unit.partly_event, "copy_in", "all_gather")
+            unit.partly_event = None
+        ranks = int(unit.reshard) if unit.partly is not None else self._setup.dp_shard_size
+        if ranks == 1:
+            unit.pending = _Gather(None, writer.record(), 1)
+            return
+        apart = unit.state in ("forward", "pre_backward")  # `get_all_gather_streams`
+        copy_in: Stream = "copy_in" if apart else "compute"
+        stream: Stream = "all_gather" if apart else "compute"
+        own_bytes = sum(shard.gathered_bytes for shard in unit.shards)
+        if unit.partly is not None:
+            own_bytes = own_bytes * self._setup.dp_shard_size // ranks
+            inputs = self._inputs_of_partly(unit, copy_in)
+        else:
+            inputs = list(self._gather_inputs(unit, copy_in))
+        output = writer.take(own_bytes * ranks, "gather buffers", copy_in)
+        writer.work("memory", 2 * own_bytes, copy_in)
+        if apart:
+            writer.wait_stream(stream, copy_in)
+        writer.work("all_gather", own_bytes * ranks, stream, ranks=ranks)
+        unit.pending = _Gather(output, writer.record(stream), ranks)
+        writer.free(*inputs)
+
+    def _gather_inputs(self, unit: _Unit, stream: Stream) -> Iterator[int]:
+        """`_get_param_all_gather_inputs`: shards that are cast together, or copied from the host one by one."""
+        writer = self._writer
+        if self._setup.offload:
+            for shard in unit.shards:
+                yield self._copy_to_device(shard, stream)
+            return
+        cast = [shard for shard in unit.shards if shard.is_cast]
+        if cast:
+            to = sum(shard.gathered_bytes for shard in cast)
+            yield writer.take(to, "gather buffers", stream)
+            writer.work("memory", to + sum(shard.num_bytes for shard in cast), stream)
+
+    def _copy_to_device(self, shard: Shard, stream: Stream) -> int:
+        """`FSDPParam.all_gather_inputs` under CPU offload."""
+        writer = self._writer
+        copied = writer.take(shard.num_bytes, "gather buffers", stream)
+        writer.work("host_to_device", shard.num_bytes, stream)
+        return self._cast(shard, copied, stream) if shard.is_cast else copied
+
+    def _cast(self, shard: Shard, copied: int | None, stream: Stream) -> int:
+        """A shard in the dtype in which it is gathered."""
+        cast = self._writer.take(shard.gathered_bytes, "gather buffers", stream)
+        self._writer.work("memory", shard.num_bytes + shard.gathered_bytes, stream)
+        if copied is not None:
+            self._writer.free(copied)
+        return cast
+
+    def _inputs_of_partly(self, unit: _Unit, stream: Stream) -> list[int]:
+        """Shards over fewer ranks have the dtype already; those of cast parameters are copied all the same."""
+        ratio = self._setup.dp_shard_size // int(unit.reshard)
+        cast = sum(shard.gathered_bytes * ratio for shard in unit.shards if shard.is_cast)
+        if not cast:
+            return []
+        block = self._writer.take(cast, "gather buffers", stream)
+        self._writer.work("memory", 2 * cast, stream)
+        return [block]
+
+    def _wait_for_unshard(self, unit: _Unit) -> None:
+        """`FSDPParamGroup.wait_for_unshard`."""
+        writer, gather = self._writer, unit.pending
+        if gather is None:
+            return
+        before = self._wait_for_kept_gather() if unit.state == "forward" else []
+        if gather.ranks == 1:
+            unit.gathered = list(self._copy_alone(unit))
+        else:
+            writer.wait(gather.event, "compute")
+            unit.gathered = self._copy_out(unit)
+        if unit.partly is not None:
+            writer.free(*unit.partly)
+            unit.partly = None
+        unit.pending = None
+        event = writer.record()
+        if gather.output is not None and unit.state == "forward":
+            self._kept_gather = (gather.output, event)
+        else:
+            writer.wait(event, "copy_in", "all_gather")
+            if gather.output is not None:
+                writer.free(gather.output)
+        writer.free(*before)  # until the function returns, a variable of it keeps the buffer of the unit before
+
+    def _copy_out(self, unit: _Unit) -> list[int]:
+        """`foreach_all_gather_copy_out`: parameters that are split along another dimension are copied twice."""
+        writer, ranks = self._writer, self._setup.dp_shard_size
+        gathered, copies = [], []
+        for shard in unit.shards:
+            gathered.append(writer.take(shard.gathered_bytes * ranks, "gathered parameters"))
+            if shard.dim:
+                copies.append((writer.take(shard.gathered_bytes * ranks, "gather buffers"), shard))
+        writer.work("memory", 2 * ranks * sum(shard.gathered_bytes for shard in unit.shards))
+        for _, shard in copies:
+            writer.work("memory", 2 * ranks * shard.gathered_bytes)
+        writer.free(*(block for block, _ in copies))
+        return gathered
+
+    def _copy_alone(self, unit: _Unit) -> Iterator[int]:
+        """On one rank nothing is gathered: each shard is cast and copied, one after the other."""
+        writer = self._writer
+        last: int | None = None
+        for shard in unit.shards:
+            if self._setup.offload:
+                made: int | None = self._copy_to_device(shard, "compute")
+            else:
+                made = self._cast(shard, None, "compute") if shard.is_cast else None
+            if last is not None:
+                writer.free(last)
+            last = made
+            yield writer.take(shard.gathered_bytes, "gathered parameters")
+            writer.work("memory", 2 * shard.gathered_bytes)
+        if last is not None:
+            writer.free(last)
+
+    def _wait_for_kept_gather(self) -> list[int]:
+        """[Note: Overlapping all-gather copy-in and all-gather]: the buffer that was kept until now, if one was."""
+        if self._kept_gather is None:
+            return []
+        block, event = self._kept_gather
+        self._writer.wait(event, "copy_in", "all_gather")
+        self._kept_gather = None
+        return [block]
+
+    def _reshard(self, unit: _Unit) -> None:
+        """`FSDPParamGroup.reshard`."""
+        writer = self._writer
+        if unit.state == "forward":
+            if unit.reshard is False:
+                return
+            if unit.reshard is not True and unit.gathered is not None and unit.reshard != self._setup.dp_shard_size:
+                ratio = self._setup.dp_shard_size / unit.reshard
+                unit.partly = []
+                for shard, block in zip(unit.shards, unit.gathered, strict=True):
+                    num_bytes = int(shard.gathered_bytes * ratio)
+                    unit.partly.append(writer.take(num_bytes, "gathered parameters"))
+                    writer.work("memory", 2 * num_bytes)
+                    writer.free(block)
+                unit.gathered = None
+                unit.partly_event = writer.record()
+                return
+        if unit.gathered is not None:
+            writer.free(*unit.gathered)
+            unit.gathered = None
+        if unit.partly is not None:
+            writer.free(*unit.partly)
+            unit.partly = None
+
+
+def _reshard(split: UnitShards, setup: TrainingSetup) -> bool | int:
+    """Whether a unit is freed after forward; the root is kept where the plan leaves it to FSDP2 (`_lazy_init`)."""
+    planned = split.unit.reshard_after_forward
+    if planned is None:
+        planned = split.name != ""
+    return False if not setup.reshard_after_forward else planned

@@ -1,0 +1,119 @@
+"""How FSDP2 splits the parameters of a traced model between ranks: units, shards, padding, dtypes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.trace import Parameter
+from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
+from hf_fsdp_tools.sharding.placement import is_much_padding, padded_ratio, sharded_dim
+
+__all__ = ["Shard", "UnitShards", "dtype_of", "split_parameters"]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One parameter's shard on the first rank, which has the longest one."""
+
+    parameter: Parameter
+    """The whole parameter."""
+    dtype: torch.dtype
+    """Of the shard, which the optimizer updates; the gathered parameter has `parameter.dtype`."""
+    dim: int
+    """The dimension that is split."""
+    shape: tuple[int, ...]
+    """Of the shard. FSDP2 pads the shards of all ranks to it."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the shard, padding included."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the shard, padding included."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the shard in the dtype in which it is gathered."""
+        return self.numel * self.parameter.dtype.itemsize
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the shard is cast before it is gathered."""
+        return self.dtype != self.parameter.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitShards:
+    """One unit of a plan with its shards."""
+
+    unit: WrapUnit
+    """The unit."""
+    shards: tuple[Shard, ...]
+    """Of its parameters, in the order in which FSDP2 gathers them."""
+
+    @property
+    def name(self) -> str:
+        """Fqn of the unit's first module; "" for the root."""
+        return self.unit.modules[0]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that `TrainingSetup` calls "fp32", "bf16" or "fp16"."""
+    return _DTYPES[name]
+
+
+def split_parameters(parameters: Sequence[Parameter], plan: WrapPlan, setup: TrainingSetup) -> tuple[UnitShards, ...]:
+    """The units of a plan, the root first and then in the order of their modules, with their shards.
+
+    Args:
+        parameters: of the model, in the order of `named_parameters`; whole ones are in no unit.
+        plan: its units may be nested.
+        setup: number of ranks and dtype of the shards.
+    """
+    unit_of = {module: unit for unit in plan.units for module in unit.modules}
+    first: dict[str, int] = {}
+    members: dict[WrapUnit, list[tuple[int, int, Parameter]]] = {unit: [] for unit in plan.units}
+    for at, parameter in enumerate(parameters):
+        above = _modules_above(parameter.fqn)
+        for module in above:
+            first.setdefault(module, at)
+        for name in parameter.other_names:
+            for module in _modules_above(name):
+                first.setdefault(module, at)
+        if not parameter.is_whole:
+            module = next(module for module in above if module in unit_of)
+            unit = unit_of[module]
+            members[unit].append((unit.modules.index(module), at, parameter))
+    order = sorted(plan.units, key=lambda unit: min((first.get(m, len(parameters)), len(m)) for m in unit.modules))
+    return tuple(
+        UnitShards(
+            unit=unit,
+            shards=tuple(_shard(parameter, setup) for _, _, parameter in sorted(members[unit], key=lambda m: m[:2])),
+        )
+        for unit in order
+    )
+
+
+def _modules_above(fqn: str) -> list[str]:
+    """The modules that a parameter is in, the innermost first, the root last."""
+    parts = fqn.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
+
+
+def _shard(parameter: Parameter, setup: TrainingSetup) -> Shard:
+    ranks, shape = setup.dp_shard_size, parameter.shape
+    dtype = parameter.dtype
+    if parameter.requires_grad and dtype.is_floating_point:
+        dtype = dtype_of(setup.master_dtype)
+    dim = 0
+    if is_much_padding(parameter.numel * dtype.itemsize, padded_ratio(shape[0], ranks)):
+        dim = sharded_dim(shape, ranks)
+    own = (*shape[:dim], -(-shape[dim] // ranks), *shape[dim + 1 :])
+    return Shard(parameter=parameter, dtype=dtype, dim=dim, shape=own)

@@ -1,0 +1,343 @@
+"""A step in time: the host issues work to the streams of a GPU, streams wait for each other, links are shared.
+
+What the simulation knows of CUDA and NCCL: a stream runs its work in order; work begins when the host has issued it; a
+wait holds a stream, or the host, until all work before the recorded event has ended; NCCL runs the collectives of one
+communicator one after another in the order of their launch, whatever their streams are (NCCL user guide, "Using
+multiple NCCL communicators concurrently"); collectives that share a link take turns.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hf_fsdp_tools.foresight.durations import COLLECTIVES, COPIES, Durations
+from hf_fsdp_tools.foresight.events import Event, Record, Wait, Work
+
+__all__ = ["Spent", "run"]
+
+_HOST_SECONDS = 8e-6
+"""Host time of an operator of PyTorch with its kernel launch. (assumed; 5 µs in C++ and 10 µs from Python)"""
+
+_HOST_COLLECTIVE_SECONDS = 150e-6
+"""Host time of a collective with FSDP2's Python around it: hooks, views of the buffers, streams. (assumed)"""
+
+_COMPILED_HOST = 0.3
+"""Share of the host's time per operator that is left under `torch.compile`, which launches fused kernels. (assumed)"""
+
+
+@dataclass(slots=True)
+class _Task:
+    """Work that a stream runs in one go: a collective, a copy, or kernels of the compute stream in a row."""
+
+    stream: str
+    seconds: float = 0.0
+    """Alone on the GPU."""
+    memory_seconds: float = 0.0
+    """The part of these that the GPU's memory bounds."""
+    host_seconds: float = 0.0
+    lead: float = 0.0
+    """Not before this time after the host has begun to issue it can the work run without gaps."""
+    works: list[tuple[int, float]] = field(default_factory=list)
+    """Index of each `Work` in the list of events, and when it begins, counted from the task's begin."""
+    group: str = ""
+    """Of a collective: its communicator."""
+    link: str = ""
+    ticket: int = 0
+    """Its place in the order of launches on its communicator."""
+    memory_share: float = 0.0
+    """Of the GPU's memory bandwidth, while it runs."""
+    is_copy: bool = False
+    """Whether it moves bytes between GPU and host."""
+    ready: float = 0.0
+    start: float = 0.0
+    left: float = 0.0
+    """Seconds of work that are left."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stall:
+    """The host waits until the GPU has nothing to do, and then for some time."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _HostTask:
+    """Work of the host's own processors."""
+
+    index: int
+    seconds: float
+
+
+@dataclass
+class Spent:
+    """When everything of a step ran."""
+
+    seconds: float = 0.0
+    """From the first event to the end of the last."""
+    spans: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Start and end of each `Work`, by its index in the list of events."""
+    exposed: float = 0.0
+    """Seconds in which the compute stream had nothing to do while a collective ran."""
+    exposed_copies: float = 0.0
+    """The same with copies to or from the host."""
+    host_bound: float = 0.0
+    """Seconds in which the compute stream had nothing to do, and neither had the links."""
+
+
+def run(
+    events: Sequence[Event], durations: Durations, *, compiled: bool, stalls: Mapping[int, float] | None = None
+) -> Spent:
+    """Start and end of all work of a list of events.
+
+    Args:
+        events: as the host issues them.
+        durations: how long each `Work` takes by itself.
+        compiled: whether the model runs under `torch.compile`.
+        stalls: by index of an event: before it the host waits for the GPU and then for so many seconds.
+    """
+    program = list(_program(events, durations, _COMPILED_HOST if compiled else 1.0, stalls or {}))
+    return _Simulation(program).run()
+
+
+def _program(
+    events: Sequence[Event], durations: Durations, host_factor: float, stalls: Mapping[int, float]
+) -> Iterator["_Task | Record | Wait | _Stall | _HostTask"]:
+    """What the host does, one after the other, with kernels in a row on the compute stream put together."""
+    kernels: _Task | None = None
+    tickets: dict[str, int] = {}
+    known: dict[tuple[object, ...], float] = {}
+    host_seconds = _HOST_SECONDS * host_factor
+    for index, event in enumerate(events):
+        if index in stalls:
+            if kernels is not None:
+                yield kernels
+                kernels = None
+            yield _Stall(stalls[index])
+        kind = type(event)
+        if kind is Work:
+            assert isinstance(event, Work)
+            operation = event.operation
+            shape = event.flops, event.num_bytes, event.size, event.dtype_bytes
+            key = operation, event.stream, event.phase, event.ranks, shape
+            seconds = known.get(key, -1.0)
+            if seconds < 0:
+                seconds = known[key] = durations.seconds(event)
+            if event.stream == "compute" and operation not in COLLECTIVES and operation not in COPIES:
+                if kernels is None:
+                    kernels = _Task("compute")
+                kernels.works.append((index, kernels.seconds))
+                # the kernel can run when the host has issued it; what ran before it must have begun that much earlier
+                kernels.host_seconds += host_seconds
+                kernels.lead = max(kernels.lead, kernels.host_seconds - kernels.seconds)
+                kernels.seconds += seconds
+                if operation == "memory":
+                    kernels.memory_seconds += seconds
+                continue
+        elif kind is not Record and kind is not Wait:
+            continue
+        if kernels is not None:
+            yield kernels
+            kernels = None
+        if isinstance(event, Work):
+            yield _alone(index, event, seconds, durations, tickets)
+        else:
+            assert isinstance(event, (Record, Wait))
+            yield event
+    if kernels is not None:
+        yield kernels
+
+
+def _alone(
+    index: int, work: Work, seconds: float, durations: Durations, tickets: dict[str, int]
+) -> "_Task | _HostTask":
+    """The task of a collective, a copy, a kernel of another stream than compute, or of the host."""
+    if work.stream == "offload":
+        return _HostTask(index, seconds)
+    task = _Task(work.stream, seconds, works=[(index, 0.0)], host_seconds=_HOST_SECONDS, lead=_HOST_SECONDS)
+    if work.operation in COLLECTIVES:
+        group = durations.group(work)
+        task.host_seconds = task.lead = _HOST_COLLECTIVE_SECONDS
+        if group.ranks > 1:
+            task.group = "replicate" if work.stream == "all_reduce" else "shard"
+            task.link = "network" if group.nodes > 1 else "node"
+            task.ticket = tickets[task.group] = tickets.get(task.group, 0) + 1
+            task.memory_share = durations.memory_share(work, seconds)
+    elif work.operation in COPIES:
+        task.is_copy = True
+    else:
+        task.memory_share = 1.0
+    return task
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What the host has issued to a stream, and how far the stream is."""
+
+    items: list["_Task | Record | Wait"] = field(default_factory=list)
+    at: int = 0
+    running: _Task | None = None
+
+    def head(self) -> "_Task | Record | Wait | None":
+        return self.items[self.at] if self.running is None and self.at < len(self.items) else None
+
+    @property
+    def is_done(self) -> bool:
+        return self.running is None and self.at == len(self.items)
+
+
+class _Simulation:
+    """The clock, the host and the streams.
+
+    Args:
+        program: what the host does.
+    """
+
+    def __init__(self, program: "list[_Task | Record | Wait | _Stall | _HostTask]") -> None:
+        self._program = program
+        self._next = 0
+        """Index in the program of what the host does next."""
+        self._host = 0.0
+        """The host's clock."""
+        self._blocked: Wait | _Stall | None = None
+        self._queues = {"compute": _Queue()}
+        self._done: set[int] = set()
+        """Events that have come."""
+        self._turn: dict[str, int] = {}
+        """Tickets that were served, by communicator."""
+        self._taken: set[str] = set()
+        """Links in use."""
+        self._now = 0.0
+        self._spent = Spent()
+
+    def run(self) -> Spent:
+        while True:
+            self._issue()
+            while self._begin_all():
+                self._issue()
+            until = self._next_time()
+            if until is None:
+                break
+            self._pass(until)
+        assert self._next == len(self._program) and self._blocked is None, "the list of events waits for itself"
+        self._spent.seconds = max(self._now, self._host)
+        self._spent.host_bound += self._spent.seconds - self._now
+        return self._spent
+
+    # ---- the host ----
+
+    def _issue(self) -> None:
+        """The host goes on until it has to wait."""
+        if isinstance(self._blocked, Wait) and self._blocked.event in self._done:
+            self._host, self._blocked = max(self._host, self._now), None
+        elif isinstance(self._blocked, _Stall) and all(queue.is_done for queue in self._queues.values()):
+            self._host, self._blocked = max(self._host, self._now) + self._blocked.seconds, None
+        while self._blocked is None and self._next < len(self._program):
+            item = self._program[self._next]
+            self._next += 1
+            if isinstance(item, _Stall) or (isinstance(item, Wait) and item.stream == "host"):
+                self._blocked = item
+                self._issue()
+            elif isinstance(item, _HostTask):
+                start, self._host = self._host, self._host + item.seconds
+                self._spent.spans[item.index] = start, self._host
+            else:
+                if isinstance(item, _Task):
+                    item.ready = self._host + item.lead
+                    self._host += item.host_seconds
+                self._queues.setdefault(item.stream, _Queue()).items.append(item)
+
+    # ---- the streams ----
+
+    def _begin_all(self) -> bool:
+        """Pass records and waits, and begin what can begin now; whether an event has come that the host waits for."""
+        is_changed = True
+        while is_changed:
+            is_changed = False
+            for queue in self._queues.values():
+                while (head := queue.head()) is not None and self._pass_head(queue, head):
+                    is_changed = True
+        if isinstance(self._blocked, Wait):
+            return self._blocked.event in self._done
+        return self._blocked is not None and all(queue.is_done for queue in self._queues.values())
+
+    def _pass_head(self, queue: _Queue, head: "_Task | Record | Wait") -> bool:
+        """Whether a stream could go on with the first of its items."""
+        if isinstance(head, Record):
+            self._done.add(head.event)
+        elif isinstance(head, Wait):
+            if head.event not in self._done:
+                return False
+        else:
+            if head.ready > self._now or head.link in self._taken:
+                return False
+            if head.group:
+                if self._turn.get(head.group, 0) != head.ticket - 1:
+                    return False
+                self._taken.add(head.link)
+            head.start, head.left = self._now, head.seconds
+            queue.running = head
+        queue.at += 1
+        return True
+
+    def _rate(self) -> float:
+        """How fast the compute stream goes: kernels of other streams stop it, collectives share its memory."""
+        task = self._queues["compute"].running
+        if task is None or not task.seconds:
+            return 1.0
+        share = sum(
+            queue.running.memory_share
+            for stream, queue in self._queues.items()
+            if queue.running is not None and stream != "compute"
+        )
+        if share >= 1:
+            return 0.0
+        bound = task.memory_seconds / task.seconds
+        return 1 / (1 - bound + bound / (1 - share))
+
+    def _next_time(self) -> float | None:
+        """When something ends or can begin; None if nothing will."""
+        times = []
+        for stream, queue in self._queues.items():
+            if (task := queue.running) is not None:
+                rate = self._rate() if stream == "compute" else 1.0
+                if rate:
+                    times.append(self._now + task.left / rate)
+            elif isinstance(head := queue.head(), _Task) and head.ready > self._now:
+                times.append(head.ready)
+        return min(times) if times else None
+
+    def _pass(self, until: float) -> None:
+        """Let time pass, and end what ends then."""
+        passed, rate = until - self._now, self._rate()
+        if self._queues["compute"].running is None:
+            self._idle(passed)
+        self._now = until
+        for stream, queue in self._queues.items():
+            if (task := queue.running) is None:
+                continue
+            task.left -= passed * (rate if stream == "compute" else 1.0)
+            if task.left > 1e-12:
+                continue
+            queue.running = None
+            if task.group:
+                self._turn[task.group] = task.ticket
+                self._taken.discard(task.link)
+            self._note(task)
+
+    def _idle(self, passed: float) -> None:
+        """Count the time in which the compute stream has nothing to do."""
+        running = [queue.running for queue in self._queues.values() if queue.running is not None]
+        if any(task.group for task in running):
+            self._spent.exposed += passed
+        elif any(task.is_copy for task in running):
+            self._spent.exposed_copies += passed
+        else:
+            self._spent.host_bound += passed
+
+    def _note(self, task: _Task) -> None:
+        """Remember when a task's work ran; what slowed the task is spread over all of it."""
+        stretch = (self._now - task.start) / task.seconds if task.seconds else 1.0
+        starts = [task.start + begin * stretch for _, begin in task.works]
+        ends = [*starts[1:], self._now]
+        for (index, _), start, end in zip(task.works, starts, ends, strict=True):
+            self._spent.spans[index] = start, end

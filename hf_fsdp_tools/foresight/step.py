@@ -1,0 +1,204 @@
+"""One optimizer step as the host issues it: FSDP2's schedule laid over the events of a trace."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Kind, Mark
+from hf_fsdp_tools.foresight.optimizer import OptimizerStep, Updated, optimizer_step
+from hf_fsdp_tools.foresight.replicated import AveragedGradients, BucketedGradients, kept_bytes
+from hf_fsdp_tools.foresight.schedule import Fsdp2Schedule
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.shard_sizes import Shard, dtype_of, split_parameters
+from hf_fsdp_tools.foresight.trace import Parameter, Trace
+from hf_fsdp_tools.foresight.writer import EventWriter
+from hf_fsdp_tools.planning.plan import WrapPlan
+
+__all__ = ["Step", "compose"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of a training that has run some steps already, on the rank that holds most (the first)."""
+
+    events: tuple[Event, ...]
+    """All micro-steps, clipping and the optimizer. The number of a block that was freed may be taken again."""
+    optimizer_at: int
+    """Index of the first event of clipping and the optimizer."""
+    parameters: tuple[Alloc, ...]
+    """Shards, buffers and other memory that is there from the beginning and for good."""
+    state: tuple[Alloc, ...]
+    """The optimizer's state, which its first step takes."""
+    host_bytes: int
+    """Pinned and other host memory of this rank under CPU offload: shards, gradients, optimizer state."""
+
+    @property
+    def resident(self) -> tuple[Alloc, ...]:
+        """What is there before the step."""
+        return self.parameters + self.state
+
+    @cached_property
+    def held(self) -> Mapping[Kind, int]:
+        """Bytes of what is there before the step, by kind."""
+        sums: Counter[Kind] = Counter()
+        for alloc in self.resident:
+            sums[alloc.kind] += alloc.num_bytes
+        return dict(sums)
+
+    @property
+    def first(self) -> Iterator[Event]:
+        """The first step of the training, in which the optimizer takes its state."""
+        yield from self.events[: self.optimizer_at]
+        yield from self.state
+        yield from self.events[self.optimizer_at :]
+
+
+def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
+    """Lay FSDP2's schedule over a trace: a step of a training that has its optimizer's state.
+
+    The gradients of every micro-step are reduced, as this package does it; they are None before the step and after it.
+
+    Args:
+        trace: of one micro-step of the model.
+        plan: its units; without FSDP (`wrapping="none"`) it is not read.
+        setup: as for the trace, with any number of GPUs, replicas, micro-steps and any optimizer, offload and
+            `reshard_after_forward`.
+    """
+    writer = EventWriter(max((event.block for event in trace.events if type(event) is Alloc), default=0))
+    is_fsdp = setup.wrapping != "none"
+    units = split_parameters(trace.parameters, plan, setup) if is_fsdp else ()
+    whole = [parameter for parameter in trace.parameters if parameter.is_whole]
+    schedule = Fsdp2Schedule(writer, units, setup) if is_fsdp else None
+    others = AveragedGradients(writer, whole, setup) if is_fsdp else BucketedGradients(writer, whole, setup)
+    shards = [shard for unit in units for shard in unit.shards]
+    micro_step = _MicroStep(trace, {parameter.fqn for parameter in whole})
+    for number in range(setup.gradient_accumulation_steps):
+        micro_step.write(writer, schedule, others, is_last=number == setup.gradient_accumulation_steps - 1)
+    optimizer_at = len(writer.events)
+    # An optimizer has no state of a parameter without a gradient (the vision tower, where the batch has no images).
+    reached = {event.parameter for event in trace.events if type(event) is Gradient}
+    updated = [_updated_shard(shard) for shard in shards if shard.parameter.fqn in reached]
+    updated += [_updated_whole(each, setup, is_fsdp) for each in whole if each.fqn in reached]
+    update = optimizer_step(updated, setup)
+    state = _write_optimizer(writer, update, setup, shards)
+    if schedule is not None:
+        schedule.end_step()
+    others.end_step()
+    parameters = [] if setup.offload else [writer.alloc(shard.num_bytes, "parameters") for shard in shards]
+    parameters += [writer.alloc(_whole_bytes(each, setup, is_fsdp), "parameters") for each in whole]
+    parameters += [writer.alloc(trace.buffer_bytes, "parameters")] if trace.buffer_bytes else []
+    if isinstance(others, BucketedGradients):
+        parameters += [writer.alloc(num_bytes, "gradients") for num_bytes in others.resident()]
+    host_bytes = 0
+    if setup.offload:
+        host_bytes = sum(shard.num_bytes * (2 if shard.parameter.requires_grad else 1) for shard in shards)
+        host_bytes += sum(update.state)
+    return Step(
+        events=tuple(writer.events),
+        optimizer_at=optimizer_at,
+        parameters=tuple(parameters),
+        state=tuple(state),
+        host_bytes=host_bytes,
+    )
+
+
+class _MicroStep:
+    """The events of a trace, cut where FSDP2 may act."""
+
+    def __init__(self, trace: Trace, whole: set[str]) -> None:
+        events = trace.events
+        kinds = (Mark, Gradient)
+        self._stops = [at for at, event in enumerate(events) if type(event) in kinds]
+        self._events = events
+        alive = {event.block: at for at, event in enumerate(events) if type(event) is Alloc}
+        inputs = {event.block for event in events if type(event) is Alloc and event.kind == "inputs"}
+        end = len(events)
+        while end and type(events[end - 1]) is Free and events[end - 1].block in inputs:  # type: ignore[union-attr]
+            end -= 1
+        self._end = end
+        """Where the backward pass is over: inputs are given back after it."""
+        for event in events:
+            if type(event) is Free or type(event) is Gradient:
+                del alive[event.block]
+        self._left = tuple(alive)
+        """Blocks that the trace does not free: the loss, for example."""
+        lasting = {event.block for event in events if type(event) is Gradient and event.parameter in whole}
+        self._lasting = {
+            at: event.block for at, event in enumerate(events) if type(event) is Alloc and event.block in lasting
+        }
+        """Where gradients are taken that stay until the end of the step."""
+
+    def write(
+        self,
+        writer: EventWriter,
+        schedule: Fsdp2Schedule | None,
+        others: AveragedGradients | BucketedGradients,
+        *,
+        is_last: bool,
+    ) -> None:
+        """Write one micro-step.
+
+        Args:
+            writer: takes the events.
+            schedule: of the units; None without FSDP.
+            others: takes the gradients of whole parameters.
+            is_last: whether no other micro-step follows, in which numbers of blocks would be taken again.
+        """
+        events: Sequence[Event] = self._events
+        renamed: dict[int, int] = {}
+        if not is_last and self._lasting:
+            changed = list(events)
+            for at, block in self._lasting.items():
+                renamed[block] = writer.new_block()
+                taken = changed[at]
+                assert isinstance(taken, Alloc)
+                changed[at] = replace(taken, block=renamed[block])
+            events = changed
+        if isinstance(others, BucketedGradients):
+            others.begin_forward()
+        done = 0
+        for at in self._stops:
+            writer.events.extend(events[done:at])
+            done = at + 1
+            event = events[at]
+            if isinstance(event, Mark):
+                writer.events.append(event)
+                if schedule is not None:
+                    schedule.mark(event)
+            elif isinstance(event, Gradient) and (schedule is None or not schedule.gradient(event)):
+                others.gradient(event.parameter, renamed.get(event.block, event.block))
+        writer.events.extend(events[done : self._end])
+        writer.phase = "backward"
+        if schedule is not None:
+            schedule.end_backward()
+        others.end_backward()
+        writer.phase = "forward"
+        writer.events.extend(events[self._end :])
+        writer.free(*self._left)
+
+
+def _updated_shard(shard: Shard) -> Updated:
+    return Updated(shape=shard.shape, dtype=shard.dtype)
+
+
+def _updated_whole(parameter: Parameter, setup: TrainingSetup, is_fsdp: bool) -> Updated:
+    return Updated(shape=parameter.shape, dtype=parameter.dtype if is_fsdp else dtype_of(setup.master_dtype))
+
+
+def _whole_bytes(parameter: Parameter, setup: TrainingSetup, is_fsdp: bool) -> int:
+    return parameter.num_bytes if is_fsdp else kept_bytes(parameter, setup)
+
+
+def _write_optimizer(
+    writer: EventWriter, update: OptimizerStep, setup: TrainingSetup, shards: Sequence[Shard]
+) -> list[Alloc]:
+    """Write clipping and the optimizer's step; the state that is on the GPU."""
+    if setup.offload and shards:  # the CPU computes, from and to its own memory
+        writer.phase = "optimizer"
+        writer.work("memory", update.num_bytes, "offload", dtype_bytes=4)
+        writer.wait_on_host(writer.record("offload"))
+        writer.phase = "forward"
+        return []
+    writer.extend_renumbered(update.events)
+    return [writer.alloc(num_bytes, "optimizer") for num_bytes in update.state]
