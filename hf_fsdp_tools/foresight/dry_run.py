@@ -4,7 +4,7 @@ FSDP2's places are imitated by its own means, so that memory lives as long as in
 forward passes of the plan's modules, hooks on the gradients of their outputs, and an autograd function on their inputs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -15,10 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import masking_utils
 
+from hf_fsdp_tools.foresight.events import Event, Work
 from hf_fsdp_tools.foresight.inputs import make_batch
 from hf_fsdp_tools.foresight.kernels import AsOnCuda, scratch
 from hf_fsdp_tools.foresight.recorder import Recorder
+from hf_fsdp_tools.foresight.repeats import Stack, cut_model, cut_plan, repeating_stacks
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.splice import Bounds, expand
 from hf_fsdp_tools.foresight.trace import Parameter, Trace
 from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
@@ -48,12 +51,42 @@ def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, devic
     Raises:
         ConfigError: the sequence is longer than the model's table of positions.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        del mode
-        twin, parameters = _on_fake_memory(model, plan, setup)
+    if stacks := repeating_stacks(model):
+        recorder, bounds = _dry_run(model, plan, setup, device, stacks)
+        events = expand(recorder.events, stacks, bounds)
+        if events is not None:
+            return _trace(model, plan, setup, events, stacks)
+    recorder, _ = _dry_run(model, plan, setup, device, ())
+    return _trace(model, plan, setup, recorder.events, ())
+
+
+def _trace(
+    model: nn.Module, plan: WrapPlan, setup: TrainingSetup, events: Sequence[Event], stacks: Sequence[Stack]
+) -> Trace:
+    return Trace(
+        events=tuple(events),
+        parameters=tuple(_parameters(model, plan, setup)),
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        model_flops=sum(event.model_flops for event in events if isinstance(event, Work)),
+        tokens=setup.batch_size * setup.seq_len,
+        blocks=sum(len(stack.indices) for stack in stacks),
+        repeated=sum(stack.left_out for stack in stacks),
+    )
+
+
+def _dry_run(
+    model: nn.Module, plan: WrapPlan, setup: TrainingSetup, device: Device, stacks: Sequence[Stack]
+) -> tuple[Recorder, Bounds]:
+    """The events of a micro-step of a model without the blocks that the stacks leave out."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        twin = copy_tree(model, hooks=False).model
+        cut_model(twin, stacks)
+        plan = cut_plan(plan, stacks)
+        _give_memory(twin, plan, setup)
         recorder = Recorder(_units(plan), extra=scratch if device == "cuda" else None)
         recorder.ignore([*twin.parameters(), *twin.buffers()])
         _prepare(twin, plan, setup, recorder)
+        bounds = Bounds(twin, stacks, recorder)
         batch = make_batch(twin, setup)
         recorder.take_inputs(value for value in batch.values() if isinstance(value, torch.Tensor))
         with ExitStack() as stack:
@@ -62,57 +95,54 @@ def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, devic
                 stack.enter_context(AsOnCuda())
             stack.enter_context(recorder)
             _run(twin, batch, recorder)
-        events = recorder.finish()
-    return Trace(
-        events=events,
-        parameters=parameters,
-        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
-        model_flops=recorder.model_flops,
-        tokens=setup.batch_size * setup.seq_len,
-    )
+        recorder.close()
+    return recorder, bounds
 
 
 # ---- the model ----
 
 
-def _on_fake_memory(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> tuple[nn.Module, tuple[Parameter, ...]]:
-    """A copy of the model with memory without data, in the dtypes in which FSDP gathers parameters."""
+def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Iterator[Parameter]:
+    """Yield every parameter, tied ones once."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    compute, master = _DTYPES[setup.precision], _DTYPES[setup.master_dtype]
     packed = packed_linears(model)
-    fakes: dict[nn.Parameter, nn.Parameter] = {}
-    described: list[Parameter] = []
     for parameter, (name, *others) in names.items():
         is_whole = name in plan.replicated
-        dtype = parameter.dtype
-        if dtype.is_floating_point and name not in packed:
-            dtype = master if is_whole else compute
-        data = torch.empty(parameter.shape, dtype=dtype, device="cpu")
-        fakes[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-        fakes[parameter].__dict__.update(parameter.__dict__)
-        described.append(
-            Parameter(
-                fqn=name,
-                other_names=tuple(others),
-                shape=tuple(parameter.shape),
-                dtype=dtype,
-                requires_grad=parameter.requires_grad,
-                module=name.rpartition(".")[0],
-                is_whole=is_whole or setup.wrapping == "none",
-            )
+        yield Parameter(
+            fqn=name,
+            other_names=tuple(others),
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype if name in packed else _dtype(parameter, setup, is_whole=is_whole),
+            requires_grad=parameter.requires_grad,
+            module=name.rpartition(".")[0],
+            is_whole=is_whole or setup.wrapping == "none",
         )
 
-    def own(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
-        return {key: None if value is None else fakes[value] for key, value in module._parameters.items()}
 
-    twin = copy_tree(model, parameters=own, hooks=False).model
-    for module in twin.modules():
+def _dtype(parameter: torch.Tensor, setup: TrainingSetup, *, is_whole: bool) -> torch.dtype:
+    """The dtype in which a parameter is gathered, or kept whole."""
+    if not parameter.is_floating_point():
+        return parameter.dtype
+    return _DTYPES[setup.master_dtype if is_whole else setup.precision]
+
+
+def _give_memory(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> None:
+    """Put memory without data in the place of tensors on meta, parameters in the dtypes in which FSDP gathers them."""
+    described = {each.fqn: each for each in _parameters(model, plan, setup)}
+    fakes: dict[torch.Tensor, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        data = torch.empty(parameter.shape, dtype=described[name].dtype, device="cpu")
+        fakes[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        fakes[parameter].__dict__.update(parameter.__dict__)
+    for module in model.modules():
+        for key, weight in module._parameters.items():
+            if weight is not None:
+                module._parameters[key] = fakes[weight]
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
-    return twin, tuple(described)
 
 
 def _units(plan: WrapPlan) -> dict[str, str]:

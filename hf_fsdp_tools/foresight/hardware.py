@@ -176,7 +176,7 @@ def gpu_named(name: str) -> Gpu:
     words = _words(name)
     matches = [gpu for known, gpu in GPUS.items() if words and words <= _words(known)]
     if matches:
-        return min(matches, key=lambda gpu: "pcie" in _words(gpu.name) - words)
+        return matches[0]
     near = difflib.get_close_matches(re.sub(r"[\s_]+", "-", name.lower()), list(GPUS), n=3, cutoff=0.4)
     hint = f" Nearest: {', '.join(near)}." if near else ""
     raise ConfigError(f"GPU {name!r} is not in the table.{hint} Known: {', '.join(GPUS)}.")

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Kind, Work
@@ -27,6 +29,10 @@ OPTIMIZERS: dict[str, _Make | None] = {
 }
 """Names that `TrainingSetup.optimizer` may have; `adamw_8bit` is bitsandbytes', by formula."""
 
+_ELEMENTWISE = ("adamw", "adamw_foreach", "sgd", "sgd_momentum")
+"""Optimizers to which the shape of a parameter is all the same: they are run once for a model, with stand-ins."""
+_STAND_IN = 10**6 + 3
+"""Elements of the first stand-in; each has one more than the one before, so that memory tells whose it is."""
 _SMALLEST_8BIT = 4096
 """Elements below which bitsandbytes keeps the state of a parameter in fp32 (`min_8bit_size` of its optimizers)."""
 _BLOCK_8BIT = 256
@@ -41,6 +47,16 @@ class Updated:
     """Of the shard."""
     dtype: torch.dtype
     """Of the shard and of its gradient."""
+
+    @property
+    def numel(self) -> int:
+        """Number of its elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """Its bytes."""
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,27 +81,54 @@ def optimizer_step(updated: Sequence[Updated], setup: TrainingSetup) -> Optimize
     Raises:
         ConfigError: the optimizer is unknown.
     """
-    if setup.optimizer not in OPTIMIZERS:
-        raise ConfigError(f"optimizer is {setup.optimizer!r}; it must be one of {', '.join(map(repr, OPTIMIZERS))}.")
-    return _record(tuple(updated), setup.optimizer, setup.max_grad_norm)
+    name, clips = setup.optimizer, setup.max_grad_norm is not None
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"optimizer is {name!r}; it must be one of {', '.join(map(repr, OPTIMIZERS))}.")
+    updated = [each for each in updated if each.numel]
+    if name not in _ELEMENTWISE:
+        return _record(tuple(updated), name, clips)
+    stand_ins = tuple(Updated((_STAND_IN + at,), each.dtype) for at, each in enumerate(updated))
+    return _resized(_record(stand_ins, name, clips), stand_ins, updated)
+
+
+def _resized(step: OptimizerStep, stand_ins: Sequence[Updated], updated: Sequence[Updated]) -> OptimizerStep:
+    """The step of an optimizer that treats all elements alike, for tensors of other sizes."""
+    sizes = {stand_in.num_bytes: each.num_bytes for stand_in, each in zip(stand_ins, updated, strict=True)}
+    ratio = sum(sizes.values()) / max(sum(sizes), 1)
+    events: list[Event] = []
+    for event in step.events:
+        if isinstance(event, Alloc):
+            event = replace(event, num_bytes=sizes.get(event.num_bytes, event.num_bytes))
+        elif isinstance(event, Work):
+            event = replace(event, num_bytes=event.num_bytes * ratio)
+        events.append(event)
+    state = tuple(sizes.get(num_bytes, num_bytes) for num_bytes in step.state)
+    return OptimizerStep(events=tuple(events), state=state, num_bytes=step.num_bytes * ratio)
 
 
 @cache
-def _record(updated: tuple[Updated, ...], name: str, max_grad_norm: float | None) -> OptimizerStep:
-    updated = tuple(each for each in updated if torch.Size(each.shape).numel())
+def _record(updated: tuple[Updated, ...], name: str, clips: bool) -> OptimizerStep:
     if not updated:
         return OptimizerStep(events=(), state=(), num_bytes=0.0)
     with FakeTensorMode():
         parameters = [nn.Parameter(torch.empty(each.shape, dtype=each.dtype)) for each in updated]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
-        clipping = _clip(parameters, max_grad_norm) if max_grad_norm is not None else ()
+        clipping = _clip(parameters) if clips else ()
         make = OPTIMIZERS[name]
         state, events = _step_8bit(updated) if make is None else _step(parameters, make)
     events = (*clipping, *events)
     return OptimizerStep(
         events=events, state=state, num_bytes=sum(event.num_bytes for event in events if isinstance(event, Work))
     )
+
+
+class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """While active, reading a number from a tensor without data gives 1 (Adafactor reads norms)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operation, or give the number."""
+        return 1.0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
 
 
 def _recorder(parameters: Sequence[nn.Parameter]) -> Recorder:
@@ -95,18 +138,17 @@ def _recorder(parameters: Sequence[nn.Parameter]) -> Recorder:
     return recorder
 
 
-def _clip(parameters: Sequence[nn.Parameter], max_grad_norm: float) -> tuple[Event, ...]:
+def _clip(parameters: Sequence[nn.Parameter]) -> tuple[Event, ...]:
     recorder = _recorder(parameters)
     recorder.phase = "clip"
     with recorder:
-        torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=True)
-    return _temporary(recorder.finish(), "temporaries")
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+    return _temporary(recorder.events, "temporaries")
 
 
 def _step(parameters: Sequence[nn.Parameter], make: _Make) -> tuple[tuple[int, ...], tuple[Event, ...]]:
     optimizer = make(parameters)
-    first = _recorder(parameters)
-    with first:
+    with _Numbers():
         optimizer.step()
     is_fused = bool(optimizer.param_groups[0].get("fused"))
     state = [
@@ -117,9 +159,9 @@ def _step(parameters: Sequence[nn.Parameter], make: _Make) -> tuple[tuple[int, .
     recorder = _recorder(parameters)
     recorder.ignore(state)
     recorder.phase = "optimizer"
-    with recorder:
+    with _Numbers(), recorder:
         optimizer.step()
-    return tuple(tensor.nbytes for tensor in on_device), _temporary(recorder.finish(), "temporaries")
+    return tuple(tensor.nbytes for tensor in on_device), _temporary(recorder.events, "temporaries")
 
 
 def _step_8bit(updated: Sequence[Updated]) -> tuple[tuple[int, ...], tuple[Event, ...]]:
@@ -127,7 +169,7 @@ def _step_8bit(updated: Sequence[Updated]) -> tuple[tuple[int, ...], tuple[Event
     state = [4 * 256, 4 * 256]
     num_bytes = 0.0
     for each in updated:
-        numel = torch.Size(each.shape).numel()
+        numel = each.numel
         scales = 4 * -(-numel // _BLOCK_8BIT)
         own = [4 * numel] * 2 if numel < _SMALLEST_8BIT else [numel, numel, scales, scales]
         state += own

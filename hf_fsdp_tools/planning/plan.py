@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -87,9 +86,20 @@ class WrapPlan:
                 raise
             raise WrapPlanError(f"Not a wrap plan: {error}. {cure}") from error
 
-    def __str__(self) -> str:
+    @property
+    def alike(self) -> list[list[WrapUnit]]:
+        """Units that differ in the numbers of their names only, grouped, in the order of the first."""
+        groups: dict[object, list[WrapUnit]] = {}
+        for unit in self.units:
+            shape = tuple(re.sub(r"\d+", "#", name) for name in unit.modules)
+            key = (shape, unit.reshard_after_forward, unit.num_params, unit.num_bytes, unit.reason)
+            groups.setdefault(key, []).append(unit)
+        return list(groups.values())
+
+    def table(self) -> list[tuple[str, ...]]:
+        """The units as texts, those that are alike in one row, below a row of titles."""
         rows: list[tuple[str, ...]] = [("unit", "count", "parameters", "size", "reshard", "why")]
-        for units in _equal_units(self.units):
+        for units in self.alike:
             one = units[0]
             rows.append(
                 (
@@ -101,6 +111,10 @@ class WrapPlan:
                     one.reason,
                 )
             )
+        return rows
+
+    def __str__(self) -> str:
+        rows = self.table()
         total = sum(unit.num_bytes for unit in self.units)
         lines = [
             f"{self.model_class}: {show_count(self.num_params)} parameters in {len(self.units)} units",
@@ -113,16 +127,6 @@ class WrapPlan:
         )
         lines += [f"replicated on every rank: {names}" for names in merge_alike(self.replicated)]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-
-def _equal_units(units: Iterable[WrapUnit]) -> list[list[WrapUnit]]:
-    """Units that differ in the numbers of their names only, grouped, in the order of the first."""
-    groups: dict[object, list[WrapUnit]] = {}
-    for unit in units:
-        shape = tuple(re.sub(r"\d+", "#", name) for name in unit.modules)
-        key = (shape, unit.reshard_after_forward, unit.num_params, unit.num_bytes, unit.reason)
-        groups.setdefault(key, []).append(unit)
-    return list(groups.values())
 
 
 def _modules(units: list[WrapUnit]) -> str:

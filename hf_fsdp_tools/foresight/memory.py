@@ -1,0 +1,242 @@
+"""How much memory a training takes on each GPU, where its peak stands and what it is made of."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from hf_fsdp_tools.foresight.allocator import Replay, replay
+from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Work
+from hf_fsdp_tools.foresight.forecast import Forecast, Source, step_of
+from hf_fsdp_tools.foresight.hardware import Gpu, gpu_named
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.step import Step
+from hf_fsdp_tools.foresight.timeline import memory_timeline
+from hf_fsdp_tools.text import show_bytes, show_count
+
+__all__ = ["MemoryEstimate", "Outside", "estimate_memory", "memory_of"]
+
+_WIDE = ("h100", "h200", "gh200", "b200", "gb200", "b300", "geforce-50")
+"""Families of GPUs (compute capability 9, 10 and 12) for which cuBLAS gets the larger workspace."""
+_WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
+"""cuBLAS' workspace, which PyTorch takes from its allocator at the first matmul and keeps (`parseChosenWorkspaceSize`
+in `aten/src/ATen/cuda/CublasHandlePool.cpp`) …"""
+_WIDE_WORKSPACE = 4096 * 8 * 1024
+"""… on Hopper and Blackwell."""
+
+_CONTEXT = 500 * 2**20
+"""CUDA context with the kernels of PyTorch and cuBLAS that are loaded. (assumed; 0.4 to 0.6 GiB are usual)"""
+_NCCL_CHANNEL = 10 * 2**20
+"""NCCL's buffer of one channel in one direction: sizes of allocations in NVIDIA/nccl issue 1685."""
+_NCCL_CHANNELS = 24
+"""Channels of a ring on NVLink. (assumed: up to 32; a ring has two directions whatever the scale, NVIDIA/nccl issue
+986.) With the context this makes the 1.06 GB of issue 1685 on 8 H100."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """Memory of the GPU that PyTorch's allocator does not know of."""
+
+    name: str
+    """What takes it."""
+    num_bytes: int
+    """How much, about."""
+    source: str
+    """How this is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """The memory of a training on the GPU that takes most, in steps after the first."""
+
+    model_class: str
+    """Class of the model."""
+    num_params: int
+    """Its parameters."""
+    setup: TrainingSetup
+    """What was asked for."""
+    peak_allocated: int
+    """Bytes of the blocks in use at the peak: `torch.cuda.max_memory_allocated`."""
+    peak_reserved: int
+    """Bytes that the allocator holds at most: `torch.cuda.max_memory_reserved`."""
+    at_peak: Mapping[str, int]
+    """`peak_allocated` by kind; "rounding" is what blocks are longer than what was asked for."""
+    peak_phase: str
+    """The part of the step in which the peak stands."""
+    peak_unit: str
+    """The unit that computes at the peak: fqn of its first module, "" for the root."""
+    outside: tuple[Outside, ...]
+    """What else is on the GPU."""
+    limit_bytes: int
+    """Memory of the GPU, as the driver reports it."""
+    retries: int
+    """How often in two steps the GPU is full and the allocator gives cached memory back, for which the GPU stands
+    still; 0 where there is room."""
+    is_full: bool
+    """Whether the step ends with "out of memory" on this GPU."""
+    host_bytes: int = 0
+    """Host memory of one process under CPU offload: shards, gradients, optimizer state."""
+    notes: tuple[str, ...] = ()
+    """Remarks: what was assumed or could not be followed."""
+    forecast: Forecast = field(repr=False, compare=False)
+    """What this was read from."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of the GPU's memory that the training wants: reserved, and outside of the allocator."""
+        return self.peak_reserved + sum(each.num_bytes for each in self.outside)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step runs on this GPU. With `retries` it runs slower than it could."""
+        return not self.is_full
+
+    @property
+    def spare_bytes(self) -> int:
+        """What is left of the GPU's memory; below 0, cached memory must be given back, or the step does not run."""
+        return self.limit_bytes - self.total
+
+    @cached_property
+    def timeline(self) -> Any:
+        """The memory over the course of the step."""
+
+        step = self.forecast.step
+        return memory_timeline(step.events, step.resident, reserved=_replayed(step, self.setup).reserved)
+
+    def to_json(self) -> str:
+        """This estimate as JSON text, without the timeline, which has a `to_json` of its own."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "forecast"}
+        own |= {"setup": asdict(self.setup), "outside": [asdict(each) for each in self.outside]}
+        return json.dumps(own | {"total": self.total, "fits": self.fits, "spare_bytes": self.spare_bytes}, default=repr)
+
+    def __str__(self) -> str:
+        setup, place = self.setup, self.peak_unit or "the root"
+        lines = [
+            f"{self.model_class} with {show_count(self.num_params)} parameters on {setup.num_gpus} × {setup.gpu}, "
+            f"{setup.batch_size} × {setup.seq_len} tokens per GPU and micro-step",
+            f"peak in {self.peak_phase}, at {place}",
+        ]
+        rows = [(kind, num_bytes) for kind, num_bytes in sorted(self.at_peak.items(), key=lambda item: -item[1])]
+        rows += [("= allocated at the peak", self.peak_allocated)]
+        rows += [("cached by the allocator", self.peak_reserved - self.peak_allocated)]
+        rows += [(each.name, each.num_bytes) for each in self.outside]
+        rows += [("= on the GPU", self.total), ("memory of the GPU", self.limit_bytes)]
+        width = max(len(name) for name, _ in rows)
+        lines += [f"  {name:<{width}}  {show_bytes(num_bytes):>10}" for name, num_bytes in rows]
+        lines.append(self._verdict())
+        if self.host_bytes:
+            lines.append(f"host memory per process: {show_bytes(self.host_bytes)}")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _verdict(self) -> str:
+        if self.is_full:
+            return f"does not fit: {show_bytes(max(0, -self.spare_bytes))} too much"
+        if self.retries:
+            return f"fits only with pressure: the allocator gives cached memory back {self.retries} times in two steps"
+        return f"fits: {show_bytes(self.spare_bytes)} to spare"
+
+
+def estimate_memory(
+    name_or_model: Source, *, model_kwargs: Mapping[str, Any] | None = None, **fields: Any
+) -> MemoryEstimate:
+    """The memory that a training takes on each GPU, found by a dry run on this machine, without weights and GPUs.
+
+        print(estimate_memory("meta-llama/Llama-3.1-8B", num_gpus=8, gpu="h100-80gb", seq_len=8192))
+
+    Args:
+        name_or_model: hub name, folder, `config.json`, configuration, or a model on any device.
+        model_kwargs: as in `build_meta_model` (`auto_class`, `revision`, …).
+        fields: of `TrainingSetup`, by name.
+
+    Any rank may call; nothing is communicated, and no accelerator is used.
+
+    Raises:
+        ConfigError: a field has a value that cannot be, or the GPU is unknown.
+        CheckpointError, WrapPlanError: the model cannot be built or planned.
+    """
+    return memory_of(step_of(name_or_model, TrainingSetup(**fields), **(model_kwargs or {})))
+
+
+def memory_of(forecast: Forecast) -> MemoryEstimate:
+    """The memory of a forecast.
+
+    Raises:
+        ConfigError: the GPU is unknown.
+    """
+    setup, step = forecast.setup, forecast.step
+    gpu = gpu_named(setup.gpu)
+    outside = _outside(setup)
+    room = gpu.memory_bytes - sum(each.num_bytes for each in outside)
+    free = _replayed(step, setup)
+    tight = free if free.peak_reserved <= room else _replayed(step, setup, limit=room)
+    is_full = tight.out_of_memory_at is not None
+    used = free if is_full else tight
+    at = max(range(len(used.allocated)), key=used.allocated.__getitem__)
+    kinds, phase, unit = _state(step, at)
+    kinds["cuBLAS workspace"] = _workspace(gpu)
+    kinds["rounding"] = used.peak_allocated - sum(kinds.values())
+    return MemoryEstimate(
+        model_class=forecast.model_class,
+        num_params=forecast.plan.num_params,
+        setup=setup,
+        peak_allocated=used.peak_allocated,
+        peak_reserved=used.peak_reserved,
+        at_peak={kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes},
+        peak_phase=phase,
+        peak_unit=unit,
+        outside=outside,
+        limit_bytes=gpu.memory_bytes,
+        retries=tight.retries,
+        is_full=is_full,
+        host_bytes=step.host_bytes,
+        notes=forecast.trace.notes,
+        forecast=forecast,
+    )
+
+
+def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None) -> Replay:
+    """The second step in the allocator: after parameters, and a first step in which the optimizer takes its state."""
+    workspace = Alloc(-1, _workspace(gpu_named(setup.gpu)), "temporaries", "")
+    return replay((*step.parameters, workspace), step.first, step.events, limit=limit)
+
+
+def _workspace(gpu: Gpu) -> int:
+    return _WIDE_WORKSPACE if gpu.family in _WIDE else _WORKSPACE
+
+
+def _outside(setup: TrainingSetup) -> tuple[Outside, ...]:
+    """What the driver and NCCL take."""
+    context = Outside(name="CUDA context", num_bytes=_CONTEXT, source="assumed; 0.4 to 0.6 GiB are usual")
+    groups = (setup.dp_shard_size > 1) + (
+        setup.dp_replicate_size > 1 or (setup.wrapping == "none" and setup.num_gpus > 1)
+    )
+    if not groups:
+        return (context,)
+    nccl = Outside(
+        name="NCCL's buffers",
+        num_bytes=groups * 2 * _NCCL_CHANNELS * _NCCL_CHANNEL,
+        source=f"{groups} groups × 2 directions × {_NCCL_CHANNELS} channels × 10 MiB: NVIDIA/nccl issues 986 and 1685",
+    )
+    return (context, nccl)
+
+
+def _state(step: Step, at: int) -> tuple[Counter[str], str, str]:
+    """Requested bytes by kind after an event of a step, its phase and the unit that computes."""
+    kinds: Counter[str] = Counter(step.held)
+    live: dict[int, Alloc] = {alloc.block: alloc for alloc in step.resident}
+    unit = ""
+    events: Sequence[Event] = step.events
+    for event in events[: at + 1]:
+        if isinstance(event, Alloc):
+            live[event.block] = event
+            kinds[event.kind] += event.num_bytes
+        elif isinstance(event, Free):
+            freed = live.pop(event.block)
+            kinds[freed.kind] -= freed.num_bytes
+        elif isinstance(event, Work) and event.stream == "compute":
+            unit = event.unit
+    coming = (event for event in events[at:] if isinstance(event, Work))
+    work = next(coming, None)
+    return kinds, work.phase if work is not None else "optimizer", unit

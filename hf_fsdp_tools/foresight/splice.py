@@ -1,0 +1,272 @@
+"""Events of the full depth of a model from a run with few of its blocks.
+
+The events of one period of blocks stand for those of the periods that were left out. Whether they may is checked: two
+neighbouring periods must have equal events, of forward and of backward pass, down to each byte and to the order in
+which memory is given back. Where they have not, the caller runs the full depth.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Mark, Work
+from hf_fsdp_tools.foresight.recorder import Recorder
+from hf_fsdp_tools.foresight.repeats import KEPT, Stack, block_and_rest
+
+__all__ = ["Bounds", "expand"]
+
+# ---- where passes begin and end ----
+
+
+class Bounds:
+    """The places in a list of events at which the passes of blocks end.
+
+    Args:
+        model: the short model.
+        stacks: cut out of it.
+        recorder: of the model's events.
+    """
+
+    def __init__(self, model: nn.Module, stacks: Sequence[Stack], recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.forward: dict[tuple[str, int], list[int]] = {}
+        """By stack and period: where its forward pass begins and ends."""
+        self.backward: dict[tuple[str, int], list[int]] = {}
+        """By stack and period: where the gradient of its output is there, and where that of its input is."""
+        for stack in stacks:
+            blocks = list(model.get_submodule(stack.container).children())
+            for period in range(KEPT):
+                start = stack.first + period * stack.length
+                self._watch(blocks[start], blocks[start + stack.length - 1], (stack.container, period))
+
+    def _watch(self, first: nn.Module, last: nn.Module, key: tuple[str, int]) -> None:
+        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._recorder.phase == "backward":
+                return  # a block that is computed again
+            self.forward.setdefault(key, []).append(len(self._recorder.events))
+            for tensor in _hidden(*args, *kwargs.values()):
+                tensor.register_hook(lambda _: self._note_input(key))
+
+        def end(_: nn.Module, args: object, output: Any) -> None:
+            if self._recorder.phase == "backward":
+                return
+            self.forward.setdefault(key, []).append(len(self._recorder.events))
+            for tensor in _hidden(*(output if isinstance(output, tuple | list) else (output,))):
+                tensor.register_hook(lambda _: self.backward.setdefault(key, []).append(len(self._recorder.events)))
+
+        first.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+        last.register_forward_hook(end, prepend=True)
+
+    def _note_input(self, key: tuple[str, int]) -> None:
+        events = self._recorder.events
+        place = len(events)
+        while isinstance(mark := events[place - 1], Mark) and mark.where == "before_backward":
+            place -= 1  # of what ran before, whose output this is
+        self.backward.setdefault(key, []).append(place)
+
+
+def _hidden(*values: Any) -> Iterator[Any]:
+    """The first tensor that needs a gradient: hidden states."""
+    for value in values:
+        if getattr(value, "requires_grad", False):
+            yield value
+            return
+
+
+# ---- the full list ----
+
+_Segment = tuple[str, str, int]
+"""Stack, pass ("forward" or "backward"), period."""
+
+
+def expand(events: Sequence[Event], stacks: Sequence[Stack], bounds: Bounds) -> list[Event] | None:
+    """The events of the full depth; None where neighbouring periods differ.
+
+    Args:
+        events: of the short model.
+        stacks: that were cut.
+        bounds: of their periods.
+    """
+    try:
+        return _Expansion(events, stacks, bounds).run()
+    except _NotAlikeError:
+        return None
+
+
+class _NotAlikeError(Exception):
+    """Periods differ, or are entangled with events of others."""
+
+
+class _Expansion:
+    def __init__(self, events: Sequence[Event], stacks: Sequence[Stack], bounds: Bounds) -> None:
+        self._events = events
+        self._stacks = {stack.container: stack for stack in stacks}
+        self._spans: dict[_Segment, tuple[int, int]] = {}
+        for stack in stacks:
+            self._find_spans(stack, bounds)
+        bare = sorted(self._spans.values())
+        if any(end <= start for start, end in bare) or any(a[1] > b[0] for a, b in pairwise(bare)):
+            raise _NotAlikeError
+        self._segment_at = {start: key for key, (start, _) in self._spans.items()}
+        self._home: dict[int, tuple[_Segment, int]] = {}
+        """Of memory that a period takes: the segment, and how many it took before."""
+        for key, (start, end) in self._spans.items():
+            taken = [event.block for event in events[start:end] if isinstance(event, Alloc)]
+            self._home.update({block: (key, place) for place, block in enumerate(taken)})
+        self._numbers: dict[object, int] = {}
+
+    def _find_spans(self, stack: Stack, bounds: Bounds) -> None:
+        keys = [(stack.container, period) for period in range(KEPT)]
+        for key in keys:
+            if len(bounds.forward.get(key, ())) != 2 or len(bounds.backward.get(key, ())) not in (1, 2):
+                raise _NotAlikeError
+        starts = [bounds.forward[key][0] for key in keys]
+        ends = [*starts[1:], self._returned(bounds.forward[keys[-1]][1])]
+        for (name, period), start, end in zip(keys, starts, ends, strict=True):
+            self._spans[name, "forward", period] = start, end
+        starts = [bounds.backward[key][0] for key in keys]
+        ends = [len(self._events) if len(b := bounds.backward[keys[0]]) == 1 else b[1], *starts]
+        for (name, period), start, end in zip(keys, starts, ends, strict=False):
+            self._spans[name, "backward", period] = start, end
+
+    def _returned(self, place: int) -> int:
+        """Where a block has returned, and what it was called with is given back."""
+        while isinstance(event := self._events[place], Free | Mark):
+            if isinstance(event, Mark) and event.where != "after_forward":
+                break
+            place += 1
+        return place
+
+    def run(self) -> list[Event]:
+        for stack in self._stacks.values():
+            self._check(stack)
+        made: list[Event] = []
+        place = 0
+        while place < len(self._events):
+            key = self._segment_at.get(place)
+            if key is None:
+                made.append(self._moved(self._events[place], None, 0))
+                place += 1
+                continue
+            start, end = self._spans[key]
+            for shift in self._shifts(key):
+                made += [self._moved(event, key, shift) for event in self._events[start:end]]
+            place = end
+        return made
+
+    def _shifts(self, key: _Segment) -> Sequence[int]:
+        """By how many periods the events of a segment are moved, once for each time that they occur."""
+        container, direction, period = key
+        stack = self._stacks[container]
+        more = stack.periods - KEPT
+        if period == 1:
+            return range(more + 1) if direction == "forward" else range(more, -1, -1)
+        return (0,) if period == 0 else (more,)
+
+    # ---- whether periods are alike ----
+
+    def _check(self, stack: Stack) -> None:
+        """Compare the period that is repeated with the next; neither is at an end of the short list."""
+        for direction in ("forward", "backward"):
+            if self._canonical((stack.container, direction, 1)) != self._canonical((stack.container, direction, 2)):
+                raise _NotAlikeError
+
+    def _canonical(self, key: _Segment) -> list[object]:
+        """Events of a segment, with names and memory told from the segment's own place."""
+        start, end = self._spans[key]
+        container, _, period = key
+
+        def number(block: int) -> object:
+            home = self._home.get(block)
+            if home is None or home[0][0] != container:
+                return block
+            (_, direction, where), place = home
+            return direction, where - period, place
+
+        def name(fqn: str) -> object:
+            stack = self._stacks[container]
+            found = block_and_rest(fqn, stack)
+            if found is None:
+                return fqn
+            return found[0] - period * stack.length, found[1]
+
+        return [_with(event, number, name, _told) for event in self._events[start:end]]
+
+    # ---- moving ----
+
+    def _moved(self, event: Event, key: _Segment | None, shift: int) -> Event:
+        number = partial(self._number, key=key, shift=shift)
+        moved: Event = _with(event, number, partial(self._name, key=key, shift=shift), _rebuilt)
+        return moved
+
+    def _number(self, block: int, key: _Segment | None, shift: int) -> int:
+        home = self._home.get(block)
+        if home is None:
+            final: object = block
+        else:
+            (container, direction, period), place = home
+            final = container, direction, self._final(container, period, key, shift), place
+        return self._numbers.setdefault(final, len(self._numbers) + 1)
+
+    def _final(self, container: str, period: int, key: _Segment | None, shift: int) -> int:
+        """The period of the full model that an event speaks of."""
+        stack = self._stacks[container]
+        if key is not None and key[0] == container:
+            if abs(period - key[2]) > 1:
+                raise _NotAlikeError
+            return period + shift
+        if period not in (0, KEPT - 1):
+            raise _NotAlikeError
+        return period if period == 0 else stack.periods - 1
+
+    def _name(self, fqn: str, key: _Segment | None, shift: int) -> str:
+        for container, stack in self._stacks.items():
+            found = block_and_rest(fqn, stack)
+            if found is None:
+                continue
+            index, rest = found
+            period = stack.period_of(index)
+            if period is not None:
+                index += (self._final(container, period, key, shift) - period) * stack.length
+            elif index >= stack.first:
+                index += stack.left_out
+            return f"{container}.{index}{rest}"
+        return fqn
+
+
+def _with(event: Event, number: Callable[[int], Any], name: Callable[[str], Any], build: Callable[..., Any]) -> Any:
+    """`build(event, …)` with the numbers and names of an event replaced."""
+    if isinstance(event, Alloc):
+        return build(event, number(event.block), name(event.unit))
+    if isinstance(event, Free):
+        return build(event, number(event.block))
+    if isinstance(event, Work):
+        return build(event, name(event.unit))
+    if isinstance(event, Mark):
+        return build(event, name(event.module))
+    assert isinstance(event, Gradient)
+    return build(event, name(event.parameter), number(event.block))
+
+
+def _told(event: Event, *rest: object) -> object:
+    """What an event says beside names and numbers, and these."""
+    given = {field.name: getattr(event, field.name) for field in fields(event)}
+    own = {key: value for key, value in given.items() if key not in ("block", "unit", "module", "parameter")}
+    return type(event), tuple(own.items()), rest
+
+
+def _rebuilt(event: Event, *rest: Any) -> Event:
+    """The event with other names and numbers."""
+    if isinstance(event, Alloc):
+        return Alloc(rest[0], event.num_bytes, event.kind, rest[1], event.stream)
+    if isinstance(event, Free):
+        return Free(rest[0])
+    if isinstance(event, Work):
+        return event if event.unit == rest[0] else replace(event, unit=rest[0])
+    if isinstance(event, Mark):
+        return Mark(event.where, rest[0], event.again)
+    return Gradient(*rest)

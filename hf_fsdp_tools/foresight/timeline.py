@@ -1,0 +1,236 @@
+"""The memory of one rank over the course of a training step, as a value; `plots` draws it.
+
+That of a predicted step is made of its events, that of a real one of a profile (`measured`).
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Work
+
+__all__ = ["Origin", "Timeline", "extremes", "memory_timeline", "read_value"]
+
+Origin = Literal["predicted", "measured"]
+"""Of a dry run, or of a real step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Memory of one rank over one training step: bytes by kind at each of its points. All fields have one length."""
+
+    origin: Origin
+    """Where it is from."""
+    axis: Literal["events", "seconds"]
+    """What `positions` count."""
+    positions: tuple[float, ...]
+    """Where each point lies: never decreasing."""
+    phases: tuple[str, ...]
+    """Part of the step at each point: forward, loss, backward, clip, optimizer."""
+    units: tuple[str, ...]
+    """Unit that computes at each point: fqn of its first module, "" for the root."""
+    kinds: Mapping[str, tuple[int, ...]]
+    """Allocated bytes by kind. A real step has one kind, "allocated": an allocator does not know more."""
+    reserved: tuple[int, ...] = ()
+    """Bytes that the caching allocator holds; () where there is none, or none was modelled."""
+
+    @property
+    def allocated(self) -> tuple[int, ...]:
+        """Bytes of all kinds together at each point."""
+        return tuple(map(sum, zip(*self.kinds.values(), strict=True)))
+
+    @property
+    def peak(self) -> int:
+        """Index of the point with the most allocated memory, the first of several."""
+        allocated = self.allocated
+        return allocated.index(max(allocated))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most allocated memory."""
+        return max(self.allocated)
+
+    @property
+    def peak_phase(self) -> str:
+        """Part of the step that holds the peak."""
+        return self.phases[self.peak]
+
+    @property
+    def peak_unit(self) -> str:
+        """Unit that computes at the peak."""
+        return self.units[self.peak]
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by kind at the peak; kinds that take nothing are left out."""
+        peak = self.peak
+        return {kind: values[peak] for kind, values in self.kinds.items() if values[peak]}
+
+    def to_json(self) -> str:
+        """This value as JSON text; `from_json` reads it back to an equal one."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ConfigError: the text is no JSON, or has missing or unknown fields, or fields of different lengths.
+        """
+        data = read_value(text, "memory timeline")
+        try:
+            data = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+            made = cls(**{**data, "kinds": {kind: tuple(values) for kind, values in data["kinds"].items()}})
+            lengths = {len(column) for column in (made.positions, made.phases, made.units, *made.kinds.values())}
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"Not a memory timeline: {error}. Write it again with Timeline.to_json().") from error
+        if len(lengths) != 1 or 0 in lengths or len(made.reserved) not in (0, *lengths):
+            raise ConfigError(
+                f"Not a memory timeline: its fields have {sorted(lengths)} points. Write it again with "
+                "Timeline.to_json()."
+            )
+        return made
+
+
+def memory_timeline(
+    events: Sequence[Event],
+    resident: Sequence[Alloc],
+    *,
+    reserved: Sequence[int] | None = None,
+    spans: Sequence[tuple[float, float]] | None = None,
+    most_points: int = 3000,
+) -> Timeline:
+    """The memory of a predicted step over its course.
+
+    Of many events, those are kept in which the memory is highest and lowest among their neighbours; the peak is.
+
+    Args:
+        events: of one step, in the order in which the host issues them.
+        resident: memory that is there before the step.
+        reserved: bytes that the allocator holds after each event; None leaves them out.
+        spans: start and end in seconds of each `Work` among the events, in the same order: points are placed in time.
+            None places them by the number of their event.
+        most_points: about how many points to keep.
+    """
+    allocated, phases = _allocated(events, resident), _phases(events)
+    kept = extremes(allocated, phases, most_points)
+    if reserved is not None:
+        kept = sorted({*kept, max(range(len(reserved)), key=reserved.__getitem__)})
+    taken = (event for event in (*resident, *events) if isinstance(event, Alloc))
+    kinds: dict[str, list[int]] = {event.kind: [] for event in taken}
+    units: list[str] = []
+    for unit, now in _states(events, resident, kept):
+        units.append(unit)
+        for kind, values in kinds.items():
+            values.append(now.get(kind, 0))
+    seconds = None if spans is None else _computed_until(events, spans)
+    return Timeline(
+        origin="predicted",
+        axis="events" if seconds is None else "seconds",
+        positions=tuple(float(i) if seconds is None else seconds[i] for i in kept),
+        phases=tuple(phases[i] for i in kept),
+        units=tuple(units),
+        kinds={kind: tuple(values) for kind, values in kinds.items()},
+        reserved=() if reserved is None else tuple(reserved[i] for i in kept),
+    )
+
+
+def _allocated(events: Sequence[Event], resident: Iterable[Alloc]) -> list[int]:
+    """Allocated bytes after each event."""
+    sizes = {alloc.block: alloc.num_bytes for alloc in resident}
+    now, result = sum(sizes.values()), []
+    for event in events:
+        if isinstance(event, Alloc):
+            sizes[event.block] = event.num_bytes
+            now += event.num_bytes
+        elif isinstance(event, Free):
+            now -= sizes.pop(event.block, 0)
+        result.append(now)
+    return result
+
+
+def _phases(events: Sequence[Event]) -> list[str]:
+    """The phase of each event: of memory that is taken, that of the work which comes next."""
+    result: list[str] = [""] * len(events)
+    coming: str = next((event.phase for event in reversed(events) if isinstance(event, Work)), "forward")
+    for i in range(len(events) - 1, -1, -1):
+        event = events[i]
+        if isinstance(event, Work):
+            coming = event.phase
+        result[i] = coming
+    now = next(iter(result), "forward")
+    for i, event in enumerate(events):
+        if isinstance(event, (Work, Alloc)):
+            now = result[i]
+        result[i] = now
+    return result
+
+
+def extremes(values: Sequence[int], phases: Sequence[str], most: int) -> list[int]:
+    """Indices of the points to draw: the first and the last of each phase, the highest and the lowest of each stretch.
+
+    Args:
+        values: of all points.
+        phases: likewise.
+        most: about how many indices to give.
+    """
+    count = len(values)
+    edges = [i for i in range(count) if i in (0, count - 1) or phases[i] != phases[i - 1] or phases[i] != phases[i + 1]]
+    if count <= most:
+        return list(range(count))
+    length = -(-2 * count // most)
+    kept = set(edges)
+    for start in range(0, count, length):
+        stretch = range(start, min(start + length, count))
+        kept |= {max(stretch, key=values.__getitem__), min(stretch, key=values.__getitem__)}
+    return sorted(kept)
+
+
+def _computed_until(events: Sequence[Event], spans: Sequence[tuple[float, float]]) -> list[float]:
+    """Until when the work issued up to each event keeps the compute stream busy, in seconds."""
+    times, now, result = iter(spans), 0.0, []
+    for event in events:
+        if isinstance(event, Work):
+            end = next(times)[1]
+            now = max(now, end) if event.stream == "compute" else now
+        result.append(now)
+    return result
+
+
+def _states(
+    events: Sequence[Event], resident: Iterable[Alloc], kept: Iterable[int]
+) -> Iterator[tuple[str, Mapping[str, int]]]:
+    """Yield, after each event in `kept`, the unit that computes and the bytes by kind (changed in place later)."""
+    chosen, unit = set(kept), ""
+    blocks = {alloc.block: alloc for alloc in resident}
+    now: dict[str, int] = {}
+    for alloc in blocks.values():
+        now[alloc.kind] = now.get(alloc.kind, 0) + alloc.num_bytes
+    for i, event in enumerate(events):
+        if isinstance(event, Alloc):
+            blocks[event.block] = event
+            now[event.kind] = now.get(event.kind, 0) + event.num_bytes
+        elif isinstance(event, Free) and event.block in blocks:
+            block = blocks.pop(event.block)
+            now[block.kind] -= block.num_bytes
+        elif isinstance(event, Work) and event.stream == "compute":
+            unit = event.unit
+        if i in chosen:
+            yield unit, now
+
+
+def read_value(text: str, noun: str) -> dict[str, Any]:
+    """The fields of a value that its `to_json` wrote.
+
+    Raises:
+        ConfigError: the text is no JSON object.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"Not a {noun}: {error}. Give the text that its to_json() wrote.") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"Not a {noun}: {type(data).__name__} instead of an object. Give what its to_json() wrote.")
+    return data

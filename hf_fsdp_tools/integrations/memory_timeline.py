@@ -1,0 +1,169 @@
+"""Record one step of a real training: its memory and its schedule, in any loop and as a callback of the Trainer."""
+
+import json
+import tempfile
+import warnings
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.profiler import profile
+from transformers import TrainerCallback
+
+from hf_fsdp_tools.distributed.shards import local_tensor
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight.measured import read_memory, read_schedule
+from hf_fsdp_tools.foresight.streams import Schedule
+from hf_fsdp_tools.foresight.timeline import Timeline
+
+__all__ = ["MemoryTimeline"]
+
+
+class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """The memory of one training step by allocation, and its schedule: what was predicted, measured.
+
+    In a loop of one's own, around one step that is not the first, in which the optimizer makes its state:
+
+        with MemoryTimeline(model, optimizer) as recorded:
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        print(recorded.timeline.peak_bytes)
+
+    In a Trainer: `trainer.add_callback(MemoryTimeline(step=3, path="step.json"))`.
+
+    torch's profiler records the step; no other step is slowed. On an accelerator the memory is that of its caching
+    allocator, allocated and reserved, and the schedule that of its streams. On a CPU it is what PyTorch's allocator
+    gives out, gloo's buffers among it, above the shards, buffers, gradients and optimizer state that are there before;
+    the batch, if it was made before, is not counted. Which unit computes is read from FSDP2's labels.
+
+    Each rank that calls records its own step; nothing is communicated.
+    """
+
+    timeline: Timeline | None = None
+    """Memory of the recorded step; None until it is over."""
+    schedule: Schedule | None = None
+    """Streams of the recorded step; None until it is over."""
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        step: int = 3,
+        path: str | Path | None = None,
+    ) -> None:
+        """Prepare for a recording; nothing runs yet.
+
+        Args:
+            model: that is trained; a Trainer gives its own.
+            optimizer: likewise.
+            step: under a Trainer: the optimizer step to record, from 1.
+            path: file into which rank 0 of a Trainer writes timeline and schedule (`save`).
+
+        Raises:
+            ConfigError: `step` is below 1.
+        """
+        if step < 1:
+            raise ConfigError(f"step is {step}; the first step of a training is 1. Take 3, when memory is steady.")
+        self.model, self.optimizer, self.step = model, optimizer, step
+        self.path = None if path is None else Path(path)
+        self._resident_bytes = 0
+        self._profile: profile | None = None
+
+    def __enter__(self) -> Self:
+        """Begin to record.
+
+        Raises:
+            ConfigError: another profiler is running.
+        """
+        self._resident_bytes = sum(_storages(self.model, self.optimizer).values())
+        recording = profile(profile_memory=True)  # of every kind of device that torch can profile here
+        try:
+            recording.start()
+        except RuntimeError as error:
+            raise ConfigError(f"The step cannot be recorded: {error}. Stop the other profiler first.") from error
+        self._profile = recording
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End the recording, and read it unless the step failed.
+
+        Raises:
+            ConfigError: nothing ran in the block.
+        """
+        recording, self._profile = self._profile, None
+        assert recording is not None
+        recording.stop()
+        if error is not None:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            written = Path(folder, "trace.json")
+            recording.export_chrome_trace(str(written))
+            trace = json.loads(written.read_text())
+        self.timeline = read_memory(trace, resident_bytes=self._resident_bytes)
+        self.schedule = read_schedule(trace)
+
+    def save(self, path: str | Path) -> None:
+        """Write timeline and schedule as JSON: `{"timeline": …, "schedule": …}`, as their `to_json` gives them.
+
+        Args:
+            path: of the file, which is replaced.
+
+        Raises:
+            ConfigError: no step was recorded.
+        """
+        if self.timeline is None or self.schedule is None:
+            raise ConfigError("No step was recorded, so there is nothing to write. Run one inside of the `with` block.")
+        values = {name: json.loads(getattr(self, name).to_json()) for name in ("timeline", "schedule")}
+        Path(path).write_text(json.dumps(values) + "\n")
+
+    # ---- called by the Trainer ----
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Begin to record before the chosen step."""
+        if state.global_step + 1 == self.step and state.is_world_process_zero and self.timeline is None:
+            self.model, self.optimizer = objects.get("model"), objects.get("optimizer")
+            self.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """End the recording after the chosen step, with its optimizer step."""
+        if self._profile is None:
+            return
+        self.__exit__(None, None, None)
+        if self.path is not None:
+            self.save(self.path)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Say so where the training was too short."""
+        if self.timeline is None and state.is_world_process_zero:
+            warnings.warn(
+                f"MemoryTimeline recorded nothing: the training ended after step {state.global_step}, before step "
+                f"{self.step}. Give it a smaller step.",
+                stacklevel=2,
+            )
+
+
+def _storages(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
+    """Bytes of each storage on the CPU that a model and its optimizer hold, by its address."""
+    return {
+        storage.data_ptr(): storage.nbytes()
+        for storage in (local_tensor(tensor).untyped_storage() for tensor in _tensors(model, optimizer))
+        if storage.device.type == "cpu"
+    }
+
+
+def _tensors(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
+    if model is not None:
+        for tensor in chain(model.parameters(), model.buffers()):
+            yield tensor
+            if tensor.grad is not None:
+                yield tensor.grad
+    for state in getattr(optimizer, "state", {}).values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -1,0 +1,132 @@
+"""Picture of throughput per GPU over the number of GPUs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.plots.figure import (
+    LINE_ROLES,
+    Palette,
+    Size,
+    ThemeName,
+    inches,
+    new_figure,
+    panel,
+    spread,
+    text_inches,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["ScalingCurve", "draw_scaling"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingCurve:
+    """Throughput of one model on one kind of GPU over the number of GPUs."""
+
+    name: str
+    """Written beside its end: "GPT-175B, A100-80GB"."""
+    num_gpus: tuple[int, ...]
+    """Numbers of GPUs, growing."""
+    values: tuple[float | None, ...]
+    """Per GPU at each number; None where the model does not fit."""
+    published: tuple[tuple[int, float], ...] = ()
+    """(number of GPUs, value) that others measured, drawn as open circles."""
+
+
+def draw_scaling(
+    curves: Sequence[ScalingCurve],
+    *,
+    title: str | None = None,
+    setting: str,
+    quantity: str = "TFLOP/s per GPU",
+    theme: ThemeName = "light",
+    size: Size = (10.0, 4.8),
+) -> "Figure":
+    """Throughput per GPU over the number of GPUs, each curve named at its end.
+
+    Args:
+        curves: at least one, each with a value.
+        title: the finding; None compares the throughput at the most GPUs with that at the fewest.
+        setting: what the curves have in common; stands below the title.
+        quantity: of the values, with its unit.
+        theme: light or dark.
+        size: width and height in inches.
+
+    Raises:
+        ConfigError: there is nothing to draw, or matplotlib is absent.
+    """
+    known = [curve for curve in curves if any(value is not None for value in curve.values)]
+    if not known:
+        raise ConfigError("No setting fits at any number of GPUs, so there is no curve to draw. Allow more GPUs.")
+    figure, palette, top = new_figure(title or _finding(known), setting, size=size, theme=theme)
+    right = 0.3 + max(text_inches(curve.name, 9.0, "bold") for curve in known)
+    axes = panel(figure, 0.72, 0.5, size[0] - 0.72 - right, top - 0.5, palette)
+    ends = []
+    for curve, role in zip(known, _roles(len(known)), strict=True):
+        points = [(n, v) for n, v in zip(curve.num_gpus, curve.values, strict=True) if v is not None]
+        axes.plot(*zip(*points, strict=True), color=palette[role], linewidth=1.8, marker="o", markersize=4.5)
+        if curve.published:
+            axes.plot(
+                *zip(*curve.published, strict=True),
+                color=palette[role],
+                linestyle="none",
+                marker="o",
+                markersize=10,
+                markerfacecolor="none",
+                markeredgewidth=1.4,
+            )
+        ends.append((*points[-1], curve.name, role))
+    _axes(axes, palette, known, quantity)
+    gap = axes.get_ylim()[1] * inches() * 1.1 / (axes.get_position().height * size[1])
+    places = spread([value for _, value, _, _ in ends], gap, gap / 2, axes.get_ylim()[1] - gap / 2)
+    for (n, value, name, role), place in zip(ends, places, strict=True):
+        far = axes.get_xlim()[1]
+        axes.plot([n, far], [value, place], color=palette[role], linewidth=0.6, clip_on=False)
+        axes.annotate(
+            name,
+            (far, place),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            fontweight="bold",
+            color=palette[role],
+            annotation_clip=False,
+        )
+    return figure
+
+
+def _roles(count: int) -> list[str]:
+    return [LINE_ROLES[min(i, len(LINE_ROLES) - 1)] for i in range(count)]
+
+
+def _finding(curves: Sequence[ScalingCurve]) -> str:
+    """The throughput at the end of each curve, and what part it is of that at its beginning."""
+    said = []
+    for curve in curves:
+        points = [(n, v) for n, v in zip(curve.num_gpus, curve.values, strict=True) if v is not None]
+        (few, first), (many, last) = points[0], points[-1]
+        share = f", {100 * last / first:.0f}\N{NO-BREAK SPACE}% of that at {few:,}" if many > few else ""
+        said.append(f"{curve.name}: {last:,.0f} at {many:,} GPUs{share}")
+    return "; ".join(said[:2]) + (f"; and {len(said) - 2} more" if len(said) > 2 else "")
+
+
+def _axes(axes: "Axes", palette: Palette, curves: Sequence[ScalingCurve], quantity: str) -> None:
+    from matplotlib.ticker import NullFormatter, NullLocator
+
+    numbers = sorted({n for curve in curves for n in (*curve.num_gpus, *(n for n, _ in curve.published))})
+    values = [v for curve in curves for v in (*curve.values, *(v for _, v in curve.published)) if v is not None]
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(numbers[0] / 1.12, numbers[-1] * 1.12 if numbers[-1] > numbers[0] else numbers[0] * 1.2)
+    axes.set_ylim(0, max(values) * 1.15)
+    powers = [n for n in numbers if n & (n - 1) == 0] or numbers
+    axes.set_xticks(powers, [f"{n:,}" for n in powers])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("GPUs (logarithmic)" + ("; circles: published" if any(curve.published for curve in curves) else ""))
+    axes.set_ylabel(quantity)

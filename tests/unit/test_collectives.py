@@ -1,0 +1,91 @@
+"""The time of collectives: none for one rank, bandwidth for large tensors, latency for small ones, shared networks."""
+
+import dataclasses
+
+import pytest
+
+from hf_fsdp_tools.foresight.collectives import (
+    Group,
+    all_gather_seconds,
+    all_reduce_seconds,
+    group_of,
+    reduce_scatter_seconds,
+)
+from hf_fsdp_tools.foresight.hardware import gpu_named
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+
+BIG, SMALL = 64e9, 1e3
+
+
+def group(axis: str = "shard", gpu: str = "a100-80gb", **fields: object) -> Group:
+    setup = TrainingSetup(gpu=gpu, **fields)  # type: ignore[arg-type]
+    return group_of(axis, setup, gpu_named(gpu))  # type: ignore[arg-type]
+
+
+def test_a_group_of_one_rank_does_nothing() -> None:
+    alone = group(num_gpus=1)
+    assert all_gather_seconds(BIG, alone) == reduce_scatter_seconds(BIG, alone) == all_reduce_seconds(BIG, alone) == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_large_tensor_passes_each_link_once_but_for_the_own_part(ranks: int) -> None:
+    seconds = all_gather_seconds(BIG, group(num_gpus=ranks))
+    # NCCL counts on 240 of the 300 GB/s of an A100's NVLinks
+    assert seconds == pytest.approx((ranks - 1) / ranks * BIG / 240e9, rel=1e-3)
+    assert reduce_scatter_seconds(BIG, group(num_gpus=ranks)) == seconds
+    assert all_reduce_seconds(BIG, group(num_gpus=ranks)) == pytest.approx(2 * seconds, rel=1e-3)
+
+
+def test_between_machines_the_network_bounds_and_inside_the_link() -> None:
+    seconds = all_gather_seconds(BIG, group(num_gpus=64, network_gbit_s=800))
+    assert seconds == pytest.approx(63 / 64 * BIG / 100e9, rel=0.01)
+    fast = all_gather_seconds(BIG, group(num_gpus=64, network_gbit_s=16_000))
+    assert fast == pytest.approx(63 / 64 * BIG / 240e9, rel=0.01)
+
+
+def test_small_tensors_cost_steps_and_no_bandwidth() -> None:
+    times = [all_gather_seconds(SMALL, group(num_gpus=ranks)) for ranks in (2, 8, 16, 128, 1024)]
+    assert times == sorted(times) and len(set(times)) == len(times)
+    assert times[0] == pytest.approx(7.2e-6, rel=0.01), "6.6 µs and one step of 0.6 µs"
+    assert times[-1] > 1e-3, "a ring of 1,024 ranks has 1,023 steps"
+    assert all_gather_seconds(2 * SMALL, group(num_gpus=128)) == pytest.approx(times[3], rel=0.01)
+
+
+def test_a_small_all_reduce_over_many_machines_takes_a_tree() -> None:
+    many = group(num_gpus=1024)
+    assert all_reduce_seconds(SMALL, many) < all_gather_seconds(SMALL, many) / 5
+    assert all_reduce_seconds(SMALL, group(num_gpus=2048)) - all_reduce_seconds(SMALL, many) < 30e-6
+
+
+def test_one_rank_per_machine_has_a_logarithmic_gather() -> None:
+    alone = group(num_gpus=64, gpus_per_node=1, network_gbit_s=200)
+    assert alone.ranks_per_node == 1
+    assert all_gather_seconds(SMALL, alone) < 64 * 4e-6
+    assert all_gather_seconds(BIG, alone) == pytest.approx(63 / 64 * BIG / 25e9, rel=0.01), "large ones keep the ring"
+
+
+def test_shards_inside_machines_do_not_use_the_network_and_replicas_share_it() -> None:
+    mesh = {"num_gpus": 64, "dp_replicate_size": 8, "network_gbit_s": 1600}
+    shard, replicate = group("shard", **mesh), group("replicate", **mesh)
+    assert (shard.ranks, shard.nodes, shard.ranks_per_node) == (8, 1, 8)
+    assert (replicate.ranks, replicate.nodes, replicate.ranks_per_node) == (8, 8, 1)
+    assert shard.bandwidth == 240e9
+    assert replicate.bandwidth == 200e9 / 8, "eight groups of replicas meet at each machine's cards"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shard_nodes", "replica_nodes", "replica_sharing"), [(2, 4, 2, 8), (16, 1, 8, 4), (64, 1, 8, 1)]
+)
+def test_groups_lie_as_ranks_fill_machines(
+    replicas: int, shard_nodes: int, replica_nodes: int, replica_sharing: int
+) -> None:
+    mesh = {"num_gpus": 64, "dp_replicate_size": replicas, "network_gbit_s": 800}
+    shard, replicate = group("shard", **mesh), group("replicate", **mesh)
+    assert (shard.nodes, replicate.nodes) == (shard_nodes, replica_nodes)
+    assert replicate.network_bandwidth == 100e9 / replica_sharing
+
+
+def test_what_the_network_is_worth_counts_for_its_efficiency_only() -> None:
+    setup, gpu = TrainingSetup(num_gpus=16, network_gbit_s=800), gpu_named("h100")
+    whole, most = (group_of("shard", setup, gpu, share) for share in (1.0, 0.8))
+    assert most == dataclasses.replace(whole, network_bandwidth=0.8 * whole.network_bandwidth)

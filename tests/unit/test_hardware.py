@@ -1,0 +1,71 @@
+"""The table of GPUs: names as people and drivers write them, figures that fit together, a source for each."""
+
+import re
+
+import pytest
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight.hardware import GPUS, Gpu, gpu_named
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        *((name, name) for name in GPUS),
+        ("H100", "h100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("H100 PCIe", "h100-80gb-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("nvidia-h200", "h200-141gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb-pcie"),
+        ("a100 40 GB", "a100-40gb"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("v100", "v100-32gb"),
+        ("A10", "a10-24gb"),
+        ("A10G", "a10g-24gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("rtx4090", "rtx-4090"),
+        ("NVIDIA GH200 480GB", "gh200-96gb"),
+        ("AMD Instinct MI300X OAM", "mi300x"),
+    ],
+)
+def test_a_gpu_is_found_by_any_usual_name(name: str, key: str) -> None:
+    assert gpu_named(name) is GPUS[key]
+
+
+@pytest.mark.parametrize("name", ["h100-40gb", "h10", "t4", "nvidia", ""])
+def test_an_unknown_gpu_is_an_error_that_names_the_nearest_and_all(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        gpu_named(name)
+    message = str(error.value)
+    assert message.startswith(f"GPU {name!r} is not in the table.")
+    assert all(known in message for known in GPUS)
+    assert ("Nearest: h100-" in message) == name.startswith("h10")
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+def test_figures_of_a_gpu_fit_together(gpu: Gpu) -> None:
+    assert gpu.fp32 <= gpu.tf32 <= gpu.fp16 <= gpu.fp8 <= 3 * gpu.fp16
+    assert gpu.bf16 in (gpu.fp16, gpu.fp32)
+    assert gpu.network_gbit_s * 1e9 / 8 < gpu.link_bandwidth < gpu.memory_bandwidth
+    # flops per byte of memory: 76 of an RTX 3090 to 419 of an L40S
+    assert 70 < gpu.fp16 / gpu.memory_bandwidth < 450
+    assert len(gpu.source) > 20
+    if size := re.search(r"(\d+)gb", gpu.name):
+        assert 0.9 < gpu.memory_bytes / (int(size[1]) * 2**30) < 1, "the driver reports less than the name says"
+
+
+def test_the_rate_follows_from_the_dtype() -> None:
+    h100, v100 = GPUS["h100-80gb"], GPUS["v100-16gb"]
+    assert h100.peak(4) == 67e12 < h100.peak(2) == h100.peak(2, "fp16") < h100.peak(1)
+    assert v100.peak(2, "fp16") == 125e12
+    assert v100.peak(2, "bf16") == v100.peak(4) == 15.7e12, "a V100 has no matrix units for bf16"
+
+
+def test_the_network_is_that_of_all_cards_of_a_machine() -> None:
+    h100 = GPUS["h100-80gb"]
+    assert h100.node_network(TrainingSetup(num_gpus=16)) == 8 * 50e9
+    assert h100.node_network(TrainingSetup(num_gpus=16, gpus_per_node=4)) == 4 * 50e9
+    assert h100.node_network(TrainingSetup(num_gpus=16, network_gbit_s=100)) == 12.5e9

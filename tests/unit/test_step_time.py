@@ -1,0 +1,243 @@
+"""A step in time: what overlaps, what waits, what is exposed, and the figures that follow."""
+
+import dataclasses
+import json
+
+import pytest
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight.efficiency import ERAS, Efficiency, efficiency_of
+from hf_fsdp_tools.foresight.events import Event, Record, Wait, Work
+from hf_fsdp_tools.foresight.hardware import GPUS
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.throughput import ThroughputEstimate, straggling, throughput
+from hf_fsdp_tools.foresight.time import Timing, chrome_trace, simulate
+
+SETUP = TrainingSetup(num_gpus=8, gpu="a100-80gb")
+PERFECT = Efficiency(matmul=1, attention=1, memory=1, network=1, error=0.1, source="nothing lost")
+COMPUTE, GATHER = 0.1, 0.05
+"""Seconds of a unit's forward pass and of its all-gather."""
+GATHER_BYTES = GATHER * 240e9 * 8 / 7
+
+
+def matmul(unit: str, seconds: float = COMPUTE, phase: str = "forward") -> Work:
+    return Work("matmul", seconds * 312e12, 0, unit, phase)  # type: ignore[arg-type]
+
+
+class Steps(list[Event]):
+    """A list of events as FSDP2 issues them."""
+
+    def gather(self, unit: str, number: int, num_bytes: float = GATHER_BYTES) -> None:
+        """An all-gather, with its event."""
+        self.append(Work("all_gather", 0, num_bytes, unit, "forward", "all_gather", ranks=8))
+        self.append(Record(number, "all_gather"))
+
+    def reduce(self, unit: str, number: int, num_bytes: float = GATHER_BYTES) -> None:
+        """A reduce-scatter after what the compute stream has done, with its event."""
+        self += [Record(number + 100, "compute"), Wait(number + 100, "reduce_scatter")]
+        self.append(Work("reduce_scatter", 0, num_bytes, unit, "backward", "reduce_scatter", ranks=8))
+        self.append(Record(number, "reduce_scatter"))
+
+
+def two_units(num_bytes: float = GATHER_BYTES) -> Steps:
+    """Forward and backward of units a and b; b stays gathered, a is gathered again while b goes backward."""
+    steps = Steps()
+    for number, unit in enumerate("ab"):
+        steps.gather(unit, number, num_bytes)
+        steps += [Wait(number, "compute"), matmul(unit)]
+    steps.gather("a", 2, num_bytes)
+    steps.append(matmul("b", 2 * COMPUTE, "backward"))
+    steps.reduce("b", 3, num_bytes)
+    steps += [Wait(2, "compute"), matmul("a", 2 * COMPUTE, "backward")]
+    steps.reduce("a", 4, num_bytes)
+    steps.append(Wait(4, "compute"))
+    return steps
+
+
+def spans(steps: Steps, timing: Timing) -> dict[tuple[str, str, str], tuple[float, float]]:
+    works = [event for event in steps if isinstance(event, Work)]
+    named = {(work.unit, work.phase, work.operation): span for work, span in zip(works, timing.spans, strict=True)}
+    assert len(timing.spans) == len(works)
+    return named
+
+
+def test_prefetched_gathers_are_hidden_and_the_first_gather_and_the_last_reduction_are_not() -> None:
+    steps = two_units()
+    timing = simulate(steps, SETUP, efficiency=PERFECT)
+    assert timing.seconds == pytest.approx(6 * COMPUTE + 2 * GATHER, rel=0.01)
+    assert timing.exposed == pytest.approx(2 * GATHER, rel=0.01)
+    assert timing.communication == pytest.approx(5 * GATHER, rel=0.01)
+    assert timing.parts["matmul"] == pytest.approx(6 * COMPUTE, rel=0.01)
+    assert sum(timing.parts.values()) == pytest.approx(timing.seconds)
+
+
+def test_a_slow_network_exposes_what_is_longer_than_the_computation_over_it() -> None:
+    slow = dataclasses.replace(SETUP, num_gpus=16, network_gbit_s=480)
+    gather = 3 * COMPUTE
+    steps = two_units(gather * 60e9 * 16 / 15)
+    steps = Steps(dataclasses.replace(one, ranks=16) if getattr(one, "ranks", 1) > 1 else one for one in steps)
+    timing = simulate(steps, slow, efficiency=PERFECT)
+    # gathers of a, b and a again follow one another; b's reduction is behind them, the last one behind a's backward
+    assert timing.seconds == pytest.approx(5 * gather + 1e-3, rel=0.01)
+    assert timing.exposed == pytest.approx(5 * gather - 6 * COMPUTE, rel=0.01)
+
+
+def test_a_wait_holds_a_stream_until_the_recorded_work_has_ended() -> None:
+    steps = two_units()
+    named = spans(steps, simulate(steps, SETUP, efficiency=PERFECT))
+    assert named["b", "backward", "reduce_scatter"][0] >= named["b", "backward", "matmul"][1]
+    assert named["a", "backward", "matmul"][0] >= named["b", "backward", "matmul"][1]
+    without = Steps(event for event in steps if not isinstance(event, Wait))
+    free = spans(without, simulate(without, SETUP, efficiency=PERFECT))
+    assert free["b", "backward", "reduce_scatter"][0] < free["b", "backward", "matmul"][0]
+
+
+def test_collectives_of_one_communicator_run_in_the_order_of_their_launch() -> None:
+    steps = Steps([matmul("a")])
+    steps.reduce("a", 1)
+    steps.gather("b", 2)
+    named = spans(steps, simulate(steps, SETUP, efficiency=PERFECT))
+    assert named["b", "forward", "all_gather"][0] == named["a", "backward", "reduce_scatter"][1] > COMPUTE
+
+
+def test_replicas_are_reduced_over_the_network_while_shards_use_the_links_inside() -> None:
+    mesh = dataclasses.replace(SETUP, num_gpus=16, dp_replicate_size=2)
+    steps = Steps([Work("all_reduce", 0, 1e9, "a", "backward", "all_reduce", ranks=2)])
+    steps.gather("b", 1)
+    apart = spans(steps, simulate(steps, mesh, efficiency=PERFECT))
+    assert apart["b", "forward", "all_gather"][0] < 1e-3 < apart["a", "backward", "all_reduce"][1]
+    # over 8 machines both use the network
+    wide = dataclasses.replace(mesh, num_gpus=64)
+    steps = Steps(dataclasses.replace(one, ranks=32) if getattr(one, "ranks", 1) == 8 else one for one in steps)
+    together = spans(steps, simulate(steps, wide, efficiency=PERFECT))
+    assert together["b", "forward", "all_gather"][0] == together["a", "backward", "all_reduce"][1]
+
+
+def test_copies_of_other_streams_take_the_memory_from_the_computation() -> None:
+    copy = Work("memory", 0, 0.02 * 2039e9, "b", "forward", "copy_in")
+    alone = simulate([matmul("a")], SETUP, efficiency=PERFECT)
+    assert simulate([copy, matmul("a")], SETUP, efficiency=PERFECT).seconds == pytest.approx(alone.seconds + 0.02)
+
+
+def test_collectives_slow_what_memory_bounds_and_no_matmuls() -> None:
+    steps = Steps()
+    steps.gather("b", 1, 100 * GATHER_BYTES)
+    elementwise = Work("memory", 0, 0.1 * 2039e9, "a", "forward")
+    seconds = []
+    for work in (elementwise, matmul("a")):
+        both = Steps([*steps, work])
+        seconds.append(spans(both, simulate(both, SETUP, efficiency=PERFECT))["a", "forward", work.operation])
+    slowed, unslowed = (end - start for start, end in seconds)
+    assert unslowed == pytest.approx(COMPUTE)
+    # a gather at 240 GB/s times 8/7 writes and reads each byte once
+    assert slowed == pytest.approx(0.1 / (1 - 2 * 240 * 8 / 7 / 2039), rel=0.01)
+
+
+def test_small_kernels_wait_for_the_host() -> None:
+    steps = [Work("memory", 0, 1e4, "a", "forward")] * 1000
+    timing = simulate(steps, SETUP, efficiency=PERFECT)
+    assert timing.parts["host"] > timing.parts["memory"]
+    assert 5e-3 < timing.seconds < 0.02, "5 to 20 µs per operator"
+    compiled = simulate(steps, dataclasses.replace(SETUP, compile=True), efficiency=PERFECT)
+    assert compiled.seconds < timing.seconds / 2
+
+
+def test_compile_saves_traffic_of_elementwise_kernels_and_leaves_matmuls_and_copies_of_shards() -> None:
+    compiled = dataclasses.replace(SETUP, compile=True)
+    elementwise = Work("memory", 0, 2039e9, "a", "forward")
+    copy = dataclasses.replace(elementwise, stream="copy_in")
+    times = [simulate([work], compiled, efficiency=PERFECT).seconds for work in (elementwise, copy, matmul("a", 1))]
+    assert times == pytest.approx([PERFECT.compiled_memory, 1, 1], abs=1e-3)
+
+
+def test_offload_waits_for_the_link_and_for_the_cpus() -> None:
+    offload = dataclasses.replace(SETUP, offload=True)
+    copied = Work("device_to_host", 0, 0.1 * 32e9 * 0.8, "a", "backward", "reduce_scatter")
+    adam = Work("memory", 0, 0.1 * 51e9 * 0.7, "a", "optimizer", "offload")
+    steps = [matmul("a"), copied, Record(1, "reduce_scatter"), Wait(1, "host"), adam, matmul("b")]
+    timing = simulate(steps, offload, efficiency=PERFECT)
+    assert timing.seconds == pytest.approx(0.3, rel=0.01), "the copy runs beside a's matmul, Adam waits for it"
+    assert timing.parts["offload"] == pytest.approx(0.1, rel=0.01)
+    assert sum(timing.parts.values()) == pytest.approx(timing.seconds)
+    assert timing.spans[2] == pytest.approx((0.1, 0.2), abs=1e-3)
+
+
+def test_a_stall_empties_the_gpu_first() -> None:
+    steps = [matmul("a"), matmul("b")]
+    timing = simulate(steps, SETUP, efficiency=PERFECT, stalls={1: 0.5})
+    assert timing.seconds == pytest.approx(2 * COMPUTE + 0.5, abs=1e-4)
+    assert timing.spans[1][0] == pytest.approx(COMPUTE + 0.5, abs=1e-4)
+
+
+def test_a_matmul_reaches_half_of_its_share_at_the_half_size() -> None:
+    half = dataclasses.replace(PERFECT, matmul_half=512)
+    times = {
+        size: simulate([dataclasses.replace(matmul("a"), size=size)], SETUP, efficiency=half).seconds
+        for size in (512, 2**20)
+    }
+    assert times == pytest.approx({512: 2 * COMPUTE, 2**20: COMPUTE}, rel=0.01)
+
+
+def estimate(steps: Steps, setup: TrainingSetup = SETUP, efficiency: Efficiency = PERFECT) -> ThroughputEstimate:
+    return throughput(steps, setup, name="two units", tokens=4096, model_flops=6e13, efficiency=efficiency)
+
+
+def test_figures_of_an_estimate_follow_from_its_step() -> None:
+    steps = two_units()
+    result = estimate(steps)
+    seconds = result.step_seconds
+    assert seconds == simulate(steps, SETUP, efficiency=PERFECT).seconds
+    assert result.tokens_per_second_per_gpu == 4096 / seconds
+    assert result.range == pytest.approx((0.9 * 4096 / seconds, 1.1 * 4096 / seconds))
+    assert result.mfu == pytest.approx(6e13 / seconds / 312e12)
+    assert result.hfu == pytest.approx(6 * COMPUTE / seconds)
+    assert result.hours(1e9) * 3600 == pytest.approx(1e9 / 8 * seconds / 4096)
+    assert result.cost(1e9, 2.5) == pytest.approx(result.hours(1e9) * 8 * 2.5)
+    twice = estimate(steps, dataclasses.replace(SETUP, gradient_accumulation_steps=2))
+    assert (twice.tokens_per_step, twice.model_flops) == (2 * 4096, 2 * 6e13), "the events are those of all micro-steps"
+    values = json.loads(result.to_json())
+    assert values["mfu"] == result.mfu and values["setup"]["num_gpus"] == 8 and values["parts"] == result.parts
+
+
+def test_the_text_says_speed_use_and_where_the_time_goes() -> None:
+    text = str(estimate(two_units()))
+    assert text.startswith("two units on 8 × A100 SXM 80 GB\n")
+    assert "waiting for communication" in text
+    assert "27.5% of its peak (MFU), with what is computed again 85.7%" in text
+    assert "60% of it hidden" in text and "nothing lost" in text
+    many = estimate(two_units(), dataclasses.replace(SETUP, num_gpus=64))
+    assert "(8 machines of 8, 1,600 Gbit/s each)" in str(many)
+
+
+def test_all_wait_for_the_slowest_of_many_gpus() -> None:
+    uneven = dataclasses.replace(PERFECT, straggler=0.03)
+    shares = [straggling(dataclasses.replace(SETUP, num_gpus=count), uneven) for count in (1, 8, 64, 512)]
+    assert shares[0] == 0 and shares == sorted(shares) and 0.06 < shares[1] < shares[3] < 0.12
+    result = estimate(two_units(), efficiency=uneven)
+    assert result.step_seconds == pytest.approx(estimate(two_units()).step_seconds * (1 + shares[1]))
+    assert sum(result.parts.values()) == pytest.approx(result.step_seconds)
+
+
+def test_unknown_hardware_and_software_are_errors() -> None:
+    with pytest.raises(ConfigError, match="GPU 'h900' is not in the table"):
+        simulate(two_units(), dataclasses.replace(SETUP, gpu="h900"))
+    with pytest.raises(ConfigError, match=f"Software era '1999' is not known; choose one of {ERAS[0]}"):
+        efficiency_of(GPUS["h100-80gb"], "1999")
+
+
+@pytest.mark.parametrize("era", ERAS)
+@pytest.mark.parametrize("name", GPUS)
+def test_every_gpu_has_efficiencies_below_one_with_their_source(name: str, era: str) -> None:
+    one = efficiency_of(GPUS[name], era)
+    assert all(0 < share <= 1 for share in (one.matmul, one.attention, one.memory, one.network, one.compiled_memory))
+    assert 0 < one.error < 1 and one.source
+
+
+def test_a_trace_for_the_browser_has_every_work_on_its_stream() -> None:
+    steps = two_units()
+    timing = simulate(steps, SETUP, efficiency=PERFECT)
+    rows = chrome_trace(steps, timing)["traceEvents"]
+    assert {row["tid"] for row in rows} == {"compute", "all_gather", "reduce_scatter"}
+    assert [(row["ts"] / 1e6, (row["ts"] + row["dur"]) / 1e6) for row in rows] == [
+        pytest.approx(span) for span in timing.spans
+    ]
