@@ -306,5 +306,5 @@ def test_an_optimizer_has_its_state_and_its_temporary_memory(optimizer: str, sta
 
 
 def test_an_unknown_optimizer_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ConfigError, match=r"'adam' .*'adamw', .*'adamw_8bit'"):
+    with pytest.raises(ConfigError, match=r"'adam'; .*'adamw', .*'adamw_8bit'"):
         optimizer_step([], TrainingSetup(optimizer="adam"))
