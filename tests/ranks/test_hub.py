@@ -158,6 +158,7 @@ def test_hub_names_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     adapted.peft_config["default"].base_model_name_or_path = "org/model"
     adapted.save_pretrained(tmp_path / "adapter")
+    shutil.copy(main / "config.json", tmp_path / "adapter")  # as Axolotl leaves it
     shutil.copytree(main, tmp_path / "kept" / "inner")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "README.md").write_text("")
