@@ -9,6 +9,9 @@ kills      SIGKILL of one of 2 ranks just before one of its file events, while e
            and by this package is compared with the older and the newer one, all values, by a hash; of a Trainer, the
            end of the resumed training with the end of an uninterrupted one, optimizer included. Then it is saved once
            more, and what is left in hidden files is counted.
+background saves with blocking=False and a disk that is full on one rank, or a folder that is removed, from one of the
+           rank's file events on; and a script that ends right after the call. What is found afterwards is compared as
+           for kills, and what every rank ended with is counted.
 stopped    SIGKILL or SIGSTOP of one of 2 ranks at a random moment of loading, preparing and saving. How long the other
            rank goes on, and what it says.
 files      each file of a checkpoint and of a training state removed, cut, overwritten and changed in single bytes.
@@ -20,7 +23,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 from collections import Counter
@@ -34,14 +36,15 @@ os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from faulting.files import attack_code, attack_files
-from faulting.saves import SAVES, Save, look_at, save_first, save_struck
+from faulting.saves import ENDS, SAVES, Save, look_at, save_first, save_struck
 from faulting.stopped import ROADS, stop
-from faulting.strike import Strike
+from faulting.strike import Fault, Strike
 
 from tests._checkpoints import make_checkpoint
 from tests._dist import hide_gpus, run_ranks
 
 Row = dict[str, Any]
+PARTS = ["kills", "background", "stopped", "files", "code"]
 BEGIN, END = "<!-- made by benchmarks/faults.py -->", "<!-- end -->"
 
 
@@ -55,11 +58,25 @@ def kills(models: Path, work: Path, tries: int, draw: random.Random, is_asked: C
             continue
         folder = work / "kills"
         shutil.rmtree(folder, ignore_errors=True)
-        yield {"part": "kills", "what": kind.name, **kill(kind, models, folder, tries, draw)}
+        yield {"part": "kills", "what": kind.name, **strike(kind, "killed rank", models, folder, tries, draw)}
 
 
-def kill(kind: Save, models: Path, folder: Path, tries: int, draw: random.Random) -> Row:
-    """Strike a save so many times; what was found, and what was left."""
+def in_background(
+    models: Path, work: Path, tries: int, draw: random.Random, is_asked: Callable[[str], bool]
+) -> Iterator[Row]:
+    """One row per kind of save in the background and fault, and one for a script that ends."""
+    folder = work / "background"
+    faults: tuple[Fault, ...] = ("disk full", "removed folder")
+    for kind in [*(kind for kind in SAVES.values() if "blocking" in kind.name), ENDS]:
+        for fault in faults if kind is not ENDS else (None,):
+            if is_asked(kind.name):
+                shutil.rmtree(folder, ignore_errors=True)
+                row = strike(kind, fault, models, folder, tries, draw)
+                yield {"part": "background", "what": kind.name, "fault": fault or "none", **row}
+
+
+def strike(kind: Save, fault: Fault | None, models: Path, folder: Path, tries: int, draw: random.Random) -> Row:
+    """Strike a save so many times; what was found, and what was left. Without a fault, let it be as often."""
     older = folder / "older"
     older.mkdir(parents=True)
     old = run_ranks(save_first, 2, kind, models, older)[0]
@@ -74,18 +91,20 @@ def kill(kind: Save, models: Path, folder: Path, tries: int, draw: random.Random
         event = 1 + (i * events // tries + draw.randrange(max(events // tries, 1))) % events
         out = shutil.copytree(older, folder / f"try-{i}")
         try:
-            run_ranks(save_struck, 2, kind, models, out, Strike(rank, event, signal.SIGKILL))
+            run_ranks(save_struck, 2, kind, models, out, None if fault is None else Strike(rank, event, fault))
             others["the save was over"] += 1
         except AssertionError as error:
-            others[said(str(error), 1 - rank)] += 1
+            ends = [said(str(error), one) for one in ([1 - rank] if fault == "killed rank" else [0, 1])]
+            others[" and ".join(dict.fromkeys(ends))] += 1
         outs.append(out)
+    gone = [not (out / "out").exists() for out in outs]
     looks = run_ranks(look_at, 2, kind, models, outs, timeout_s=60 + 30 * tries)[0]
-    verdicts = Counter(verdict(found, old, new) for found, _ in looks)
-    bad = [(out, found) for out, (found, _) in zip(outs, looks, strict=True) if verdict(found, old, new) == "lost"]
+    verdicts = ["gone" if absent else verdict(found, old, new) for absent, (found, _) in zip(gone, looks, strict=True)]
+    bad = [(out, found) for out, (found, _), one in zip(outs, looks, verdicts, strict=True) if one == "lost"]
     return {
-        "tries": tries, "events": [events for _, events in counted], "found": dict(verdicts),
+        "tries": tries, "events": [events for _, events in counted], "found": dict(Counter(verdicts)),
         "left over": sum(left for _, left in looks), "other rank": dict(others),
-        "lost": [[out.with_name(f"{out.name}.event").read_text(), found] for out, found in bad],
+        "lost": [["".join(f.read_text() for f in folder.glob(f"{out.name}.event")), found] for out, found in bad],
     }  # fmt: skip
 
 
@@ -118,6 +137,14 @@ def report(rows: list[Row], about: str) -> str:
         for row in kills:
             found = [str(row["found"].get(name, 0)) for name in ("old", "new", "lost")]
             lines += [f"| {' | '.join([row['what'], str(row['tries']), *found, str(row['left over'])])} |"]
+        lines += [""]
+    if saves := [row for row in rows if row["part"] == "background"]:
+        lines += ["| Save in the background | meanwhile | times | old | new | gone | lost | the ranks ended with |"]
+        lines += ["|---|---|---|---|---|---|---|---|"]
+        for row in saves:
+            found = [str(row["found"].get(name, 0)) for name in ("old", "new", "gone", "lost")]
+            ends = ", ".join(f"{name}: {count}" for name, count in row["other rank"].items())
+            lines += [f"| {' | '.join([row['what'], row['fault'], str(row['tries']), *found, ends])} |"]
         lines += [""]
     if stops := [row for row in rows if row["part"] == "stopped"]:
         lines += [
@@ -159,7 +186,7 @@ def about() -> str:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=["kills", "stopped", "files", "code"], default=[])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=[])
     parser.add_argument(
         "--kinds", nargs="+", default=[], help="of saves, of what is stopped, of folders: words of their names"
     )
@@ -178,7 +205,7 @@ def main() -> None:
     def is_asked(name: str) -> bool:
         return not args.kinds or any(word in name for word in args.kinds)
 
-    parts = args.only or ["kills", "stopped", "files", "code"]
+    parts = args.only or PARTS
     rows = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         work = Path(folder)
@@ -188,6 +215,7 @@ def main() -> None:
         for part in parts:
             attacks = {
                 "kills": lambda: kills(models, work, args.tries, draw, is_asked),
+                "background": lambda: in_background(models, work, max(args.tries // 2, 1), draw, is_asked),
                 "stopped": lambda: (
                     row for road in ROADS if is_asked(road) for row in stop(road, models, work, args.tries // 4, draw)
                 ),

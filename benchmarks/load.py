@@ -38,12 +38,9 @@ result    every parameter and buffer, non-persistent ones too, against plain `fr
 
 import argparse
 import itertools
-import json
-import multiprocessing
 import os
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error")
@@ -51,20 +48,19 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # looking for GPUs must not s
 os.environ.setdefault("NCCL_DEBUG", "WARN")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.loading.bars import summary
+from benchmarks.loading.bars import PAGE
 from benchmarks.loading.job import DTYPES, Job
 from benchmarks.loading.loaders import loaders_of
 from benchmarks.loading.measure import measure, reference
-from benchmarks.loading.models import KINDS, make_checkpoint, set_cache
+from benchmarks.loading.models import KINDS, set_cache
 from benchmarks.loading.storage import Storage
-from benchmarks.loading.tables import render, table, title_of
+from benchmarks.measuring.command_line import checkpoints, run, shared_options
 from benchmarks.measuring.process import Figures
 from benchmarks.measuring.rounds import Row, command, in_turn, reason, where
-from tests._dist import hide_gpus, num_gpus, run_ranks
+from tests._dist import num_gpus, run_ranks
 
 PRELOAD = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe", "gpt2", "gpt_oss")]
 PRELOAD += ["hf_fsdp_tools.pretrained", "benchmarks.loading.measure"]
-GB_OF_8B = 16.06
 
 
 def run_cell(job: Job, tiny: Path, args: argparse.Namespace, cell: Figures, expected: list[Figures]) -> dict[str, Row]:
@@ -136,43 +132,18 @@ def cells(args: argparse.Namespace) -> Iterator[Figures]:
                 yield {"cell": cell, "rows": rows, "about": about(args.device)}
 
 
-def checkpoints(args: argparse.Namespace) -> Iterator[tuple[str, Path, Path]]:
-    """Name, folder, and a tiny checkpoint to load first, of each model that was asked for."""
-    for kind in ["dense"] if args.checkpoint else args.models:
-        gb = GB_OF_8B if kind == "8b" else args.size_gb
-        folder, tiny = args.folder / f"{kind}-{gb:g}GB", args.folder / f"{kind}-tiny"
-        run_ranks(make_checkpoint, 1, kind, 1e6, tiny, timeout_s=900)
-        if args.checkpoint:
-            yield args.checkpoint.name, args.checkpoint, tiny
-        else:
-            run_ranks(make_checkpoint, 1, kind, gb * 1e9, folder, timeout_s=900)
-            yield kind, folder, tiny
-
-
 def parsed() -> argparse.Namespace:
     """The command line, with what it leaves open filled in."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--device", choices=["cpu", "cuda"], help="where shards go; unless given, GPUs where there are any"
+    parser = shared_options(
+        __doc__,
+        contestants="loaders",
+        models=[kind for kind in KINDS if kind != "8b"],
+        ranks="2 and 4; on GPUs also 1, and not more than there are",
+        folder="hf-fsdp-load",
     )
-    parser.add_argument("--ranks", type=int, nargs="+", help="2 and 4; on GPUs also 1, and not more than there are")
-    parser.add_argument("--models", nargs="+", choices=KINDS, default=[kind for kind in KINDS if kind != "8b"])
-    parser.add_argument("--checkpoint", type=Path, help="this folder of safetensors in bf16, instead of --models")
-    parser.add_argument("--size-gb", type=float, default=3.0, help="bytes of each model in bf16; not of 8b")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--cache", nargs="+", choices=["warm", "cold"], default=["warm", "cold"])
-    parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES))
-    parser.add_argument("--loaders", nargs="+", help="only these rows, named as in the table")
-    parser.add_argument("--unchecked", action="store_true", help="do not compare what was loaded with plain loading")
     parser.add_argument("--alone", action="store_true", help="rank 3 of 8 alone, cold")
     parser.add_argument("--slow-storage", action="store_true", help="5 ms per request, 100 MB/s per stream")
     parser.add_argument("--shared-mb-s", type=float, nargs="+", default=[0.0], help="all streams together; 0: no limit")
-    parser.add_argument("--replicas", type=int, default=1, help="HSDP, with --slow-storage")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "hf-fsdp-load"), help="of models")
-    parser.add_argument("--records", type=Path, help="JSON lines, one per cell, to which this run adds its own")
-    parser.add_argument("--report", type=Path, help="measure nothing; make --output of such a file")
-    parser.add_argument("--preface", type=Path, help="with --report: Markdown to put between the summary and the cells")
-    parser.add_argument("--output", type=Path, help="Markdown file")
     args = parser.parse_args()
     gpus = num_gpus()
     plain = not (args.alone or args.slow_storage)
@@ -187,30 +158,5 @@ def parsed() -> argparse.Namespace:
     return args
 
 
-def report(records: Sequence[Figures], preface: str = "") -> str:
-    """The page: what was set and reached, remarks, all cells."""
-    return render(records, summary=summary(records), preface=preface)
-
-
-def main() -> None:
-    hide_gpus()  # from this process and the fork server, not from ranks that are to use one
-    args = parsed()
-    if args.report:
-        records = [json.loads(line) for line in args.report.read_text().splitlines()]
-        args.output.write_text(report(records, args.preface.read_text() if args.preface else ""))
-        return
-    multiprocessing.set_forkserver_preload(PRELOAD)
-    args.folder.mkdir(parents=True, exist_ok=True)
-    made = []
-    for record in cells(args):
-        made.append(record)
-        print("", f"## {title_of(record['cell'])}", "", *table(record["rows"]), sep="\n", flush=True)
-        if args.records:
-            with args.records.open("a") as stream:
-                stream.write(json.dumps(record) + "\n")
-        if args.output:
-            args.output.write_text(report(made))
-
-
 if __name__ == "__main__":
-    main()
+    run(parsed, cells, PAGE, preload=PRELOAD)

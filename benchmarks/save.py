@@ -30,13 +30,10 @@ result    the saved folder opened by plain `from_pretrained`, every tensor compa
 
 import argparse
 import itertools
-import json
 import math
-import multiprocessing
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -49,19 +46,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.loading.job import DTYPES
 from benchmarks.loading.job import Job as Load
 from benchmarks.loading.measure import reference
-from benchmarks.loading.models import KINDS, make_checkpoint, set_cache
+from benchmarks.loading.models import set_cache
+from benchmarks.measuring.command_line import checkpoints, run, shared_options
 from benchmarks.measuring.process import Figures
 from benchmarks.measuring.rounds import Row, command, in_turn, reason, where
-from benchmarks.saving.bars import summary
+from benchmarks.saving.bars import PAGE
 from benchmarks.saving.job import STORED, Job
 from benchmarks.saving.measure import compare, measure
 from benchmarks.saving.savers import SAVERS
-from benchmarks.saving.tables import render, table, title_of
-from tests._dist import hide_gpus, num_gpus, run_ranks
+from tests._dist import num_gpus, run_ranks
 
 PRELOAD = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe", "gpt2")]
 PRELOAD += ["hf_fsdp_tools.pretrained", "benchmarks.saving.measure"]
-GB_OF_8B = 16.06
 
 
 def run_cell(job: Job, tiny: Path, args: argparse.Namespace, cell: Figures, expected: Figures) -> dict[str, Row]:
@@ -135,40 +131,15 @@ def cells(args: argparse.Namespace) -> Iterator[Figures]:
             yield {"cell": cell, "rows": rows, "about": about}
 
 
-def checkpoints(args: argparse.Namespace) -> Iterator[tuple[str, Path, Path]]:
-    """Name, folder, and a tiny checkpoint to save first, of each model that was asked for."""
-    for kind in ["dense"] if args.checkpoint else args.models:
-        gb = GB_OF_8B if kind == "8b" else args.size_gb
-        folder, tiny = args.folder / f"{kind}-{gb:g}GB", args.folder / f"{kind}-tiny"
-        run_ranks(make_checkpoint, 1, kind, 1e6, tiny, timeout_s=900)
-        if args.checkpoint:
-            yield args.checkpoint.name, args.checkpoint, tiny
-        else:
-            run_ranks(make_checkpoint, 1, kind, gb * 1e9, folder, timeout_s=900)
-            yield kind, folder, tiny
-
-
 def parsed() -> argparse.Namespace:
     """The command line, with what it leaves open filled in."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--device", choices=["cpu", "cuda"], help="where shards are; unless given, GPUs where there are any"
+    parser = shared_options(
+        __doc__,
+        contestants="savers",
+        models=["dense", "moe", "tied"],
+        ranks="1 and 2; not more than there are GPUs",
+        folder="hf-fsdp-save",
     )
-    parser.add_argument("--ranks", type=int, nargs="+", help="1 and 2; not more than there are GPUs")
-    parser.add_argument("--models", nargs="+", choices=KINDS, default=["dense", "moe", "tied"])
-    parser.add_argument("--checkpoint", type=Path, help="this folder of safetensors in bf16, instead of --models")
-    parser.add_argument("--size-gb", type=float, default=3.0, help="bf16 bytes of each model; not of 8b")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--cache", nargs="+", choices=["warm", "cold"], default=["warm", "cold"])
-    parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="of the parameters")
-    parser.add_argument("--savers", nargs="+", help="only these rows, named as in the table")
-    parser.add_argument("--unchecked", action="store_true", help="do not open what was saved")
-    parser.add_argument("--replicas", type=int, default=1, help="HSDP: copies of the model")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "hf-fsdp-save"), help="of models")
-    parser.add_argument("--records", type=Path, help="JSON lines, one per cell, to which this run adds its own")
-    parser.add_argument("--report", type=Path, help="measure nothing; make --output of such a file")
-    parser.add_argument("--preface", type=Path, help="with --report: Markdown to put between the summary and the cells")
-    parser.add_argument("--output", type=Path, help="Markdown file")
     args = parser.parse_args()
     gpus = num_gpus()
     args.device = args.device or ("cuda" if gpus else "cpu")
@@ -179,26 +150,5 @@ def parsed() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    hide_gpus()  # from this process and the fork server, not from ranks that are to use one
-    args = parsed()
-    if args.report:
-        records = [json.loads(line) for line in args.report.read_text().splitlines()]
-        preface = args.preface.read_text() if args.preface else ""
-        args.output.write_text(render(records, summary=summary(records), preface=preface))
-        return
-    multiprocessing.set_forkserver_preload(PRELOAD)
-    args.folder.mkdir(parents=True, exist_ok=True)
-    made = []
-    for record in cells(args):
-        made.append(record)
-        print("", f"## {title_of(record['cell'])}", "", *table(record["rows"]), sep="\n", flush=True)
-        if args.records:
-            with args.records.open("a") as stream:
-                stream.write(json.dumps(record) + "\n")
-        if args.output:
-            args.output.write_text(render(made, summary=summary(made)))
-
-
 if __name__ == "__main__":
-    main()
+    run(parsed, cells, PAGE, preload=PRELOAD)

@@ -18,6 +18,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, same_on_all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.arguments import as_dtype, sort_arguments
+from hf_fsdp_tools.modeling.generation import set_generation_config
 from hf_fsdp_tools.modeling.linear4bit import has_4bit_layers
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
@@ -219,8 +220,7 @@ def from_pretrained(
             stored_tensors=len(checkpoint.index.tensors),
             **given.model,
         )
-        if checkpoint.generation_config is not None and model.can_generate():
-            model.generation_config = checkpoint.generation_config
+        set_generation_config(model, checkpoint.generation_config)
         if num_tokens is not None or pad_to_multiple_of is not None:
             resize_vocabulary(model, num_tokens, pad_to_multiple_of)
             load_kwargs = {"added_tokens": "mean" if mean_resizing else "random"} | load_kwargs

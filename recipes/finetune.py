@@ -98,7 +98,7 @@ def main() -> None:
     if model_args.model_name_or_path is None:
         say("Quick start: a small Llama and its text, made on the spot (give --model_name_or_path for a real one)")
         datasets.disable_progress_bars()  # seven bars for seven short moments
-        model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, Path(training.output_dir, "demo"))
+        model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, Path(training.output_dir, "_demo"))
     train, evaluation = load_splits(script, training)
     tokenizer = load_tokenizer(model_args, training)
 
@@ -181,7 +181,7 @@ def four_bits(model_args: ModelArguments, mixed_precision: str) -> dict[str, Any
 
 
 def make_demo(accelerator: Accelerator, folder: Path) -> tuple[str, str]:
-    """Rank 0 of each node writes the demo model and its text, the others wait for it."""
+    """Rank 0 of each node writes the demo model and its text, the others wait for it; an upload leaves out `_…`."""
     if accelerator.is_local_main_process:
         make_demo_model(folder / "model")
         write_demo_dataset(folder / "data")

@@ -14,14 +14,16 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
-__all__ = ["hide_gpus", "imitate_gpus", "num_gpus", "run_cases", "run_ranks"]
+__all__ = ["hide_gpus", "imitate_gpus", "num_gpus", "run_alone", "run_cases", "run_ranks"]
 
 _GRACE_S = 10.0  # how long the other ranks may go on after one has failed (assumed: enough to report their own error)
 
@@ -114,6 +116,19 @@ def run_ranks(
         import torch
 
         return [torch.load(Path(folder, f"{rank}.result"), weights_only=False) for rank in range(world_size)]
+
+
+def run_alone(fn: Callable[..., Any], items: Sequence[Any], *args: Any, timeout_s: float = 280) -> list[Any]:
+    """`fn(item, *args)` of each item, in order: in processes that are alone in their world, two of them at a time."""
+    halves = [items[0::2], items[1::2]]
+    with ThreadPoolExecutor(2) as threads:
+        run = partial(run_ranks, _each, 1, timeout_s=timeout_s)
+        (even,), (odd,) = threads.map(lambda half: run(fn, half, args), halves)
+    return [(odd if i % 2 else even)[i // 2] for i in range(len(items))]
+
+
+def _each(fn: Callable[..., Any], items: Sequence[Any], args: tuple[Any, ...]) -> list[Any]:
+    return [fn(item, *args) for item in items]
 
 
 def run_cases(cases: Iterable[Callable[..., Any]] | Mapping[str, Callable[..., Any]], *args: Any) -> dict[str, Any]:

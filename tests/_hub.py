@@ -3,7 +3,9 @@
 
 import base64
 import hashlib
+import importlib
 import json
+import os
 import shutil
 import socket
 import struct
@@ -17,10 +19,23 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-__all__ = ["FakeHub", "Mood", "fake_hub"]
+from huggingface_hub import constants, hf_api
+
+__all__ = ["FakeHub", "Mood", "fake_hub", "use_hub"]
 
 Mood = tuple[str, int]
 """What happens to weight files of a repository (see `fake_hub`), and how many requests of each file it happens to."""
+
+
+def use_hub(url: str, home: Path) -> None:
+    """Let huggingface_hub of this process, a rank, use a hub and a cache, as if it had been started so.
+
+    It waits half a second for an answer, and uploads by the protocol of git LFS.
+    """
+    os.environ |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    importlib.reload(constants)
+    hf_api.api.endpoint = url
+    constants.HF_HUB_ETAG_TIMEOUT = constants.HF_HUB_DOWNLOAD_TIMEOUT = 0.5  # 10 s by default
 
 
 class FakeHub(ThreadingHTTPServer):
@@ -278,10 +293,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.close()
         elif mood == "drips":
-            for i in range(15):
-                self.wfile.write(body[len(body) * i // 15 : len(body) * (i + 1) // 15])
+            for i in range(10):
+                self.wfile.write(body[len(body) * i // 10 : len(body) * (i + 1) // 10])
                 self.wfile.flush()
-                time.sleep(0.2)
+                time.sleep(0.15)
         else:
             self.wfile.write(body)
 
@@ -306,7 +321,7 @@ def fake_hub(
         repositories: folders by name and revision.
         moods: by name, for how many requests of each weight file: "accepts" a request and does not answer; stops in the
             middle of the file and keeps the connection ("stalls"), then answers nothing at all ("silences"), "closes"
-            the connection, "resets" it; "drips" the file over 3 s; or answers "HTTP 503", with "HTTP 429 5" a time to
+            the connection, "resets" it; "drips" the file over 1.5 s; or answers "HTTP 503", with "HTTP 429 5" a time to
             wait, and with "HEAD" behind it also when only the file's size is asked for. Of uploads, a step ("create",
             "preupload", "batch", "put", "commit") and what is answered: "put HTTP 500 words"; "put closes" ends the
             connection of the n-th file, "commit unanswered" that of the n-th commit after it was made.

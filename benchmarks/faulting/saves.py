@@ -1,7 +1,6 @@
 """Every kind of save: the older one, the one that is struck, and what is found afterwards."""
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,14 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
 
-from hf_fsdp_tools import CheckpointError, from_pretrained, save_pretrained
+from hf_fsdp_tools import CheckpointError, from_pretrained, save_pretrained, wait_for_saves
 from tests._checkpoints import full
 from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
 
 from .strike import Strike, watch_files
 
 __all__ = [
+    "ENDS",
     "SAVES",
     "Save",
     "digest_of_training",
@@ -68,9 +68,8 @@ def save_struck(kind: Save, models: Path, out: Path, strike: Strike | None) -> t
     def happened(what: str) -> None:
         nonlocal seen
         seen += 1
-        if strike is not None and seen == strike.event:
-            (out.parent / f"{out.name}.event").write_text(what)
-            os.kill(os.getpid(), strike.signal)
+        if strike is not None:
+            strike.befall(seen, what, out)
 
     def ready() -> None:
         dist.barrier()
@@ -109,10 +108,12 @@ def _save_model(models: Path, name: str, out: Path, size: str) -> str:
 
 @dataclass(frozen=True)
 class _Whole:
-    """`save_pretrained` of model b over model a."""
+    """`save_pretrained` of model b over model a; in the background, with or without `wait_for_saves`."""
 
     before: str
     after: str
+    blocking: bool = True
+    waits: bool = True
 
     def first(self, models: Path, out: Path) -> str:
         return _save_model(models, "a", out, self.before)
@@ -120,7 +121,9 @@ class _Whole:
     def again(self, models: Path, out: Path, ready: Ready) -> str:
         model = from_pretrained(models / "b", accelerator=new_accelerator())
         ready()
-        save_pretrained(model, out, max_shard_size=self.after)
+        save_pretrained(model, out, max_shard_size=self.after, blocking=self.blocking)
+        if self.waits:
+            wait_for_saves()
         return digest_of_values(model.named_parameters())
 
     def found(self, models: Path, out: Path) -> list[str]:
@@ -168,6 +171,7 @@ class _State:
     """`Accelerator.save_state` after one step, and after two."""
 
     automatic: bool
+    blocking: bool = True
 
     def _after(self, models: Path, out: Path, steps: int, *, load: bool = False) -> tuple[Any, str]:
         """The Accelerator, and the digest of its training, after some steps."""
@@ -194,7 +198,8 @@ class _State:
         numbers = [int(path.name.rpartition("_")[2]) for path in out.glob("checkpoints/checkpoint_*")]
         accelerator.project_configuration.iteration = 1 + max(numbers, default=-1)
         ready()
-        accelerator.save_state(None if self.automatic else out)
+        accelerator.save_state(None if self.automatic else out, blocking=self.blocking)
+        wait_for_saves()
         return digest
 
     def found(self, models: Path, out: Path) -> list[str]:
@@ -233,10 +238,13 @@ class _Training:
     """A Trainer that saves after every step, and goes on from the last checkpoint."""
 
     limit: int
+    blocking: bool = True
 
     def _trainer(self, models: Path, out: Path) -> Any:
         settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": self.limit, "max_steps": STEPS}
-        return quiet_trainer(models, arguments(out, **settings), callbacks=[_Saves(out.with_suffix(".notes"))])
+        trainer = quiet_trainer(models, arguments(out, **settings), callbacks=[_Saves(out.with_suffix(".notes"))])
+        trainer.blocking = self.blocking
+        return trainer
 
     def again(self, models: Path, out: Path, ready: Ready) -> str:
         trainer = self._trainer(models, out)
@@ -247,7 +255,9 @@ class _Training:
     def found(self, models: Path, out: Path) -> list[str]:
         def resumed() -> str:
             trainer = self._trainer(models, out)
-            saved_before = out.with_suffix(".notes").exists()
+            notes = out.with_suffix(".notes")
+            # In the background, the last one that was begun need not be complete.
+            saved_before = notes.exists() and len(notes.read_text().split()) > (0 if self.blocking else 1)
             try:
                 trainer.train(resume_from_checkpoint=True)
             except (CheckpointError, ValueError):
@@ -282,8 +292,14 @@ SAVES = {
         _kind("save_state, total_limit=2", _State(True)),
         _kind("Trainer, save_total_limit=2", _Training(2)),
         _kind("Trainer, save_total_limit=1", _Training(1)),
+        _kind("save_pretrained, blocking=False", _Whole(_SEVERAL, _SEVERAL, blocking=False)),
+        _kind("save_state, blocking=False", _State(False, blocking=False)),
+        _kind("Trainer, blocking = False", _Training(2, blocking=False)),
     )
 }
+
+ENDS = _kind("save_pretrained, blocking=False, and the script ends", _Whole(_SEVERAL, _SEVERAL, False, waits=False))
+"""A save that nobody waits for."""
 
 
 # ---- digests ----

@@ -1,28 +1,56 @@
-"""A signal that a rank sends itself just before the n-th thing it does to files, or after a while."""
+"""What befalls a rank just before the n-th thing that it does to files, or after a while."""
 
+import errno
 import os
+import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-__all__ = ["Strike", "strike_after", "watch_files"]
+__all__ = ["Fault", "Strike", "strike_after", "watch_files"]
+
+Fault = Literal["killed rank", "disk full", "removed folder"]
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod"}
 _CALLS = ["write", "writev", "pwrite", "pwritev", "fsync", "ftruncate"]
 """System calls on an open file that Python announces by no audit event."""
 
+_TAKES_SPACE = ("open", "mkdir", "write", "writev", "pwrite", "pwritev", "ftruncate")
+"""File events that fail where a disk is full; others go on."""
+
 
 @dataclass(frozen=True)
 class Strike:
-    """Which rank is struck, by which signal, and before which of its file events."""
+    """What befalls which rank, before which of its file events."""
 
     rank: int
     event: int
-    signal: int
+    fault: Fault = "killed rank"
+
+    def befall(self, seen: int, what: str, root: Path) -> None:
+        """Do it, if this is the event: kill this process, or remove a folder. A full disk stays full.
+
+        Args:
+            seen: events of this process so far, this one included.
+            what: the event.
+            root: the folder that is saved to.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if seen == self.event:
+            root.with_name(f"{root.name}.event").write_text(what)
+            if self.fault == "killed rank":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.fault == "removed folder":
+                shutil.rmtree(root / "out", ignore_errors=True)
+        if seen >= self.event and self.fault == "disk full" and what.split()[0] in _TAKES_SPACE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def watch_files(root: Path, happened: Callable[[str], None]) -> None:

@@ -1,15 +1,16 @@
 """The figures that were set for loading, and what the kept cells say about each."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks.measuring.bars import MIB, Bar, Record, at_least, at_most, on, over, verdicts, worst_rank
+from benchmarks.measuring.bars import MIB, Bar, at_least, at_most, on, over, worst_rank
 from benchmarks.measuring.rounds import LIMIT, OURS
+from benchmarks.measuring.tables import Page
 
 from .loaders import LAZY, PLAIN, REPLAYED
-from .tables import title_of
+from .tables import table, title_of
 
-__all__ = ["summary"]
+__all__ = ["PAGE"]
 
 
 def local(**wanted: Any) -> Callable[[dict[str, Any]], bool]:
@@ -144,11 +145,6 @@ BARS = (
 )
 
 
-def summary(records: Iterable[Record]) -> list[str]:
-    """A table of all bars."""
-    return verdicts(BARS, records, title_of, short)
-
-
 def short(cell: dict[str, Any]) -> str:
     """A cell's name within a line."""
     parts = [
@@ -161,3 +157,13 @@ def short(cell: dict[str, Any]) -> str:
     parts += [cell["storage"].rsplit(", ", 1)[1]] if cell["storage"] else []
     parts += ["GPU"] if cell["device"] == "cuda" else []
     return " ".join(parts)
+
+
+PAGE = Page(
+    title="Loading into FSDP2 shards",
+    script="benchmarks/load.py",
+    title_of=title_of,
+    short=short,
+    table=table,
+    bars=BARS,
+)

@@ -1,21 +1,17 @@
 """Kept cells as Markdown: a table per cell."""
 
-import statistics
-from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.measuring.rounds import LIMIT, OURS, Row, median, ratios
+from benchmarks.measuring.rounds import LIMIT, OURS, Row
+from benchmarks.measuring.tables import beside_limit_and_ours, ranks_of, table_of
 
-__all__ = ["render", "table", "title_of"]
+__all__ = ["table", "title_of"]
 
 
 def title_of(cell: dict[str, Any]) -> str:
     """What was measured, in words."""
     parts = [f"{cell['model']}, {cell['bytes'] / 1e9:.2f} GB of bf16", cell["dtype"], f"{cell['cache']} cache"]
-    ranks = f"{cell['ranks']} ranks" if cell["ranks"] > 1 else "1 rank"
-    parts.append("rank 3 of 8 alone" if cell["mode"] == "alone" else ranks)
-    if cell["replicas"] > 1:
-        parts[-1] += f" (HSDP {cell['replicas']} × {cell['ranks'] // cell['replicas']})"
+    parts.append("rank 3 of 8 alone" if cell["mode"] == "alone" else ranks_of(cell))
     parts += ["to GPUs"] if cell["device"] == "cuda" else []
     parts += [f"slow storage: {cell['storage']}"] if cell["storage"] else []
     return ", ".join(parts)
@@ -27,23 +23,18 @@ def table(rows: dict[str, Row]) -> list[str]:
     columns += ["disk MB by rank", "÷ share", "above the shards MB by rank (mapped files)"]
     columns += ["GPU MB above (stays reserved); pinned (stays in use)", "result"]
     lines = [cells_of(name, row, rows) for name, row in rows.items()]
-    kept = [i for i in range(len(columns)) if any(line[i] for line in lines)]
-    shown = [[line[i] for i in kept] for line in [columns, ["---"] * len(columns), *lines]]
-    return [f"| {' | '.join(line)} |" for line in shown] + remarks(rows)
+    return table_of(columns, lines) + remarks(rows)
 
 
 def cells_of(name: str, row: Row, rows: dict[str, Row]) -> list[str]:
     if "failed" in row:
         return [name, "fails", *[""] * 8, row["failed"]]
-    took = row["seconds"]
     by_rank = {key: ", ".join(f"{r.get(key, 0) / 1e6:.0f}" for r in row["ranks"]) for key in row["ranks"][0]}
     read, disk = (max(r[key] / r["share"] for r in row["ranks"]) for key in ("read", "disk"))
     on_gpu = any(r.get("pinned") or r.get("above_device") for r in row["ranks"])
     return [
         name,
-        f"{statistics.median(took):.2f} ({min(took):.2f}–{max(took):.2f})",
-        median(ratios(rows, name, LIMIT)),
-        median(ratios(rows, name, OURS)),
+        *beside_limit_and_ours(name, rows),
         by_rank["read"],
         f"{read:.3f}",
         by_rank["disk"],
@@ -74,16 +65,3 @@ def remarks(rows: dict[str, Row]) -> list[str]:
         threads = f" on {limit['threads']} threads" if "threads" in limit else ""
         lines.append(f"Limit, each rank{threads}: {', '.join(speeds)}.")
     return [line for remark in lines for line in ("", remark)]
-
-
-def render(records: Sequence[dict[str, Any]], *, summary: Sequence[str] = (), preface: str = "") -> str:
-    """All cells as one Markdown page; of a cell that was measured twice, the last."""
-    lines = ["# Loading into FSDP2 shards", "", "What each column means is said at the top of `benchmarks/load.py`."]
-    lines += ["", *summary] if summary else []
-    lines += ["", preface.strip()] if preface else []
-    for where in dict.fromkeys(record["about"]["where"] for record in records):
-        lines += ["", where]
-    for record in {title_of(record["cell"]): record for record in records}.values():
-        lines += ["", f"## {title_of(record['cell'])}", "", f"`{record['about']['command']}`", ""]
-        lines += table(record["rows"])
-    return "\n".join(lines) + "\n"

@@ -1,15 +1,16 @@
 """The figures that were set for saving, and what the kept cells say about each."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks.measuring.bars import MIB, Bar, Record, at_most, over, verdicts, worst_rank
+from benchmarks.measuring.bars import MIB, Bar, at_most, over, worst_rank
 from benchmarks.measuring.rounds import LIMIT, OURS
+from benchmarks.measuring.tables import Page
 
 from .savers import BEGUN, PEERS
-from .tables import title_of
+from .tables import table, title_of
 
-__all__ = ["summary"]
+__all__ = ["PAGE"]
 
 
 def cached(cache: str) -> Callable[[dict[str, Any]], bool]:
@@ -71,11 +72,6 @@ BARS = (
 )
 
 
-def summary(records: Iterable[Record]) -> list[str]:
-    """A table of all bars."""
-    return verdicts(BARS, records, title_of, short)
-
-
 def short(cell: dict[str, Any]) -> str:
     """A cell's name within a line."""
     parts = [f"{cell['model']} {cell['bytes'] / 1e9:.1f} GB", *(["from fp32"] if cell["dtype"] == "fp32" else [])]
@@ -84,3 +80,13 @@ def short(cell: dict[str, Any]) -> str:
     parts += [f"HSDP {cell['replicas']}×{cell['ranks'] // cell['replicas']}"] if cell["replicas"] > 1 else []
     parts += ["GPU"] if cell["device"] == "cuda" else []
     return " ".join(parts)
+
+
+PAGE = Page(
+    title="Saving from FSDP2 shards",
+    script="benchmarks/save.py",
+    title_of=title_of,
+    short=short,
+    table=table,
+    bars=BARS,
+)

@@ -25,6 +25,7 @@ from hf_fsdp_tools.checkpoint.vocabulary import resize_vocabulary
 from hf_fsdp_tools.distributed.agreement import agreed, opened, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import fetch, local_path
+from hf_fsdp_tools.modeling.generation import set_generation_config
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.modeling.peft_view import base_of
@@ -262,8 +263,7 @@ def _build(
             "layout nor take an adapter without rounding it. Give the plain model that it was made of; of an adapter, "
             "with --base (base)."
         )
-    if checkpoint.generation_config is not None and model.can_generate():
-        model.generation_config = checkpoint.generation_config
+    set_generation_config(model, checkpoint.generation_config)
     return model
 
 

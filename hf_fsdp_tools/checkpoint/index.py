@@ -100,10 +100,6 @@ class CheckpointIndex:
             return tensor.num_bytes / max(1, math.prod(tensor.shape))
         return self.source_dtype(source).itemsize
 
-    def source_file(self, source: str) -> Path:
-        """The file of a source; nothing is read."""
-        return self._chunks[source][0].file if source in self._chunks else self.tensors[source].file
-
     def source(self, source: str) -> StoredTensor | QuantizedTensor:
         """Where the bytes of a source lie, or which values and scales it is made of.
 

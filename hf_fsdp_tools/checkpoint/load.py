@@ -115,14 +115,10 @@ def load_weights(
             storage, or arguments differ between ranks; the same on every rank.
     """
     with agreed("checking the arguments of load_weights"):
+        device = device or _device_of(model)
         if staging_bytes is None:
-            staging_bytes = STAGING_BYTES if (device or _device_of(model)).type == "cpu" else STAGING_BYTES_PINNED
-        if staging_bytes < 2**20:
-            raise ConfigError(f"staging_bytes is {staging_bytes}; it must be at least {2**20} (1 MiB).")
-        if requests_in_flight < 1:
-            raise ConfigError(f"requests_in_flight is {requests_in_flight}; it must be 1 or more.")
-        if isinstance(path_or_repo, CheckpointIndex) and hub_kwargs:
-            raise ConfigError(f"load_weights has no {', '.join(sorted(hub_kwargs))} for a checkpoint that is open.")
+            staging_bytes = STAGING_BYTES if device.type == "cpu" else STAGING_BYTES_PINNED
+        _refuse_arguments(path_or_repo, staging_bytes, requests_in_flight, hub_kwargs)
         _refuse_other_dtype(model, dtype)
     same_on_all_ranks(
         "loading weights",
@@ -140,18 +136,7 @@ def load_weights(
     seconds: dict[str, float] = {}
     watch = MemoryWatch()
     with _timed(seconds, "plan"):
-        if isinstance(path_or_repo, CheckpointIndex):
-            index = path_or_repo
-        else:
-            wait_for_saves()  # perhaps of this checkpoint
-            if unknown := hub_kwargs.keys() - signature(CheckpointIndex.open).parameters.keys():
-                raise ConfigError(f"load_weights has no argument {', '.join(sorted(unknown))}. Correct the name.")
-            index = opened(
-                "opening the checkpoint",  # the same text on all ranks, whatever name each gave
-                path_or_repo,
-                lambda asked: CheckpointIndex.open(path_or_repo, **asked),
-                hub_kwargs,
-            )
+        index = _opened(path_or_repo, hub_kwargs)
         refuse_other_contents(index)
         with agreed("matching the checkpoint with the model"):
             match = match_checkpoint(
@@ -169,14 +154,10 @@ def load_weights(
             doing = f"reading the checkpoint ({after})"
             with agreed(doing):
                 forget_scales(model)
-                allocate(model, device=device or _device_of(model), dtype=dtype)
+                allocate(model, device=device, dtype=dtype)
+            in_flight = requests_in_flight
             filled = fill_shards(
-                model,
-                match,
-                doing=doing,
-                staging_bytes=staging_bytes,
-                in_flight=requests_in_flight,
-                progress=progress,
+                model, match, doing=doing, staging_bytes=staging_bytes, in_flight=in_flight, progress=progress
             )
             with agreed(doing):
                 index.refuse_changed()
@@ -193,6 +174,33 @@ def load_weights(
     log_keys(model, report)
     log_dequantized(report, match.dequantized.other_blocks if match.dequantized else ())
     return report.with_ranks(all_ranks(report.figures(), "adding up the report"))
+
+
+def _refuse_arguments(
+    path_or_repo: str | PathLike[str] | CheckpointIndex,
+    staging_bytes: int,
+    requests_in_flight: int,
+    hub_kwargs: dict[str, Any],
+) -> None:
+    if staging_bytes < 2**20:
+        raise ConfigError(f"staging_bytes is {staging_bytes}; it must be at least {2**20} (1 MiB).")
+    if requests_in_flight < 1:
+        raise ConfigError(f"requests_in_flight is {requests_in_flight}; it must be 1 or more.")
+    is_open = isinstance(path_or_repo, CheckpointIndex)
+    if unknown := sorted(hub_kwargs.keys() - (() if is_open else signature(CheckpointIndex.open).parameters)):
+        of = " for a checkpoint that is open" if is_open else ""
+        raise ConfigError(f"load_weights has no argument {', '.join(unknown)}{of}. Correct the name.")
+
+
+def _opened(path_or_repo: str | PathLike[str] | CheckpointIndex, hub_kwargs: dict[str, Any]) -> CheckpointIndex:
+    """The index of a checkpoint, which may be open already. Every rank must call."""
+    if isinstance(path_or_repo, CheckpointIndex):
+        return path_or_repo
+    wait_for_saves()  # perhaps of this checkpoint
+    # The doing is the same text on all ranks, whatever name each gave.
+    return opened(
+        "opening the checkpoint", path_or_repo, lambda asked: CheckpointIndex.open(path_or_repo, **asked), hub_kwargs
+    )
 
 
 def _report(

@@ -1,7 +1,7 @@
 """Merge the adapters of a PEFT model into a second model, to be saved; the PEFT model stays as it is."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ __all__ = ["adapted_parameters", "mergeable", "merged_model", "merged_tensors", 
 def merged_model(model: nn.Module) -> nn.Module:
     """The base of a PEFT model with the active adapters merged into it, sharded like the base.
 
-    Equals PEFT's `merge_and_unload` bit for bit: each rank gathers one adapted module at a time, lets PEFT merge it
-    whole, and keeps its shard. Merged weights are new tensors, as large as this rank's shards of the adapted modules;
-    all other tensors are the model's own. The result is for saving: it has no FSDP2 hooks to run with.
+    Equals PEFT's `merge_and_unload` bit for bit: each rank gathers one adapted module at a time (those with a common
+    weight together, as a tied embedding and head), lets PEFT merge it whole, and keeps its shard. Merged weights are
+    new tensors, as large as this rank's shards of the adapted modules; all other tensors are the model's own. The
+    result is for saving: it has no FSDP2 hooks to run with.
 
     Every rank must call; the adapted modules are gathered one after another, and the ranks exchange errors.
 
@@ -36,12 +37,24 @@ def merged_model(model: nn.Module) -> nn.Module:
     wrappers = mergeable(model)
     reshard_units(base)
     merged: dict[nn.Parameter, nn.Parameter] = {}
-    for wrapper in wrappers:
-        twin = whole_copy(wrapper, lambda parameter: gather_on_device(parameter).clone())
+    for together in _sharing(wrappers):
+        copies: dict[nn.Parameter, nn.Parameter] = {}  # shared: what two adapters change, both change in one place
+        twins = [whole_copy(wrapper, lambda p: gather_on_device(p).clone(), copies) for wrapper in together]
         with agreed("merging the adapters"):
-            wholes = merged_tensors(wrapper, twin)
-        merged |= {old: nn.Parameter(_shard_like(whole, old), requires_grad=False) for old, whole in wholes}
+            wholes = dict(pair for both in zip(together, twins, strict=True) for pair in merged_tensors(*both))
+        merged |= {old: nn.Parameter(_shard_like(whole, old), requires_grad=False) for old, whole in wholes.items()}
     return with_merged(base, merged)
+
+
+def _sharing(wrappers: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """The wrappers in their order, those with a common parameter to merge into together."""
+    groups: list[tuple[set[nn.Parameter], list[nn.Module]]] = []
+    for wrapper in wrappers:
+        own = {parameter for _, parameter in adapted_parameters(wrapper)}
+        meeting = [group for group in groups if group[0] & own]
+        joined = (own.union(*(held for held, _ in meeting)), [w for _, ws in meeting for w in ws] + [wrapper])
+        groups = [group for group in groups if group not in meeting] + [joined]
+    return [together for _, together in groups]
 
 
 def mergeable(model: nn.Module) -> list[nn.Module]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import logging
 
 from hf_fsdp_tools.checkpoint.adapter_state import AdapterState, split_adapter
 from hf_fsdp_tools.checkpoint.background import wait_for_saves
@@ -16,7 +17,7 @@ from hf_fsdp_tools.checkpoint.formats.dcp import METADATA, MODEL_FOLDERS
 from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX, CheckpointIndex
 from hf_fsdp_tools.checkpoint.unfinished import CONFIG, stamps
 from hf_fsdp_tools.checkpoint.weight_files import ACCELERATE_PICKLED, PICKLED, PICKLED_INDEX, has_safetensors
-from hf_fsdp_tools.distributed.agreement import agreed, opened
+from hf_fsdp_tools.distributed.agreement import agreed, opened, rank_and_size
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import fetch, local_path
@@ -136,30 +137,44 @@ def _find_base(name: str, hub_kwargs: dict[str, Any]) -> tuple[dict[str, Any], t
         folder, pinned = path / (hub_kwargs.get("subfolder") or ""), {}
     here = hub_kwargs | pinned
     with watched(folder):
-        is_model = (folder / CONFIG).is_file() if path is None else _holds_more_than_adapter(folder)
-    written = None if is_model else read_adapter_config(folder)
+        holds = "adapter" if path is None else _what_is_in(folder)
+    written = read_adapter_config(folder) if "adapter" in holds else None
     if written is None:
         return here, None
-    base = _base_in(written)
+    base = (name, here) if "model" in holds else _base_in(written)
+    if base is not None and (folder / CONFIG).is_file() and (path is None or base[0] == name):
+        _tell_of_both(name, base[0])
     if base is None:
         raise CheckpointError(
             f"The adapter {name!r} names no base model (base_model_name_or_path in adapter_config.json). Write the "
             "base's name or folder there, or load the base and call load_adapter(model, folder)."
         )
-    return here, (base[0], _without_place(here) | base[1])
+    return here, base if base[0] == name else (base[0], _without_place(here) | base[1])
 
 
-def _holds_more_than_adapter(folder: Path) -> bool:
-    """Whether a local folder holds a model or a training state, whatever adapter is in it too.
+def _what_is_in(folder: Path) -> str:
+    """What a local folder holds: "model" (or a training state), "adapter", or "model and adapter".
 
     Axolotl writes the config of the base beside an adapter, and Accelerate an adapter's values beside those of PEFT.
     """
     has_values = any(folder.glob("adapter_model.*"))
     if (folder / CONFIG).is_file():
         is_pickled = any((folder / name).is_file() for name in (PICKLED, PICKLED_INDEX))
-        return not has_values or is_pickled or has_safetensors(folder)
+        is_model = is_pickled or has_safetensors(folder)
+        return ("model and adapter" if is_model else "adapter") if has_values else "model"
     of_states = (METADATA, MODEL_FOLDERS, ACCELERATE_PICKLED)
-    return not has_values and any(path for pattern in of_states for path in folder.glob(pattern))
+    is_state = not has_values and any(path for pattern in of_states for path in folder.glob(pattern))
+    return "model" if is_state else "adapter"
+
+
+def _tell_of_both(name: str, base: str) -> None:
+    """Say in one line on rank 0 which base an adapter is put on that has a config of a model beside it."""
+    if rank_and_size()[0] == 0:
+        on = "the model beside it" if base == name else repr(base)
+        logging.get_logger("transformers.modeling_utils").warning(
+            f"{name!r} holds {CONFIG} and {ADAPTER_CONFIG}: the adapter is opened, on {on}, as transformers does. Take "
+            f"{ADAPTER_CONFIG} out to open the model alone."
+        )
 
 
 def _base_in(written: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:

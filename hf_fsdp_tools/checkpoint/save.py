@@ -35,6 +35,7 @@ from hf_fsdp_tools.checkpoint.save_adapter import save_adapter
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import CARD
+from hf_fsdp_tools.modeling.generation import whole_generation_config
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.peft_view import is_adapted, is_wrapper
@@ -338,7 +339,7 @@ def _stage_configs(model: nn.Module, draft: Draft, dtype: torch.dtype | None, to
             with with_cache_as_found(model):
                 model.config.save_pretrained(draft.beside)
             if model.can_generate():
-                model.generation_config.save_pretrained(draft.beside)
+                whole_generation_config(model).save_pretrained(draft.beside)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft.beside)
 

@@ -13,7 +13,7 @@ from accelerate.utils.fsdp_utils import load_fsdp_optimizer, save_fsdp_optimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_fsdp_tools.checkpoint.background import wait_for_saves
 from hf_fsdp_tools.checkpoint.durable import storage_errors, sync
@@ -276,12 +276,6 @@ class FSDPTrainerMixin(PushingMixin):
                 what this run goes on with (see `allow_incomplete`); the same on every rank, before the first step.
         """
         wait_for_saves()
-        strategy = self.args.hub_strategy
-        if not self.blocking and self.args.push_to_hub and strategy != HubStrategy.END:
-            raise ConfigError(
-                f"blocking = False with hub_strategy={strategy.value!r} would upload checkpoints before they are "
-                "written. Set hub_strategy='end', or leave blocking as it is."
-            )
         if resume_from_checkpoint:
             allowed = STATE_FILES if self.allow_incomplete else ()
             chosen = complete_checkpoint(resume_from_checkpoint, self.args.output_dir, allowed=allowed)

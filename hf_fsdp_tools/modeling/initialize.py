@@ -42,7 +42,8 @@ def initialize_missing(model: nn.Module, *, missing_keys: Collection[str], seed:
     missing = set(missing_keys)
     _mark_initialized(model, except_for=missing)
     untouched: list[str] = []
-    with original_classes(model):
+    loaded = [m for name, m in model.named_modules() if isinstance(m, nn.Embedding) and f"{name}.weight" not in missing]
+    with original_classes(model), _without_padding(*loaded):
         for path in _module_paths(model):
             name, module = path[-1]
             wanted = {key: tensor for key, tensor in _own_tensors(module) if _is_wanted(module, name, key, missing)}
@@ -79,7 +80,7 @@ def draw_values(model: nn.Module, shapes: Mapping[str, Sequence[int]], *, seed: 
             own = {key: _fqn(name, key) for key, _ in _own_tensors(module)}
             wanted = {key: shapes[fqn] for key, fqn in own.items() if fqn in shapes}
             if wanted:
-                with _without_padding(module):
+                with _without_padding(module):  # which may lie outside the other shape
                     made = _draw(path, wanted, seed)
                 drawn |= {own[key]: value for key, value in made.items()}
     if untouched := sorted(shapes.keys() - drawn.keys()):
@@ -182,17 +183,19 @@ def _initializers(path: ModulePath) -> Iterator[Callable[[], object]]:
 
 
 @contextmanager
-def _without_padding(module: nn.Module) -> Iterator[None]:
-    """Unset an embedding's `padding_idx` for a block, because it may lie outside another shape."""
-    padding = getattr(module, "padding_idx", None)
-    if padding is None:
-        yield
-        return
-    module.padding_idx = None  # type: ignore[assignment]  # as nn.Embedding has it
+def _without_padding(*modules: nn.Module) -> Iterator[None]:
+    """Unset the `padding_idx` of embeddings for a block; initialisers of some models zero that row of loaded weights.
+
+    They index the weight, and the mark of what is initialised is not on the row.
+    """
+    padded = [(module, padding) for module in modules if (padding := getattr(module, "padding_idx", None)) is not None]
+    for module, _ in padded:
+        module.padding_idx = None  # type: ignore[assignment]  # as nn.Embedding has it
     try:
         yield
     finally:
-        module.padding_idx = padding
+        for module, padding in padded:
+            module.padding_idx = padding
 
 
 def _zeros_on_cpu(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

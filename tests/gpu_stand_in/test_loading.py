@@ -18,12 +18,12 @@ from hf_fsdp_tools.checkpoint.io.files import (
     STAGING_BYTES,
     STAGING_BYTES_PINNED,
     Reader,
-    read_transfers,
     write_transfers,
 )
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.distributed.mesh import local_device
 from tests._dist import num_gpus, run_ranks
+from tests._transfers import read_transfers
 from tests.gpu_stand_in.count import CASES, make_llama, move_counted, transfers_of
 
 try:

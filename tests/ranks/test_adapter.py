@@ -67,6 +67,7 @@ CASES = {
     "dora": ("llama", lambda: lora(use_dora=True)),
     "ia3": ("llama", lambda: IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
     "head and embedding trained whole": ("llama", lambda: lora(modules_to_save=["lm_head", "embed_tokens"])),
+    "tied embedding and head": ("tied", lambda: lora(target_modules=["embed_tokens", "lm_head"])),
     "single tokens": ("tied", lambda: lora(trainable_token_indices=[1, 2])),
     "fused experts": ("mixtral", lambda: lora(target_parameters=["experts.gate_up_proj", "experts.down_proj"])),
     "vera": ("llama", lambda: VeraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")),

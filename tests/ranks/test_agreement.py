@@ -1,15 +1,10 @@
 """Ranks agree through the store of their group: failures, other calls, absent and lost ranks end all of them alike."""
 
-import os
 import re
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 import warnings
-from datetime import timedelta
 
 import pytest
 import torch
@@ -110,10 +105,10 @@ def an_absent_rank_is_named_and_given_up():
 
 
 def a_rank_that_moves_is_waited_for():
-    with patience(3):
+    with patience(2):
         if dist.get_rank() == 0:
             with agreed("reading"):
-                for _ in range(70):
+                for _ in range(35):
                     with watched("a file"):
                         time.sleep(0.1)
         else:
@@ -123,10 +118,10 @@ def a_rank_that_moves_is_waited_for():
 
 def a_rank_whose_library_reads_and_writes_is_waited_for():
     """A download of a library, of which no part is watched, is progress too."""
-    with patience(3), agreed("downloading"):
+    with patience(2), agreed("downloading"):
         if dist.get_rank() == 0:
             with tempfile.TemporaryFile() as file:
-                for _ in range(70):
+                for _ in range(35):
                     file.write(bytes(2**21))
                     file.seek(0)
                     time.sleep(0.1)
@@ -203,57 +198,6 @@ def be_absent():
 
 def test_a_call_by_some_ranks_alone_is_named():
     run_ranks(be_absent, 3)
-
-
-SCRIPT = """
-import sys, time
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
-from datetime import timedelta
-from hf_fsdp_tools.distributed import beat, rounds
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, shared_rng_state, shared_seed
-beat._BEAT_S, rounds._LOST_S = 0.2, 3.0
-rank, port = int(sys.argv[1]), int(sys.argv[2])
-store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timedelta(seconds=60))
-dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-all_ranks(1)
-print("ready", flush=True)
-with agreed("saving the model"):
-    if rank == 2:
-        time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize(
-    ("sent", "said"),
-    [
-        (signal.SIGKILL, r"While saving the model: rank 2 has ended: it failed, and says why"),
-        (signal.SIGSTOP, r"While saving the model: rank 2 (is stopped \(SIGSTOP\)|gives no sign of life) for [34] s"),
-    ],
-)
-def test_a_rank_that_was_killed_or_stopped_ends_the_others(sent, said):
-    port = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=10)).port
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(port)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(3)
-    ]  # fmt: skip
-    try:
-        assert [rank.stdout.readline() for rank in ranks] == ["ready\n"] * 3
-        time.sleep(1)  # so that it has beaten
-        ranks[2].send_signal(sent)
-        begin = time.monotonic()
-        for rank in ranks[:2]:
-            _, errors = rank.communicate(timeout=30)
-            assert re.search(said, errors), errors
-        assert time.monotonic() - begin < 20
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
 
 
 def test_any_rank_of_a_fake_group_draws_from_its_own_random_state():

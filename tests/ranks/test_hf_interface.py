@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM, Trainer
 
-from hf_fsdp_tools import HybridPolicy, from_pretrained, make_accelerator, save_pretrained, sharding_of
+from hf_fsdp_tools import HybridPolicy, from_pretrained, make_accelerator, save_pretrained, sharding_of, wait_for_saves
 from hf_fsdp_tools.errors import ConfigError
 from tests._checkpoints import full_state, make_checkpoint
 from tests._dist import run_cases, run_ranks
@@ -58,9 +58,11 @@ def the_last_line_of_an_example_saves(folder: Path) -> None:
     unwrapped.save_pretrained(folder / "gathered", state_dict=accelerator.get_state_dict(model), **main)
     unwrapped.save_pretrained(folder / "without_main", state_dict=accelerator.get_state_dict(model))
     unwrapped.save_pretrained(str(folder / "parts"), max_shard_size="20KB", safe_serialization=True, push_to_hub=False)
+    unwrapped.save_pretrained(folder / "later", blocking=False)
+    assert (report := wait_for_saves()) is not None and report.copied_bytes > 0, "it was written in the background"
     dist.barrier()
     assert len(list((folder / "parts").glob("*.safetensors"))) > 2
-    for name in ("example", "gathered", "without_main", "parts"):
+    for name in ("example", "gathered", "without_main", "parts", "later"):
         again = plain_model(folder / name)
         assert apart(full_parameters(again), full_parameters(expected)) < 1e-6, name
     for asked in ({"safe_serialization": False}, {"variant": "fp16"}, {"misspelt": 1}):

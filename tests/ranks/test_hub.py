@@ -24,7 +24,7 @@ from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError
 from tests._checkpoints import full_state, make_checkpoint
 from tests._dist import run_cases, run_ranks
-from tests._hub import commit_of, fake_hub
+from tests._hub import commit_of, fake_hub, use_hub
 
 
 def load(name: str, **hub_kwargs: Any) -> Any:
@@ -147,7 +147,12 @@ CASES = (
 NAMES = {case.__name__: partial(in_short, case) for case in CASES}
 
 
-def test_hub_names_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_and_run(url: str, home: Path, cases: Any, *args: Any) -> None:
+    use_hub(url, home)
+    run_cases(cases, *args)
+
+
+def test_hub_names_on_two_ranks(tmp_path: Path) -> None:
     main, tagged = make_checkpoint("llama", tmp_path / "main"), make_checkpoint("llama", tmp_path / "tagged", seed=1)
     (main / "generation_config.json").write_text('{"max_new_tokens": 17}')
     (main / "consolidated.safetensors").write_bytes(b"named by no index")
@@ -158,6 +163,7 @@ def test_hub_names_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     adapted.peft_config["default"].base_model_name_or_path = "org/model"
     adapted.save_pretrained(tmp_path / "adapter")
+    shutil.copy(main / "config.json", tmp_path / "adapter")  # as Axolotl leaves it
     shutil.copytree(main, tmp_path / "kept" / "inner")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "README.md").write_text("")
@@ -170,11 +176,7 @@ def test_hub_names_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "org/empty": {"main": tmp_path / "empty"},
     }
     with fake_hub(repositories, {"org/silences": ("silences", 99)}) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-        monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")  # 10 s by default
-        monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "1")
-        run_ranks(run_cases, 2, NAMES, main, tagged, server.url, fresh=True)
+        run_ranks(use_and_run, 2, server.url, tmp_path / "home", NAMES, main, tagged, server.url)
         files = {f.name for f in main.glob("model-*.safetensors")}
         for name in ("org/model", "org/private"):
             count = {
@@ -223,16 +225,10 @@ MOODS = {f"{mood}, then well": partial(in_short, recovers, mood, times) for mood
 MOODS |= {mood: partial(in_short, ends, mood) for mood in ENDS}
 
 
-def test_a_hub_that_stops_in_the_middle_ends_on_all_ranks_and_a_slow_one_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_stops_in_the_middle_ends_on_all_ranks_and_a_slow_one_does_not(tmp_path: Path) -> None:
     folder = tmp_path / "main"
     model = AutoModelForCausalLM.from_pretrained(make_checkpoint("llama", tmp_path / "parts"))
     model.save_pretrained(folder)  # one file
     moods = {name_of(mood, times): (mood, times) for mood, times in [*RECOVERS.items(), *((mood, 99) for mood in ENDS)]}
     with fake_hub({name: {"main": folder} for name in moods}, moods) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-        monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")  # 10 s by default
-        monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "1")
-        run_ranks(run_cases, 2, MOODS, folder, fresh=True, timeout_s=200)
+        run_ranks(use_and_run, 2, server.url, tmp_path / "home", MOODS, folder)

@@ -365,13 +365,9 @@ from hf_fsdp_tools import FSDPTrainerMixin, from_pretrained, make_accelerator
 class ShardedTrainer(FSDPTrainerMixin, Trainer):
     pass
 
-source, folder, route = sys.argv[1:]
+source, folder = sys.argv[1:]
 args = TrainingArguments(output_dir=folder, max_steps=2, report_to="none", save_strategy="no", disable_tqdm=True)
-if route == "sharded":
-    model = from_pretrained(source, accelerator=make_accelerator())
-else:
-    from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained(source)
+model = from_pretrained(source, accelerator=make_accelerator())
 row = torch.arange(3, 15)
 trainer = ShardedTrainer(model=model, args=args, train_dataset=[{"input_ids": row, "labels": row}] * 8)
 trainer.train()
@@ -381,10 +377,9 @@ print("RESULT", dist.get_world_size(), args.world_size, isinstance(trainer.model
 """
 
 
-@pytest.mark.parametrize("route", ["sharded", "plain"])
-def test_a_script_that_nobody_launched_runs_in_a_world_of_one(folders, tmp_path, route):
+def test_a_script_that_nobody_launched_runs_in_a_world_of_one(folders, tmp_path):
     (tmp_path / "alone.py").write_text(ALONE)
-    command = [sys.executable, str(tmp_path / "alone.py"), str(folders["llama"]), str(tmp_path / "out"), route]
+    command = [sys.executable, str(tmp_path / "alone.py"), str(folders["llama"]), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert "RESULT 1 1 True 2" in done.stdout, done.stderr[-3000:]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]

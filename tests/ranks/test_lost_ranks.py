@@ -73,7 +73,7 @@ ROADS = {
 
 def stop_on(road: str, folder: Path) -> None:
     """Rank 0 lets rank 1 go on when it has given it up; rank 1 then learns that it was."""
-    beat._BEAT_S, rounds._LOST_S = 0.2, 3.0
+    beat._BEAT_S, rounds._LOST_S = 0.2, 2.0
     pids = all_ranks(os.getpid())
     call, doing = ROADS[road]
     with pytest.raises(RanksError) as caught:

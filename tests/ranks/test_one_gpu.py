@@ -27,7 +27,7 @@ from hf_fsdp_tools import (
     load_weights,
     save_pretrained,
 )
-from hf_fsdp_tools.checkpoint.io.files import read_transfers, write_transfers
+from hf_fsdp_tools.checkpoint.io.files import write_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.accelerator import adopt
@@ -35,6 +35,7 @@ from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from tests._checkpoints import assert_same_model
 from tests._dist import num_gpus, run_cases, run_ranks
 from tests._training import ShardedTrainer, apart, arguments, full_parameters, logged, new_accelerator, train
+from tests._transfers import read_transfers
 
 STEPS = 3
 IDS = torch.randint(3, 131, (4, 12), generator=torch.Generator().manual_seed(1))

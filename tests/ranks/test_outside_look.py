@@ -1,8 +1,10 @@
 """What an outside look found wrong: each case failed before it was mended."""
 
+import os
 import shutil
 import sys
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -67,17 +69,16 @@ def half_of_the_ranks_can_shard_a_model(folder):
 
 
 def _four(folder):
+    os.environ |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+    os.environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = "2"
     run_cases({
         case.__name__: lambda case=case: case(folder)
         for case in (added_rows_are_equal_in_all_replicas, half_of_the_ranks_can_shard_a_model)
     })  # fmt: skip
 
 
-def test_what_four_ranks_show(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
-    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
-    run_ranks(_four, 4, make_checkpoint("llama", tmp_path), fresh=True)
+def test_what_four_ranks_show(tmp_path):
+    run_ranks(_four, 4, make_checkpoint("llama", tmp_path))
 
 
 # ---- two ranks ----
@@ -150,9 +151,9 @@ CASES = (
 
 
 def _two(folder):
-    run_cases({case.__name__: lambda case=case: case(folder) for case in CASES})
+    with patch("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder.with_name("modules"))):
+        run_cases({case.__name__: lambda case=case: case(folder) for case in CASES})
 
 
-def test_what_two_ranks_show(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    run_ranks(_two, 2, make_checkpoint("llama", tmp_path / "model"), fresh=True)
+def test_what_two_ranks_show(tmp_path):
+    run_ranks(_two, 2, make_checkpoint("llama", tmp_path / "model"))

@@ -16,7 +16,7 @@ from hf_fsdp_tools import FSDPToolsError, HybridPolicy, from_pretrained, load_we
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from tests._checkpoints import assert_same_model, full, make_checkpoint
 from tests._dist import run_ranks
-from tests._hub import fake_hub
+from tests._hub import fake_hub, use_hub
 
 KINDS = ("llama", "tied", "gpt2", "mixtral", "qwen2_moe", "deepseek_v3")
 
@@ -161,8 +161,9 @@ def test_bad_checkpoints_stop_all_ranks_with_the_same_clear_error(tmp_path):
 # ---- step by step ----
 
 
-def _written_out(folder):
+def _written_out(folder, url):
     """The lines of the README, for a folder and for a name on the hub."""
+    use_hub(url, folder.with_name("home"))
     text = Path(__file__).parents[2].joinpath("README.md").read_text()
     (code,) = re.findall(r"`from_pretrained` is six calls.*?```python\n(.*?)```", text, re.DOTALL)
     plain = AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -175,9 +176,7 @@ def _written_out(folder):
             assert torch.equal(full(tensor), plain[key]), key
 
 
-def test_the_road_can_be_written_out_from_public_names(tmp_path, monkeypatch):
+def test_the_road_can_be_written_out_from_public_names(tmp_path):
     folder = make_checkpoint("llama", tmp_path / "model")
     with fake_hub({"org/model": {"main": folder}}) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-        run_ranks(_written_out, 4, folder, fresh=True)
+        run_ranks(_written_out, 4, folder, server.url)

@@ -19,10 +19,10 @@ from hf_fsdp_tools import from_pretrained, save_pretrained
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from tests._checkpoints import full_state, make_checkpoint
-from tests._dist import run_cases, run_ranks
+from tests._dist import run_ranks
 from tests._hub import FakeHub, fake_hub
 from tests._training import ShardedTrainer, arguments, make_rows
-from tests.ranks.test_hub import short_sleeps
+from tests.ranks.test_hub import short_sleeps, use_and_run
 
 TOKEN = {"token": "secret"}
 
@@ -164,6 +164,7 @@ def trainer_of(model: Any, folder: Path, name: str, **settings: Any) -> ShardedT
 
 def a_trainer_uploads_complete_checkpoints_and_its_model(main: Path, out: Path) -> None:
     trainer = trainer_of(from_pretrained(main), out / "trained", "org/trained", hub_strategy="checkpoint")
+    trainer.blocking = False  # uploads begin when the thread that writes has finished
     trainer.train()
     trainer.model.add_model_tags("ours")
     page = trainer.push_to_hub(tags="asked")
@@ -212,24 +213,14 @@ MOODS = {
 }
 
 
-def test_shards_are_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_uploaded(tmp_path: Path) -> None:
     main = make_checkpoint("llama", tmp_path / "main")
     (main / "generation_config.json").write_text('{"max_new_tokens": 17}')
     out = tmp_path / "out"
     out.mkdir()
     with fake_hub({}, MOODS, tmp_path / "hub") as server:
-        for name, value in hub_variables(server, tmp_path).items():
-            monkeypatch.setenv(name, value)
-        run_ranks(run_cases, 2, CASES, main, out, fresh=True, timeout_s=200)
+        run_ranks(use_and_run, 2, server.url, tmp_path / "home", CASES, main, out, timeout_s=200)
         assert_uploaded(server, out)
-
-
-def hub_variables(server: FakeHub, folder: Path) -> dict[str, str]:
-    """The environment of ranks that use the hub; what is uploaded goes by the protocol of git LFS."""
-    return {
-        "HF_ENDPOINT": server.url, "HF_HOME": str(folder / "home"), "HF_HUB_ETAG_TIMEOUT": "1",
-        "HF_HUB_DOWNLOAD_TIMEOUT": "1", "HF_HUB_DISABLE_XET": "1",
-    }  # fmt: skip
 
 
 def assert_uploaded(server: FakeHub, out: Path) -> None:

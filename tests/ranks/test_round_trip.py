@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from benchmarks.architectures.cases import build
 from benchmarks.architectures.defaults import build_config
 from benchmarks.architectures.shrink import shrink
-from tests._dist import run_cases, run_ranks
+from tests._dist import run_alone, run_cases, run_ranks
 from tests._round_trip import differences, loads_as_stored, resave, write_as_found
 
 KINDS = {
@@ -36,6 +36,24 @@ KINDS = {
 }
 
 
+def save_by_transformers(name: str, folder: Path) -> dict[str, Path]:
+    """A tiny model of that class, in every form in which it is found, and what transformers saves of each again."""
+    model_type, _ = KINDS[name]
+    model: PreTrainedModel = build(getattr(transformers, name), shrink(build_config(model_type), "tiny"))
+    found = write_as_found(model, folder / "found" / name)
+    for form, path in found.items():
+        loads_as_stored(type(model), path)[0].save_pretrained(folder / "theirs" / name / form)
+    return found
+
+
+def compare(kind: tuple[str, list[str]], folder: Path) -> None:
+    name, forms = kind
+    for form in forms:
+        ours, theirs = (folder / whose / name / form for whose in ("ours", "theirs"))
+        assert differences(ours, theirs) == [], (name, form)
+        assert loads_as_stored(getattr(transformers, name), ours)[1] == "", (name, form)
+
+
 def resave_all(model_class: Any, found: dict[str, Path], ours: Path) -> None:
     for form, path in found.items():
         resave(model_class, path, ours / form, max_shard_size="40KB")
@@ -47,20 +65,11 @@ def resave_kinds(kinds: dict[str, dict[str, Path]], folder: Path) -> None:
 
 
 def test_every_kind_is_saved_again_as_transformers_saves_it(tmp_path: Path) -> None:
-    kinds = {}
-    for name, (model_type, _) in KINDS.items():
-        model: PreTrainedModel = build(getattr(transformers, name), shrink(build_config(model_type), "tiny"))
-        kinds[name] = write_as_found(model, tmp_path / "found" / name)
-        for form, path in kinds[name].items():
-            loads_as_stored(type(model), path)[0].save_pretrained(tmp_path / "theirs" / name / form)
+    kinds = dict(zip(KINDS, run_alone(save_by_transformers, list(KINDS), tmp_path), strict=True))
     assert "older" in kinds["BertForMaskedLM"] and "older" in kinds["Wav2Vec2ForCTC"]
     assert "model" in kinds["MixtralForCausalLM"] and "model" in kinds["LlavaForConditionalGeneration"]
     run_ranks(resave_kinds, 2, kinds, tmp_path / "ours", timeout_s=280)
-    for name, forms in kinds.items():
-        for form in forms:
-            ours, theirs = (tmp_path / whose / name / form for whose in ("ours", "theirs"))
-            assert differences(ours, theirs) == [], (name, form)
-            assert loads_as_stored(getattr(transformers, name), ours)[1] == "", (name, form)
+    run_alone(compare, [(name, list(forms)) for name, forms in kinds.items()], tmp_path)
 
 
 def test_what_differs_is_noticed(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
     output = tmp_path / "outputs" / "finetune"
     trained = AutoModelForCausalLM.from_pretrained(output)
     tokenizer = AutoTokenizer.from_pretrained(output)
-    start = AutoModelForCausalLM.from_pretrained(output / "demo" / "model")
+    start = AutoModelForCausalLM.from_pretrained(output / "_demo" / "model")
     assert not torch.equal(trained.lm_head.weight, start.lm_head.weight)
     text = tokenizer("The assert statement is a convenient way to insert debugging", return_tensors="pt")
     loss = lambda model: model(**text, labels=text["input_ids"]).loss.item()  # noqa: E731

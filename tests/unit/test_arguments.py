@@ -72,7 +72,7 @@ def test_a_config_by_name_and_another_shape(folder, tmp_path):
         ({"dtype": torch.int8}, "dtype='int8' is no floating-point dtype"),
         ({"dtype": "float32", "torch_dtype": "bfloat16"}, "two names of one thing"),
         ({"nonsense": 3}, "nonsense fit neither the config nor the model"),
-        ({"load_kwargs": {"stagin_bytes": 3}}, "load_weights has no stagin_bytes"),
+        ({"load_kwargs": {"stagin_bytes": 3}}, "load_weights has no argument stagin_bytes"),
     ],
 )
 def test_what_cannot_be_honoured_is_named_alone(folder, given, said):

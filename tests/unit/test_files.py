@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from hf_fsdp_tools.checkpoint import durable
 from hf_fsdp_tools.checkpoint.io import files
-from hf_fsdp_tools.checkpoint.io.files import MAX_GAP_BYTES, Reader, read_transfers, write_transfers
+from hf_fsdp_tools.checkpoint.io.files import MAX_GAP_BYTES, Reader, write_transfers
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.checkpoint.report import MemoryWatch, _resident
 from hf_fsdp_tools.errors import CheckpointError
+from tests._transfers import read_transfers
 
 MIB = 2**20
 

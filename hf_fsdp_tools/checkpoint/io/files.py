@@ -30,7 +30,6 @@ __all__ = [
     "Reader",
     "TransferStats",
     "Writer",
-    "read_transfers",
     "write_in_turn",
     "write_transfers",
 ]
@@ -87,18 +86,6 @@ class TransferStats:
             calls=self.calls + other.calls,
             staging_bytes=max(self.staging_bytes, other.staging_bytes),
         )
-
-
-def read_transfers(transfers: Iterable[Transfer], *, staging_bytes: int) -> TransferStats:
-    """Fill the memory of every transfer from its file, once, as `Reader` does.
-
-    Raises:
-        CheckpointError: a file cannot be read, or is shorter than its header said.
-    """
-    transfers = list(transfers)
-    side = side_stream_for(transfer.memory for transfer in transfers)
-    with Reader(staging_bytes=staging_bytes, side=side) as reader:
-        return reader.read(transfers)
 
 
 def write_transfers(transfers: Iterable[Transfer], *, staging_bytes: int) -> TransferStats:

@@ -1,0 +1,17 @@
+"""Reading transfers at once, beside the package's `write_transfers`."""
+
+from collections.abc import Iterable
+
+from hf_fsdp_tools.accelerator import side_stream_for
+from hf_fsdp_tools.checkpoint.io.files import Reader, TransferStats
+from hf_fsdp_tools.checkpoint.io.transfer import Transfer
+
+__all__ = ["read_transfers"]
+
+
+def read_transfers(transfers: Iterable[Transfer], *, staging_bytes: int) -> TransferStats:
+    """Fill the memory of every transfer from its file, once, as a load does."""
+    transfers = list(transfers)
+    side = side_stream_for(transfer.memory for transfer in transfers)
+    with Reader(staging_bytes=staging_bytes, side=side) as reader:
+        return reader.read(transfers)

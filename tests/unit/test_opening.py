@@ -1,0 +1,75 @@
+"""What a checkpoint holds beside its weights, or is not to be changed in them, in a world of one."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, ChineseCLIPModel
+
+from benchmarks.architectures.cases import build
+from benchmarks.architectures.defaults import build_config
+from benchmarks.architectures.shrink import shrink
+from hf_fsdp_tools import from_pretrained, save_pretrained
+from tests._checkpoints import full_state
+from tests._round_trip import differences, resave
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+
+
+def test_an_adapter_beside_a_whole_model_is_put_on_it_as_transformers_does(
+    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folders["llama"])
+    model.save_pretrained(tmp_path)
+    get_peft_model(model, lora()).save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING, "transformers.modeling_utils"):
+        transformers.logging.enable_propagation()
+        found = full_state(from_pretrained(tmp_path))
+    transformers.logging.disable_propagation()
+    assert [r.message for r in caplog.records if "the adapter is opened, on the model beside it" in r.message]
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    named = {name.removeprefix("base_model.model."): tensor for name, tensor in found.items()}
+    assert named.keys() == expected.keys() and any("lora_" in name for name in named)
+    assert all(torch.equal(named[name], tensor) for name, tensor in expected.items())
+
+
+INNER = {
+    "CsmForConditionalGeneration": ("csm", "depth_decoder"),
+    "KyutaiSpeechToTextForConditionalGeneration": ("kyutai_speech_to_text", "codec_model"),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_settings_by_which_an_inner_model_generates_are_kept(name: str, tmp_path: Path) -> None:
+    model_type, inner = INNER[name]
+    model_class = getattr(transformers, name)
+    model: Any = build(model_class, shrink(build_config(model_type), "tiny"))
+    getattr(model, inner).generation_config.update(max_length=37)
+    model.save_pretrained(tmp_path / "stored")
+    assert "37" in (tmp_path / "stored" / "generation_config.json").read_text()
+    opened: Any = from_pretrained(tmp_path / "stored", auto_class=model_class)
+    again = model_class.from_pretrained(tmp_path / "stored")
+    for part in (lambda m: m, lambda m: getattr(m, inner)):
+        assert part(opened).generation_config.to_dict() == part(again).generation_config.to_dict()
+    save_pretrained(opened, tmp_path / "ours")
+    again.save_pretrained(tmp_path / "theirs")
+    assert differences(tmp_path / "ours", tmp_path / "theirs") == []
+    assert json.loads((tmp_path / "ours" / "generation_config.json").read_text())
+
+
+def test_a_stored_row_for_padding_stays(tmp_path: Path) -> None:
+    """transformers' initialiser of this model zeroes that row of loaded weights, and of whole tensors alone."""
+    model = build(ChineseCLIPModel, shrink(build_config("chinese_clip"), "tiny"))
+    embedding = model.text_model.embeddings.word_embeddings
+    with torch.no_grad():
+        embedding.weight[embedding.padding_idx] = 1.5
+    model.save_pretrained(tmp_path / "stored")
+    resave(ChineseCLIPModel, tmp_path / "stored", tmp_path / "saved")
+    assert differences(tmp_path / "stored", tmp_path / "saved") == []
