@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from hf_fsdp_tools.foresight.efficiency import Efficiency
+from hf_fsdp_tools.foresight.hardware import gpu_named
 
 from benchmarks.foreseeing.rows import Row
 from benchmarks.foreseeing.throughput import Program
-from hf_fsdp_tools.foresight.efficiency import Efficiency
-from hf_fsdp_tools.foresight.hardware import gpu_named
 
 __all__ = ["START", "Constants", "Outcome", "efficiency_from", "fit", "leave_out", "predict"]
 

@@ -9,16 +9,17 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.foreseeing.rows import Row, model_config
 from hf_fsdp_tools.foresight.allocator import replay
 from hf_fsdp_tools.foresight.build import build
 from hf_fsdp_tools.foresight.dry_run import trace_model
 from hf_fsdp_tools.foresight.durations import COLLECTIVES, Durations
 from hf_fsdp_tools.foresight.efficiency import Efficiency
-from hf_fsdp_tools.foresight.events import Event, Mark, Record, Wait, Work
 from hf_fsdp_tools.foresight.hardware import gpu_named
 from hf_fsdp_tools.foresight.simulation import run
 from hf_fsdp_tools.foresight.step import compose
+
+from benchmarks.foreseeing.rows import Row, model_config
+from hf_fsdp_tools.foresight.events import Event, Mark, Record, Wait, Work
 
 __all__ = ["Program", "Run", "program_of"]
 
