@@ -19,8 +19,9 @@ from hf_fsdp_tools.foresight.events import Event, Work
 from hf_fsdp_tools.foresight.inputs import make_batch
 from hf_fsdp_tools.foresight.kernels import AsOnCuda, scratch
 from hf_fsdp_tools.foresight.recorder import Recorder
+from hf_fsdp_tools.foresight.repeats import Stack, cut_model, cut_plan, repeating_stacks
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.splice import Bounds, Stack, cut_model, cut_plan, expand, repeating_stacks
+from hf_fsdp_tools.foresight.splice import Bounds, expand
 from hf_fsdp_tools.foresight.trace import Parameter, Trace
 from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
@@ -50,10 +51,7 @@ def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, devic
     Raises:
         ConfigError: the sequence is longer than the model's table of positions.
     """
-    for kept in (3, 4):
-        stacks = repeating_stacks(model, kept)
-        if not stacks:
-            break
+    if stacks := repeating_stacks(model):
         recorder, bounds = _dry_run(model, plan, setup, device, stacks)
         events = expand(recorder.events, stacks, bounds)
         if events is not None:
@@ -69,7 +67,7 @@ def _trace(
         events=tuple(events),
         parameters=tuple(_parameters(model, plan, setup)),
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
-        model_flops=sum(event.flops for event in events if isinstance(event, Work) and not event.again),
+        model_flops=sum(event.model_flops for event in events if isinstance(event, Work)),
         tokens=setup.batch_size * setup.seq_len,
         blocks=sum(len(stack.indices) for stack in stacks),
         repeated=sum(stack.left_out for stack in stacks),

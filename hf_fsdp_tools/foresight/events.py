@@ -101,6 +101,9 @@ class Work:
     """Of a matmul: the smallest of its three dimensions, on which its efficiency depends."""
     ranks: int = 1
     """Of a collective: how many take part."""
+    model_flops: float = 0.0
+    """What it counts for in the usual count of a model's operations (PaLM, appendix B): attention in full also where it
+    is causal, its backward pass twice its forward pass, and nothing that is computed again."""
 
 
 @dataclass(frozen=True, slots=True)

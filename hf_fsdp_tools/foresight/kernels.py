@@ -6,8 +6,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
 
-__all__ = ["AsOnCuda", "scratch"]
+from hf_fsdp_tools.foresight.events import Operation
+
+__all__ = ["AsOnCuda", "counted", "grouped_mm", "scratch"]
 
 
 class AsOnCuda(TorchFunctionMode):
@@ -61,6 +64,62 @@ def _attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     return result[0]
+
+
+def grouped_mm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor,
+    bias: object = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The result of a product of matrices per group: experts, whose sizes are known on the GPU alone.
+
+    torch's own formula for tensors without data takes bf16 alone. Rows of the result are padded to 16 bytes, as by
+    `create_grouped_gemm_output_tensor` in torch's `GroupedBlas.cpp`.
+    """
+    groups = offs.shape[:1] if left.dim() == right.dim() == 2 else ()
+    if left.dim() == 3 and right.dim() == 3:
+        groups = left.shape[:1]
+    shape = (*groups, left.shape[-2], right.shape[-1])
+    dtype = out_dtype or left.dtype
+    step = 16 // dtype.itemsize
+    width = -(-shape[-1] // step) * step
+    strides = (shape[-2] * width, width, 1)[-len(shape) :]
+    return torch.empty_strided(shape, strides, dtype=dtype, device=left.device)
+
+
+def counted(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> tuple[Operation, float, float]:
+    """What bounds an operation, the floating-point operations that a GPU does for it, and those of the usual count.
+
+    Products of matrices and convolutions by the formulas of torch's `flop_counter`.
+    """
+    name = func.overloadpacket.__name__
+    if "attention" in name:
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        return ("attention", *_attention_flops(given, is_backward="backward" in name))
+    if name == "_grouped_mm":  # rows are distributed over the groups, or summed within them
+        flops = 2.0 * args[0].numel() * args[1].shape[-1]
+    else:
+        count = flop_registry.get(func.overloadpacket)
+        flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+    return "matmul" if flops else "memory", flops, flops
+
+
+def _attention_flops(given: dict[str, Any], *, is_backward: bool) -> tuple[float, float]:
+    """Operations of an attention kernel, and those of the usual count.
+
+    Forward: scores and their products with values; backward: scores again, and the gradients of both products (Dao
+    2023). The usual count leaves out what is computed again, and counts masked scores, half of which kernels skip where
+    attention is causal.
+    """
+    query, key, value = given["query"], given["key"], given["value"]
+    scores = 2.0 * query.shape[:-1].numel() * key.shape[-2]
+    width, out_width = query.shape[-1], value.shape[-1]
+    usual = scores * (width + out_width) * (2 if is_backward else 1)
+    done = usual + scores * width if is_backward else usual
+    is_causal = bool(given.get("is_causal")) and query.shape[-2] == key.shape[-2]
+    return done / 2 if is_causal else done, usual
 
 
 def scratch(func: Any, args: Sequence[Any], result: Any) -> Iterable[int]:

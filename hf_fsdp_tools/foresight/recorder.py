@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Kind, Mark, Operation, Phase, Work
+from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Kind, Mark, Phase, Work
+from hf_fsdp_tools.foresight.kernels import counted, grouped_mm
 
 __all__ = ["Recorder"]
 
@@ -135,13 +135,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         """Run an operation, and note its memory and its work."""
         self.last_operation = str(func)
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        packet = func.overloadpacket
+        result = (grouped_mm if packet is torch.ops.aten._grouped_mm else func)(*args, **kwargs)
         made = list(_tensors(result))
         new = [tensor for tensor in made if self._take(tensor)]
         schema = func._schema
         if not new and not schema.is_mutable:
             return result  # a view
-        if func.overloadpacket.__name__.removesuffix("_") in _MAKES_NOTHING:
+        if packet.__name__ in _MAKES_NOTHING:
             return result
         self._work(func, args, kwargs, result, made)
         if self._extra is not None:
@@ -150,14 +151,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         return result
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> None:
-        packet = func.overloadpacket
-        count = flop_registry.get(packet)
-        flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+        operation, flops, model_flops = counted(func, args, kwargs, result)
         read = list(_tensors((args, kwargs)))
         again = self.phase == "backward" and torch.is_grad_enabled()
         self.events.append(
             Work(
-                operation=_operation(packet.__name__, flops),
+                operation=operation,
                 flops=flops,
                 num_bytes=float(sum(map(_touched, read)) + sum(map(_touched, made))),
                 unit=self._passes[-1].unit,
@@ -165,6 +164,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 dtype_bytes=next((t.element_size() for t in read if t.is_floating_point()), 2),
                 again=again,
                 size=_smallest(read) if flops else 0,
+                model_flops=0.0 if again else model_flops,
             )
         )
 
@@ -225,12 +225,6 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
 def _touched(tensor: torch.Tensor) -> int:
     """Bytes of a tensor that a kernel reads or writes; those of an expanded one count once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-def _operation(name: str, flops: float) -> Operation:
-    if not flops:
-        return "memory"
-    return "attention" if "attention" in name else "matmul"
 
 
 def _smallest(read: Sequence[torch.Tensor]) -> int:

@@ -199,7 +199,7 @@ class Fsdp2Schedule:
                     other.exit = None
                     other.to_run.clear()
                     self._forced.append(other)
-        self._free_kept_gather()
+        self._writer.free(*self._wait_for_kept_gather())
         self._running_root = None
 
     def _end_forward(self, unit: _Unit, *, again: bool) -> None:
@@ -317,8 +317,7 @@ class Fsdp2Schedule:
         writer, gather = self._writer, unit.pending
         if gather is None:
             return
-        if unit.state == "forward":
-            self._free_kept_gather()
+        before = self._wait_for_kept_gather() if unit.state == "forward" else []
         if gather.ranks == 1:
             unit.gathered = list(self._copy_alone(unit))
         else:
@@ -331,10 +330,11 @@ class Fsdp2Schedule:
         event = writer.record()
         if gather.output is not None and unit.state == "forward":
             self._kept_gather = (gather.output, event)
-            return
-        writer.wait(event, "copy_in", "all_gather")
-        if gather.output is not None:
-            writer.free(gather.output)
+        else:
+            writer.wait(event, "copy_in", "all_gather")
+            if gather.output is not None:
+                writer.free(gather.output)
+        writer.free(*before)  # until the function returns, a variable of it keeps the buffer of the unit before
 
     def _copy_out(self, unit: _Unit) -> list[int]:
         """`foreach_all_gather_copy_out`: parameters that are split along another dimension are copied twice."""
@@ -367,13 +367,14 @@ class Fsdp2Schedule:
         if last is not None:
             writer.free(last)
 
-    def _free_kept_gather(self) -> None:
-        """[Note: Overlapping all-gather copy-in and all-gather]: a buffer is kept until the next unit's copy-out."""
-        if self._kept_gather is not None:
-            block, event = self._kept_gather
-            self._writer.wait(event, "copy_in", "all_gather")
-            self._writer.free(block)
-            self._kept_gather = None
+    def _wait_for_kept_gather(self) -> list[int]:
+        """[Note: Overlapping all-gather copy-in and all-gather]: the buffer that was kept until now, if one was."""
+        if self._kept_gather is None:
+            return []
+        block, event = self._kept_gather
+        self._writer.wait(event, "copy_in", "all_gather")
+        self._kept_gather = None
+        return [block]
 
     def _reshard(self, unit: _Unit) -> None:
         """`FSDPParamGroup.reshard`."""

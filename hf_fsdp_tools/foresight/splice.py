@@ -1,15 +1,13 @@
-"""Events of the full depth of a model from a run of few of its blocks.
+"""Events of the full depth of a model from a run with few of its blocks.
 
-Blocks repeat, alone or in periods (five local layers and a global one). A model is run with its first blocks that
-differ, a few periods, and what is left over; the events of one period then stand for those that were left out. Whether
-they may is checked: two neighbouring periods must have equal events, of forward and of backward pass, down to each byte
-and to the order in which memory is given back. Where they do not, the caller runs the full depth.
+The events of one period of blocks stand for those of the periods that were left out. Whether they may is checked: two
+neighbouring periods must have equal events, of forward and of backward pass, down to each byte and to the order in
+which memory is given back. Where they have not, the caller runs the full depth.
 """
 
-import copy
-import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,190 +15,9 @@ from torch import nn
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Mark, Work
 from hf_fsdp_tools.foresight.recorder import Recorder
-from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.planning.plan import WrapPlan
-from hf_fsdp_tools.planning.stacks import find_blocks
+from hf_fsdp_tools.foresight.repeats import KEPT, Stack, block_and_rest
 
-__all__ = ["Bounds", "Stack", "cut_model", "cut_plan", "expand", "repeating_stacks"]
-
-_POSITION = re.compile(r"layer_?(idx|id|index|num|number)$|(^|_)idx$")
-"""Attributes that tell a block where it is, and nothing else (`layer_idx`)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stack:
-    """A list of blocks, of which a few stand for all."""
-
-    container: str
-    """Fqn of the `ModuleList`."""
-    size: int
-    """Number of its blocks."""
-    first: int
-    """Blocks before the first period."""
-    length: int
-    """Blocks of a period."""
-    periods: int
-    """Number of periods."""
-    kept: int
-    """Periods that are run."""
-
-    @property
-    def left_out(self) -> int:
-        """Number of blocks that are not run."""
-        return (self.periods - self.kept) * self.length
-
-    @property
-    def indices(self) -> list[int]:
-        """The blocks that are run."""
-        rest = self.first + self.periods * self.length
-        return [*range(self.first + self.kept * self.length), *range(rest, self.size)]
-
-    def period_of(self, index: int) -> int | None:
-        """The period of the block at an index of the shortened list; None for a block of no period."""
-        period, _ = divmod(index - self.first, self.length)
-        return period if 0 <= period < self.kept else None
-
-
-# ---- what repeats ----
-
-
-def repeating_stacks(model: nn.Module, kept: int) -> list[Stack]:
-    """The lists of blocks in which more than `kept` periods of alike blocks follow each other."""
-    if any(hasattr(config, "deepstack_visual_indexes") for config in _configs(model)):
-        return []  # text layers of such models differ by their position alone
-    tree = ModuleTree(model)
-    found = []
-    for blocks in find_blocks(tree):
-        for container in dict.fromkeys(block.parent for block in blocks):
-            if container is None or not isinstance(container.module, nn.ModuleList):
-                continue
-            if any(len(weight.owners) > 1 for block in container.children for b in block.walk() for weight in b.own):
-                continue
-            signs = _signatures(container.module, container.parent.module if container.parent else model)
-            stack = _best(container.fqn, signs, kept)
-            if stack is not None:
-                found.append(stack)
-    return found
-
-
-def _best(container: str, signs: Sequence[object], kept: int) -> Stack | None:
-    """The way to see a list as periods with the fewest blocks to run."""
-    size = len(signs)
-    best: Stack | None = None
-    for length in range(1, size // (kept + 1) + 1):
-        for first in range(size - (kept + 1) * length + 1):
-            end = first + length
-            while end < size and signs[end] == signs[end - length]:
-                end += 1
-            periods = (end - first) // length
-            if periods > kept:
-                stack = Stack(
-                    container=container, size=size, first=first, length=length, periods=periods, kept=kept
-                )
-                if best is None or len(stack.indices) < len(best.indices):
-                    best = stack
-    return best
-
-
-def _signatures(blocks: nn.ModuleList, owner: nn.Module) -> list[object]:
-    """What decides about the events of each block, apart from its place."""
-    config = getattr(owner, "config", None)
-    return [(_signature(block), _said_of(config, index, len(blocks))) for index, block in enumerate(blocks)]
-
-
-def _signature(block: nn.Module) -> object:
-    return tuple(
-        (name, type(module), _scalars(module), _shapes(module._parameters), _shapes(module._buffers))
-        for name, module in block.named_modules()
-    )
-
-
-def _scalars(module: nn.Module) -> object:
-    """Attributes that are numbers or words; of a rate, whether it is 0."""
-    return tuple(
-        (key, value != 0 if isinstance(value, float) else value)
-        for key, value in sorted(vars(module).items())
-        if not key.startswith("_") and isinstance(value, bool | int | float | str) and not _POSITION.search(key)
-    )
-
-
-def _shapes(tensors: dict[str, Any]) -> object:
-    return tuple(
-        (key, None if value is None else (tuple(value.shape), value.dtype, value.requires_grad))
-        for key, value in tensors.items()
-    )
-
-
-def _said_of(config: Any, index: int, size: int) -> object:
-    """What a configuration says of one block: entries of lists with one for each, and membership in lists of indices."""
-    said = []
-    for key, value in sorted(vars(config).items()) if config is not None else ():
-        if isinstance(value, list | tuple) and value and all(isinstance(each, bool | int | float | str) for each in value):
-            if len(value) == size:
-                said.append((key, value[index]))
-            elif all(isinstance(each, int) for each in value) and ("layer" in key or "ind" in key):
-                said.append((key, index in value))
-    return tuple(said)
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    found = {id(c): c for module in model.modules() if (c := module.__dict__.get("config")) is not None}
-    nested = [vars(config).get(key) for config in found.values() for key in getattr(config, "sub_configs", ())]
-    return [*found.values(), *(config for config in nested if config is not None)]
-
-
-# ---- the short model ----
-
-
-def cut_model(model: nn.Module, stacks: Sequence[Stack]) -> None:
-    """Leave the blocks of the stacks that are run in a copy of a model, and cut the configuration's lists."""
-    copies: dict[int, Any] = {}
-    for stack in stacks:
-        container = model.get_submodule(stack.container)
-        blocks = list(container._modules.values())
-        container._modules = {str(new): blocks[old] for new, old in enumerate(stack.indices)}
-        owner = model.get_submodule(stack.container.rpartition(".")[0])
-        config = owner.__dict__.get("config")
-        if config is None:
-            continue
-        short = copies.setdefault(id(config), copy.copy(config))
-        short.__dict__ = dict(short.__dict__)
-        for key, value in vars(config).items():
-            if isinstance(value, list | tuple) and len(value) == stack.size:
-                short.__dict__[key] = type(value)(value[index] for index in stack.indices)
-    for module in model.modules():
-        if (config := module.__dict__.get("config")) is not None and id(config) in copies:
-            module.__dict__["config"] = copies[id(config)]
-
-
-def cut_plan(plan: WrapPlan, stacks: Sequence[Stack]) -> WrapPlan:
-    """The plan of the short model."""
-
-    def name(old: str) -> str | None:
-        for stack in stacks:
-            if (found := _split(old, stack)) is not None:
-                index, rest = found
-                if index not in stack.indices:
-                    return None
-                old = f"{stack.container}.{stack.indices.index(index)}{rest}"
-        return old
-
-    units = []
-    for unit in plan.units:
-        modules = tuple(new for old in unit.modules if (new := name(old)) is not None)
-        if modules:
-            units.append(replace(unit, modules=modules))
-    replicated = tuple(new for old in plan.replicated if (new := name(old)) is not None)
-    return replace(plan, units=tuple(units), replicated=replicated)
-
-
-def _split(name: str, stack: Stack) -> tuple[int, str] | None:
-    """The index of the block of a stack in an fqn, and what follows; None if it is of no block."""
-    if not name.startswith(f"{stack.container}."):
-        return None
-    index, dot, rest = name[len(stack.container) + 1 :].partition(".")
-    return int(index), dot + rest
-
+__all__ = ["Bounds", "expand"]
 
 # ---- where passes begin and end ----
 
@@ -222,7 +39,7 @@ class Bounds:
         """By stack and period: where the gradient of its output is there, and where that of its input is."""
         for stack in stacks:
             blocks = list(model.get_submodule(stack.container).children())
-            for period in range(stack.kept):
+            for period in range(KEPT):
                 start = stack.first + period * stack.length
                 self._watch(blocks[start], blocks[start + stack.length - 1], (stack.container, period))
 
@@ -303,18 +120,26 @@ class _Expansion:
         self._numbers: dict[object, int] = {}
 
     def _find_spans(self, stack: Stack, bounds: Bounds) -> None:
-        keys = [(stack.container, period) for period in range(stack.kept)]
+        keys = [(stack.container, period) for period in range(KEPT)]
         for key in keys:
             if len(bounds.forward.get(key, ())) != 2 or len(bounds.backward.get(key, ())) not in (1, 2):
                 raise _NotAlikeError
-        ends = [bounds.forward[key][1] for key in keys]
-        starts = [bounds.forward[keys[0]][0], *ends]
-        for (name, period), start, end in zip(keys, starts, ends, strict=False):
+        starts = [bounds.forward[key][0] for key in keys]
+        ends = [*starts[1:], self._returned(bounds.forward[keys[-1]][1])]
+        for (name, period), start, end in zip(keys, starts, ends, strict=True):
             self._spans[name, "forward", period] = start, end
         starts = [bounds.backward[key][0] for key in keys]
         ends = [len(self._events) if len(b := bounds.backward[keys[0]]) == 1 else b[1], *starts]
         for (name, period), start, end in zip(keys, starts, ends, strict=False):
             self._spans[name, "backward", period] = start, end
+
+    def _returned(self, place: int) -> int:
+        """Where a block has returned, and what it was called with is given back."""
+        while isinstance(event := self._events[place], Free | Mark):
+            if isinstance(event, Mark) and event.where != "after_forward":
+                break
+            place += 1
+        return place
 
     def run(self) -> list[Event]:
         for stack in self._stacks.values():
@@ -337,7 +162,7 @@ class _Expansion:
         """By how many periods the events of a segment are moved, once for each time that they occur."""
         container, direction, period = key
         stack = self._stacks[container]
-        more = stack.periods - stack.kept
+        more = stack.periods - KEPT
         if period == 1:
             return range(more + 1) if direction == "forward" else range(more, -1, -1)
         return (0,) if period == 0 else (more,)
@@ -345,12 +170,9 @@ class _Expansion:
     # ---- whether periods are alike ----
 
     def _check(self, stack: Stack) -> None:
-        """Compare the period that is repeated with a neighbour that has neighbours of its own on the same side."""
-        after = 2
-        before = 0 if stack.kept == 3 else 2
-        for direction, other in (("forward", after), ("backward", before)):
-            ours = self._canonical((stack.container, direction, 1))
-            if ours != self._canonical((stack.container, direction, other)):
+        """Compare the period that is repeated with the next; neither is at an end of the short list."""
+        for direction in ("forward", "backward"):
+            if self._canonical((stack.container, direction, 1)) != self._canonical((stack.container, direction, 2)):
                 raise _NotAlikeError
 
     def _canonical(self, key: _Segment) -> list[object]:
@@ -367,7 +189,7 @@ class _Expansion:
 
         def name(fqn: str) -> object:
             stack = self._stacks[container]
-            found = _split(fqn, stack)
+            found = block_and_rest(fqn, stack)
             if found is None:
                 return fqn
             return found[0] - period * stack.length, found[1]
@@ -377,12 +199,9 @@ class _Expansion:
     # ---- moving ----
 
     def _moved(self, event: Event, key: _Segment | None, shift: int) -> Event:
-        return _with(
-            event,
-            lambda block: self._number(block, key, shift),
-            lambda fqn: self._name(fqn, key, shift),
-            _rebuilt,
-        )
+        number = partial(self._number, key=key, shift=shift)
+        moved: Event = _with(event, number, partial(self._name, key=key, shift=shift), _rebuilt)
+        return moved
 
     def _number(self, block: int, key: _Segment | None, shift: int) -> int:
         home = self._home.get(block)
@@ -400,13 +219,13 @@ class _Expansion:
             if abs(period - key[2]) > 1:
                 raise _NotAlikeError
             return period + shift
-        if period not in (0, stack.kept - 1):
+        if period not in (0, KEPT - 1):
             raise _NotAlikeError
         return period if period == 0 else stack.periods - 1
 
     def _name(self, fqn: str, key: _Segment | None, shift: int) -> str:
         for container, stack in self._stacks.items():
-            found = _split(fqn, stack)
+            found = block_and_rest(fqn, stack)
             if found is None:
                 continue
             index, rest = found

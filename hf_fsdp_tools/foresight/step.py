@@ -76,8 +76,10 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     for number in range(setup.gradient_accumulation_steps):
         micro_step.write(writer, schedule, others, is_last=number == setup.gradient_accumulation_steps - 1)
     optimizer_at = len(writer.events)
-    updated = [_updated_shard(shard) for shard in shards if shard.parameter.requires_grad]
-    updated += [_updated_whole(each, setup, is_fsdp) for each in whole if each.requires_grad]
+    # An optimizer has no state of a parameter without a gradient (the vision tower, where the batch has no images).
+    reached = {event.parameter for event in trace.events if type(event) is Gradient}
+    updated = [_updated_shard(shard) for shard in shards if shard.parameter.fqn in reached]
+    updated += [_updated_whole(each, setup, is_fsdp) for each in whole if each.fqn in reached]
     update = optimizer_step(updated, setup)
     state = _write_optimizer(writer, update, setup, shards)
     if schedule is not None:

@@ -53,8 +53,7 @@ class Trace:
     buffer_bytes: int
     """Of all buffers; every rank holds them."""
     model_flops: float
-    """Of forward and backward pass, without what activation checkpointing computes again. Attention counts in full, as
-    in torch's `flop_counter`, also where it is causal."""
+    """Of forward and backward pass by the usual count (`Work.model_flops`)."""
     tokens: int
     """Tokens of the micro-step on one rank."""
     notes: tuple[str, ...] = ()

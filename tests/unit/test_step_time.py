@@ -10,7 +10,8 @@ from hf_fsdp_tools.foresight.efficiency import ERAS, Efficiency, efficiency_of
 from hf_fsdp_tools.foresight.events import Event, Record, Wait, Work
 from hf_fsdp_tools.foresight.hardware import GPUS
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.time import ThroughputEstimate, Timing, chrome_trace, simulate, straggling, throughput
+from hf_fsdp_tools.foresight.throughput import ThroughputEstimate, straggling, throughput
+from hf_fsdp_tools.foresight.time import Timing, chrome_trace, simulate
 
 SETUP = TrainingSetup(num_gpus=8, gpu="a100-80gb")
 PERFECT = Efficiency(matmul=1, attention=1, memory=1, network=1, error=0.1, source="nothing lost")
@@ -195,17 +196,17 @@ def test_figures_of_an_estimate_follow_from_its_step() -> None:
     twice = estimate(steps, dataclasses.replace(SETUP, gradient_accumulation_steps=2))
     assert (twice.tokens_per_step, twice.model_flops) == (2 * 4096, 2 * 6e13), "the events are those of all micro-steps"
     values = json.loads(result.to_json())
-    assert values["mfu"] == result.mfu and values["num_gpus"] == 8 and values["parts"] == result.parts
+    assert values["mfu"] == result.mfu and values["setup"]["num_gpus"] == 8 and values["parts"] == result.parts
 
 
 def test_the_text_says_speed_use_and_where_the_time_goes() -> None:
     text = str(estimate(two_units()))
-    assert text.startswith("two units on 8 x A100 SXM 80 GB\n")
+    assert text.startswith("two units on 8 × A100 SXM 80 GB\n")
     assert "waiting for communication" in text
-    assert "MFU 27.5%, HFU 85.7% with recomputation" in text
+    assert "27.5% of its peak (MFU), with what is computed again 85.7%" in text
     assert "60% of it hidden" in text and "nothing lost" in text
     many = estimate(two_units(), dataclasses.replace(SETUP, num_gpus=64))
-    assert "8 machines of 8, 1,600 Gbit/s" in str(many)
+    assert "(8 machines of 8, 1,600 Gbit/s each)" in str(many)
 
 
 def test_all_wait_for_the_slowest_of_many_gpus() -> None:

@@ -1,0 +1,197 @@
+"""Which blocks of a model repeat, and the model and the plan with few of them.
+
+Blocks repeat, alone or in periods (five local layers and a global one). The short model has the first blocks that
+differ, a few periods, and what is left over.
+"""
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.planning.stacks import find_blocks
+
+__all__ = ["KEPT", "Stack", "block_and_rest", "cut_model", "cut_plan", "repeating_stacks"]
+
+KEPT = 4
+"""Periods that are run: one at each end, whose neighbours are other modules, and two to compare between them."""
+
+_POSITION = re.compile(r"layer_?(idx|id|index|num|number)$|(^|_)idx$")
+"""Attributes that tell a block where it is, and nothing else (`layer_idx`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A list of blocks, of which a few stand for all."""
+
+    container: str
+    """Fqn of the `ModuleList`."""
+    size: int
+    """Number of its blocks."""
+    first: int
+    """Blocks before the first period."""
+    length: int
+    """Blocks of a period."""
+    periods: int
+    """Number of periods."""
+
+    @property
+    def left_out(self) -> int:
+        """Number of blocks that are not run."""
+        return (self.periods - KEPT) * self.length
+
+    @property
+    def indices(self) -> list[int]:
+        """The blocks that are run."""
+        rest = self.first + self.periods * self.length
+        return [*range(self.first + KEPT * self.length), *range(rest, self.size)]
+
+    def period_of(self, index: int) -> int | None:
+        """The period of the block at an index of the shortened list; None for a block of no period."""
+        period, _ = divmod(index - self.first, self.length)
+        return period if 0 <= period < KEPT else None
+
+
+# ---- what repeats ----
+
+
+def repeating_stacks(model: nn.Module) -> list[Stack]:
+    """The lists of blocks in which so many periods of alike blocks follow each other that not all must be run."""
+    if any(hasattr(config, "deepstack_visual_indexes") for config in _configs(model)):
+        return []  # text layers of such models differ by their position alone
+    tree = ModuleTree(model)
+    found = []
+    for blocks in find_blocks(tree):
+        for container in dict.fromkeys(block.parent for block in blocks):
+            if container is None or not isinstance(container.module, nn.ModuleList):
+                continue
+            if any(len(weight.owners) > 1 for block in container.children for b in block.walk() for weight in b.own):
+                continue
+            signs = _signatures(container.module, container.parent.module if container.parent else model)
+            stack = _best(container.fqn, signs)
+            if stack is not None:
+                found.append(stack)
+    return found
+
+
+def _best(container: str, signs: Sequence[object]) -> Stack | None:
+    """The way to see a list as periods with the fewest blocks to run."""
+    size = len(signs)
+    best: Stack | None = None
+    for length in range(1, size // (KEPT + 1) + 1):
+        for first in range(size - (KEPT + 1) * length + 1):
+            end = first + length
+            while end < size and signs[end] == signs[end - length]:
+                end += 1
+            periods = (end - first) // length
+            if periods > KEPT:
+                stack = Stack(container=container, size=size, first=first, length=length, periods=periods)
+                if best is None or len(stack.indices) < len(best.indices):
+                    best = stack
+    return best
+
+
+def _signatures(blocks: nn.ModuleList, owner: nn.Module) -> list[object]:
+    """What decides about the events of each block, apart from its place."""
+    config = getattr(owner, "config", None)
+    return [(_signature(block), _said_of(config, index, len(blocks))) for index, block in enumerate(blocks)]
+
+
+def _signature(block: nn.Module) -> object:
+    return tuple(
+        (name, type(module), _scalars(module), _tensors_of(module._parameters), _tensors_of(module._buffers))
+        for name, module in block.named_modules()
+    )
+
+
+def _scalars(module: nn.Module) -> object:
+    """Attributes that are numbers or words; of a rate, whether it is 0."""
+    return tuple(
+        (key, value != 0 if isinstance(value, float) else value)
+        for key, value in sorted(vars(module).items())
+        if not key.startswith("_") and isinstance(value, bool | int | float | str) and not _POSITION.search(key)
+    )
+
+
+def _tensors_of(tensors: dict[str, Any]) -> object:
+    return tuple(
+        (key, None if value is None else (tuple(value.shape), value.dtype, value.requires_grad))
+        for key, value in tensors.items()
+    )
+
+
+def _said_of(config: Any, index: int, size: int) -> object:
+    """What a configuration says of one block: entries of lists with one for each, and membership in lists of places."""
+    said: list[tuple[str, object]] = []
+    for key, value in sorted(vars(config).items()) if config is not None else ():
+        if not isinstance(value, list | tuple) or not all(isinstance(each, int | float | str) for each in value):
+            continue
+        if len(value) == size:
+            said.append((key, value[index]))
+        elif "layer" in key or "ind" in key:
+            said.append((key, index in value))
+    return tuple(said)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    found = {id(c): c for module in model.modules() if (c := module.__dict__.get("config")) is not None}
+    nested = [vars(config).get(key) for config in found.values() for key in getattr(config, "sub_configs", ())]
+    return [*found.values(), *(config for config in nested if config is not None)]
+
+
+# ---- the short model ----
+
+
+def cut_model(model: nn.Module, stacks: Sequence[Stack]) -> None:
+    """Leave the blocks of the stacks that are run in a copy of a model, and cut the configuration's lists."""
+    copies: dict[int, Any] = {}
+    for stack in stacks:
+        container = model.get_submodule(stack.container)
+        blocks = list(container._modules.values())
+        container._modules = {str(new): blocks[old] for new, old in enumerate(stack.indices)}
+        owner = model.get_submodule(stack.container.rpartition(".")[0])
+        config = owner.__dict__.get("config")
+        if config is None:
+            continue
+        short = copies.setdefault(id(config), copy.copy(config))
+        short.__dict__ = dict(short.__dict__)
+        for key, value in vars(config).items():
+            if isinstance(value, list | tuple) and len(value) == stack.size:
+                short.__dict__[key] = type(value)(value[index] for index in stack.indices)
+    for module in model.modules():
+        if (config := module.__dict__.get("config")) is not None and id(config) in copies:
+            module.__dict__["config"] = copies[id(config)]
+
+
+def cut_plan(plan: WrapPlan, stacks: Sequence[Stack]) -> WrapPlan:
+    """The plan of the short model."""
+
+    def name(old: str) -> str | None:
+        for stack in stacks:
+            if (found := block_and_rest(old, stack)) is not None:
+                index, rest = found
+                if index not in stack.indices:
+                    return None
+                old = f"{stack.container}.{stack.indices.index(index)}{rest}"
+        return old
+
+    units = []
+    for unit in plan.units:
+        modules = tuple(new for old in unit.modules if (new := name(old)) is not None)
+        if modules:
+            units.append(replace(unit, modules=modules))
+    replicated = tuple(new for old in plan.replicated if (new := name(old)) is not None)
+    return replace(plan, units=tuple(units), replicated=replicated)
+
+
+def block_and_rest(name: str, stack: Stack) -> tuple[int, str] | None:
+    """The index of the block of a stack in an fqn, and what follows ("" or ".…"); None if it is of no block."""
+    if not name.startswith(f"{stack.container}."):
+        return None
+    index, dot, rest = name[len(stack.container) + 1 :].partition(".")
+    return int(index), dot + rest

@@ -1,0 +1,317 @@
+"""How fast a training runs: tokens per second, use of the GPU's peak, where the time goes, what it costs."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hf_fsdp_tools.foresight.efficiency import LATEST_ERA, Efficiency, efficiency_of
+from hf_fsdp_tools.foresight.events import Event, Work
+from hf_fsdp_tools.foresight.forecast import Forecast, Source, step_of
+from hf_fsdp_tools.foresight.hardware import Gpu, gpu_named
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.step import compose
+from hf_fsdp_tools.foresight.time import simulate
+from hf_fsdp_tools.text import show_count
+
+__all__ = ["ThroughputEstimate", "estimate_throughput", "scaling", "straggling", "throughput", "throughput_of"]
+
+_PARTS = {
+    "matmul": "matmuls",
+    "attention": "attention",
+    "memory": "kernels bound by memory",
+    "communication": "waiting for communication",
+    "offload": "waiting for the CPU and its link",
+    "host": "waiting for launches",
+    "slowest GPU": "waiting for the slowest GPU",
+}
+"""The parts of a step as a person reads them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputEstimate:
+    """How fast a training runs, and where its time goes. Seconds are those of one optimizer step."""
+
+    name: str
+    """The model, for texts."""
+    setup: TrainingSetup
+    """What was asked for."""
+    era: str
+    """Software whose efficiencies were taken (`efficiency.ERAS`)."""
+    step_seconds: float
+    """Of the slowest GPU, for which all wait."""
+    tokens_per_step: int
+    """Of one GPU, over all its micro-steps."""
+    model_flops: float
+    """Of one GPU and step: matmuls and attention, forward and backward, each counted once (`Trace.model_flops`)."""
+    hardware_flops: float
+    """What one GPU computes in a step, with what activation checkpointing computes again."""
+    parts: Mapping[str, float]
+    """What the GPU does in `step_seconds`, as in `Timing.parts`, and `slowest GPU`: waiting for it."""
+    communication_seconds: float
+    """Of all collectives, hidden or not."""
+    error: float
+    """Mean relative error of the estimates where the efficiencies were not fitted."""
+    source: str
+    """What the efficiencies were fitted on."""
+    notes: tuple[str, ...] = ()
+    """Remarks: what was assumed or could not be followed."""
+
+    @property
+    def gpu(self) -> Gpu:
+        """The kind of GPU."""
+        return gpu_named(self.setup.gpu)
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """`tokens_per_step / step_seconds`."""
+        return self.tokens_per_step / self.step_seconds
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Tokens per second and GPU, less and plus the mean error."""
+        value = self.tokens_per_second_per_gpu
+        return value * (1 - self.error), value * (1 + self.error)
+
+    @property
+    def tflops_per_gpu(self) -> float:
+        """Model Tflop/s per GPU: `model_flops / step_seconds / 1e12`."""
+        return self.model_flops / self.step_seconds / 1e12
+
+    @property
+    def peak_flops(self) -> float:
+        """Of one GPU per second, in the precision of the training."""
+        return self.gpu.peak(4 if self.setup.precision == "fp32" else 2, self.setup.precision)
+
+    @property
+    def mfu(self) -> float:
+        """Model flops utilisation, from 0 to 1: `model_flops / (step_seconds * peak_flops)`."""
+        return self.model_flops / (self.step_seconds * self.peak_flops)
+
+    @property
+    def hfu(self) -> float:
+        """Hardware flops utilisation, from 0 to 1: `hardware_flops / (step_seconds * peak_flops)`."""
+        return self.hardware_flops / (self.step_seconds * self.peak_flops)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Communication that no computation hides."""
+        return self.parts["communication"]
+
+    def hours(self, tokens: float) -> float:
+        """Hours in which all GPUs together see so many tokens."""
+        return tokens / (self.tokens_per_second_per_gpu * self.setup.num_gpus) / 3600
+
+    def cost(self, tokens: float, price_per_gpu_hour: float) -> float:
+        """What so many tokens cost, in the currency of the price.
+
+        Args:
+            tokens: of the whole training.
+            price_per_gpu_hour: of one GPU for one hour.
+        """
+        return self.hours(tokens) * self.setup.num_gpus * price_per_gpu_hour
+
+    def to_json(self) -> str:
+        """All fields, and what follows from them, as JSON text."""
+        derived = (
+            "tokens_per_second_per_gpu",
+            "range",
+            "tflops_per_gpu",
+            "peak_flops",
+            "mfu",
+            "hfu",
+            "exposed_seconds",
+        )
+        own = {name: getattr(self, name) for name in (*self.__dataclass_fields__, *derived)}
+        return json.dumps(own | {"setup": asdict(self.setup)}, default=repr)
+
+    def __str__(self) -> str:
+        setup, (low, high) = self.setup, self.range
+        where = ""
+        if (nodes := math.ceil(setup.num_gpus / setup.gpus_per_node)) > 1:
+            network = self.gpu.node_network(setup) * 8 / 1e9
+            where = f" ({nodes:,} machines of {setup.gpus_per_node}, {network:,.0f} Gbit/s each)"
+        again = ""
+        if self.hardware_flops > 1.05 * self.model_flops:
+            again = f", with what is computed again {self.hfu:.1%}"
+        rate = self.tokens_per_second_per_gpu
+        lines = [
+            f"{self.name} on {setup.num_gpus:,} × {self.gpu.title}{where}",
+            f"  {rate:,.0f} tokens/s per GPU, {low:,.0f} to {high:,.0f}; {rate * setup.num_gpus:,.0f} on all",
+            f"  {self.tflops_per_gpu:,.0f} Tflop/s per GPU, {self.mfu:.1%} of its peak (MFU){again}",
+            f"  {_show_seconds(self.step_seconds)} per step of {self.tokens_per_step:,} tokens per GPU:",
+        ]
+        for part, seconds in self.parts.items():
+            if seconds >= 0.0005 * self.step_seconds:
+                lines.append(f"    {_PARTS[part]:<32} {_show_seconds(seconds):>10} {seconds / self.step_seconds:>7.1%}")
+        if self.communication_seconds:
+            hidden = max(0.0, 1 - self.exposed_seconds / self.communication_seconds)
+            lines.append(f"  {_show_seconds(self.communication_seconds)} of communication, {hidden:.0%} of it hidden")
+        lines.append(f"  software of {self.era}; efficiencies {self.source}")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def _show_seconds(seconds: float) -> str:
+    """0.0123 as "12.3 ms"."""
+    if seconds >= 1:
+        return f"{seconds:,.2f} s"
+    return f"{seconds * 1e3:,.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.0f} µs"
+
+
+def estimate_throughput(
+    name_or_model: Source,
+    *,
+    era: str = LATEST_ERA,
+    model_kwargs: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> ThroughputEstimate:
+    """How fast a training runs, found by a dry run on this machine and an event simulation, without weights and GPUs.
+
+        print(estimate_throughput("meta-llama/Llama-3.1-8B", num_gpus=64, gpu="h100-80gb", seq_len=8192))
+
+    Args:
+        name_or_model: hub name, folder, `config.json`, configuration, or a model on any device.
+        era: year of the software, of `efficiency.ERAS`.
+        model_kwargs: as in `build_meta_model` (`auto_class`, `revision`, …).
+        fields: of `TrainingSetup`, by name.
+
+    Any rank may call; nothing is communicated, and no accelerator is used.
+
+    Raises:
+        ConfigError: a field has a value that cannot be, or GPU or era is unknown.
+        CheckpointError, WrapPlanError: the model cannot be built or planned.
+    """
+    return throughput_of(step_of(name_or_model, TrainingSetup(**fields), **(model_kwargs or {})), era=era)
+
+
+def scaling(
+    name_or_model: Source,
+    num_gpus: Sequence[int],
+    *,
+    era: str = LATEST_ERA,
+    model_kwargs: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> tuple[ThroughputEstimate, ...]:
+    """The throughput at each of several numbers of GPUs: the curve of scaling, from one dry run.
+
+    Args:
+        name_or_model: as in `estimate_throughput`.
+        num_gpus: how many, one after the other; the batch per GPU stays.
+        era, model_kwargs, fields: as in `estimate_throughput`.
+
+    Raises:
+        As `estimate_throughput`.
+    """
+    return tuple(
+        estimate_throughput(name_or_model, era=era, model_kwargs=model_kwargs, num_gpus=count, **fields)
+        for count in num_gpus
+    )
+
+
+def throughput_of(
+    forecast: Forecast, *, era: str = LATEST_ERA, efficiency: Efficiency | None = None
+) -> ThroughputEstimate:
+    """The throughput of a forecast.
+
+    Of more than two micro-steps per optimizer step two are simulated: those after the second are like the second.
+
+    Args:
+        forecast: of the training.
+        era: of software, as in `efficiency.ERAS`.
+        efficiency: instead of the known one of GPU and era.
+
+    Raises:
+        ConfigError: GPU or era is unknown.
+    """
+    steps = forecast.setup.gradient_accumulation_steps
+    if steps <= 2:
+        return _throughput_of_all(forecast, era, efficiency)
+    one, two = (_throughput_of_all(_with_micro_steps(forecast, count), era, efficiency) for count in (1, 2))
+
+    def continued(first: float, second: float) -> float:
+        return first + (steps - 1) * (second - first)
+
+    return replace(
+        two,
+        setup=forecast.setup,
+        step_seconds=continued(one.step_seconds, two.step_seconds),
+        tokens_per_step=one.tokens_per_step * steps,
+        model_flops=one.model_flops * steps,
+        hardware_flops=continued(one.hardware_flops, two.hardware_flops),
+        parts={part: continued(seconds, two.parts[part]) for part, seconds in one.parts.items()},
+        communication_seconds=continued(one.communication_seconds, two.communication_seconds),
+    )
+
+
+def _with_micro_steps(forecast: Forecast, count: int) -> Forecast:
+    setup = replace(forecast.setup, gradient_accumulation_steps=count)
+    return replace(forecast, setup=setup, step=compose(forecast.trace, forecast.plan, setup))
+
+
+def _throughput_of_all(forecast: Forecast, era: str, efficiency: Efficiency | None) -> ThroughputEstimate:
+    """The throughput of a forecast, all of whose events are simulated."""
+    return throughput(
+        forecast.step.events,
+        forecast.setup,
+        name=f"{forecast.model_class} with {show_count(forecast.plan.num_params)} parameters",
+        tokens=forecast.trace.tokens,
+        model_flops=forecast.trace.model_flops,
+        era=era,
+        efficiency=efficiency,
+        notes=forecast.trace.notes,
+    )
+
+
+def throughput(
+    events: Sequence[Event],
+    setup: TrainingSetup,
+    *,
+    name: str,
+    tokens: int,
+    model_flops: float,
+    era: str = LATEST_ERA,
+    efficiency: Efficiency | None = None,
+    stalls: Mapping[int, float] | None = None,
+    notes: tuple[str, ...] = (),
+) -> ThroughputEstimate:
+    """The throughput of a list of events.
+
+    Args:
+        events: of one optimizer step with all its micro-steps (`Step.events`).
+        setup: of the training.
+        name: of the model, for texts.
+        tokens: of one GPU and micro-step.
+        model_flops: of one GPU and micro-step, forward and backward without recomputation (`Trace.model_flops`).
+        era: of software, as in `efficiency.ERAS`.
+        efficiency: instead of the known one of GPU and era.
+        stalls: as in `simulate`.
+        notes: as in the estimate.
+
+    Raises:
+        ConfigError: GPU or era is unknown.
+    """
+    efficiency = efficiency or efficiency_of(gpu_named(setup.gpu), era)
+    timing = simulate(events, setup, efficiency=efficiency, stalls=stalls)
+    late = straggling(setup, efficiency) * timing.seconds
+    steps = setup.gradient_accumulation_steps
+    return ThroughputEstimate(
+        name=name,
+        setup=setup,
+        era=era,
+        step_seconds=timing.seconds + late,
+        tokens_per_step=tokens * steps,
+        model_flops=model_flops * steps,
+        hardware_flops=sum(event.flops for event in events if isinstance(event, Work)),
+        parts={**timing.parts, "slowest GPU": late},
+        communication_seconds=timing.communication,
+        error=efficiency.error,
+        source=efficiency.source,
+        notes=notes,
+    )
+
+
+def straggling(setup: TrainingSetup, efficiency: Efficiency) -> float:
+    """How much later the slowest of all GPUs is than the mean, as a share of the step: the expected maximum of n normal
+    deviates, about sqrt(2 ln n) (Cramér 1946, section 28.6), times how much one GPU differs."""
+    return efficiency.straggler * math.sqrt(2 * math.log(setup.num_gpus)) if setup.num_gpus > 1 else 0.0
