@@ -28,7 +28,7 @@ from hf_fsdp_tools.plots.units import draw_units
 from tests.unit.test_timeline import GB, a_step
 
 EVENTS, RESIDENT, SPANS = a_step(units=12)
-STEP = memory_timeline(EVENTS, RESIDENT, spans=SPANS, reserved=[70 * GB] * len(EVENTS))
+STEP = memory_timeline(EVENTS, RESIDENT, reserved=[70 * GB] * len(EVENTS)).in_seconds(EVENTS, SPANS)
 OTHER = memory_timeline(*a_step(units=12, held=30 * GB)[:2])
 SCHEDULE = step_schedule(EVENTS, SPANS)
 PLAN = WrapPlan(
@@ -135,7 +135,7 @@ def test_areas_end_at_the_memory_of_the_step():
 def test_a_measured_step_is_laid_over_the_prediction_unit_by_unit():
     """The same step at another speed falls on itself."""
     slow = [(2 * start + 3, 2 * end + 3) for start, end in SPANS]
-    measured = memory_timeline(EVENTS, RESIDENT, spans=slow)
+    measured = memory_timeline(EVENTS, RESIDENT).in_seconds(EVENTS, slow)
     figure = draw_memory(STEP, model="m", measured=measured)
     line = next(line for line in figure.axes[0].lines if line.get_linestyle() == "-" and len(line.get_xdata()) > 10)
     edge = max(figure.axes[0].patches, key=lambda patch: max(y for _, y in patch.get_xy())).get_xy()
