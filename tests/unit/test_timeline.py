@@ -71,7 +71,7 @@ def test_memory_that_was_there_before_may_be_freed():
 
 def test_points_lie_in_time_where_times_are_known():
     events, resident, spans = a_step()
-    line = memory_timeline(events, resident, spans=spans)
+    line = memory_timeline(events, resident).in_seconds(events, spans)
     assert line.axis == "seconds" and list(line.positions) == sorted(line.positions)
     assert line.positions[line.peak] == spans[5][1], "logits are made when the forward pass has computed"
 
@@ -127,7 +127,7 @@ def test_gathered_parameters_are_free_when_their_unit_has_computed():
 
 def test_values_survive_json_and_damaged_ones_are_refused():
     events, resident, spans = a_step()
-    line = memory_timeline(events, resident, spans=spans, reserved=[1] * len(events))
+    line = memory_timeline(events, resident, reserved=[1] * len(events)).in_seconds(events, spans)
     assert Timeline.from_json(line.to_json()) == line
     schedule = step_schedule(events, spans)
     assert Schedule.from_json(schedule.to_json()) == schedule
