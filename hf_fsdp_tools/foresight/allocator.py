@@ -106,8 +106,8 @@ class CachingAllocator:
         """Bytes of the blocks in use (`allocated_bytes.all.current`)."""
         self.reserved = 0
         """Bytes of all segments (`reserved_bytes.all.current`)."""
-        self.retries = 0
-        """How often cached segments were given back, because the device was full (`num_alloc_retries`)."""
+        self.retries: list[int] = []
+        """How many cached segments were given back each time that the device was full (`num_alloc_retries`)."""
         self._limit = limit
         self._expandable = expandable
         self._pools: dict[tuple[str, bool], _Pool] = {}
@@ -181,21 +181,23 @@ class CachingAllocator:
 
     def _reserve(self, num_bytes: int) -> None:
         if self._limit is not None and self.reserved + num_bytes > self._limit:
-            self.retries += 1
-            self._release_cached()
+            self.retries.append(self._release_cached())
             if self.reserved + num_bytes > self._limit:
                 raise OutOfMemory(num_bytes)
         self.reserved += num_bytes
 
-    def _release_cached(self) -> None:
-        """Give segments that no block in use lies in back to the driver."""
+    def _release_cached(self) -> int:
+        """Give segments that no block in use lies in back to the driver; their number."""
+        count = 0
         for pool in self._pools.values():
             for block in list(pool.blocks.values()):
                 if block.before is None and block.behind is None:
                     pool.remove(block)
+                    count += 1
                     self.reserved -= block.segment.size
                     if pool.last is block:
                         pool.last = None
+        return count
 
     def _split(self, block: _Block, size: int) -> None:
         rest = _Block(block.address + size, block.size - size, block.pool, block.segment)
@@ -228,8 +230,8 @@ class Replay:
     """Bytes in use after each event."""
     reserved: Sequence[int]
     """Bytes taken from the driver after each event."""
-    retries: int
-    """How often the device was full and cached segments were given back."""
+    retried: tuple[tuple[int, int], ...]
+    """Where the device was full: index of the event, and how many cached segments were given back for it."""
     out_of_memory_at: int | None
     """Index of the event for which there was no room at all; the lists end there. None if all fitted."""
 
@@ -257,24 +259,30 @@ def replay(*parts: Iterable[Event], limit: int | None = None, expandable: bool =
     held: dict[int, _Block] = {}
     allocated: list[int] = []
     reserved: list[int] = []
+    retried: list[tuple[int, int]] = []
     full_at = None
     for events in parts:
-        allocated, reserved, full_at = [], [], None
+        allocated, reserved, retried, full_at = [], [], [], None
         take, give_back = allocator.take, allocator.give_back
         for at, event in enumerate(events):
             kind = type(event)
             if kind is Alloc:
                 assert isinstance(event, Alloc)
                 try:
-                    held[event.block] = take(event.num_bytes, event.stream)
+                    if event.num_bytes:
+                        held[event.block] = take(event.num_bytes, event.stream)
                 except OutOfMemory:
                     full_at = at
                     break
             elif kind is Free:
                 assert isinstance(event, Free)
-                give_back(held.pop(event.block))
+                if (block := held.pop(event.block, None)) is not None:  # of no bytes
+                    give_back(block)
+            if allocator.retries:
+                retried.append((at, sum(allocator.retries)))
+                allocator.retries.clear()
             allocated.append(allocator.allocated)
             reserved.append(allocator.reserved)
         if full_at is not None:
             break
-    return Replay(allocated=allocated, reserved=reserved, retries=allocator.retries, out_of_memory_at=full_at)
+    return Replay(allocated=allocated, reserved=reserved, retried=tuple(retried), out_of_memory_at=full_at)

@@ -71,9 +71,9 @@ class MemoryEstimate:
     """What else is on the GPU."""
     limit_bytes: int
     """Memory of the GPU, as the driver reports it."""
-    retries: int
-    """How often in two steps the GPU is full and the allocator gives cached memory back, for which the GPU stands
-    still; 0 where there is room."""
+    retried: tuple[tuple[int, int], ...]
+    """Where in the step the GPU is full and the allocator gives cached memory back, for which the GPU stands still:
+    index of the event, number of segments; () where there is room."""
     is_full: bool
     """Whether the step ends with "out of memory" on this GPU."""
     host_bytes: int = 0
@@ -90,7 +90,7 @@ class MemoryEstimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the step runs on this GPU. With `retries` it runs slower than it could."""
+        """Whether the step runs on this GPU. Where memory is `retried`, slower than it could."""
         return not self.is_full
 
     @property
@@ -133,8 +133,8 @@ class MemoryEstimate:
     def _verdict(self) -> str:
         if self.is_full:
             return f"does not fit: {show_bytes(max(0, -self.spare_bytes))} too much"
-        if self.retries:
-            return f"fits only with pressure: the allocator gives cached memory back {self.retries} times in two steps"
+        if self.retried:
+            return f"fits only with pressure: the allocator gives cached memory back {len(self.retried)} times a step"
         return f"fits: {show_bytes(self.spare_bytes)} to spare"
 
 
@@ -188,7 +188,7 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
         peak_unit=unit,
         outside=outside,
         limit_bytes=gpu.memory_bytes,
-        retries=tight.retries,
+        retried=tight.retried,
         is_full=is_full,
         host_bytes=step.host_bytes,
         notes=forecast.trace.notes,

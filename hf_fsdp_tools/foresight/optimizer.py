@@ -148,7 +148,7 @@ def _clip(parameters: Sequence[nn.Parameter]) -> tuple[Event, ...]:
 
 def _step(parameters: Sequence[nn.Parameter], make: _Make) -> tuple[tuple[int, ...], tuple[Event, ...]]:
     optimizer = make(parameters)
-    with _Numbers():
+    with _Numbers():  # type: ignore[no-untyped-call]  # torch's own
         optimizer.step()
     is_fused = bool(optimizer.param_groups[0].get("fused"))
     state = [
@@ -159,7 +159,7 @@ def _step(parameters: Sequence[nn.Parameter], make: _Make) -> tuple[tuple[int, .
     recorder = _recorder(parameters)
     recorder.ignore(state)
     recorder.phase = "optimizer"
-    with _Numbers(), recorder:
+    with _Numbers(), recorder:  # type: ignore[no-untyped-call]  # torch's own
         optimizer.step()
     return tuple(tensor.nbytes for tensor in on_device), _temporary(recorder.events, "temporaries")
 

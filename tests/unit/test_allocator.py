@@ -1,0 +1,103 @@
+"""The caching allocator as a model: rounding, pools, segments, splitting, best fit, merging, streams, a full device."""
+
+import pytest
+
+from hf_fsdp_tools.foresight.allocator import CachingAllocator, OutOfMemory, replay
+from hf_fsdp_tools.foresight.events import Alloc, Free
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "allocated", "reserved"),
+    [
+        (1, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        # what is left of a segment of its own is no more than 1 MiB, so the block is not split
+        (11 * MIB, 12 * MIB, 12 * MIB),
+        (30 * MIB + 1, 30 * MIB + 512, 32 * MIB),
+    ],
+)
+def test_a_request_takes_a_block_and_a_segment(num_bytes, allocated, reserved):
+    allocator = CachingAllocator()
+    allocator.take(num_bytes)
+    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
+
+
+def test_the_smallest_free_block_is_taken_and_split():
+    allocator = CachingAllocator()
+    large, small = allocator.take(40 * MIB), allocator.take(30 * MIB)
+    allocator.give_back(large)
+    allocator.give_back(small)
+    taken = allocator.take(12 * MIB)
+    assert taken is small and taken.size == 12 * MIB
+    assert allocator.take(18 * MIB).address == small.address + 12 * MIB  # the rest of it
+    assert allocator.reserved == 70 * MIB
+
+
+def test_neighbours_that_are_free_become_one_block():
+    allocator = CachingAllocator()
+    parts = [allocator.take(5 * MIB) for _ in range(4)]  # one segment of 20 MiB
+    for part in (parts[0], parts[2], parts[1], parts[3]):
+        allocator.give_back(part)
+    assert allocator.take(20 * MIB).address == parts[0].address
+    assert allocator.reserved == 20 * MIB
+
+
+def test_a_freed_block_serves_its_own_stream_only():
+    allocator = CachingAllocator()
+    allocator.give_back(allocator.take(20 * MIB, "copy_in"))
+    allocator.take(20 * MIB, "compute")
+    assert allocator.reserved == 40 * MIB
+    allocator.take(20 * MIB, "copy_in")
+    assert allocator.reserved == 40 * MIB
+
+
+def test_a_full_device_gets_cached_segments_back():
+    events = [
+        *(Alloc(number, 20 * MIB, "activations", "") for number in range(3)),
+        Free(0),
+        Free(1),
+        Alloc(3, 40 * MIB, "activations", ""),
+    ]
+    done = replay(events, limit=60 * MIB)
+    assert done.retried == ((5, 2),)
+    assert done.out_of_memory_at is None
+    assert done.reserved == [20 * MIB, 40 * MIB, 60 * MIB, 60 * MIB, 60 * MIB, 60 * MIB]
+    assert replay(events).retried == () and replay(events).peak_reserved == 100 * MIB
+
+
+def test_a_segment_with_a_block_in_use_stays():
+    allocator = CachingAllocator(limit=40 * MIB)
+    allocator.take(12 * MIB)
+    half = allocator.take(20 * MIB)
+    allocator.give_back(half)
+    allocator.take(5 * MIB)  # lies in the segment of 20 MiB, so that this cannot be given back
+    with pytest.raises(OutOfMemory):
+        allocator.take(30 * MIB)
+
+
+def test_the_place_is_told_where_nothing_fits():
+    done = replay([Alloc(1, MIB, "activations", ""), Alloc(2, 30 * MIB, "activations", "")], limit=20 * MIB)
+    assert done.out_of_memory_at == 1
+    assert done.peak_allocated == MIB
+
+
+def test_expandable_segments_grow_where_others_would_be_added():
+    def events():
+        for number in range(10):  # each block is longer than all that was freed
+            yield Alloc(number, (20 + 4 * number) * MIB, "activations", "")
+            yield Free(number)
+
+    assert replay(events()).peak_reserved == sum(20 + 4 * number for number in range(10)) * MIB
+    assert replay(events(), expandable=True).peak_reserved == 60 * MIB
+
+
+def test_blocks_of_an_earlier_part_can_be_freed_in_a_later_one():
+    done = replay([Alloc(1, MIB, "parameters", "")], [Free(1), Alloc(2, 0, "activations", ""), Free(2)])
+    assert done.allocated == [0, 0, 0]
+    assert done.peak_reserved == 2 * MIB

@@ -1,0 +1,310 @@
+"""A step that is composed takes, byte by byte, what a step of FSDP2 takes: real ones run on the CPU, as one rank of a
+process group whose collectives do nothing."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
+from transformers import AutoConfig, LlamaConfig
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight.build import build
+from hf_fsdp_tools.foresight.dry_run import trace_model
+from hf_fsdp_tools.foresight.events import Alloc, Free, Gradient, Mark, Record, Wait, Work
+from hf_fsdp_tools.foresight.optimizer import Updated, optimizer_step
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.shard_sizes import dtype_of
+from hf_fsdp_tools.foresight.step import Step, compose
+from hf_fsdp_tools.foresight.trace import Parameter, Trace
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
+from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.sharding.allocate import allocate
+from hf_fsdp_tools.sharding.shard import Sharding, apply_sharding, checkpoint_activations
+
+SHAPE = dict(num_gpus=4, batch_size=2, seq_len=32)
+
+
+def llama(**options: Any) -> LlamaConfig:
+    sizes = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=3, vocab_size=500, num_attention_heads=4)
+    return LlamaConfig(**{**sizes, "num_key_value_heads": 2, "max_position_embeddings": 64, **options})
+
+
+def mixtral() -> Any:
+    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, vocab_size=300, num_attention_heads=4)
+    return AutoConfig.for_model("mixtral", **sizes, num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2)
+
+
+def memory_of_step(step: Step) -> tuple[int, int]:
+    """The most memory above that before the step, and that after it."""
+    sizes: dict[int, int] = {}
+    now = most = 0
+    for event in step.events:
+        if isinstance(event, Alloc):
+            sizes[event.block] = event.num_bytes
+            now += event.num_bytes
+        elif isinstance(event, Free):
+            now -= sizes.pop(event.block)
+        most = max(most, now)
+    return most, now
+
+
+# ---- against FSDP2 itself ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def silence() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def group(size: int) -> Iterator[None]:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=size)
+    yield
+    dist.destroy_process_group()
+
+
+def real_step(config: Any, plan: WrapPlan, setup: TrainingSetup) -> int:
+    """The most memory of a third step of FSDP2 above that before it."""
+    model: Any = build_meta_model(config, attn_implementation=setup.attn_implementation)
+    if setup.activation_checkpointing:
+        checkpoint_activations(model)
+    model.config.use_cache = False
+    shape = (setup.dp_replicate_size, setup.dp_shard_size)
+    axes = ("dp_replicate", "dp_shard")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    sharding = Sharding(
+        plan=plan,
+        mesh=mesh if setup.dp_replicate_size > 1 else mesh["dp_shard"],
+        mp_policy=MixedPrecisionPolicy(dtype_of(setup.precision), dtype_of(setup.reduce_dtype)),
+        offload_policy=OffloadPolicy(),
+        activation_checkpointing=setup.activation_checkpointing,
+    )
+    apply_sharding(model, sharding)
+    allocate(model, device=torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=True)
+    ids = torch.ones(setup.batch_size, setup.seq_len, dtype=torch.long)
+    model.train()
+
+    def step() -> None:
+        for _ in range(setup.gradient_accumulation_steps):
+            model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    changes = sorted(_changes(profiler.profiler.kineto_results.experimental_event_tree()))
+    now = most = 0
+    for _, num_bytes in changes:
+        now += num_bytes
+        most = max(most, now)
+    return most
+
+
+def _changes(events: Any) -> Iterator[tuple[int, int]]:
+    for event in events:
+        if type(event.extra_fields).__name__ == "_ExtraFields_Allocation":
+            yield event.start_time_ns, event.extra_fields.alloc_size
+        yield from _changes(event.children)
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        pytest.param(llama(), {}, id="mixed precision"),
+        pytest.param(llama(tie_word_embeddings=True), dict(gradient_accumulation_steps=2), id="tied, accumulation"),
+        pytest.param(llama(), dict(num_gpus=8, dp_replicate_size=2, master_dtype="bf16"), id="HSDP, shards in bf16"),
+        pytest.param(llama(), dict(num_gpus=1), id="one rank"),
+        pytest.param(llama(), dict(precision="fp32", reshard_after_forward=False), id="full precision, kept"),
+        pytest.param(llama(), dict(activation_checkpointing=True), id="checkpointing"),
+        pytest.param(llama(), dict(policy=HybridPolicy(reshard_after_forward={"model.layers.*": 2})), id="partly kept"),
+        pytest.param(mixtral(), dict(num_gpus=8), id="experts split along their rows"),
+    ],
+)
+def test_a_step_takes_what_fsdp2_takes(config: Any, fields: dict[str, Any]) -> None:
+    setup = TrainingSetup(**{**SHAPE, "optimizer": "sgd", "max_grad_norm": None, **fields})
+    model, plan = build(config, setup)
+    step = compose(trace_model(model, plan, setup, device="cpu"), plan, setup)
+    most, after = memory_of_step(step)
+    if not setup.reshard_after_forward:
+        plan = replace(plan, units=tuple(replace(unit, reshard_after_forward=False) for unit in plan.units))
+    # oneDNN takes scratch memory for products in bf16, which no GPU does
+    with group(setup.num_gpus), torch.backends.mkldnn.flags(enabled=False):
+        real = real_step(config, plan, setup)
+    assert after == 0
+    # The batch is there before the real step. Checkpointing on the CPU keeps the state of its random numbers.
+    inputs = 2 * 8 * setup.batch_size * setup.seq_len
+    assert most - inputs == pytest.approx(real - 5056 * setup.activation_checkpointing, abs=600)
+
+
+# ---- what no CPU can run -----------------------------------------------------------------------------------------
+
+
+def linear(fqn: str, *shape: int, **options: Any) -> Parameter:
+    return Parameter(
+        fqn=fqn, shape=shape, dtype=torch.bfloat16, requires_grad=True, module=fqn.rpartition(".")[0], **options
+    )
+
+
+def hand_made(*, is_whole: bool = False) -> Trace:
+    """A model of two units, "" and "b", of 1,000 and 2,000 elements; its blocks 1 and 2 are the gradients."""
+    marks = {
+        (where, module): Mark(where, module)
+        for where in ("before_forward", "after_forward", "before_backward", "after_backward")
+        for module in ("", "b")
+    }
+    events = (
+        marks["before_forward", ""],
+        marks["before_forward", "b"],
+        marks["after_forward", "b"],
+        marks["after_forward", ""],
+        marks["before_backward", ""],
+        marks["before_backward", "b"],
+        Alloc(2, 4000, "whole gradients", "b"),
+        Gradient("b.weight", 2),
+        marks["after_backward", "b"],
+        Alloc(1, 2000, "whole gradients", ""),
+        Gradient("weight", 1),
+    )
+    parameters = (
+        linear("weight", 1000, is_whole=is_whole),
+        linear("b.weight", 2000, is_whole=is_whole),
+    )
+    return Trace(events=events, parameters=parameters, buffer_bytes=0, model_flops=0.0, tokens=1)
+
+
+PLAN = WrapPlan(
+    units=tuple(
+        WrapUnit(modules=(name,), reshard_after_forward=reshard, num_params=count, num_bytes=4 * count, reason="")
+        for name, reshard, count in (("b", True, 2000), ("", None, 1000))
+    ),
+    replicated=(),
+    model_class="HandMade",
+    num_params=3000,
+)
+
+
+def taken(step: Step) -> list[tuple[int, str, str]]:
+    return [(event.num_bytes, event.kind, event.stream) for event in step.events if isinstance(event, Alloc)]
+
+
+def works(step: Step, *operations: str) -> list[tuple[str, float, str, str]]:
+    found = (event for event in step.events if isinstance(event, Work) and event.operation in operations)
+    return [(event.operation, event.num_bytes, event.unit, event.stream) for event in found]
+
+
+def test_collectives_of_a_unit_carry_its_padded_bytes() -> None:
+    step = compose(hand_made(), PLAN, TrainingSetup(num_gpus=3, optimizer="sgd", max_grad_norm=None))
+    root, block = 2 * 3 * 334, 2 * 3 * 667  # bytes of bf16, a multiple of three
+    assert works(step, "all_gather", "reduce_scatter") == [
+        ("all_gather", root, "", "all_gather"),
+        ("all_gather", block, "b", "all_gather"),
+        ("all_gather", block, "b", "all_gather"),
+        ("reduce_scatter", 2 * block, "b", "reduce_scatter"),
+        ("reduce_scatter", 2 * root, "", "reduce_scatter"),
+    ]
+    assert step.held == {"parameters": 4 * (334 + 667)}
+    gradients = [each for each in taken(step) if each[1] == "gradients"]
+    assert gradients == [(4 * 667, "gradients", "reduce_scatter"), (4 * 334, "gradients", "reduce_scatter")]
+
+
+def test_a_gather_waits_for_its_copy_in_and_the_copy_out_for_the_gather() -> None:
+    step = compose(hand_made(), PLAN, TrainingSetup(num_gpus=2, optimizer="sgd", max_grad_norm=None))
+    recorded = {event.event: event.stream for event in step.events if isinstance(event, Record)}
+    waits = [(recorded[event.event], event.stream) for event in step.events if isinstance(event, Wait)]
+    # the root's first: after the optimizer, then its copy-in, then its copy-out
+    assert waits[:4] == [
+        ("compute", "copy_in"),
+        ("compute", "all_gather"),
+        ("copy_in", "all_gather"),
+        ("all_gather", "compute"),
+    ]
+    assert waits[-1] == ("reduce_scatter", "compute")
+
+
+def test_offloaded_shards_are_copied_to_the_device_and_gradients_back() -> None:
+    setup = TrainingSetup(num_gpus=2, offload=True)
+    step = compose(hand_made(), PLAN, setup)
+    assert works(step, "host_to_device", "device_to_host") == [
+        ("host_to_device", 4 * 500, "", "copy_in"),
+        ("host_to_device", 4 * 1000, "b", "copy_in"),
+        ("host_to_device", 4 * 1000, "b", "copy_in"),
+        ("device_to_host", 4 * 1000, "b", "reduce_scatter"),
+        ("device_to_host", 4 * 500, "", "reduce_scatter"),
+    ]
+    assert step.resident == () and memory_of_step(step)[1] == 0
+    # shard, gradient and two states of fp32, and a counter of steps for each parameter
+    assert step.host_bytes == 4 * 4 * 1500 + 2 * 4
+    assert [event.stream for event in step.events[step.optimizer_at :] if isinstance(event, Work)] == ["offload"]
+
+
+def test_without_fsdp_every_rank_holds_all_and_buckets_are_reduced() -> None:
+    fields: dict[str, Any] = dict(wrapping="none", optimizer="sgd", max_grad_norm=None)
+    step = compose(hand_made(is_whole=True), PLAN, TrainingSetup(num_gpus=4, **fields))
+    assert step.held == {"parameters": 4 * 3000, "gradients": 4 * 3000}  # the gradients are views of the buckets
+    assert works(step, "all_reduce") == [("all_reduce", 4 * 3000, "", "all_reduce")]
+    alone = compose(hand_made(is_whole=True), PLAN, TrainingSetup(num_gpus=1, gradient_accumulation_steps=2, **fields))
+    assert alone.held == {"parameters": 4 * 3000}
+    assert works(alone, "all_reduce") == [] and memory_of_step(alone)[1] == 0
+    assert [size for size, kind, _ in taken(alone) if kind == "gradients"] == [4 * 2000, 4 * 1000]
+
+
+def test_gradients_of_replicated_parameters_are_averaged_together() -> None:
+    plan = replace(PLAN, units=(PLAN.units[1],), replicated=("b.weight",))
+    trace = hand_made()
+    trace = replace(trace, parameters=(trace.parameters[0], replace(trace.parameters[1], is_whole=True)))
+    setup = TrainingSetup(num_gpus=2, optimizer="sgd", max_grad_norm=None, gradient_accumulation_steps=2)
+    step = compose(trace, plan, setup)
+    assert works(step, "all_reduce") == [("all_reduce", 4 * 2000, "", "compute")] * 2
+    assert memory_of_step(step)[1] == 0
+
+
+# ---- the optimizer -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state", "temporary"),
+    [
+        ("adamw", [4, 4 * 5000, 4 * 5000] * 2, 0),
+        ("adamw_foreach", [4 * 5000] * 4, 4 * 10000),
+        ("sgd", [], 0),
+        ("sgd_momentum", [4 * 5000] * 2, 0),
+        ("adafactor", [4 * 50, 4 * 100] * 2, 4 * 10000),
+        ("adamw_8bit", [1024, 1024, 5000, 5000, 80, 80, 5000, 5000, 80, 80], 0),
+    ],
+)
+def test_an_optimizer_has_its_state_and_its_temporary_memory(optimizer: str, state: list[int], temporary: int) -> None:
+    updated = [Updated(shape=(50, 100), dtype=torch.float32)] * 2
+    step = optimizer_step(updated, TrainingSetup(optimizer=optimizer, max_grad_norm=None))
+    assert sorted(step.state) == sorted(state)
+    now = most = 0
+    sizes: dict[int, int] = {}
+    for event in step.events:
+        if isinstance(event, Alloc):
+            sizes[event.block] = event.num_bytes
+            now += event.num_bytes
+        elif isinstance(event, Free):
+            now -= sizes.pop(event.block)
+        most = max(most, now)
+    assert now == 0 and temporary <= most <= 1.1 * temporary + 100
+
+
+def test_an_unknown_optimizer_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ConfigError, match=r"'adam'; .*'adamw', .*'adamw_8bit'"):
+        optimizer_step([], TrainingSetup(optimizer="adam"))
