@@ -81,12 +81,12 @@ class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is 
         Raises:
             ConfigError: another profiler is running.
         """
+        # torch would end the other one without a word
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # it comes from C++
+            raise ConfigError("Another profiler is running, and torch runs one at a time. End it before this step.")
         self._resident_bytes = sum(_storages(self.model, self.optimizer).values())
         recording = profile(profile_memory=True)  # of every kind of device that torch can profile here
-        try:
-            recording.start()
-        except RuntimeError as error:
-            raise ConfigError(f"The step cannot be recorded: {error}. Stop the other profiler first.") from error
+        recording.start()
         self._profile = recording
         return self
 

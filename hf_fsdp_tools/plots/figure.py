@@ -225,7 +225,7 @@ def save(figure: "Figure", path: str | Path) -> None:
 
 
 def svg_text(figure: "Figure", *, ground: bool = False) -> str:
-    """A picture as an `svg` element, texts as shapes, coordinates to a hundredth of a point.
+    """A picture as an `svg` element, texts as shapes, coordinates to a tenth of a point.
 
     Args:
         figure: of this room.
@@ -239,4 +239,10 @@ def svg_text(figure: "Figure", *, ground: bool = False) -> str:
         figure.savefig(written, format="svg", facecolor=color, metadata={"Date": None, "Creator": None})
     text = written.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    return re.sub(r"(\d+\.\d\d)\d+", r"\1", text).rstrip()
+    return re.sub(r' d="[^"]*"', _shortened, text).rstrip()
+
+
+def _shortened(path: re.Match[str]) -> str:
+    """The path of an SVG element with one decimal per coordinate and without line breaks."""
+    rounded = re.sub(r"-?\d+\.\d+", lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), path[0])
+    return re.sub(r"\s*\n", " ", rounded).replace(" L ", "L").replace(' "', '"')
