@@ -69,7 +69,8 @@ def recommend(options: argparse.Namespace, config: "FSDPConfig") -> Fitting:
     if config.use_cpu or config.fsdp_version != 2:
         what = "the CPU" if config.use_cpu else "FSDP1"
         raise ConfigError(
-            f"what fits on {what} is not known; leave {options.model} out, or say for which GPUs: --gpu h100-80gb --gpus 8"
+            f"{options.model}: what fits on {what} is not known; leave it out, or say for which GPUs: --gpu h100-80gb "
+            "--gpus 8"
         )
     from hf_fsdp_tools.foresight.recommend import recommend_config
 
