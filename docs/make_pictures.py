@@ -2,8 +2,8 @@
 
     pip install -e '.[plots]' && python docs/make_pictures.py
 
-No network, no weights, no GPU: Llama-3.1-8B is made from the numbers of its published configuration. The scaling curves
-are those that `benchmarks/foresight.py` wrote into `benchmarks/results/scaling.json`.
+No network, no weights, no GPU: models are made from the numbers of their configurations (`models.py`). The curves over
+the number of GPUs are those that `benchmarks/foresight.py` wrote into `benchmarks/results/scaling.json`.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig
+from models import CONFIGS
 
 from hf_fsdp_tools.foresight.forecast import Forecast, step_of
 from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of
@@ -30,17 +30,6 @@ from hf_fsdp_tools.plots.schedule import draw_schedule
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pictures"
 SCALING = ROOT / "benchmarks" / "results" / "scaling.json"
-
-LLAMA_8B = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_position_embeddings=131072,
-)
-"""meta-llama/Llama-3.1-8B, as in its `config.json`."""
 
 Draw = Callable[[Any], Any]
 """A picture in a theme."""
@@ -79,7 +68,7 @@ def pictures_of_a_step() -> Iterator[tuple[str, Draw]]:
 def forecast(num_gpus: int, wrapping: Any) -> Forecast:
     """One step of Llama-3.1-8B."""
     return step_of(
-        LLAMA_8B,
+        CONFIGS["Llama-3.1-8B"],
         TrainingSetup(
             num_gpus=num_gpus, gpu="h100-80gb", seq_len=8192, activation_checkpointing=True, wrapping=wrapping
         ),

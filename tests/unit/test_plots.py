@@ -108,15 +108,15 @@ def test_a_title_says_the_finding():
         return PICTURES[name]().texts[0].get_text()
 
     peak = f"{STEP.peak_bytes / 1e9:,.1f} GB"
-    assert title("memory") == f"Peaks at {peak} in the loss, 10.0 GB below the limit of the device"
+    assert title("memory") == f"Peaks at {peak} in the loss; the allocator takes 70.0 GB of the device's 80.0 GB"
     assert title("comparison") == f"Hybrid wrapping peaks at {peak}, root-only at {OTHER.peak_bytes / 1e9:,.1f} GB"
     off = 100 * (OTHER.peak_bytes / STEP.peak_bytes - 1)
     measured = " ".join(text.get_text() for text in PICTURES["memory with a measured step"]().texts[:2])
     assert f"measured {peak} ({off:+.1f}" in measured.replace("\N{NO-BREAK SPACE}", " ")
     assert title("units") == "11 units; the largest gathers 400 B of 760 B"
     assert "A, gpu one: 99 at 512 GPUs, 99" in title("scaling")
-    tight = draw_memory(STEP, model="m", limit_bytes=STEP.peak_bytes)
-    assert "ABOVE the limit" in tight.texts[0].get_text()
+    without_allocator = draw_memory(OTHER, model="m", limit_bytes=90 * GB)
+    assert without_allocator.texts[0].get_text().endswith(", of the device's 90.0 GB")
 
 
 def test_a_limit_that_is_far_away_is_told_and_not_drawn():

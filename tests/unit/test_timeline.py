@@ -231,6 +231,36 @@ def test_a_recorded_step_on_a_gpu_reads_the_gpus_allocator_and_streams():
     ] == [True, True]
 
 
+def test_collectives_of_gloo_belong_to_the_units_that_launched_them():
+    """gloo reduces by its all-reduce, on threads of its own; the host computes unless it waits for a collective."""
+    trace = {
+        "traceEvents": [
+            *LABELS,
+            record("c10d::_allgather_base_", 13, 1),
+            record("gloo:all_gather", 14, 6, "user_annotation", 9),
+            record("aten::linear", 30, 10),
+            record("aten::mm", 31, 8),
+            record("c10d::_reduce_scatter_base_", 156, 1),
+            record("gloo:all_reduce", 158, 20, "user_annotation", 9),
+            record("aten::copy_", 160, 5, tid=9),
+            record("c10d::allreduce_", 190, 1),
+            record("_c10d_functional::wait_tensor", 191, 6),
+            record("gloo:all_reduce", 191, 5, "user_annotation", 9),
+            record("aten::mul", 210, 5),
+        ]
+    }
+    schedule = read_schedule(trace)
+    collectives = [(b.operation, b.unit, b.phase) for b in schedule.bars if b.track == "communication"]
+    assert collectives == [
+        ("all_gather", "layers.0", "forward"),
+        ("reduce_scatter", "layers.0", "backward"),
+        ("all_reduce", "", "clip"),
+    ]
+    computed = [(b.unit, b.phase, round(1e6 * b.start_s)) for b in schedule.bars if b.operation == "compute"]
+    assert computed == [("layers.0", "forward", 31), ("", "optimizer", 210)], "not gloo's thread, not the waiting"
+    assert schedule.exposed_seconds == pytest.approx(31e-6)
+
+
 def test_a_step_without_fsdp_has_its_phases_too():
     trace = {
         "traceEvents": [
