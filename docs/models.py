@@ -4,6 +4,7 @@ Each gives the model's shapes; what does not change them (dropout, special token
 """
 
 from transformers import (
+    DeepseekV3Config,
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
@@ -18,6 +19,7 @@ __all__ = ["CONFIGS"]
 def _llama(hidden_size: int, intermediate_size: int, layers: int, heads: int, theta: float = 500000.0) -> LlamaConfig:
     """A model of the Llama 3.1 family."""
     return LlamaConfig(
+        dtype="bfloat16",
         vocab_size=128256,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -58,5 +60,6 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "Mixtral-8x7B": MixtralConfig(max_position_embeddings=32768),
     "GPT-2": GPT2Config(),
+    "DeepSeek-V3": DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"]),
 }
 """By name."""

@@ -4,7 +4,7 @@
     python docs/paste.py --check      # change nothing; exit code 1 if a document is out of date
 
 Where a document says `<!-- prints: hf-fsdp plan NAME … -->`, the block of text after it becomes the command and its
-output. Names of the hub stand for configurations in `models.py`, so no network is needed.
+output. Names of the hub stand for configurations in `models.py` of the same last part: no network is needed.
 """
 
 import argparse
@@ -46,9 +46,11 @@ def block(command: str) -> str:
     if program != "hf-fsdp":
         raise SystemExit(f"{command!r}: only hf-fsdp is run here")
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed:
-        for name in set(words) & set(CONFIGS):
-            CONFIGS[name]().save_pretrained(Path(folder, name))
-        code = hf_fsdp([str(Path(folder, word)) if word in CONFIGS else word for word in words])
+        for index, word in enumerate(words):
+            if (config := CONFIGS.get(word.rpartition("/")[2])) is not None:
+                words[index] = str(Path(folder, word))
+                config.save_pretrained(words[index])
+        code = hf_fsdp(words)
     if code:
         raise SystemExit(f"{command!r} ended with {code}")
     lines = printed.getvalue().replace(f"{folder}/", "").splitlines()
