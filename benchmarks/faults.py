@@ -40,6 +40,7 @@ from faulting.saves import ENDS, SAVES, Save, look_at, save_first, save_struck
 from faulting.stopped import ROADS, stop
 from faulting.strike import Fault, Strike
 
+from benchmarks.measuring.rounds import command
 from tests._checkpoints import make_checkpoint
 from tests._dist import hide_gpus, run_ranks
 
@@ -179,8 +180,8 @@ def put_into(document: Path, text: str) -> None:
 def about() -> str:
     """Where and with what the attacks were made."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "peft"))
-    command = f"python benchmarks/faults.py {' '.join(sys.argv[1:])}".strip()
-    return f"{date.today()}; {versions}; 2 ranks over gloo on {len(os.sched_getaffinity(0))} cores. `{command}`"
+    ran = command("benchmarks/faults.py")
+    return f"{date.today()}; {versions}; 2 ranks over gloo on {len(os.sched_getaffinity(0))} cores. `{ran}`"
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """What a checkpoint holds beside its weights, or is not to be changed in them, in a world of one."""
 
-import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,13 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, ChineseCLIPModel
+from transformers import AutoModelForCausalLM, ChineseCLIPModel, CsmForConditionalGeneration
 
 from benchmarks.architectures.cases import build
 from benchmarks.architectures.defaults import build_config
 from benchmarks.architectures.shrink import shrink
 from hf_fsdp_tools import from_pretrained, save_pretrained
+from hf_fsdp_tools.modeling import generation
 from tests._checkpoints import full_state
 from tests._round_trip import differences, resave
 
@@ -40,17 +41,9 @@ def test_an_adapter_beside_a_whole_model_is_put_on_it_as_transformers_does(
     assert all(torch.equal(named[name], tensor) for name, tensor in expected.items())
 
 
-INNER = {
-    "CsmForConditionalGeneration": ("csm", "depth_decoder"),
-    "KyutaiSpeechToTextForConditionalGeneration": ("kyutai_speech_to_text", "codec_model"),
-}
-
-
-@pytest.mark.parametrize("name", INNER)
-def test_settings_by_which_an_inner_model_generates_are_kept(name: str, tmp_path: Path) -> None:
-    model_type, inner = INNER[name]
-    model_class = getattr(transformers, name)
-    model: Any = build(model_class, shrink(build_config(model_type), "tiny"))
+def test_settings_by_which_an_inner_model_generates_are_kept(tmp_path: Path) -> None:
+    model_class, inner = CsmForConditionalGeneration, "depth_decoder"
+    model: Any = build(model_class, shrink(build_config("csm"), "tiny"))
     getattr(model, inner).generation_config.update(max_length=37)
     model.save_pretrained(tmp_path / "stored")
     assert "37" in (tmp_path / "stored" / "generation_config.json").read_text()
@@ -61,7 +54,17 @@ def test_settings_by_which_an_inner_model_generates_are_kept(name: str, tmp_path
     save_pretrained(opened, tmp_path / "ours")
     again.save_pretrained(tmp_path / "theirs")
     assert differences(tmp_path / "ours", tmp_path / "theirs") == []
-    assert json.loads((tmp_path / "ours" / "generation_config.json").read_text())
+
+
+def test_the_models_that_keep_settings_of_an_inner_one_are_those_of_transformers() -> None:
+    models = Path(transformers.__file__).parent / "models"
+    found = {}
+    for file in models.glob("*/modeling_*.py"):
+        saving = re.search(r"def save_pretrained\(.*?\n\n\n?    def |def save_pretrained\(.*", file.read_text(), re.S)
+        if saving and (name := re.search(r"self\.(\w+)\.generation_config", saving[0])):
+            (prefix,) = re.findall(r'prefix = "(\w+)"', saving[0])
+            found[file.parent.name] = (name[1], prefix)
+    assert found == generation._INNER
 
 
 def test_a_stored_row_for_padding_stays(tmp_path: Path) -> None:
