@@ -189,7 +189,7 @@ def estimate_throughput(
         ConfigError: a field has a value that cannot be, or GPU or era is unknown.
         CheckpointError, WrapPlanError: the model cannot be built or planned.
     """
-    return throughput_of(step_of(name_or_model, TrainingSetup(**fields), **(model_kwargs or {})), era=era)
+    return throughput_of(step_of(name_or_model, TrainingSetup.of(**fields), **(model_kwargs or {})), era=era)
 
 
 def scaling(
