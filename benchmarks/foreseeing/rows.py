@@ -11,6 +11,8 @@ What a publication leaves open is settled by these rules, none of which looks at
 - `precision` "PURE" of llm-foundry reduces in bf16, "DEFAULT" in fp32 (Composer); fms-fsdp reduces in bf16.
 - The network is the usual one of the GPU where a publication names none.
 - The FSDP paper's 175B rows hold for 128 to 512 GPUs; 256 are taken.
+- llm-foundry and TinyLlama run a fused cross entropy; that of transformers makes copies of the logits in fp32, so the
+  memory of these rows is less than foreseen, and no row of theirs is taken to wait for a full GPU.
 - TinyLlama's fused kernels and FlashAttention-2 count as compiled, of 2024.
 - PyTorch's post of 2022 wrapped the linear layers of the decoder one by one.
 - The teraflop/s of PyTorch's post of 2022 and of the FSDP paper count the recomputation, 96 B s l h^2 (1 + s/6h +
@@ -86,6 +88,12 @@ class Row:
     def publisher(self) -> str:
         """Who measured: fms-fsdp's team wrote its README and two posts of PyTorch's blog."""
         return "fms-fsdp" if "fms-fsdp" in self.source else re.split("[ #]", self.source)[0]
+
+    @property
+    def is_loss_fused(self) -> bool:
+        """Whether logits have no copies in fp32: such a training needs less memory than is foreseen, and how full the
+        GPU is says nothing about it."""
+        return self.publisher in ("llm-foundry", "TinyLlama")
 
     @property
     def name(self) -> str:

@@ -66,7 +66,9 @@ class Program:
         durations = self._durations(efficiency)
         compiled = self.row.setup.compile
         return self._extrapolated(
-            run(each.events, durations, compiled=compiled, stalls=each.stalls).seconds for each in self.runs
+            run(each.events, durations, compiled=compiled, stalls=stalls).seconds
+            for each in self.runs
+            for stalls in [{} if self.row.is_loss_fused else each.stalls]
         )
 
     def compute_seconds(self, efficiency: Efficiency) -> float:
