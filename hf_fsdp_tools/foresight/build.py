@@ -4,15 +4,30 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any
 
+import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.modeling.clone import copy_tree
+from hf_fsdp_tools.modeling.configs import text_config
+from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
+from hf_fsdp_tools.modeling.peft_view import base_of, is_adapted
 from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.sharding.adapter_plan import plan_with_adapters
+from hf_fsdp_tools.sharding.adapters import add_lora
 
-__all__ = ["build"]
+__all__ = ["DTYPES", "build", "max_positions"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""The dtypes of a `TrainingSetup`."""
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+"""How configurations name the number of positions."""
+
+_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
 
 
 def build(
@@ -21,23 +36,32 @@ def build(
     """The model of a training on meta, and the plan of its units.
 
     Args:
-        name_or_model: hub name, folder, `config.json`, configuration, or a model on any device.
-        setup: attention, precision and wrapping are read.
-        model_kwargs: as in `build_meta_model` (`auto_class`, `revision`, …).
+        name_or_model: hub name, folder, `config.json`, configuration, or a model on any device, with or without
+            adapters, which is taken as it is.
+        setup: dtypes, attention, adapters, quantisation, wrapping and the length of sequences are read.
+        model_kwargs: as in `build_meta_model` (`auto_class`, `revision`, …). Without `auto_class` the model is of the
+            class that the configuration names, or else that which its kind is trained with.
+
+    Returns:
+        The model and its plan. Of a model with adapters, this is the model inside PEFT's.
 
     Any rank may call; nothing is communicated.
 
     Raises:
-        CheckpointError, ConfigError: as `build_meta_model`.
+        CheckpointError: as `build_meta_model`.
+        ConfigError: as `build_meta_model`; sequences are longer than the model's positions; PEFT or bitsandbytes are
+            needed and not installed.
         WrapPlanError: the policy does not fit the model.
     """
-    if isinstance(name_or_model, nn.Module):
-        model = name_or_model
-    else:
-        # Where sdpa is asked for, transformers chooses it for the models that have it.
-        attention = None if setup.attn_implementation == "sdpa" else setup.attn_implementation
-        model = build_meta_model(name_or_model, attn_implementation=attention, **model_kwargs)
-    plan = make_wrap_plan(model, policy=setup.policy)
+    given = name_or_model if isinstance(name_or_model, nn.Module) else None
+    model = _built(name_or_model, setup, model_kwargs) if given is None else given
+    if setup.lora_r is not None and not is_adapted(model):
+        model = model if given is None else _on_meta(model)
+        targets = setup.lora_target_modules
+        model = add_lora(model, r=setup.lora_r, target_modules=targets if isinstance(targets, str) else list(targets))
+    base = base_of(model)
+    _check_length(base, setup)
+    plan = plan_with_adapters(base, setup.policy)
     if setup.wrapping != "hybrid":
         root = replace(
             plan.units[-1],
@@ -46,4 +70,82 @@ def build(
             reason="the whole model in one unit",
         )
         plan = replace(plan, units=(root,))
-    return model, plan
+    return base, plan
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A copy of a model with parameters of its own, on meta."""
+    own = {
+        parameter: nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+
+    def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+        return {key: None if value is None else own[value] for key, value in module._parameters.items()}
+
+    return copy_tree(model, parameters=parameters).model
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """The longest sequence of a model; None where its configuration sets no limit (relative positions)."""
+    if hasattr(config, "relative_attention_num_buckets"):
+        return None
+    for part in (text_config(config), config):
+        for name in _POSITIONS:
+            if isinstance(limit := getattr(part, name, None), int) and limit > 0:
+                return limit
+    return None
+
+
+def _check_length(model: nn.Module, setup: TrainingSetup) -> None:
+    config = getattr(model, "config", None)
+    limit = max_positions(config) if isinstance(config, PreTrainedConfig) else None
+    if limit is not None and setup.seq_len > limit:
+        raise ConfigError(
+            f"seq_len {setup.seq_len:,} is beyond the {limit:,} positions of {type(model).__name__}. Use {limit:,} or "
+            "less, or give a configuration with more positions."
+        )
+
+
+def _built(
+    source: str | PathLike[str] | PreTrainedConfig, setup: TrainingSetup, model_kwargs: dict[str, Any]
+) -> nn.Module:
+    hub = {key: value for key, value in model_kwargs.items() if key in _HUB}
+    config = load_config(source, **hub)
+    options = {key: value for key, value in model_kwargs.items() if key not in _HUB}
+    options.setdefault("auto_class", _auto_class(config))
+    if setup.attn_implementation != "sdpa":  # which transformers chooses for the models that have it
+        options.setdefault("attn_implementation", setup.attn_implementation)
+    frozen = setup.lora_r is not None or setup.load_in_4bit
+    options.setdefault("dtype", DTYPES[setup.precision if frozen else setup.master_dtype])
+    if setup.load_in_4bit:
+        options.setdefault(
+            "quantization_config",
+            transformers.BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_compute_dtype=DTYPES[setup.precision],
+                bnb_4bit_quant_storage=DTYPES[setup.precision],
+            ),
+        )
+    own_code = bool(hub.get("trust_remote_code"))
+    model: nn.Module = build_meta_model(config, trust_remote_code=own_code, **options)
+    return model
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    """The class of a configuration's model: the one that it names, or else of the kind that is trained."""
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if found is not None and "For" in name:
+            return found
+    if text_config(config) is not config and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    if getattr(config, "is_encoder_decoder", False):
+        is_speech = type(config) in transformers.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+        return transformers.AutoModelForSpeechSeq2Seq if is_speech else transformers.AutoModelForSeq2SeqLM
+    if type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        return transformers.AutoModelForImageClassification
+    if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        return transformers.AutoModelForMaskedLM
+    return transformers.AutoModelForCausalLM

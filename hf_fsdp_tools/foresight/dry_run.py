@@ -15,26 +15,30 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import masking_utils
 
+from hf_fsdp_tools.foresight.build import DTYPES
+from hf_fsdp_tools.foresight.chunked_loss import chunk_loss
 from hf_fsdp_tools.foresight.events import Event, Work
 from hf_fsdp_tools.foresight.inputs import make_batch
-from hf_fsdp_tools.foresight.kernels import AsOnCuda, scratch
+from hf_fsdp_tools.foresight.kernels import AsOnCuda, imitate_4bit, scratch
 from hf_fsdp_tools.foresight.recorder import Recorder
-from hf_fsdp_tools.foresight.repeats import Stack, cut_model, cut_plan, repeating_stacks
+from hf_fsdp_tools.foresight.repeats import Stack, configs_of, cut_model, cut_plan, repeating_stacks
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.splice import Bounds, expand
 from hf_fsdp_tools.foresight.trace import Parameter, Trace
 from hf_fsdp_tools.modeling.clone import copy_tree
-from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
 from hf_fsdp_tools.sharding.shard import checkpoint_activations, runners_of_experts
 
 __all__ = ["Device", "trace_model"]
 
+_KEPT = (4, 5)
+"""Periods of blocks that are run: one at each end, whose neighbours are other modules, and two to compare between them.
+Five where the blocks share what one of them or the encoder made: gradients of it add up from the last but one on."""
+
 Device = Literal["cuda", "cpu"]
 """Whose kernels are assumed: what they save for the backward pass, and their scratch memory."""
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, device: Device = "cuda") -> Trace:
@@ -51,7 +55,9 @@ def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, devic
     Raises:
         ConfigError: the sequence is longer than the model's table of positions.
     """
-    if stacks := repeating_stacks(model):
+    for kept in _KEPT:
+        if not (stacks := repeating_stacks(model, kept)):
+            break
         recorder, bounds = _dry_run(model, plan, setup, device, stacks)
         events = expand(recorder.events, stacks, bounds)
         if events is not None:
@@ -66,7 +72,7 @@ def _trace(
     return Trace(
         events=tuple(events),
         parameters=tuple(_parameters(model, plan, setup)),
-        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()) + _bytes_of_scales(model),
         model_flops=sum(event.model_flops for event in events if isinstance(event, Work)),
         tokens=setup.batch_size * setup.seq_len,
         blocks=sum(len(stack.indices) for stack in stacks),
@@ -121,11 +127,24 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
         )
 
 
+def _bytes_of_scales(model: nn.Module) -> int:
+    """Bytes of the scales of 4-bit weights, which every rank holds whole; nested ones are bytes with fp32 of their own.
+
+    bitsandbytes has 256 nested scales to a block, and tables of 16 and 256 fp32 values for each layer.
+    """
+    total = 0
+    for layer in packed_linears(model).values():
+        packing = packing_of(layer)
+        nested = packing.num_blocks + 4 * -(-packing.num_blocks // 256) + 4 * 256
+        total += 4 * 16 + (nested if packing.is_nested else 4 * packing.num_blocks)
+    return total
+
+
 def _dtype(parameter: torch.Tensor, setup: TrainingSetup, *, is_whole: bool) -> torch.dtype:
     """The dtype in which a parameter is gathered, or kept whole."""
     if not parameter.is_floating_point():
         return parameter.dtype
-    return _DTYPES[setup.master_dtype if is_whole else setup.precision]
+    return DTYPES[setup.master_dtype if is_whole else setup.precision]
 
 
 def _give_memory(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> None:
@@ -152,6 +171,9 @@ def _units(plan: WrapPlan) -> dict[str, str]:
 def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: Recorder) -> None:
     """Bring a copy of the model into the state in which it is trained, with marks at the plan's modules."""
     model.train()
+    for config in configs_of(model):  # a copy's own
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
     if setup.activation_checkpointing:
         checkpoint_activations(model)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -161,8 +183,11 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
     whole = {parameter for name, parameter in model.named_parameters() if name in plan.replicated}
     units = {modules[name] for unit in plan.units for name in unit.modules}
     if setup.precision != "fp32":
-        add_casts(model, _DTYPES[setup.precision], units=units, whole=whole)
+        add_casts(model, DTYPES[setup.precision], units=units, whole=whole)
     reach_experts(dict(runners_of_experts(model)))
+    imitate_4bit(model)
+    if setup.loss == "chunked":
+        chunk_loss(model, recorder)
     _watch_head(model, recorder)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

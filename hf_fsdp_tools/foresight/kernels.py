@@ -1,16 +1,19 @@
 """The operations of a GPU that differ from those of a CPU, on fake tensors of the CPU: attention, dropout, norms."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from hf_fsdp_tools.foresight.events import Operation
+from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of
 
-__all__ = ["AsOnCuda", "counted", "grouped_mm", "scratch"]
+__all__ = ["AsOnCuda", "counted", "grouped_mm", "imitate_4bit", "scratch"]
 
 
 class AsOnCuda(TorchFunctionMode):
@@ -87,6 +90,42 @@ def grouped_mm(
     width = -(-shape[-1] // step) * step
     strides = (shape[-2] * width, width, 1)[-len(shape) :]
     return torch.empty_strided(shape, strides, dtype=dtype, device=left.device)
+
+
+def imitate_4bit(model: nn.Module) -> None:
+    """Let layers of bitsandbytes unpack their weight in each pass, without bitsandbytes, whose kernels need data.
+
+    As its `MatMul4Bit`: the whole weight is unpacked in the forward pass and again in the backward pass.
+    """
+    for module in packed_linears(model).values():
+        module.forward = partial(_linear_4bit, module)
+
+
+def _linear_4bit(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+    dtype = layer.compute_dtype or hidden.dtype
+    result: torch.Tensor = _Linear4bit.apply(hidden.to(dtype), layer.weight, packing_of(layer))  # type: ignore[no-untyped-call]
+    return (result if layer.bias is None else result + layer.bias.to(dtype)).to(hidden.dtype)
+
+
+class _Linear4bit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, packed: torch.Tensor, packing: Packing) -> torch.Tensor:
+        ctx.packing = packing
+        ctx.save_for_backward(packed)
+        return functional.linear(hidden, _unpacked(packed, packing, hidden.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (packed,) = ctx.saved_tensors
+        return torch.matmul(grads[0], _unpacked(packed, ctx.packing, grads[0].dtype)), None, None
+
+
+def _unpacked(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a weight that a kernel has unpacked; nested scales are unpacked first."""
+    scales = torch.zeros(packing.num_blocks, dtype=torch.float32, device=packed.device) if packing.is_nested else None
+    weight = torch.zeros(packing.shape, dtype=packing.dtype, device=packed.device)
+    del scales
+    return weight.to(dtype)
 
 
 def counted(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> tuple[Operation, float, float]:

@@ -33,7 +33,7 @@ from hf_fsdp_tools.sharding.shard import Sharding, apply_again, sharded_module, 
 from hf_fsdp_tools.sharding.whole import average_gradients, is_averaged
 from hf_fsdp_tools.text import first_line, first_lines
 
-__all__ = ["add_adapter", "load_adapter", "shard_added"]
+__all__ = ["add_adapter", "add_lora", "load_adapter", "shard_added"]
 
 _NEEDS_BASE = ("corda", "eva", "loftq", "lora_ga", "mica", "olora", "pissa")
 """Values of LoRA's `init_lora_weights` that need whole weights of the base (PEFT 0.21); all but EVA change them too."""
@@ -153,6 +153,24 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
         make_root(base)
     answer_for_shards(model)  # PEFT's, like transformers'
     return replaced
+
+
+def add_lora(model: nn.Module, *, r: int, target_modules: str | list[str]) -> nn.Module:
+    """Add LoRA to a plain model, in place, and freeze its base; return the `PeftModel`. Nothing is communicated.
+
+    Args:
+        model: not sharded; on meta, the adapter is on meta too.
+        r: rank of the adapter.
+        target_modules: as in `LoraConfig`.
+
+    Raises:
+        ConfigError: PEFT is not installed, or refuses.
+    """
+    peft = _peft()
+    config = peft.LoraConfig(r=r, target_modules=target_modules)
+    with _on_shards(config):
+        adapted: nn.Module = peft.get_peft_model(model, config)
+    return adapted
 
 
 # ---- PEFT on shards ----

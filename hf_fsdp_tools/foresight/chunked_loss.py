@@ -1,0 +1,104 @@
+"""A loss that never holds all logits: memory and work of TRL's, which Liger's fused loss resembles.
+
+TRL (1.16, `ChunkedLogProbFunction`) multiplies pieces of hidden states with pieces of the head, and makes the pieces
+again in the backward pass, where gradients are summed in fp32. Its kernels are Triton's, which do not run without data.
+"""
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight.recorder import Recorder
+
+__all__ = ["chunk_loss"]
+
+_TOKENS, _WORDS = 4096, 32768
+"""Of one piece of logits: TRL's `TOKEN_CHUNK_SIZE` and `_CHUNKED_LOGPROB_CHUNK_SIZE`."""
+
+
+def chunk_loss(model: nn.Module, recorder: Recorder) -> None:
+    """Let a model compute its loss in pieces, in place, as TRL's `add_fused_lm_head` does.
+
+    Args:
+        model: that has a head for words.
+        recorder: is told where the loss begins and ends.
+
+    Raises:
+        ConfigError: the model has no such head.
+    """
+    find = getattr(model, "get_output_embeddings", None)
+    if find is None or find() is None or getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{type(model).__name__} has no decoder with a head for words, whose loss could be computed in chunks. "
+            'Use loss="full".'
+        )
+
+    def forward(self: Any, *args: Any, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+        hidden = self.base_model(*args, **kwargs)[0]
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: setattr(recorder, "in_loss", False))
+        recorder.in_loss = True
+        labels = labels[:, 1:]
+        mask = labels != -100
+        hidden = hidden[:, :-1].reshape(-1, hidden.shape[-1])
+        head = self.get_output_embeddings()
+        log_probs: torch.Tensor = _LogProbs.apply(hidden, head.weight, head.bias, labels.reshape(-1))  # type: ignore[no-untyped-call]
+        log_probs = log_probs.new_zeros(mask.shape).masked_scatter(mask, log_probs)
+        return {"loss": -log_probs.sum() / mask.sum().clamp(min=1)}
+
+    model.forward = MethodType(forward, model)
+
+
+class _LogProbs(torch.autograd.Function):
+    """Logarithms of the probabilities of labels, in the memory and with the products of TRL's function."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+    ) -> torch.Tensor:
+        tokens = hidden.shape[0]
+        running = [torch.zeros(tokens, dtype=torch.float32, device=hidden.device) for _ in range(7)]
+        tile = hidden.new_empty(min(tokens, _TOKENS), _WORDS)
+        for part, rows, columns in _pieces(tile, hidden, weight):
+            torch.mm(hidden[rows], weight[columns].t(), out=part)
+            torch.sum(part, dim=-1, dtype=torch.float32, out=running[1][rows])  # all statistics in one kernel
+        log_z = running[0] + running[1].log()
+        result = running[6] - log_z
+        entropy = log_z - running[2] / running[1]
+        ctx.save_for_backward(hidden, weight, bias, labels, log_z, entropy)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        hidden, weight, bias, _, _, _ = ctx.saved_tensors
+        of_hidden, of_weight, of_bias = (
+            torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device) if needed else None
+            for tensor, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        )
+        tile = hidden.new_empty(min(hidden.shape[0], _TOKENS), _WORDS)
+        for part, rows, columns in _pieces(tile, hidden, weight):
+            torch.mm(hidden[rows], weight[columns].t(), out=part)
+            part.neg_()  # logits become their gradients in place
+            if of_hidden is not None:
+                _add_product(of_hidden[rows], part, weight[columns])
+            if of_weight is not None:
+                _add_product(of_weight[columns], part.t(), hidden[rows])
+        found = ((of_hidden, hidden), (of_weight, weight), (of_bias, bias))
+        return (*(None if grad is None else grad.to(like.dtype) for grad, like in found), None)
+
+
+def _pieces(tile: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> Any:
+    """Yield the memory of each piece of logits, with its tokens and its words."""
+    for token in range(0, hidden.shape[0], _TOKENS):
+        rows = slice(token, min(token + _TOKENS, hidden.shape[0]))
+        for word in range(0, weight.shape[0], _WORDS):
+            columns = slice(word, min(word + _WORDS, weight.shape[0]))
+            yield tile[: rows.stop - rows.start, : columns.stop - columns.start], rows, columns
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add a product to a sum in fp32 without memory beside it, as cuBLAS does."""
+    torch.mm(left, right, out=total.view(left.dtype)[:, : total.shape[1]])
