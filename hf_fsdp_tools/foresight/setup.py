@@ -1,7 +1,8 @@
 """What is known of a training before it runs: batch, precision, optimizer, sharding, machines."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+import difflib
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self, get_args, get_type_hints
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
@@ -15,7 +16,8 @@ class TrainingSetup:
     """One training as a value; `dataclasses.replace` gives a changed one. Checked when it is made.
 
     Raises:
-        ConfigError: a number is below 1, or the mesh does not fit the GPUs.
+        ConfigError: a number is below 1, a name is unknown, or nothing would be trained.
+        MeshError: the copies do not divide the GPUs.
     """
 
     num_gpus: int = 1
@@ -67,10 +69,30 @@ class TrainingSetup:
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """transformers' name of the attention kernels."""
 
+    @classmethod
+    def of(cls, **given: Any) -> Self:
+        """A setup from names and values that a user gave.
+
+        Raises:
+            ConfigError: a name is unknown, or as the class itself.
+        """
+        known = {each.name for each in fields(cls)}
+        for name in given.keys() - known:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f" Nearest: {', '.join(near)}." if near else ""
+            raise ConfigError(f"A training has no setting {name!r}.{hint} Known: {', '.join(sorted(known))}.")
+        return cls(**given)
+
     def __post_init__(self) -> None:
         for name in ("num_gpus", "gpus_per_node", "batch_size", "seq_len", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
+        hints = get_type_hints(type(self))
+        for name in ("precision", "master_dtype", "reduce_dtype", "wrapping", "loss", "attn_implementation"):
+            if getattr(self, name) not in (allowed := get_args(hints[name])):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; use {', '.join(allowed)}.")
+        if self.load_in_4bit and self.lora_r is None:
+            raise ConfigError("load_in_4bit freezes the base, so nothing would be trained; give lora_r, such as 16.")
         ParallelDims(dp_replicate_size=self.dp_replicate_size).resolve(self.num_gpus)
 
     @property

@@ -45,7 +45,7 @@ def test_the_timeline_has_the_same_peak_without_rounding(estimate: MemoryEstimat
 
 def test_an_estimate_reads_as_a_table_and_as_json(estimate: MemoryEstimate) -> None:
     text = str(estimate)
-    for words in ("LlamaForCausalLM", "8 × a100-80gb", "peak in", "optimizer", "allocated", "NCCL", "to spare"):
+    for words in ("LlamaForCausalLM", "8 × a100-80gb", "the peak stands in", "optimizer", "allocated", "NCCL", "spare"):
         assert words in text
     data = json.loads(estimate.to_json())
     assert data["total"] == estimate.total and data["fits"] is True
@@ -98,3 +98,14 @@ def test_what_ifs_need_no_other_dry_run(config: LlamaConfig, monkeypatch: pytest
 def test_an_unknown_gpu_is_refused(config: LlamaConfig) -> None:
     with pytest.raises(ConfigError, match="h100"):
         estimate_memory(config, num_gpus=8, gpu="h1000", batch_size=2, seq_len=512)
+
+
+def test_settings_that_cannot_be_are_refused(config: LlamaConfig) -> None:
+    with pytest.raises(ConfigError, match=r"'batchsize'.*Nearest: batch_size"):
+        estimate_memory(config, batchsize=2)
+    with pytest.raises(ConfigError, match=r"precision is 'float32'; use bf16, fp16, fp32"):
+        estimate_memory(config, precision="float32")
+
+
+def test_expandable_segments_are_counted_too(estimate: MemoryEstimate) -> None:
+    assert estimate.peak_allocated <= estimate.peak_expandable != estimate.peak_reserved
