@@ -130,6 +130,8 @@ def test_areas_end_at_the_memory_of_the_step():
     axes = PICTURES["memory"]().axes[0]
     tops = [max(y for _, y in patch.get_xy()) for patch in axes.patches]
     assert max(tops) == pytest.approx(STEP.peak_bytes / 1e9) and tops == sorted(tops, reverse=True)
+    for patch in axes.patches:
+        assert {(0.0, 0.0), (1.0, 0.0)} <= set(map(tuple, patch.get_xy())), "each area stands on the foot"
 
 
 def test_a_measured_step_is_laid_over_the_prediction_unit_by_unit():
