@@ -7,8 +7,10 @@ from os import PathLike, fspath
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight.build import max_positions
 from hf_fsdp_tools.foresight.forecast import Source, step_of
 from hf_fsdp_tools.foresight.hardware import GPUS, gpu_named
 from hf_fsdp_tools.foresight.memory import memory_of
@@ -24,11 +26,10 @@ from hf_fsdp_tools.foresight.search import GAIN, Cost, Evaluate, Point, Search, 
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.hub import local_path
-from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.text import listed, show_bytes
 
-__all__ = ["MARGIN", "SEARCHED", "choose", "model_name", "most_positions", "recommend_config"]
+__all__ = ["MARGIN", "SEARCHED", "choose", "model_name", "recommend_config"]
 
 MARGIN = 0.1
 """Part of a GPU's memory that a recommended setting leaves free: estimates of memory may be 8 % off at worst, and
@@ -87,7 +88,7 @@ def recommend_config(
     longest = None
     if fixed.get("seq_len", 0) is None:
         del fixed["seq_len"]
-        longest = most_positions(name_or_model, **kwargs) or LONGEST
+        longest = _most_tokens(name_or_model, kwargs)
     known = [each.name for each in fields(TrainingSetup)]
     for name in fixed:
         if name not in known:
@@ -135,23 +136,13 @@ def model_name(name_or_model: Source) -> str:
     return path.parent.name if path.is_file() else path.name
 
 
-def most_positions(name_or_model: Source, **hub_kwargs: Any) -> int | None:
-    """Tokens per sequence for which a model was made (`max_position_embeddings`); None where its config has no limit.
-
-    Args:
-        name_or_model: hub name, folder, `config.json`, configuration, or a model.
-        hub_kwargs: as in `load_config`; `auto_class` is ignored.
-
-    Raises:
-        CheckpointError, ConfigError: as `load_config`.
-    """
-    hub_kwargs.pop("auto_class", None)
+def _most_tokens(name_or_model: Source, model_kwargs: Mapping[str, Any]) -> int:
+    """The longest sequence that is looked for."""
     if isinstance(name_or_model, nn.Module):
         config = getattr(name_or_model, "config", None)
     else:
-        config = load_config(name_or_model, **hub_kwargs)
-    most = getattr(text_config(config), "max_position_embeddings", None) if config is not None else None
-    return most if isinstance(most, int) and most > 0 else None
+        config = load_config(name_or_model, **{key: model_kwargs[key] for key in model_kwargs if key != "auto_class"})
+    return (max_positions(config) if isinstance(config, PreTrainedConfig) else None) or LONGEST
 
 
 def choose(

@@ -1,7 +1,7 @@
 """What is known of a training before it runs: batch, precision, optimizer, sharding, machines."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
@@ -15,7 +15,8 @@ class TrainingSetup:
     """One training as a value; `dataclasses.replace` gives a changed one. Checked when it is made.
 
     Raises:
-        ConfigError: a number is below 1, or the mesh does not fit the GPUs.
+        ConfigError: a number is below 1, a name is unknown, or nothing would be trained.
+        MeshError: the copies do not divide the GPUs.
     """
 
     num_gpus: int = 1
@@ -71,6 +72,12 @@ class TrainingSetup:
         for name in ("num_gpus", "gpus_per_node", "batch_size", "seq_len", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
+        hints = get_type_hints(type(self))
+        for name in ("precision", "master_dtype", "reduce_dtype", "wrapping", "loss", "attn_implementation"):
+            if getattr(self, name) not in (allowed := get_args(hints[name])):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; use {', '.join(allowed)}.")
+        if self.load_in_4bit and self.lora_r is None:
+            raise ConfigError("load_in_4bit freezes the base, so nothing would be trained; give lora_r, such as 16.")
         ParallelDims(dp_replicate_size=self.dp_replicate_size).resolve(self.num_gpus)
 
     @property
