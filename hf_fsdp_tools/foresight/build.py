@@ -142,7 +142,10 @@ def _auto_class(config: PreTrainedConfig) -> Any:
     if text_config(config) is not config and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return transformers.AutoModelForImageTextToText
     if getattr(config, "is_encoder_decoder", False):
-        return transformers.AutoModelForSeq2SeqLM
+        is_speech = type(config) in transformers.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+        return transformers.AutoModelForSpeechSeq2Seq if is_speech else transformers.AutoModelForSeq2SeqLM
+    if type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        return transformers.AutoModelForImageClassification
     if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         return transformers.AutoModelForMaskedLM
     return transformers.AutoModelForCausalLM

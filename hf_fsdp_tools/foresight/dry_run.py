@@ -21,7 +21,7 @@ from hf_fsdp_tools.foresight.events import Event, Work
 from hf_fsdp_tools.foresight.inputs import make_batch
 from hf_fsdp_tools.foresight.kernels import AsOnCuda, imitate_4bit, scratch
 from hf_fsdp_tools.foresight.recorder import Recorder
-from hf_fsdp_tools.foresight.repeats import Stack, cut_model, cut_plan, repeating_stacks
+from hf_fsdp_tools.foresight.repeats import Stack, configs_of, cut_model, cut_plan, repeating_stacks
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.splice import Bounds, expand
 from hf_fsdp_tools.foresight.trace import Parameter, Trace
@@ -32,6 +32,10 @@ from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
 from hf_fsdp_tools.sharding.shard import checkpoint_activations, runners_of_experts
 
 __all__ = ["Device", "trace_model"]
+
+_KEPT = (4, 5)
+"""Periods of blocks that are run: one at each end, whose neighbours are other modules, and two to compare between them.
+Five where the blocks share what one of them or the encoder made: gradients of it add up from the last but one on."""
 
 Device = Literal["cuda", "cpu"]
 """Whose kernels are assumed: what they save for the backward pass, and their scratch memory."""
@@ -51,7 +55,9 @@ def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, devic
     Raises:
         ConfigError: the sequence is longer than the model's table of positions.
     """
-    if stacks := repeating_stacks(model):
+    for kept in _KEPT:
+        if not (stacks := repeating_stacks(model, kept)):
+            break
         recorder, bounds = _dry_run(model, plan, setup, device, stacks)
         events = expand(recorder.events, stacks, bounds)
         if events is not None:
@@ -165,6 +171,9 @@ def _units(plan: WrapPlan) -> dict[str, str]:
 def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: Recorder) -> None:
     """Bring a copy of the model into the state in which it is trained, with marks at the plan's modules."""
     model.train()
+    for config in configs_of(model):  # a copy's own
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
     if setup.activation_checkpointing:
         checkpoint_activations(model)
     modules = dict(model.named_modules(remove_duplicate=False))

@@ -1,22 +1,58 @@
 """A batch of the right shapes for any architecture."""
 
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 
 __all__ = ["make_batch"]
 
+_ONE_LABEL = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
+"""How classes end whose labels are one class for each sequence or image."""
+
 
 def make_batch(model: nn.Module, setup: TrainingSetup) -> dict[str, Any]:
-    """Arguments of the model's forward pass for one micro-step of training. Tensors are on the CPU, with any values.
+    """Arguments of the model's forward pass for one micro-step of training: tensors on the CPU, with any values.
+
+    Sequences are full and not packed, so that no mask is given. Models of text and images get text alone.
 
     Args:
-        model: its forward takes `labels` and gives a loss.
+        model: of transformers, whose forward gives a loss.
         setup: batch and sequence.
+
+    Raises:
+        ConfigError: the model takes no tokens, images or spectrograms, or no labels.
     """
+    config: Any = model.config
+    takes = inspect.signature(type(model).forward).parameters
     shape = (setup.batch_size, setup.seq_len)
-    ids = torch.zeros(shape, dtype=torch.int64)
-    return {"input_ids": ids, "labels": torch.zeros(shape, dtype=torch.int64), "use_cache": False}
+    batch: dict[str, Any]
+    match getattr(model, "main_input_name", "input_ids"):
+        case "input_ids":
+            batch = {"input_ids": _integers(*shape)}
+        case "pixel_values":
+            sides = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
+            batch = {"pixel_values": torch.zeros(setup.batch_size, config.num_channels, *sides)}
+        case "input_features" if hasattr(config, "max_source_positions"):
+            frames = 2 * config.max_source_positions  # the encoder's convolutions halve them
+            batch = {"input_features": torch.zeros(setup.batch_size, config.num_mel_bins, frames)}
+        case other:
+            raise ConfigError(f"{type(model).__name__} takes {other}, of which no batch can be made here.")
+    if "start_positions" in takes:
+        batch |= {"start_positions": _integers(setup.batch_size), "end_positions": _integers(setup.batch_size)}
+    elif "labels" in takes:
+        is_one = type(model).__name__.endswith(_ONE_LABEL)
+        batch["labels"] = _integers(setup.batch_size) if is_one else _integers(*shape)
+    else:
+        raise ConfigError(
+            f"{type(model).__name__} takes no labels, so it gives no loss to train with. Choose another auto_class."
+        )
+    return batch
+
+
+def _integers(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)

@@ -16,10 +16,7 @@ from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.stacks import find_blocks
 
-__all__ = ["KEPT", "Stack", "block_and_rest", "cut_model", "cut_plan", "repeating_stacks"]
-
-KEPT = 4
-"""Periods that are run: one at each end, whose neighbours are other modules, and two to compare between them."""
+__all__ = ["Stack", "block_and_rest", "configs_of", "cut_model", "cut_plan", "repeating_stacks"]
 
 _POSITION = re.compile(r"layer_?(idx|id|index|num|number)$|(^|_)idx$")
 """Attributes that tell a block where it is, and nothing else (`layer_idx`)."""
@@ -39,30 +36,32 @@ class Stack:
     """Blocks of a period."""
     periods: int
     """Number of periods."""
+    kept: int
+    """Periods that are run."""
 
     @property
     def left_out(self) -> int:
         """Number of blocks that are not run."""
-        return (self.periods - KEPT) * self.length
+        return (self.periods - self.kept) * self.length
 
     @property
     def indices(self) -> list[int]:
         """The blocks that are run."""
         rest = self.first + self.periods * self.length
-        return [*range(self.first + KEPT * self.length), *range(rest, self.size)]
+        return [*range(self.first + self.kept * self.length), *range(rest, self.size)]
 
     def period_of(self, index: int) -> int | None:
         """The period of the block at an index of the shortened list; None for a block of no period."""
         period, _ = divmod(index - self.first, self.length)
-        return period if 0 <= period < KEPT else None
+        return period if 0 <= period < self.kept else None
 
 
 # ---- what repeats ----
 
 
-def repeating_stacks(model: nn.Module) -> list[Stack]:
-    """The lists of blocks in which so many periods of alike blocks follow each other that not all must be run."""
-    if any(hasattr(config, "deepstack_visual_indexes") for config in _configs(model)):
+def repeating_stacks(model: nn.Module, kept: int) -> list[Stack]:
+    """The lists of blocks in which more than `kept` periods of alike blocks follow each other."""
+    if any(hasattr(config, "deepstack_visual_indexes") for config in configs_of(model)):
         return []  # text layers of such models differ by their position alone
     tree = ModuleTree(model)
     found = []
@@ -73,24 +72,24 @@ def repeating_stacks(model: nn.Module) -> list[Stack]:
             if any(len(weight.owners) > 1 for block in container.children for b in block.walk() for weight in b.own):
                 continue
             signs = _signatures(container.module, container.parent.module if container.parent else model)
-            stack = _best(container.fqn, signs)
+            stack = _best(container.fqn, signs, kept)
             if stack is not None:
                 found.append(stack)
     return found
 
 
-def _best(container: str, signs: Sequence[object]) -> Stack | None:
+def _best(container: str, signs: Sequence[object], kept: int) -> Stack | None:
     """The way to see a list as periods with the fewest blocks to run."""
     size = len(signs)
     best: Stack | None = None
-    for length in range(1, size // (KEPT + 1) + 1):
-        for first in range(size - (KEPT + 1) * length + 1):
+    for length in range(1, size // (kept + 1) + 1):
+        for first in range(size - (kept + 1) * length + 1):
             end = first + length
             while end < size and signs[end] == signs[end - length]:
                 end += 1
             periods = (end - first) // length
-            if periods > KEPT:
-                stack = Stack(container=container, size=size, first=first, length=length, periods=periods)
+            if periods > kept:
+                stack = Stack(container=container, size=size, first=first, length=length, periods=periods, kept=kept)
                 if best is None or len(stack.indices) < len(best.indices):
                     best = stack
     return best
@@ -138,7 +137,8 @@ def _said_of(config: Any, index: int, size: int) -> object:
     return tuple(said)
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def configs_of(model: nn.Module) -> list[Any]:
+    """The configurations in a model, those within others among them."""
     found = {id(c): c for module in model.modules() if (c := module.__dict__.get("config")) is not None}
     nested = [vars(config).get(key) for config in found.values() for key in getattr(config, "sub_configs", ())]
     return [*found.values(), *(config for config in nested if config is not None)]
@@ -149,22 +149,23 @@ def _configs(model: nn.Module) -> list[Any]:
 
 def cut_model(model: nn.Module, stacks: Sequence[Stack]) -> None:
     """Leave the blocks of the stacks that are run in a copy of a model, and cut the configuration's lists."""
-    copies: dict[int, Any] = {}
+    configs = {id(config): config for config in configs_of(model)}
+    copies = {key: copy.copy(config) for key, config in configs.items()}  # some models write into theirs
     for stack in stacks:
         container = model.get_submodule(stack.container)
         blocks = list(container._modules.values())
         container._modules = {str(new): blocks[old] for new, old in enumerate(stack.indices)}
         owner = model.get_submodule(stack.container.rpartition(".")[0])
         config = owner.__dict__.get("config")
-        if config is None:
-            continue
-        short = copies.setdefault(id(config), copy.copy(config))
-        short.__dict__ = dict(short.__dict__)
-        for key, value in vars(config).items():
+        for key, value in vars(config).items() if config is not None else ():
             if isinstance(value, list | tuple) and len(value) == stack.size:
-                short.__dict__[key] = type(value)(value[index] for index in stack.indices)
+                copies[id(config)].__dict__[key] = type(value)(value[index] for index in stack.indices)
+    for config in copies.values():
+        for key in getattr(config, "sub_configs", ()):
+            if id(part := config.__dict__.get(key)) in copies:
+                config.__dict__[key] = copies[id(part)]
     for module in model.modules():
-        if (config := module.__dict__.get("config")) is not None and id(config) in copies:
+        if (config := module.__dict__.get("config")) is not None:
             module.__dict__["config"] = copies[id(config)]
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Mark, Work
 from hf_fsdp_tools.foresight.recorder import Recorder
-from hf_fsdp_tools.foresight.repeats import KEPT, Stack, block_and_rest
+from hf_fsdp_tools.foresight.repeats import Stack, block_and_rest
 
 __all__ = ["Bounds", "expand"]
 
@@ -39,7 +39,7 @@ class Bounds:
         """By stack and period: where the gradient of its output is there, and where that of its input is."""
         for stack in stacks:
             blocks = list(model.get_submodule(stack.container).children())
-            for period in range(KEPT):
+            for period in range(stack.kept):
                 start = stack.first + period * stack.length
                 self._watch(blocks[start], blocks[start + stack.length - 1], (stack.container, period))
 
@@ -104,9 +104,10 @@ class _NotAlikeError(Exception):
 class _Expansion:
     def __init__(self, events: Sequence[Event], stacks: Sequence[Stack], bounds: Bounds) -> None:
         self._events = events
-        self._stacks = {stack.container: stack for stack in stacks}
+        run = {container for container, _ in bounds.forward}
+        self._stacks = {stack.container: stack for stack in stacks if stack.container in run}
         self._spans: dict[_Segment, tuple[int, int]] = {}
-        for stack in stacks:
+        for stack in self._stacks.values():
             self._find_spans(stack, bounds)
         bare = sorted(self._spans.values())
         if any(end <= start for start, end in bare) or any(a[1] > b[0] for a, b in pairwise(bare)):
@@ -120,7 +121,7 @@ class _Expansion:
         self._numbers: dict[object, int] = {}
 
     def _find_spans(self, stack: Stack, bounds: Bounds) -> None:
-        keys = [(stack.container, period) for period in range(KEPT)]
+        keys = [(stack.container, period) for period in range(stack.kept)]
         for key in keys:
             if len(bounds.forward.get(key, ())) != 2 or len(bounds.backward.get(key, ())) not in (1, 2):
                 raise _NotAlikeError
@@ -162,7 +163,7 @@ class _Expansion:
         """By how many periods the events of a segment are moved, once for each time that they occur."""
         container, direction, period = key
         stack = self._stacks[container]
-        more = stack.periods - KEPT
+        more = stack.periods - stack.kept
         if period == 1:
             return range(more + 1) if direction == "forward" else range(more, -1, -1)
         return (0,) if period == 0 else (more,)
@@ -219,7 +220,7 @@ class _Expansion:
             if abs(period - key[2]) > 1:
                 raise _NotAlikeError
             return period + shift
-        if period not in (0, KEPT - 1):
+        if period not in (0, stack.kept - 1):
             raise _NotAlikeError
         return period if period == 0 else stack.periods - 1
 

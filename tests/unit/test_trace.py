@@ -55,7 +55,7 @@ def test_few_blocks_give_the_events_of_all_one_by_one(kind, fields, monkeypatch)
     layers = 11 if kind == "local and global" else 6
     spliced = traced(kind, layers, **fields)
     assert spliced.blocks + spliced.repeated == layers and spliced.repeated >= 2
-    monkeypatch.setattr(dry_run, "repeating_stacks", lambda model: [])
+    monkeypatch.setattr(dry_run, "repeating_stacks", lambda model, kept: [])
     run = traced(kind, layers, **fields)
     assert run.repeated == 0
     assert renumbered(spliced) == renumbered(run)
