@@ -1,7 +1,5 @@
 """A real training of a case: the package's own sharding by its public names, random weights, a plain PyTorch loop."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -95,9 +93,7 @@ def _sharded(model: nn.Module, setup: TrainingSetup, device: torch.device) -> nn
     plan = make_wrap_plan(model, policy=policy)
     how: dict[str, Any] = {
         "mesh": ParallelDims(dp_replicate_size=setup.dp_replicate_size).build_mesh(device.type),
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=DTYPES[setup.precision], reduce_dtype=DTYPES[setup.reduce_dtype]
-        ),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[setup.precision], reduce_dtype=DTYPES[setup.reduce_dtype]),
         "offload_policy": CPUOffloadPolicy() if setup.offload else OffloadPolicy(),
         "activation_checkpointing": setup.activation_checkpointing,
     }

@@ -28,6 +28,10 @@ _WIDE_WORKSPACE = 4096 * 8 * 1024
 
 _CONTEXT = 500 * 2**20
 """CUDA context with the kernels of PyTorch and cuBLAS that are loaded. (assumed; 0.4 to 0.6 GiB are usual)"""
+_COMPILED = (
+    "torch.compile is not followed: compiled blocks keep fewer activations, so this is more than they take. "
+    "torchtitan measured 77.0 for 82.4 GiB and 62.0 for 67.0 (Llama 3.1 8B on 8 and 128 H100; docs/performance.md)."
+)
 _NCCL_CHANNEL = 10 * 2**20
 """NCCL's buffer of one channel in one direction: sizes of allocations in NVIDIA/nccl issue 1685."""
 _NCCL_CHANNELS = 24
@@ -99,6 +103,11 @@ class MemoryEstimate:
         return self.limit_bytes - self.total
 
     @cached_property
+    def peak_expandable(self) -> int:
+        """`peak_reserved` with `PYTORCH_ALLOC_CONF=expandable_segments:True`, which wastes less of a large model."""
+        return _replayed(self.forecast.step, self.setup, expandable=True).peak_reserved
+
+    @cached_property
     def timeline(self) -> Any:
         """The memory over the course of the step."""
 
@@ -112,30 +121,39 @@ class MemoryEstimate:
         return json.dumps(own | {"total": self.total, "fits": self.fits, "spare_bytes": self.spare_bytes}, default=repr)
 
     def __str__(self) -> str:
-        setup, place = self.setup, self.peak_unit or "the root"
-        lines = [
-            f"{self.model_class} with {show_count(self.num_params)} parameters on {setup.num_gpus} × {setup.gpu}, "
-            f"{setup.batch_size} × {setup.seq_len} tokens per GPU and micro-step",
-            f"peak in {self.peak_phase}, at {place}",
-        ]
-        rows = [(kind, num_bytes) for kind, num_bytes in sorted(self.at_peak.items(), key=lambda item: -item[1])]
-        rows += [("= allocated at the peak", self.peak_allocated)]
+        setup = self.setup
+        times = f" × {setup.gradient_accumulation_steps} micro-steps" if setup.gradient_accumulation_steps > 1 else ""
+        kinds = sorted(self.at_peak.items(), key=lambda item: -item[1])
+        rows = [*kinds, ("allocated at the peak", self.peak_allocated)]
         rows += [("cached by the allocator", self.peak_reserved - self.peak_allocated)]
         rows += [(each.name, each.num_bytes) for each in self.outside]
-        rows += [("= on the GPU", self.total), ("memory of the GPU", self.limit_bytes)]
+        rows += [("in all", self.total)]
         width = max(len(name) for name, _ in rows)
-        lines += [f"  {name:<{width}}  {show_bytes(num_bytes):>10}" for name, num_bytes in rows]
-        lines.append(self._verdict())
+        lines = [
+            f"{self.model_class}, {show_count(self.num_params)} parameters, on {setup.num_gpus} × {setup.gpu}",
+            f"{setup.batch_size} × {setup.seq_len:,} tokens per GPU{times}; the peak stands in {self.peak_phase}, "
+            f"at {self.peak_unit or 'the root'}",
+            *(self._row(name, num_bytes, width) for name, num_bytes in rows),
+            self._verdict(),
+        ]
         if self.host_bytes:
-            lines.append(f"host memory per process: {show_bytes(self.host_bytes)}")
+            lines.append(f"host memory of each process: {show_bytes(self.host_bytes)}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
+    def _row(self, name: str, num_bytes: int, width: int) -> str:
+        """One line of the table: bytes, share of the GPU's memory as a number and as a bar."""
+        share = num_bytes / self.limit_bytes
+        bar = "█" * round(40 * share) if name in self.at_peak else ""
+        head = "=" if name in ("allocated at the peak", "in all") else " "
+        return f"{head} {name:<{width}} {show_bytes(num_bytes):>9} {share:>6.1%} {bar}".rstrip()
+
     def _verdict(self) -> str:
+        limit = f"the GPU's {show_bytes(self.limit_bytes)}"
         if self.is_full:
-            return f"does not fit: {show_bytes(max(0, -self.spare_bytes))} too much"
+            return f"does not fit: {show_bytes(-self.spare_bytes)} more than {limit}"
         if self.retried:
-            return f"fits only with pressure: the allocator gives cached memory back {len(self.retried)} times a step"
-        return f"fits: {show_bytes(self.spare_bytes)} to spare"
+            return f"fits {limit} slowly: each step, the allocator gives cached memory back {len(self.retried)} times"
+        return f"fits: {show_bytes(self.spare_bytes)} of {limit} are spare"
 
 
 def estimate_memory(
@@ -153,10 +171,10 @@ def estimate_memory(
     Any rank may call; nothing is communicated, and no accelerator is used.
 
     Raises:
-        ConfigError: a field has a value that cannot be, or the GPU is unknown.
+        ConfigError: a field is unknown or has a value that cannot be, or the GPU is unknown.
         CheckpointError, WrapPlanError: the model cannot be built or planned.
     """
-    return memory_of(step_of(name_or_model, TrainingSetup(**fields), **(model_kwargs or {})))
+    return memory_of(step_of(name_or_model, TrainingSetup.of(**fields), **(model_kwargs or {})))
 
 
 def memory_of(forecast: Forecast) -> MemoryEstimate:
@@ -191,15 +209,15 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
         retried=tight.retried,
         is_full=is_full,
         host_bytes=step.host_bytes,
-        notes=forecast.trace.notes,
+        notes=forecast.trace.notes + ((_COMPILED,) if setup.compile else ()),
         forecast=forecast,
     )
 
 
-def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None) -> Replay:
+def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None, *, expandable: bool = False) -> Replay:
     """The second step in the allocator: after parameters, and a first step in which the optimizer takes its state."""
     workspace = Alloc(-1, _workspace(gpu_named(setup.gpu)), "temporaries", "")
-    return replay((*step.parameters, workspace), step.first, step.events, limit=limit)
+    return replay((*step.parameters, workspace), step.first, step.events, limit=limit, expandable=expandable)
 
 
 def _workspace(gpu: Gpu) -> int:

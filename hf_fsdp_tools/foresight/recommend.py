@@ -1,8 +1,7 @@
 """Recommend the settings of a training: the fastest that fit, why, and what was rejected by how much."""
 
-import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import Any
 
@@ -27,7 +26,7 @@ from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.modeling.meta import load_config
-from hf_fsdp_tools.text import listed, show_bytes
+from hf_fsdp_tools.text import show_bytes
 
 __all__ = ["MARGIN", "SEARCHED", "choose", "model_name", "recommend_config"]
 
@@ -89,12 +88,6 @@ def recommend_config(
     if fixed.get("seq_len", 0) is None:
         del fixed["seq_len"]
         longest = _most_tokens(name_or_model, kwargs)
-    known = [each.name for each in fields(TrainingSetup)]
-    for name in fixed:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(f"{name} is no field of TrainingSetup; use {near[0] if near else listed(known, 30)}")
-
     def priced(setup: TrainingSetup) -> Cost:
         steps = setup.gradient_accumulation_steps
         if steps > 2:
@@ -108,7 +101,7 @@ def recommend_config(
 
     return choose(
         model_name(name_or_model),
-        TrainingSetup(**fixed),
+        TrainingSetup.of(**fixed),
         priced,
         given=set(fixed) & set(SEARCHED),
         global_batch_size=global_batch_size,

@@ -260,12 +260,9 @@ class Fsdp2Schedule:
         apart = unit.state in ("forward", "pre_backward")  # `get_all_gather_streams`
         copy_in: Stream = "copy_in" if apart else "compute"
         stream: Stream = "all_gather" if apart else "compute"
-        own_bytes = sum(shard.gathered_bytes for shard in unit.shards)
-        if unit.partly is not None:
-            own_bytes = own_bytes * self._setup.dp_shard_size // ranks
-            inputs = self._inputs_of_partly(unit, copy_in)
-        else:
-            inputs = list(self._gather_inputs(unit, copy_in))
+        ratio = self._setup.dp_shard_size // ranks
+        own_bytes = ratio * sum(shard.gathered_bytes for shard in unit.shards)
+        inputs = list(self._gather_inputs(unit, copy_in, ratio))
         output = writer.take(own_bytes * ranks, "gather buffers", copy_in)
         writer.work("memory", 2 * own_bytes, copy_in)
         if apart:
@@ -274,18 +271,22 @@ class Fsdp2Schedule:
         unit.pending = _Gather(output, writer.record(stream), ranks)
         writer.free(*inputs)
 
-    def _gather_inputs(self, unit: _Unit, stream: Stream) -> Iterator[int]:
-        """`_get_param_all_gather_inputs`: shards that are cast together, or copied from the host one by one."""
-        writer = self._writer
-        if self._setup.offload:
+    def _gather_inputs(self, unit: _Unit, stream: Stream, ratio: int) -> Iterator[int]:
+        """`_get_param_all_gather_inputs`: shards that are cast together, or copied from the host one by one.
+
+        Shards over fewer ranks are on the device in the dtype of gathers; those of cast parameters are copied all the
+        same.
+        """
+        if self._setup.offload and unit.partly is None:
             for shard in unit.shards:
                 yield self._copy_to_device(shard, stream)
             return
         cast = [shard for shard in unit.shards if shard.is_cast]
         if cast:
-            to = sum(shard.gathered_bytes for shard in cast)
-            yield writer.take(to, "gather buffers", stream)
-            writer.work("memory", to + sum(shard.num_bytes for shard in cast), stream)
+            to = ratio * sum(shard.gathered_bytes for shard in cast)
+            yield self._writer.take(to, "gather buffers", stream)
+            read = to if unit.partly is not None else sum(shard.num_bytes for shard in cast)
+            self._writer.work("memory", read + to, stream)
 
     def _copy_to_device(self, shard: Shard, stream: Stream) -> int:
         """`FSDPParam.all_gather_inputs` under CPU offload."""
@@ -301,16 +302,6 @@ class Fsdp2Schedule:
         if copied is not None:
             self._writer.free(copied)
         return cast
-
-    def _inputs_of_partly(self, unit: _Unit, stream: Stream) -> list[int]:
-        """Shards over fewer ranks have the dtype already; those of cast parameters are copied all the same."""
-        ratio = self._setup.dp_shard_size // int(unit.reshard)
-        cast = sum(shard.gathered_bytes * ratio for shard in unit.shards if shard.is_cast)
-        if not cast:
-            return []
-        block = self._writer.take(cast, "gather buffers", stream)
-        self._writer.work("memory", 2 * cast, stream)
-        return [block]
 
     def _wait_for_unshard(self, unit: _Unit) -> None:
         """`FSDPParamGroup.wait_for_unshard`."""

@@ -1,7 +1,8 @@
 """What is known of a training before it runs: batch, precision, optimizer, sharding, machines."""
 
-from dataclasses import dataclass, field
-from typing import Literal, get_args, get_type_hints
+import difflib
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self, get_args, get_type_hints
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
@@ -67,6 +68,20 @@ class TrainingSetup:
     """`chunked`: logits are made and freed in pieces, as TRL's trainers and Liger do."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """transformers' name of the attention kernels."""
+
+    @classmethod
+    def of(cls, **given: Any) -> Self:
+        """A setup from names and values that a user gave.
+
+        Raises:
+            ConfigError: a name is unknown, or as the class itself.
+        """
+        known = {each.name for each in fields(cls)}
+        for name in given.keys() - known:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f" Nearest: {', '.join(near)}." if near else ""
+            raise ConfigError(f"A training has no setting {name!r}.{hint} Known: {', '.join(sorted(known))}.")
+        return cls(**given)
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "gpus_per_node", "batch_size", "seq_len", "gradient_accumulation_steps"):

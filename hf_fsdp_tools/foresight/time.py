@@ -24,8 +24,8 @@ class Timing:
     """Start and end in seconds of each `Work`, in the order of the list of events."""
     parts: dict[str, float]
     """What the compute stream does in these seconds: `matmul`, `attention`, `memory` (kernels that the GPU's memory
-    bounds), `communication` (nothing, while a collective runs: exposed), `offload` (nothing, while bytes move between
-    GPU and host, or the optimizer runs on the CPU), `host` (nothing else either: the host issues too slowly)."""
+    bounds), or it has nothing to do: `communication` (while a collective runs: exposed), `offload` (while bytes move
+    between GPU and host, or the optimizer runs on the CPU), `allocator` (the stalls), `host` (launches are late)."""
     communication: float
     """Seconds of all collectives, hidden or exposed."""
 
@@ -71,9 +71,12 @@ def simulate(
             on_host += end - start
         elif event.stream == "compute" and event.operation in parts:
             parts[event.operation] += end - start
+    stalled = sum((stalls or {}).values())
+    on_host = min(on_host, spent.host_bound - stalled)
     parts["communication"] = spent.exposed
-    parts["offload"] = spent.exposed_copies + min(on_host, spent.host_bound)
-    parts["host"] = spent.host_bound - min(on_host, spent.host_bound)
+    parts["offload"] = spent.exposed_copies + on_host
+    parts["allocator"] = stalled
+    parts["host"] = spent.host_bound - stalled - on_host
     return Timing(spent.seconds, tuple(spans), parts, communication)
 
 

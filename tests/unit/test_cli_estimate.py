@@ -60,9 +60,9 @@ def test_estimate_prints_what_the_functions_say(capsys, llama):
 def test_every_option_reaches_the_setup(capsys, llama):
     words = (
         "--gpus 16 --gpu a100-40gb --gpus-per-node 4 --network-gbit-s 400 --dp-replicate 2 --batch-size 2 "
-        "--seq-len 512 --gradient-accumulation-steps 3 --precision fp16 --master-dtype fp16 --reduce-dtype fp16 --optimizer sgd "
-        "--lora-r 4 --lora-target-modules q_proj,v_proj --activation-checkpointing --no-reshard-after-forward "
-        "--offload --loss chunked --attn-implementation eager --compile --json"
+        "--seq-len 512 --gradient-accumulation-steps 3 --precision fp16 --master-dtype fp16 --reduce-dtype fp16 "
+        "--optimizer sgd --lora-r 4 --lora-target-modules q_proj,v_proj --activation-checkpointing "
+        "--no-reshard-after-forward --offload --loss chunked --attn-implementation eager --compile --json"
     )
     value = json.loads(run(capsys, "estimate", llama, *words.split())[1])
     said = value["memory"]["setup"]
@@ -191,7 +191,7 @@ def test_config_keeps_what_is_asked_for(capsys, llama):
         ("config {llama} --gpu h100-80gb --gpus 16 --num-machines 2", "main_process_ip"),
         ("config {llama} --gpu h100-80gb --gpus 8 --longest --seq-len 512", "leave one of them out"),
         ("config {llama} --gpu h100-80gb --gpus 8 --margin 1.5", "use 0.1 for 10 %"),
-        ("config {llama} --gpu rtx-4090 --gpus 1 --batch-size 256 --seq-len 8192", "What fits: micro-batch 1"),
+        ("config {llama} --gpu rtx-4090 --gpus 1 --loss full --batch-size 32", "What fits: micro-batch 1"),
     ],
 )
 def test_mistakes_are_one_message(capsys, llama, tmp_path, words, cure):

@@ -1,0 +1,111 @@
+"""Estimates of memory: what they say, whether a training fits, and that what-ifs need no other dry run."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from hf_fsdp_tools import MemoryEstimate, estimate_memory
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight import forecast, memory
+from hf_fsdp_tools.foresight.hardware import gpu_named
+
+GPU = gpu_named("a100-80gb")
+
+
+@pytest.fixture(scope="module")
+def config() -> LlamaConfig:
+    sizes = dict(hidden_size=256, intermediate_size=700, num_hidden_layers=4, vocab_size=8000)
+    return LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+
+
+@pytest.fixture(scope="module")
+def estimate(config: LlamaConfig) -> MemoryEstimate:
+    return estimate_memory(config, num_gpus=8, gpu="a100-80gb", batch_size=2, seq_len=512)
+
+
+def test_the_parts_at_the_peak_make_the_peak(estimate: MemoryEstimate) -> None:
+    assert sum(estimate.at_peak.values()) == estimate.peak_allocated
+    assert min(estimate.at_peak.values()) > 0
+    assert estimate.peak_allocated <= estimate.peak_reserved
+    # two states for each shard, and counters of steps; 256 bytes of the parameters are buffers
+    assert estimate.at_peak["optimizer"] == 2 * (estimate.at_peak["parameters"] - 256) + 4 * 39
+    # two logits of fp32 and one of bf16, of 2 x 512 tokens, stand at the peak
+    assert estimate.at_peak["logits and loss"] >= 10 * 2 * 512 * 8000
+    assert (estimate.peak_phase, estimate.peak_unit) in {("loss", ""), ("backward", "")}
+
+
+def test_the_timeline_has_the_same_peak_without_rounding(estimate: MemoryEstimate) -> None:
+    apart = sum(estimate.at_peak.get(kind, 0) for kind in ("rounding", "cuBLAS workspace"))
+    assert estimate.timeline.peak_bytes == pytest.approx(estimate.peak_allocated - apart, rel=1e-3)
+    assert max(estimate.timeline.reserved) == estimate.peak_reserved
+
+
+def test_an_estimate_reads_as_a_table_and_as_json(estimate: MemoryEstimate) -> None:
+    text = str(estimate)
+    for words in ("LlamaForCausalLM", "8 × a100-80gb", "the peak stands in", "optimizer", "allocated", "NCCL", "spare"):
+        assert words in text
+    data = json.loads(estimate.to_json())
+    assert data["total"] == estimate.total and data["fits"] is True
+    assert data["setup"]["batch_size"] == 2
+    assert {each["name"] for each in data["outside"]} == {"CUDA context", "NCCL's buffers"}
+    assert all(each["source"] for each in data["outside"])
+
+
+def sized(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> MemoryEstimate:
+    monkeypatch.setattr(memory, "gpu_named", lambda name: replace(GPU, memory_bytes=num_bytes))
+    return estimate_memory(config, num_gpus=8, gpu="a100-80gb", batch_size=2, seq_len=512)
+
+
+def test_a_full_gpu_is_slow_and_a_fuller_one_stops(
+    config: LlamaConfig, estimate: MemoryEstimate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = estimate.total - estimate.peak_reserved
+    exact = sized(config, monkeypatch, estimate.total)
+    assert exact.fits and not exact.retried and exact.spare_bytes == 0
+    tight = sized(config, monkeypatch, estimate.total - 4 * 2**20)
+    assert tight.fits and tight.retried
+    assert tight.peak_reserved <= estimate.peak_reserved - 4 * 2**20
+    assert f"gives cached memory back {len(tight.retried)} times" in str(tight)
+    full = sized(config, monkeypatch, outside + estimate.peak_allocated - 2**20)
+    assert not full.fits and full.spare_bytes < 0
+    assert "does not fit" in str(full)
+
+
+def test_what_ifs_need_no_other_dry_run(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    estimate_memory(config, num_gpus=8, gpu="a100-80gb", batch_size=2, seq_len=512)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a dry run")
+
+    monkeypatch.setattr(forecast, "trace_model", refuse)
+    shape = dict(batch_size=2, seq_len=512)
+    more = [
+        estimate_memory(config, num_gpus=64, gpu="h100", **shape),
+        estimate_memory(config, num_gpus=64, dp_replicate_size=8, gradient_accumulation_steps=2, **shape),
+        estimate_memory(config, num_gpus=8, offload=True, **shape),
+        estimate_memory(config, num_gpus=8, optimizer="sgd", max_grad_norm=None, **shape),
+        estimate_memory(config, num_gpus=8, reshard_after_forward=False, **shape),
+    ]
+    assert more[2].host_bytes > 0 and more[2].at_peak["parameters"] == 256  # buffers
+    assert more[0].at_peak["parameters"] < more[1].at_peak["parameters"]
+    with pytest.raises(AssertionError, match="a dry run"):
+        estimate_memory(config, num_gpus=8, batch_size=3, seq_len=512)
+
+
+def test_an_unknown_gpu_is_refused(config: LlamaConfig) -> None:
+    with pytest.raises(ConfigError, match="h100"):
+        estimate_memory(config, num_gpus=8, gpu="h1000", batch_size=2, seq_len=512)
+
+
+def test_settings_that_cannot_be_are_refused(config: LlamaConfig) -> None:
+    with pytest.raises(ConfigError, match=r"'batchsize'.*Nearest: batch_size"):
+        estimate_memory(config, batchsize=2)
+    with pytest.raises(ConfigError, match=r"precision is 'float32'; use bf16, fp16, fp32"):
+        estimate_memory(config, precision="float32")
+
+
+def test_expandable_segments_are_counted_too(estimate: MemoryEstimate) -> None:
+    assert estimate.peak_allocated <= estimate.peak_expandable != estimate.peak_reserved

@@ -1,0 +1,91 @@
+"""The throughput of real models: from one dry run over micro-steps, numbers of GPUs, networks and full memory."""
+
+import dataclasses
+
+import pytest
+from transformers import LlamaConfig
+
+from hf_fsdp_tools import ThroughputEstimate, estimate_throughput
+from hf_fsdp_tools.foresight.forecast import Forecast, step_of
+from hf_fsdp_tools.foresight.memory import memory_of
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.throughput import scaling, throughput_of
+
+CONFIG = LlamaConfig(
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=6,
+    num_attention_heads=16,
+    vocab_size=32000,
+    max_position_embeddings=4096,
+)
+FIELDS = {"gpu": "a100-80gb", "batch_size": 2, "seq_len": 2048}
+
+
+def forecast(**fields: object) -> Forecast:
+    return step_of(CONFIG, TrainingSetup(**FIELDS | {"num_gpus": 8} | fields))  # type: ignore[arg-type]
+
+
+def estimate(**fields: object) -> ThroughputEstimate:
+    return throughput_of(forecast(**fields))
+
+
+def test_an_estimate_by_name_is_that_of_the_forecast() -> None:
+    result = estimate_throughput(CONFIG, num_gpus=8, **FIELDS)
+    assert result == estimate()
+    assert result.name == "LlamaForCausalLM with 533.8 M parameters"
+    # PaLM, appendix B: 6 per parameter that is multiplied with, 12 x layers x width x length for attention
+    multiplied = sum(2048 * width for width in (4 * 2048, 3 * 8192)) * 6 + 2048 * 32000
+    per_token = 6 * multiplied + 12 * 6 * 2048 * 2048
+    assert result.model_flops == pytest.approx(per_token * 2 * 2048, rel=1e-3)
+    assert 0.2 < result.mfu == result.hfu < 0.9
+
+
+def test_many_micro_steps_are_like_the_second() -> None:
+    many = forecast(gradient_accumulation_steps=5)
+    result = throughput_of(many)
+    simulated = throughput_of(
+        dataclasses.replace(many, setup=dataclasses.replace(many.setup, gradient_accumulation_steps=2))
+    )
+    assert result.step_seconds == pytest.approx(simulated.step_seconds, rel=0.01), "all five were simulated there"
+    assert sum(result.parts.values()) == pytest.approx(result.step_seconds)
+    assert result.tokens_per_step == 5 * 2 * 2048
+    assert result.hardware_flops == pytest.approx(5 * estimate().hardware_flops)
+
+
+def test_throughput_falls_with_the_number_of_gpus_and_much_more_on_a_slow_network() -> None:
+    fast, slow = (
+        [one.tokens_per_second_per_gpu for one in scaling(CONFIG, (8, 16, 64, 1024), network_gbit_s=rate, **FIELDS)]
+        for rate in (3200, 100)
+    )
+    assert slow[0] == fast[0], "eight GPUs share a machine"
+    assert 0.6 * fast[0] < fast[3] < 0.95 * fast[0]
+    assert slow[3] < slow[2] < slow[1] < 0.4 * fast[1]
+
+
+def test_replicas_inside_which_shards_stay_save_a_slow_network() -> None:
+    fields = {"num_gpus": 64, "network_gbit_s": 100, "reduce_dtype": "bf16"}
+    flat, hybrid = (estimate(dp_replicate_size=replicas, **fields) for replicas in (1, 8))
+    # through the cards of a machine go 6 bytes per parameter, or 2 x 7/8 x 2 for the sum over replicas alone
+    assert hybrid.exposed_seconds < 0.7 * flat.exposed_seconds
+
+
+def test_recomputation_costs_time_and_counts_as_hardware_flops_only() -> None:
+    plain, again = (estimate(activation_checkpointing=each) for each in (False, True))
+    assert again.model_flops == plain.model_flops
+    assert again.hardware_flops > 1.2 * plain.hardware_flops
+    assert again.step_seconds > 1.15 * plain.step_seconds
+    assert "with what is computed again" in str(again) and "again" not in str(plain)
+
+
+def test_a_full_allocator_stops_the_gpu() -> None:
+    made = forecast()
+    memory = memory_of(made)
+    assert not memory.retried
+    free = throughput_of(made, memory=memory)
+    full = throughput_of(made, memory=dataclasses.replace(memory, retried=((1000, 50), (2000, 50))))
+    assert full.parts["allocator"] == pytest.approx(0.2)
+    assert full.step_seconds > free.step_seconds + 0.2
+    assert full.notes == ("the memory is full 2 times in a step, for which the GPU stands still",)
+    none = throughput_of(made, memory=dataclasses.replace(memory, is_full=True))
+    assert none.step_seconds == free.step_seconds and "does not fit" in str(none)
