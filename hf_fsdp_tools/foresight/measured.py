@@ -13,6 +13,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from hf_fsdp_tools.errors import ConfigError
@@ -62,7 +63,7 @@ class _Host:
 def _resolved(changes: Sequence[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
     """What comes after the last unit of a forward pass is the loss, which transformers' models compute themselves."""
     result = []
-    for (time, phase, unit), (_, following, _) in zip(changes, [*changes[1:], (0.0, "", "")], strict=True):
+    for (time, phase, unit), (_, following, _) in pairwise([*changes, (0.0, "", "")]):
         if phase == _BETWEEN:
             phase = "loss" if following in ("loss", "backward") else "forward"
         result.append((time, phase, unit))

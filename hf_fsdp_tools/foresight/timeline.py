@@ -5,7 +5,7 @@ That of a predicted step is made of its events, that of a real one of a profile 
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self
 
 from hf_fsdp_tools.errors import ConfigError
@@ -71,6 +71,16 @@ class Timeline:
         peak = self.peak
         return {kind: values[peak] for kind, values in self.kinds.items() if values[peak]}
 
+    def in_seconds(self, events: Sequence[Event], spans: Sequence[tuple[float, float]]) -> Self:
+        """The same memory with its points in time: each where the computation issued before its event ends.
+
+        Args:
+            events: that this was made of.
+            spans: start and end in seconds of each `Work` among them, in the same order.
+        """
+        seconds = _computed_until(events, spans)
+        return replace(self, axis="seconds", positions=tuple(seconds[int(i)] for i in self.positions))
+
     def to_json(self) -> str:
         """This value as JSON text; `from_json` reads it back to an equal one."""
         return json.dumps(asdict(self))
@@ -102,10 +112,9 @@ def memory_timeline(
     resident: Sequence[Alloc],
     *,
     reserved: Sequence[int] | None = None,
-    spans: Sequence[tuple[float, float]] | None = None,
     most_points: int = MOST_POINTS,
 ) -> Timeline:
-    """The memory of a predicted step over its course.
+    """The memory of a predicted step over its course, by the numbers of its events; `in_seconds` places it in time.
 
     Of many events, those are kept in which the memory is highest and lowest among their neighbours; the peak is.
 
@@ -113,8 +122,6 @@ def memory_timeline(
         events: of one step, in the order in which the host issues them.
         resident: memory that is there before the step.
         reserved: bytes that the allocator holds after each event; None leaves them out.
-        spans: start and end in seconds of each `Work` among the events, in the same order: points are placed in time.
-            None places them by the number of their event.
         most_points: about how many points to keep.
     """
     allocated, phases = _allocated(events, resident), _phases(events)
@@ -128,11 +135,10 @@ def memory_timeline(
         units.append(unit)
         for kind, values in kinds.items():
             values.append(now.get(kind, 0))
-    seconds = None if spans is None else _computed_until(events, spans)
     return Timeline(
         origin="predicted",
-        axis="events" if seconds is None else "seconds",
-        positions=tuple(float(i) if seconds is None else seconds[i] for i in kept),
+        axis="events",
+        positions=tuple(map(float, kept)),
         phases=tuple(phases[i] for i in kept),
         units=tuple(units),
         kinds={kind: tuple(values) for kind, values in kinds.items()},

@@ -239,10 +239,16 @@ def svg_text(figure: "Figure", *, ground: bool = False) -> str:
         figure.savefig(written, format="svg", facecolor=color, metadata={"Date": None, "Creator": None})
     text = written.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    return re.sub(r' d="[^"]*"', _shortened, text).rstrip()
+    return re.sub(r'(?<= d=")[MLz\d\s.-]*(?=")', lambda path: _shortened(path[0]), text).rstrip()
 
 
-def _shortened(path: re.Match[str]) -> str:
-    """The path of an SVG element with one decimal per coordinate and without line breaks."""
-    rounded = re.sub(r"-?\d+\.\d+", lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), path[0])
-    return re.sub(r"\s*\n", " ", rounded).replace(" L ", "L").replace(' "', '"')
+def _shortened(path: str) -> str:
+    """A path of straight lines with one decimal per coordinate; lines along an axis have one coordinate."""
+    written: list[str] = []
+    before: tuple[str, ...] = ("", "")
+    for command, *numbers in (re.findall(r"[MLz]|[\d.-]+", step) for step in re.findall(r"[MLz][^MLz]*", path)):
+        x, y = place = tuple(f"{float(number):.1f}".removesuffix(".0") for number in numbers) or ("", "")
+        along = f"V{y}" if x == before[0] else f"H{x}" if y == before[1] else f"L{x} {y}"
+        written.append({"M": f"M{x} {y}", "L": along, "z": "z"}[command])
+        before = place
+    return "".join(written)

@@ -1,6 +1,7 @@
 """Picture of the memory of a training step, by kind."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_fsdp_tools.foresight.timeline import Timeline
@@ -58,24 +59,20 @@ def draw_memory(
     figure, palette, top = new_figure(_finding(timeline, limit_bytes, measured), model, size=size, theme=theme)
     key_width, strip = 2.35, 0.24
     axes = panel(figure, 0.72, 0.52, size[0] - 0.72 - key_width - 0.2, top - 0.52 - strip, palette)
-    lines: list[tuple[str, int, Literal["dotted", "solid"]]] = []
-    if timeline.reserved:
-        lines.append(("reserved by the allocator", max(timeline.reserved), "dotted"))
-    if measured is not None:
-        lines.append(("measured", measured.peak_bytes, "solid"))
-    highest = max([timeline.peak_bytes, *(value for _, value, _ in lines)])
+    x = scaled(timeline.positions)
+    lines = _lines(timeline, measured, x)
+    highest = max([timeline.peak_bytes, *(max(line.values) for line in lines)])
     unit_bytes = byte_unit(highest)[0]
-    stack, x = _merged(timeline, unit_bytes), scaled(timeline.positions)
+    stack = _merged(timeline, unit_bytes)
     draw_limit(axes, palette, highest, limit_bytes, right=timeline.peak < len(x) / 2)
     upper = [0.0] * len(x)
     edges = [upper := [low + own for low, own in zip(upper, values, strict=True)] for values in stack.values()]
     for kind, edge in reversed(list(zip(stack, edges, strict=True))):  # the highest first: each covers what is above it
         fill_below(axes, x, edge, palette[kind], edgecolor=palette["ground"], linewidth=0.25)
-    if timeline.reserved:
-        _draw_line(axes, palette, x, timeline.reserved, unit_bytes, ":")
-    if measured is not None:
-        moved = scaled(laid_over(measured, timeline, by_unit=True), timeline.positions)
-        _draw_line(axes, palette, moved, measured.allocated, unit_bytes, "-")
+    for line in lines:
+        kept = columns(line.x, line.values)
+        drawn = [line.x[i] for i in kept], [line.values[i] / unit_bytes for i in kept]
+        axes.plot(*drawn, color=palette[line.role], linewidth=1.0, linestyle=line.style, drawstyle="steps-post")
     _time_axis(axes, timeline)
     name_phases(axes, palette, timeline.phases, x, size)
     _mark_peak(axes, palette, x[timeline.peak], timeline, unit_bytes)
@@ -83,12 +80,28 @@ def draw_memory(
     return figure
 
 
-def _draw_line(
-    axes: "Axes", palette: Palette, x: Sequence[float], values: Sequence[int], unit_bytes: float, style: str
-) -> None:
-    kept = columns(x, values)
-    drawn = [x[i] for i in kept], [values[i] / unit_bytes for i in kept]
-    axes.plot(*drawn, color=palette["ink"], linewidth=1.0, linestyle=style, drawstyle="steps-post")
+@dataclass(frozen=True)
+class _Line:
+    """A line over the areas."""
+
+    name: str
+    x: Sequence[float]
+    values: Sequence[int]
+    style: Literal["dotted", "solid"]
+    role: str
+
+
+def _lines(timeline: Timeline, measured: Timeline | None, x: Sequence[float]) -> list[_Line]:
+    """What the allocator holds, and the measured step; a step that was measured on a CPU has no caching allocator."""
+    lines = []
+    if timeline.reserved and (measured is None or measured.reserved):
+        lines.append(_Line("reserved", x, timeline.reserved, "dotted", "ink"))
+    if measured is not None:
+        moved = scaled(laid_over(measured, timeline, by_unit=True), timeline.positions)
+        if measured.reserved:
+            lines.append(_Line("reserved, measured", moved, measured.reserved, "dotted", "exposed"))
+        lines.append(_Line("measured", moved, measured.allocated, "solid", "ink"))
+    return lines
 
 
 def _finding(timeline: Timeline, limit_bytes: int | None, measured: Timeline | None) -> str:
@@ -101,8 +114,10 @@ def _finding(timeline: Timeline, limit_bytes: int | None, measured: Timeline | N
     finding = f"{verb} at {show_bytes(timeline.peak_bytes)} {phase}"
     if limit_bytes is None:
         return finding
-    left = limit_bytes - max([timeline.peak_bytes, *timeline.reserved])
-    return f"{finding}, {show_bytes(abs(left))} {'below' if left >= 0 else 'ABOVE'} the limit of the device"
+    if timeline.reserved:
+        held, device = show_bytes(max(timeline.reserved)), show_bytes(limit_bytes)
+        return f"{finding}; the allocator takes {held} of the device's {device}"
+    return f"{finding}, of the device's {show_bytes(limit_bytes)}"
 
 
 def _spoken(phase: str) -> str:
@@ -160,7 +175,7 @@ def _key(
     palette: Palette,
     stack: dict[str, list[float]],
     timeline: Timeline,
-    lines: Sequence[tuple[str, int, Literal["dotted", "solid"]]],
+    lines: Sequence[_Line],
     corner: tuple[float, float],
 ) -> None:
     """Name the colours at the right, in the order of the areas, each with its size at the peak."""
@@ -168,7 +183,7 @@ def _key(
     from matplotlib.patches import Rectangle
 
     width, height = figure.get_size_inches()
-    unit_bytes, unit = byte_unit(max([timeline.peak_bytes, *(value for _, value, _ in lines)]))
+    unit_bytes, unit = byte_unit(max([timeline.peak_bytes, *(max(line.values) for line in lines)]))
     left, y = corner
     row = min(0.235, (y - 0.2) / (len(stack) + len(lines) + 1))
 
@@ -187,9 +202,9 @@ def _key(
         figure.add_artist(swatch)
         write(left + 0.29, kind)
         write_size(stack[kind][timeline.peak])
-    for name, value, style in lines:
+    for line in lines:
         y -= row
         xs = [(left + 0.02) / width, (left + 0.22) / width]
-        figure.add_artist(Line2D(xs, [y / height] * 2, color=palette["ink"], linewidth=1.1, linestyle=style))
-        write(left + 0.29, name)
-        write_size(value / unit_bytes)
+        figure.add_artist(Line2D(xs, [y / height] * 2, color=palette[line.role], linewidth=1.1, linestyle=line.style))
+        write(left + 0.29, line.name)
+        write_size(max(line.values) / unit_bytes)

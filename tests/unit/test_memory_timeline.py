@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from hf_fsdp_tools import MemoryTimeline, make_wrap_plan, shard_model
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight.memory import estimate_memory
 from hf_fsdp_tools.foresight.streams import Schedule
 from hf_fsdp_tools.foresight.timeline import Timeline
 
@@ -24,7 +25,7 @@ def alone():
     dist.destroy_process_group()
 
 
-def test_a_step_of_a_loop_with_fsdp_is_recorded_by_unit(alone):
+def test_a_step_of_a_loop_with_fsdp_is_recorded_by_unit(alone, tmp_path):
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
     shard_model(model, make_wrap_plan(model))
@@ -54,6 +55,11 @@ def test_a_step_of_a_loop_with_fsdp_is_recorded_by_unit(alone):
     frees = {(bar.unit, bar.phase) for bar in schedule.bars if bar.operation == "free"}
     assert frees >= {(block, phase) for block in blocks for phase in ("forward", "backward")}
     assert schedule.origin == line.origin == "measured" and schedule.seconds > 0
+    recorded.predicted = estimate_memory(CONFIG, batch_size=2, seq_len=32, precision="fp32")
+    assert recorded.predicted.timeline.peak_bytes == pytest.approx(peak, rel=0.05)
+    recorded.save(tmp_path / "step.html")
+    page = (tmp_path / "step.html").read_text()
+    assert all(text in page for text in ("peak memory, measured", "peak memory, predicted", "model.layers.{0..2}"))
 
 
 class Lines(torch.utils.data.Dataset):
@@ -91,6 +97,8 @@ def test_what_cannot_be_recorded_is_said(tmp_path):
         MemoryTimeline(step=0)
     with pytest.raises(ConfigError, match="No step was recorded"):
         MemoryTimeline().save(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match=r"step\.txt cannot be written: name it \.json, \.html"):
+        MemoryTimeline(path=tmp_path / "step.txt")
     with torch.profiler.profile(), pytest.raises(ConfigError, match="Another profiler is running"), MemoryTimeline():
         pass
     with pytest.raises(KeyError), MemoryTimeline() as recorded:

@@ -18,7 +18,7 @@ from hf_fsdp_tools.foresight.streams import step_schedule
 from hf_fsdp_tools.foresight.timeline import memory_timeline
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.plots.comparison import draw_comparison
-from hf_fsdp_tools.plots.figure import COLORS, save, spread
+from hf_fsdp_tools.plots.figure import COLORS, _shortened, save, spread
 from hf_fsdp_tools.plots.losses import draw_losses
 from hf_fsdp_tools.plots.memory import draw_memory
 from hf_fsdp_tools.plots.page import page_text
@@ -28,7 +28,7 @@ from hf_fsdp_tools.plots.units import draw_units
 from tests.unit.test_timeline import GB, a_step
 
 EVENTS, RESIDENT, SPANS = a_step(units=12)
-STEP = memory_timeline(EVENTS, RESIDENT, spans=SPANS, reserved=[70 * GB] * len(EVENTS))
+STEP = memory_timeline(EVENTS, RESIDENT, reserved=[70 * GB] * len(EVENTS)).in_seconds(EVENTS, SPANS)
 OTHER = memory_timeline(*a_step(units=12, held=30 * GB)[:2])
 SCHEDULE = step_schedule(EVENTS, SPANS)
 PLAN = WrapPlan(
@@ -108,15 +108,15 @@ def test_a_title_says_the_finding():
         return PICTURES[name]().texts[0].get_text()
 
     peak = f"{STEP.peak_bytes / 1e9:,.1f} GB"
-    assert title("memory") == f"Peaks at {peak} in the loss, 10.0 GB below the limit of the device"
+    assert title("memory") == f"Peaks at {peak} in the loss; the allocator takes 70.0 GB of the device's 80.0 GB"
     assert title("comparison") == f"Hybrid wrapping peaks at {peak}, root-only at {OTHER.peak_bytes / 1e9:,.1f} GB"
     off = 100 * (OTHER.peak_bytes / STEP.peak_bytes - 1)
     measured = " ".join(text.get_text() for text in PICTURES["memory with a measured step"]().texts[:2])
     assert f"measured {peak} ({off:+.1f}" in measured.replace("\N{NO-BREAK SPACE}", " ")
     assert title("units") == "11 units; the largest gathers 400 B of 760 B"
     assert "A, gpu one: 99 at 512 GPUs, 99" in title("scaling")
-    tight = draw_memory(STEP, model="m", limit_bytes=STEP.peak_bytes)
-    assert "ABOVE the limit" in tight.texts[0].get_text()
+    without_allocator = draw_memory(OTHER, model="m", limit_bytes=90 * GB)
+    assert without_allocator.texts[0].get_text().endswith(", of the device's 90.0 GB")
 
 
 def test_a_limit_that_is_far_away_is_told_and_not_drawn():
@@ -130,12 +130,14 @@ def test_areas_end_at_the_memory_of_the_step():
     axes = PICTURES["memory"]().axes[0]
     tops = [max(y for _, y in patch.get_xy()) for patch in axes.patches]
     assert max(tops) == pytest.approx(STEP.peak_bytes / 1e9) and tops == sorted(tops, reverse=True)
+    for patch in axes.patches:
+        assert {(0.0, 0.0), (1.0, 0.0)} <= set(map(tuple, patch.get_xy())), "each area stands on the foot"
 
 
 def test_a_measured_step_is_laid_over_the_prediction_unit_by_unit():
     """The same step at another speed falls on itself."""
     slow = [(2 * start + 3, 2 * end + 3) for start, end in SPANS]
-    measured = memory_timeline(EVENTS, RESIDENT, spans=slow)
+    measured = memory_timeline(EVENTS, RESIDENT).in_seconds(EVENTS, slow)
     figure = draw_memory(STEP, model="m", measured=measured)
     line = next(line for line in figure.axes[0].lines if line.get_linestyle() == "-" and len(line.get_xdata()) > 10)
     edge = max(figure.axes[0].patches, key=lambda patch: max(y for _, y in patch.get_xy())).get_xy()
@@ -165,6 +167,11 @@ def test_files_are_the_same_each_time_and_of_known_kinds(tmp_path):
     assert root.tag.endswith("svg") and COLORS["ground"][0] in (tmp_path / "a.svg").read_text()
     with pytest.raises(ConfigError, match=r"c\.gif .*name it \.png, \.svg or \.pdf"):
         save(PICTURES["units"](), tmp_path / "c.gif")
+
+
+def test_paths_are_written_short_and_lead_along_the_same_places():
+    assert _shortened("M 1.04 2 \nL 1.04 3.26 \nL 7.5 3.26 \nL 8 -9.96 \nz\n") == "M1 2V3.3H7.5L8 -10z"
+    assert _shortened("M 1 1 L 2 2 z M 2 2 L 2 3") == "M1 1L2 2zM2 2V3"
 
 
 def test_without_matplotlib_the_command_that_installs_it_is_said(monkeypatch):

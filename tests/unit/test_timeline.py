@@ -71,7 +71,7 @@ def test_memory_that_was_there_before_may_be_freed():
 
 def test_points_lie_in_time_where_times_are_known():
     events, resident, spans = a_step()
-    line = memory_timeline(events, resident, spans=spans)
+    line = memory_timeline(events, resident).in_seconds(events, spans)
     assert line.axis == "seconds" and list(line.positions) == sorted(line.positions)
     assert line.positions[line.peak] == spans[5][1], "logits are made when the forward pass has computed"
 
@@ -127,7 +127,7 @@ def test_gathered_parameters_are_free_when_their_unit_has_computed():
 
 def test_values_survive_json_and_damaged_ones_are_refused():
     events, resident, spans = a_step()
-    line = memory_timeline(events, resident, spans=spans, reserved=[1] * len(events))
+    line = memory_timeline(events, resident, reserved=[1] * len(events)).in_seconds(events, spans)
     assert Timeline.from_json(line.to_json()) == line
     schedule = step_schedule(events, spans)
     assert Schedule.from_json(schedule.to_json()) == schedule
@@ -229,6 +229,36 @@ def test_a_recorded_step_on_a_gpu_reads_the_gpus_allocator_and_streams():
         span == pytest.approx((start, end))
         for span, (start, end) in zip(schedule.exposed, [(40e-6, 60e-6), (90e-6, 110e-6)], strict=True)
     ] == [True, True]
+
+
+def test_collectives_of_gloo_belong_to_the_units_that_launched_them():
+    """gloo reduces by its all-reduce, on threads of its own; the host computes unless it waits for a collective."""
+    trace = {
+        "traceEvents": [
+            *LABELS,
+            record("c10d::_allgather_base_", 13, 1),
+            record("gloo:all_gather", 14, 6, "user_annotation", 9),
+            record("aten::linear", 30, 10),
+            record("aten::mm", 31, 8),
+            record("c10d::_reduce_scatter_base_", 156, 1),
+            record("gloo:all_reduce", 158, 20, "user_annotation", 9),
+            record("aten::copy_", 160, 5, tid=9),
+            record("c10d::allreduce_", 190, 1),
+            record("_c10d_functional::wait_tensor", 191, 6),
+            record("gloo:all_reduce", 191, 5, "user_annotation", 9),
+            record("aten::mul", 210, 5),
+        ]
+    }
+    schedule = read_schedule(trace)
+    collectives = [(b.operation, b.unit, b.phase) for b in schedule.bars if b.track == "communication"]
+    assert collectives == [
+        ("all_gather", "layers.0", "forward"),
+        ("reduce_scatter", "layers.0", "backward"),
+        ("all_reduce", "", "clip"),
+    ]
+    computed = [(b.unit, b.phase, round(1e6 * b.start_s)) for b in schedule.bars if b.operation == "compute"]
+    assert computed == [("layers.0", "forward", 31), ("", "optimizer", 210)], "not gloo's thread, not the waiting"
+    assert schedule.exposed_seconds == pytest.approx(31e-6)
 
 
 def test_a_step_without_fsdp_has_its_phases_too():
