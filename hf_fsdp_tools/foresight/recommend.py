@@ -88,6 +88,7 @@ def recommend_config(
     if fixed.get("seq_len", 0) is None:
         del fixed["seq_len"]
         longest = _most_tokens(name_or_model, kwargs)
+
     def priced(setup: TrainingSetup) -> Cost:
         steps = setup.gradient_accumulation_steps
         if steps > 2:
