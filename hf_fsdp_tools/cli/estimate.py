@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +60,9 @@ def _estimate(options: argparse.Namespace) -> None:
             found[wrapping] = estimate(options.model, _wrapped(setup, wrapping), kwargs)
         if options.plot:
             say("drawing ...")
-            draw_estimate(options.plot, {_WRAPPINGS[name]: each for name, each in found.items()})
+            counts = _counts(setup) if options.plot.suffix == ".html" else ()
+            scaled = {count: estimate(options.model, replace(setup, num_gpus=count), kwargs) for count in counts}
+            draw_estimate(options.plot, {_WRAPPINGS[name]: each for name, each in found.items()}, scaled)
     shown = dict(list(found.items())[: None if options.compare else 1])
     if options.json:
         print(json.dumps(_value(options, shown), indent=1))
@@ -75,6 +77,14 @@ def _estimate(options: argparse.Namespace) -> None:
             print(f"  {_cost_words(first.time, options)}")
     if options.plot:
         print(f"wrote {options.plot}")
+
+
+def _counts(setup: "TrainingSetup") -> Iterator[int]:
+    """Numbers of GPUs for the curve of scaling: doubled from one machine to 1,024 GPUs."""
+    count = setup.gpus_per_node * setup.dp_replicate_size
+    while count <= 1024:
+        yield count
+        count *= 2
 
 
 def _wrapped(setup: "TrainingSetup", wrapping: str) -> "TrainingSetup":

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_tools.cli.training import (
     add_run_options,
-    check_length,
     check_machines,
     given_fields,
     model_of,
@@ -117,11 +116,9 @@ def _fixed(options: argparse.Namespace, config: "FSDPConfig") -> dict[str, Any]:
     fields |= {name: value for name, value in asked.items() if value is not None}
     if options.longest and "seq_len" in fields:
         raise ConfigError("--longest looks for the length that --seq-len gives; leave one of them out")
-    most = positions_of(options)
-    fields.setdefault("seq_len", None if options.longest else min(4096, most or 4096))
+    if "seq_len" not in fields:
+        fields["seq_len"] = None if options.longest else min(4096, positions_of(options) or 4096)
     check_machines(TrainingSetup(**{name: value for name, value in fields.items() if value is not None}))
-    if fields["seq_len"] is not None:
-        check_length(options, fields["seq_len"])
     return fields
 
 

@@ -33,16 +33,19 @@ def check_picture(path: Path | None) -> None:
     check_matplotlib()
 
 
-def draw_estimate(path: Path, found: Mapping[str, Estimate]) -> None:
+def draw_estimate(path: Path, found: Mapping[str, Estimate], scaled: Mapping[int, Estimate]) -> None:
     """Draw the memory of a step: as a page with all that belongs to it, or as one picture.
 
     Args:
         path: .html for the page; else the picture.
         found: estimates by the name of their wrapping; the first is what was asked for. Several are compared.
+        scaled: estimates by the number of GPUs, for the page's curve of scaling.
     """
+    from hf_fsdp_tools.plots.comparison import draw_comparison
     from hf_fsdp_tools.plots.figure import save
-    from hf_fsdp_tools.plots.memory import draw_comparison, draw_memory
+    from hf_fsdp_tools.plots.memory import draw_memory
     from hf_fsdp_tools.plots.page import write_page
+    from hf_fsdp_tools.plots.scaling import ScalingCurve, draw_scaling
     from hf_fsdp_tools.plots.schedule import draw_schedule
     from hf_fsdp_tools.text import show_bytes
 
@@ -59,6 +62,10 @@ def draw_estimate(path: Path, found: Mapping[str, Estimate]) -> None:
     figures: dict[str, Any] = {"memory of a step": draw_memory(memory.timeline, model=setting, limit_bytes=limit)}
     if len(found) > 1:
         figures["ways to wrap the model"] = draw_comparison(timelines, model=setting, limit_bytes=limit)
+    if len(scaled) > 1:
+        values = [each.time.tokens_per_second_per_gpu if each.memory.fits else None for each in scaled.values()]
+        curve = ScalingCurve(name=memory.setup.gpu, num_gpus=tuple(scaled), values=tuple(values))
+        figures["speed over the number of GPUs"] = draw_scaling([curve], setting=setting, quantity="tokens/s per GPU")
     figures["communication and computation of a step"] = draw_schedule(schedule, model=setting)
     write_page(
         path,

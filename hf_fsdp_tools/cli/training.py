@@ -19,7 +19,6 @@ __all__ = [
     "add_run_options",
     "add_sharding_options",
     "add_training_options",
-    "check_length",
     "check_machines",
     "given_fields",
     "model_of",
@@ -103,16 +102,16 @@ def setup_of(options: argparse.Namespace) -> "TrainingSetup":
     """The setup that the command line describes.
 
     Raises:
-        ConfigError: a number cannot be, or the sequence is beyond the model's positions.
+        ConfigError: a number cannot be.
         MeshError: the copies do not divide the GPUs.
     """
     from hf_fsdp_tools.foresight.setup import TrainingSetup
 
     given = given_fields(options)
-    given.setdefault("seq_len", min(4096, positions_of(options) or 4096))
+    if "seq_len" not in given:
+        given["seq_len"] = min(4096, positions_of(options) or 4096)
     setup = TrainingSetup(**given)
     check_machines(setup)
-    check_length(options, setup.seq_len)
     return setup
 
 
@@ -135,52 +134,21 @@ def check_machines(setup: "TrainingSetup") -> None:
 
 def model_of(options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments with which the model is built: its class and whether its code may run."""
-    chosen = find_auto_class(options.auto_class) if options.auto_class else _own_class(_config(options))
-    return {"auto_class": chosen, "trust_remote_code": options.trust_remote_code}
+    quiet()
+    chosen = {"auto_class": find_auto_class(options.auto_class)} if options.auto_class else {}
+    return {"trust_remote_code": options.trust_remote_code, **chosen}
 
 
 def positions_of(options: argparse.Namespace) -> int | None:
     """The most tokens per sequence of the model; None where its config names no limit."""
-    from hf_fsdp_tools.foresight.recommend import most_positions
+    quiet()
+    from hf_fsdp_tools.foresight.build import max_positions
+    from hf_fsdp_tools.hub import local_path
+    from hf_fsdp_tools.modeling.meta import load_config
 
-    return most_positions(_config(options))
-
-
-def check_length(options: argparse.Namespace, seq_len: int) -> None:
-    """Refuse a sequence beyond the model's positions.
-
-    Raises:
-        ConfigError: it is.
-    """
-    most = positions_of(options)
-    if most is not None and seq_len > most:
-        raise ConfigError(
-            f"sequences of {seq_len:,} tokens are beyond the {most:,} positions of {options.model}; use --seq-len "
-            f"{most} or less"
-        )
-
-
-def _config(options: argparse.Namespace) -> Any:
-    """The configuration of the model, read once."""
-    if getattr(options, "model_config", None) is None:
-        quiet()
-        from hf_fsdp_tools.hub import local_path
-        from hf_fsdp_tools.modeling.meta import load_config
-
-        if sys.stderr.isatty() and local_path(options.model) is None:
-            print(f"asking the Hugging Face hub for {options.model} ...", file=sys.stderr)
-        options.model_config = load_config(options.model, trust_remote_code=options.trust_remote_code)
-    return options.model_config
-
-
-def _own_class(config: Any) -> Any:
-    """The class that a config names, if transformers has it; else that of causal language models."""
-    import transformers
-
-    for name in getattr(config, "architectures", None) or ():
-        if isinstance(found := getattr(transformers, name, None), type) and hasattr(found, "_from_config"):
-            return found
-    return transformers.AutoModelForCausalLM
+    if sys.stderr.isatty() and local_path(options.model) is None:
+        print(f"asking the Hugging Face hub for {options.model} ...", file=sys.stderr)
+    return max_positions(load_config(options.model, trust_remote_code=options.trust_remote_code))
 
 
 class Progress:

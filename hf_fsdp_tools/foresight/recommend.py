@@ -1,14 +1,15 @@
 """Recommend the settings of a training: the fastest that fit, why, and what was rejected by how much."""
 
-import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight.build import max_positions
 from hf_fsdp_tools.foresight.forecast import Source, step_of
 from hf_fsdp_tools.foresight.hardware import GPUS, gpu_named
 from hf_fsdp_tools.foresight.memory import memory_of
@@ -24,11 +25,10 @@ from hf_fsdp_tools.foresight.search import GAIN, Cost, Evaluate, Point, Search, 
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.hub import local_path
-from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.meta import load_config
-from hf_fsdp_tools.text import listed, show_bytes
+from hf_fsdp_tools.text import show_bytes
 
-__all__ = ["MARGIN", "SEARCHED", "choose", "model_name", "most_positions", "recommend_config"]
+__all__ = ["MARGIN", "SEARCHED", "choose", "model_name", "recommend_config"]
 
 MARGIN = 0.1
 """Part of a GPU's memory that a recommended setting leaves free: estimates of memory may be 8 % off at worst, and
@@ -87,12 +87,7 @@ def recommend_config(
     longest = None
     if fixed.get("seq_len", 0) is None:
         del fixed["seq_len"]
-        longest = most_positions(name_or_model, **kwargs) or LONGEST
-    known = [each.name for each in fields(TrainingSetup)]
-    for name in fixed:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(f"{name} is no field of TrainingSetup; use {near[0] if near else listed(known, 30)}")
+        longest = _most_tokens(name_or_model, kwargs)
 
     def priced(setup: TrainingSetup) -> Cost:
         steps = setup.gradient_accumulation_steps
@@ -107,7 +102,7 @@ def recommend_config(
 
     return choose(
         model_name(name_or_model),
-        TrainingSetup(**fixed),
+        TrainingSetup.of(**fixed),
         priced,
         given=set(fixed) & set(SEARCHED),
         global_batch_size=global_batch_size,
@@ -135,23 +130,13 @@ def model_name(name_or_model: Source) -> str:
     return path.parent.name if path.is_file() else path.name
 
 
-def most_positions(name_or_model: Source, **hub_kwargs: Any) -> int | None:
-    """Tokens per sequence for which a model was made (`max_position_embeddings`); None where its config has no limit.
-
-    Args:
-        name_or_model: hub name, folder, `config.json`, configuration, or a model.
-        hub_kwargs: as in `load_config`; `auto_class` is ignored.
-
-    Raises:
-        CheckpointError, ConfigError: as `load_config`.
-    """
-    hub_kwargs.pop("auto_class", None)
+def _most_tokens(name_or_model: Source, model_kwargs: Mapping[str, Any]) -> int:
+    """The longest sequence that is looked for."""
     if isinstance(name_or_model, nn.Module):
         config = getattr(name_or_model, "config", None)
     else:
-        config = load_config(name_or_model, **hub_kwargs)
-    most = getattr(text_config(config), "max_position_embeddings", None) if config is not None else None
-    return most if isinstance(most, int) and most > 0 else None
+        config = load_config(name_or_model, **{key: model_kwargs[key] for key in model_kwargs if key != "auto_class"})
+    return (max_positions(config) if isinstance(config, PreTrainedConfig) else None) or LONGEST
 
 
 def choose(
