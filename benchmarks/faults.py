@@ -84,7 +84,7 @@ def strike(kind: Save, fault: Fault | None, models: Path, folder: Path, tries: i
     whole = shutil.copytree(older, folder / "whole")
     counted = run_ranks(save_struck, 2, kind, models, whole, None)
     new = counted[0][0]
-    outs, others = [], Counter[str]()
+    outs, others, texts = [], Counter[str](), {}
     for i in range(tries):
         # Rank 0 does more: it alone gives files their names; the other may do nothing (adapters).
         rank = draw.choice([rank for rank in (0, 0, 1) if counted[rank][1]])
@@ -97,20 +97,24 @@ def strike(kind: Save, fault: Fault | None, models: Path, folder: Path, tries: i
         except AssertionError as error:
             ends = [said(str(error), one) for one in ([1 - rank] if fault == "killed rank" else [0, 1])]
             others[" and ".join(dict.fromkeys(ends))] += 1
+            texts[out.name] = [*(f.read_text() for f in folder.glob(f"{out.name}.event")), str(error)[-6000:]]
         outs.append(out)
-    gone = [not (out / "out").exists() for out in outs]
     looks = run_ranks(look_at, 2, kind, models, outs, timeout_s=60 + 30 * tries)[0]
-    verdicts = ["gone" if absent else verdict(found, old, new) for absent, (found, _) in zip(gone, looks, strict=True)]
+    verdicts = [verdict(found, old, new, fault) for found, _ in looks]
     bad = [(out, found) for out, (found, _), one in zip(outs, looks, verdicts, strict=True) if one == "lost"]
     return {
         "tries": tries, "events": [events for _, events in counted], "found": dict(Counter(verdicts)),
         "left over": sum(left for _, left in looks), "other rank": dict(others),
+        "texts": texts,
         "lost": [["".join(f.read_text() for f in folder.glob(f"{out.name}.event")), found] for out, found in bad],
     }  # fmt: skip
 
 
-def verdict(found: list[str], old: str, new: str) -> str:
-    """Old or new, where every way to open the folder says the same; "lost" otherwise."""
+def verdict(found: list[str], old: str, new: str, fault: Fault | None) -> str:
+    """Old or new, where every way to open the folder says the same; "gone" where all of a removed folder say that it
+    holds nothing; "lost" otherwise."""
+    if fault == "removed folder" and all(one.startswith("error: ") for one in found):
+        return "gone"
     names = {old: "old", new: "new"}
     one = {names.get(digest, "lost") for digest in found}
     return one.pop() if len(one) == 1 else "lost"

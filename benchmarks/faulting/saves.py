@@ -87,6 +87,7 @@ def look_at(kind: Save, models: Path, outs: list[Path]) -> list[tuple[list[str],
         left = 0
         if kind.first is not _nothing:
             kind.again(models, out / "out", dist.barrier)
+            wait_for_saves()
             left = sum(path.stat().st_size for path in out.rglob("*") if path.is_file() and _is_hidden(path, out))
         seen.append((found, left))
     return seen
