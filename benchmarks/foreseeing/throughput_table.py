@@ -21,6 +21,12 @@ REASONS = {
 }
 """Why a row falls short, by the beginning of its name."""
 
+_HEAD = ("| rows | number | mean error | bias | 90 % below | worst |", "|---|---|---|---|---|---|")
+
+_COLUMNS = """Tokens per second and GPU. GiB is what PyTorch's allocator would hold with transformers' cross entropy; in
+brackets where the GPU has less.
+"""
+
 _PREFACE = """# Throughput: published trainings and what was foreseen
 
 Made by `python benchmarks/foresight.py throughput`. Each published row is built from its configuration, traced by dry
@@ -49,56 +55,48 @@ def throughput_report(cache: Path) -> str:
     publishers = [by_publisher[id(program)] for program in seen]
     others = _foreseen(never, constants)
     kept = _foreseen(held, constants)
-    unfitted = _foreseen(seen, START)
-    lines = [
-        _PREFACE,
-        "## Summary",
-        "",
-        "| rows | number | mean error | bias | 90 % below | worst |",
-        "|---|---|---|---|---|---|",
-        _summary("before any fit (usual shares of the peaks)", unfitted),
-        _summary("fitted", fitted),
-        _summary("**model size left out of the fit**", sizes),
-        _summary("**publisher left out of the fit**", publishers),
-        _summary("held out: seen neither by the fit nor by who chose its form", kept),
-        _summary("trainings of 2022, never in a fit", others),
-        "",
-        "## Constants",
-        "",
-        *_table(("constant", "value", "before"), [(n, f"{v:.4g}", f"{START[n]:.4g}") for n, v in constants.items()]),
-        "",
-        "## Bias by regime (size left out)",
-        "",
-        "| rows | number | mean error | bias | 90 % below | worst |",
-        "|---|---|---|---|---|---|",
-        *(_summary(name, [each for each in sizes if holds(each.program)]) for name, holds in _REGIMES),
-        "",
-        "The same of the rows that were held out:",
-        "",
-        "| rows | number | mean error | bias | 90 % below | worst |",
-        "|---|---|---|---|---|---|",
-        *(
-            _summary(name, chosen)
-            for name, holds in _REGIMES
-            if (chosen := [each for each in kept if holds(each.program)])
-        ),
-        "",
-        "## Rows that fall short (15 % or more)",
-        "",
-        *_shortfalls([*sizes, *publishers, *others, *kept]),
-        "",
-        "## Each row",
-        "",
-        "Tokens per second and GPU. GiB is what PyTorch's allocator would hold; in brackets where the GPU has less.",
-        "",
-        *_each(fitted, sizes, publishers),
-        "",
-        "Held out, and of 2022:",
-        "",
-        *_each([*kept, *others]),
-        "",
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            _PREFACE,
+            "## Summary",
+            "",
+            *_HEAD,
+            _summary("before any fit (usual shares of the peaks)", _foreseen(seen, START)),
+            _summary("fitted", fitted),
+            _summary("**model size left out of the fit**", sizes),
+            _summary("**publisher left out of the fit**", publishers),
+            _summary("held out: seen neither by the fit nor by who chose its form", kept),
+            _summary("trainings of 2022, never in a fit", others),
+            "",
+            "## Constants",
+            "",
+            *_table(
+                ("constant", "value", "before"), [(n, f"{v:.4g}", f"{START[n]:.4g}") for n, v in constants.items()]
+            ),
+            "",
+            "## Bias by regime",
+            "",
+            "With the model size left out of the fit:",
+            "",
+            *_regimes(sizes),
+            "Of the rows that were held out:",
+            "",
+            *_regimes(kept),
+            "## Rows that fall short (15 % or more)",
+            "",
+            *_shortfalls([*sizes, *publishers, *others, *kept]),
+            "",
+            "## Each row",
+            "",
+            _COLUMNS,
+            *_each(fitted, sizes, publishers),
+            "",
+            "Held out, and of 2022:",
+            "",
+            *_each([*kept, *others]),
+            "",
+        ]
+    )
 
 
 def _foreseen(programs: Iterable[Program], constants: Mapping[str, float]) -> list[Outcome]:
@@ -125,13 +123,16 @@ _REGIMES: tuple[tuple[str, Callable[[Program], bool]], ...] = (
 )
 
 
+def _regimes(outcomes: Sequence[Outcome]) -> list[str]:
+    chosen = [(name, [each for each in outcomes if holds(each.program)]) for name, holds in _REGIMES]
+    return [*_HEAD, *(_summary(name, some) for name, some in chosen if some), ""]
+
+
 def _is_small(program: Program) -> bool:
     return program.row.model in ("mpt-125m", "mpt-350m", "mpt-760m", "mpt-1b")
 
 
 def _summary(name: str, outcomes: Sequence[Outcome]) -> str:
-    if not outcomes:
-        return f"| {name} | 0 | | | | |"
     errors = np.array([each.error for each in outcomes])
     sizes = np.abs(errors)
     cells = f"{sizes.mean():.1%}", f"{errors.mean():+.1%}", f"{np.quantile(sizes, 0.9):.1%}", f"{sizes.max():.1%}"
