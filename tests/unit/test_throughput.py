@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 from transformers import LlamaConfig
 
-from hf_fsdp_tools import ThroughputEstimate, estimate_throughput
+from hf_fsdp_tools import ConfigError, ThroughputEstimate, estimate_throughput
 from hf_fsdp_tools.foresight.forecast import Forecast, step_of
 from hf_fsdp_tools.foresight.memory import memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.step import compose
 from hf_fsdp_tools.foresight.throughput import scaling, throughput, throughput_of
 
 CONFIG = LlamaConfig(
@@ -41,11 +42,17 @@ def test_an_estimate_by_name_is_that_of_the_forecast() -> None:
     assert 0.2 < result.mfu == result.hfu < 0.9
 
 
+def test_an_unknown_field_is_an_error_that_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="num_gpus"):
+        estimate_throughput(CONFIG, num_gpu=8)
+
+
 def test_many_micro_steps_are_like_the_second() -> None:
     # two GPUs only, so that the optimizer, which runs once, counts
     many = forecast(num_gpus=2, gradient_accumulation_steps=5)
     result, trace = throughput_of(many), many.trace
-    all_five = throughput(many.step.events, many.setup, name="", tokens=trace.tokens, model_flops=trace.model_flops)
+    events = compose(trace, many.plan, many.setup).events
+    all_five = throughput(events, many.setup, name="", tokens=trace.tokens, model_flops=trace.model_flops)
     assert result.step_seconds == pytest.approx(all_five.step_seconds, rel=1e-3)
     assert sum(result.parts.values()) == pytest.approx(result.step_seconds)
     assert result.tokens_per_step == 5 * 2 * 2048
