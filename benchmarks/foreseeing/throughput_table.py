@@ -71,7 +71,7 @@ def throughput_report(cache: Path) -> str:
             _summary("fitted", fitted),
             _summary("**model size left out of the fit**", sizes),
             _summary("**publisher left out of the fit**", publishers),
-            _summary("held out: seen neither by the fit nor by who chose its form", kept),
+            _summary("held out: in no fit, evaluated at the end", kept),
             _summary("trainings of 2022, never in a fit", others),
             "",
             "## Constants",
