@@ -82,7 +82,7 @@ class Row:
     reserved_gib: float | None
     """Published memory, where there is one."""
     is_held_out: bool
-    """Whether neither the form of the model nor its constants have seen this row."""
+    """Whether the row is in no fit and was evaluated at the end only."""
 
     @property
     def publisher(self) -> str:

@@ -22,7 +22,7 @@ from hf_fsdp_tools.foresight.simulation import run
 from hf_fsdp_tools.foresight.step import compose
 from hf_fsdp_tools.foresight.throughput import allocator_stalls
 
-__all__ = ["Program", "Run", "forecast_of", "program_of"]
+__all__ = ["Program", "Run", "forecast_of", "program_of", "recomputed_events"]
 
 _FEW = 3
 """Micro-steps that are simulated at most; more are extrapolated, since from the second on all take as long."""
@@ -138,7 +138,7 @@ def _run(micro_steps: int, memory: MemoryEstimate, rule: Fraction | Literal["sel
     kept: list[Event] = []
     moved: dict[int, float] = {}
     kernels: Counter[Work] = Counter()
-    for index, event in _recomputed(enumerate(memory.forecast.step.events), rule):
+    for index, event in recomputed_events(enumerate(memory.forecast.step.events), rule):
         if index in stalls:
             moved[len(kept)] = moved.get(len(kept), 0.0) + stalls[index]
         if isinstance(event, Work | Record | Wait):
@@ -151,7 +151,7 @@ def _run(micro_steps: int, memory: MemoryEstimate, rule: Fraction | Literal["sel
 # ---- selective activation checkpointing ----
 
 
-def _recomputed(
+def recomputed_events(
     events: Iterable[tuple[int, Event]], rule: Fraction | Literal["selective-op"]
 ) -> Iterator[tuple[int, Event]]:
     """The events, with their indices, without what selective activation checkpointing does not compute again."""

@@ -2,18 +2,22 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from benchmarks.foreseeing.fit import START, efficiency_from
 from benchmarks.foreseeing.offloading import offload_checkpoints
+from benchmarks.foreseeing.peers import accelerate_bytes, deepspeed_bytes
 from benchmarks.foreseeing.rows import Row, read_rows, teraflops
-from benchmarks.foreseeing.throughput import _recomputed, forecast_of
+from benchmarks.foreseeing.throughput import forecast_of, recomputed_events
 from hf_fsdp_tools.foresight.efficiency import efficiency_of
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Mark, Work
 from hf_fsdp_tools.foresight.hardware import gpu_named
+from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.foresight.trace import Trace
 
@@ -66,7 +70,7 @@ def again(operation: str, unit: str) -> Work:
 
 
 def left(events: Iterable[Event], rule: object) -> list[Event]:
-    return [event for _, event in _recomputed(enumerate(events), rule)]  # type: ignore[arg-type]
+    return [event for _, event in recomputed_events(enumerate(events), rule)]  # type: ignore[arg-type]
 
 
 def test_of_checkpointed_blocks_a_share_is_computed_again() -> None:
@@ -102,3 +106,13 @@ def test_checkpoints_in_host_memory_are_on_the_gpu_only_around_their_block() -> 
     assert changed[4] == Work("device_to_host", 0.0, 64, "", "forward")
     assert changed[7] == Alloc(3, 64, "activations", "") and changed[8].operation == "host_to_device"  # type: ignore[union-attr]
     assert changed[-1] == Free(3) and len(changed) == len(events) + 4
+
+
+def test_peers_estimates_follow_their_formulas() -> None:
+    model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 64, bias=False))
+    setup = TrainingSetup(num_gpus=8)
+    params = 1000 * 64 + 64 * 64
+    assert deepspeed_bytes(model, setup) == 4 * 64_000 + 18 * params // 8
+    assert deepspeed_bytes(model, replace(setup, offload=True)) == 4 * 64_000
+    assert accelerate_bytes(model, setup) == accelerate_bytes(model, replace(setup, num_gpus=64)) == 8 * params
+    assert accelerate_bytes(model, replace(setup, precision="fp32")) == 16 * params
