@@ -19,7 +19,7 @@ from hf_fsdp_tools.foresight.build import DTYPES
 from hf_fsdp_tools.foresight.chunked_loss import chunk_loss
 from hf_fsdp_tools.foresight.events import Event, Work
 from hf_fsdp_tools.foresight.inputs import make_batch
-from hf_fsdp_tools.foresight.kernels import AsOnCuda, imitate_4bit, scratch
+from hf_fsdp_tools.foresight.kernels import AsOnCuda, imitate_4bit
 from hf_fsdp_tools.foresight.recorder import Recorder
 from hf_fsdp_tools.foresight.repeats import Stack, configs_of, cut_model, cut_plan, repeating_stacks
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -89,7 +89,7 @@ def _dry_run(
         cut_model(twin, stacks)
         plan = cut_plan(plan, stacks)
         _give_memory(twin, plan, setup)
-        recorder = Recorder(_units(plan), extra=scratch if device == "cuda" else None)
+        recorder = Recorder(_units(plan), on_cuda=device == "cuda")
         recorder.ignore([*twin.parameters(), *twin.buffers()])
         _prepare(twin, plan, setup, recorder)
         bounds = Bounds(twin, stacks, recorder)
