@@ -189,7 +189,7 @@ def estimate_throughput(
         ConfigError: a field has a value that cannot be, or GPU or era is unknown.
         CheckpointError, WrapPlanError: the model cannot be built or planned.
     """
-    return throughput_of(step_of(name_or_model, TrainingSetup(**fields), **(model_kwargs or {})), era=era)
+    return throughput_of(step_of(name_or_model, TrainingSetup.of(**fields), **(model_kwargs or {})), era=era)
 
 
 def scaling(
@@ -237,10 +237,12 @@ def throughput_of(
         ConfigError: GPU or era is unknown.
     """
     steps = forecast.setup.gradient_accumulation_steps
+    memory = memory or memory_of(forecast)
     if steps <= 2:
-        return _throughput_of_all(forecast, era, efficiency, memory or memory_of(forecast))
+        return _throughput_of_all(forecast, memory, era, efficiency)
     few = [_with_micro_steps(forecast, count) for count in (1, 2)]
-    one, two = (_throughput_of_all(each, era, efficiency, memory_of(each)) for each in few)
+    memories = [memory_of(each) if memory.retried else memory for each in few]
+    one, two = (_throughput_of_all(*each, era, efficiency) for each in zip(few, memories, strict=True))
 
     def continued(first: float, second: float) -> float:
         return first + (steps - 1) * (second - first)
@@ -263,7 +265,7 @@ def _with_micro_steps(forecast: Forecast, count: int) -> Forecast:
 
 
 def _throughput_of_all(
-    forecast: Forecast, era: str, efficiency: Efficiency | None, memory: MemoryEstimate
+    forecast: Forecast, memory: MemoryEstimate, era: str, efficiency: Efficiency | None
 ) -> ThroughputEstimate:
     """The throughput of a forecast, all of whose events are simulated."""
     notes = forecast.trace.notes
