@@ -16,7 +16,15 @@ from hf_fsdp_tools.foresight.step import compose
 from hf_fsdp_tools.foresight.time import simulate
 from hf_fsdp_tools.text import show_count
 
-__all__ = ["ThroughputEstimate", "estimate_throughput", "scaling", "straggling", "throughput", "throughput_of"]
+__all__ = [
+    "ThroughputEstimate",
+    "allocator_stalls",
+    "estimate_throughput",
+    "scaling",
+    "straggling",
+    "throughput",
+    "throughput_of",
+]
 
 _SEGMENT_SECONDS = 2e-3
 """Time for which the GPU stands still per segment that a full allocator gives back: `cudaFree`, and `cudaMalloc` of its
@@ -281,9 +289,14 @@ def _throughput_of_all(
         model_flops=forecast.trace.model_flops,
         era=era,
         efficiency=efficiency,
-        stalls={} if memory.is_full else {index: count * _SEGMENT_SECONDS for index, count in memory.retried},
+        stalls=allocator_stalls(memory),
         notes=notes,
     )
+
+
+def allocator_stalls(memory: MemoryEstimate) -> dict[int, float]:
+    """Seconds for which a full GPU stands still, by index of the event before which it does (`simulate`)."""
+    return {} if memory.is_full else {index: count * _SEGMENT_SECONDS for index, count in memory.retried}
 
 
 def throughput(
