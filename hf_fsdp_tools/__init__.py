@@ -39,6 +39,8 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.errors import WrapPlanError as WrapPlanError
     from hf_fsdp_tools.foresight.memory import MemoryEstimate as MemoryEstimate
     from hf_fsdp_tools.foresight.memory import estimate_memory as estimate_memory
+    from hf_fsdp_tools.foresight.recommend import recommend_config as recommend_config
+    from hf_fsdp_tools.foresight.recommendation import Recommendation as Recommendation
     from hf_fsdp_tools.foresight.throughput import ThroughputEstimate as ThroughputEstimate
     from hf_fsdp_tools.foresight.throughput import estimate_throughput as estimate_throughput
     from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy as hybrid_auto_wrap_policy
@@ -91,6 +93,8 @@ _NAMES_OF = {
         "WrapPlanError",
     ),
     "foresight.memory": ("MemoryEstimate", "estimate_memory"),
+    "foresight.recommend": ("recommend_config",),
+    "foresight.recommendation": ("Recommendation",),
     "foresight.throughput": ("ThroughputEstimate", "estimate_throughput"),
     "fsdp1.policy": ("hybrid_auto_wrap_policy",),
     "fsdp1.wrap": ("load_weights_fsdp1", "wrap_fsdp1"),

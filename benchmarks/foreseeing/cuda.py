@@ -33,7 +33,7 @@ _MOST_EVENTS = 1_000_000
 
 @contextmanager
 def _known_not_to_be_packed() -> Iterator[None]:
-    """A block in which no batch is taken for packed sequences, which need a mask; for a device that does not compute."""
+    """A block in which no batch is taken for packed sequences, on a device that computes nothing to tell by."""
     if torch.ones(1, device="cuda").item() == 1:
         yield
         return

@@ -1,6 +1,6 @@
 """Memory of a real training on CPUs over gloo, counted allocation by allocation.
 
-Every allocation and free of PyTorch's CPU allocator from the first parameter to the end of the third step is in
+Every allocation and free of PyTorch's CPU allocator from the first parameter to the end of the second step is in
 `torch.profiler`'s memory events, on all threads, with its address and the operations above it. gloo takes memory that
 NCCL does not: what is allocated inside a collective's own call (`c10d::…`, on the calling thread) or while gloo works
 (`gloo:…`, on its threads) is counted apart, and so is its release, by its address. That this is all of gloo's scratch
@@ -26,7 +26,7 @@ from benchmarks.foreseeing.training import Training
 
 __all__ = ["Allocation", "count", "log_of", "measure"]
 
-_STEPS = 3
+_STEPS = 2
 """Of which the last is counted: the optimizer has its state, FSDP2 its buffers."""
 
 _COLLECTIVES = (
@@ -138,32 +138,30 @@ def count(log: list[Allocation]) -> dict[str, Any]:
         log: from `log_of`, from before the first parameter.
     """
     first = next(i for i, found in enumerate(log) if f"{_MARK}step {_STEPS - 1}" in found.above)
-    scratch: set[int] = set()
-    total = peak = 0
+    live: dict[int, bool] = {}  # address -> whether gloo took it
     taken: Counter[str] = Counter()
-    held = phase = ""
     events: list[tuple[int, int, str, str]] = []
     peaks: dict[str, int] = {}
+    total = held = 0
+    phase = ""
     for i, found in enumerate(log):
-        if i == first:
-            held, peak = total, total
+        held = total if i == first else held
+        phase = found.phase or phase
         if found.num_bytes > 0:
-            scratch.discard(found.address)
-        ours = found.address not in scratch if found.num_bytes < 0 else not found.is_scratch
-        if not ours:
-            (scratch.discard if found.num_bytes < 0 else scratch.add)(found.address)
+            is_scratch = live[found.address] = found.is_scratch
+        elif found.address in live:
+            is_scratch = live.pop(found.address)
+        else:
+            continue  # it was taken before the log began
+        if is_scratch:
             if i >= first and found.num_bytes > 0:
                 taken[_collective(found)] += found.num_bytes
-        else:
-            total += found.num_bytes
-        if i < first:
             continue
-        phase = found.phase or phase
-        peaks[phase] = max(peaks.get(phase, 0), total)
-        peak = max(peak, total)
-        if ours:
+        total += found.num_bytes
+        if i >= first:
+            peaks[phase] = max(peaks.get(phase, 0), total)
             events.append((found.num_bytes, found.address, phase, _told(found)))
-    return {"held": held, "peak": peak, "scratch": dict(taken), "peaks": peaks, "events": events}
+    return {"held": held, "peak": max(peaks.values()), "peaks": peaks, "scratch": dict(taken), "events": events}
 
 
 def _collective(found: Allocation) -> str:

@@ -1,7 +1,7 @@
 """From a model's name to the events of a step: the way that estimates of memory and time share, with its cache."""
 
 from collections import OrderedDict
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import Any, TypeAlias
 
@@ -50,7 +50,7 @@ class Forecast:
     trace: Trace
     """One micro-step of the model."""
     step: Step
-    """One optimizer step under FSDP2."""
+    """One optimizer step under FSDP2; of more than three micro-steps three, since those after the second are alike."""
 
     @property
     def model_class(self) -> str:
@@ -88,7 +88,8 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
         while len(_traces) > _MOST_TRACES:
             _traces.popitem(last=False)
     _, plan, trace = _traces[key]
-    return Forecast(setup=setup, plan=plan, trace=trace, step=compose(trace, plan, setup))
+    few = replace(setup, gradient_accumulation_steps=min(setup.gradient_accumulation_steps, 3))
+    return Forecast(setup=setup, plan=plan, trace=trace, step=compose(trace, plan, few))
 
 
 def _key(name_or_model: Source, setup: TrainingSetup, model_kwargs: dict[str, Any]) -> tuple[object, ...]:

@@ -1,6 +1,6 @@
 """The operations of a GPU that differ from those of a CPU, on fake tensors of the CPU: attention, dropout, norms."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from hf_fsdp_tools.foresight.events import Operation
 from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of
 
-__all__ = ["AsOnCuda", "counted", "grouped_mm", "imitate_4bit", "scratch"]
+__all__ = ["AsOnCuda", "counted", "imitate_4bit", "run_on", "scratch"]
 
 
 class AsOnCuda(TorchFunctionMode):
@@ -24,9 +24,21 @@ class AsOnCuda(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
+        if func is functional.rms_norm and hasattr(torch.ops.aten, "_fused_rms_norm"):
+            return _rms_norm(*args, **kwargs)
         if func is functional.dropout:
             return _dropout(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _rms_norm(
+    input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """One kernel, where inputs and weight have one dtype."""
+    if weight is None or weight.dtype != input.dtype:
+        return functional.rms_norm(input, normalized_shape, weight, eps)
+    result: torch.Tensor = torch.ops.aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
+    return result
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
@@ -46,30 +58,52 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """The kernel that torch chooses on CUDA (`sdp_utils.cpp`): flash, else efficient, else plain operations."""
+    """The kernel that torch (2.14) chooses on CUDA (`sdp_utils.cpp`): flash without a mask in 16 bits, else efficient.
+
+    Earlier versions have no efficient kernel for fewer heads of keys than of queries, and take plain operations.
+    """
     ops: Any = torch.ops.aten
-    result: tuple[torch.Tensor, ...]
     low = query.dtype in (torch.bfloat16, torch.float16)
-    alike = query.shape[-1] == value.shape[-1]
-    if low and attn_mask is None and alike and query.shape[-1] <= 256:
-        result = ops._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
-    elif not enable_gqa:
-        needs_backward = any(t.requires_grad for t in (query, key, value)) and torch.is_grad_enabled()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
-        if attn_mask is not None:
-            attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        result = ops._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, needs_backward, dropout_p, is_causal, scale=scale
-        )
-    else:
-        result = ops._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    return result[0]
+    if low and attn_mask is None and query.shape[-1] == value.shape[-1] <= 256:
+        flash: torch.Tensor = ops._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+        return flash
+    keep = any(tensor.requires_grad for tensor in (query, key, value)) and torch.is_grad_enabled()
+    mask = None if attn_mask is None else _additive(attn_mask, query, key)
+    efficient: torch.Tensor = ops._scaled_dot_product_efficient_attention(
+        query, key, value, mask, keep, dropout_p, is_causal, scale=scale
+    )[0]
+    return efficient
 
 
-def grouped_mm(
+def _additive(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A mask as the efficient kernel takes it: added to the scores, rows of a multiple of 8 elements."""
+    if mask.dtype == torch.bool:
+        nothing, all_of_it = torch.zeros((), dtype=query.dtype), torch.full((), -torch.inf, dtype=query.dtype)
+        mask = torch.where(mask, nothing, all_of_it)
+    if rest := -mask.shape[-1] % 8:
+        mask = functional.pad(mask, (0, rest))[..., : mask.shape[-1]]
+    return mask.expand(*query.shape[:-1], key.shape[-2])
+
+
+def _efficient_backward(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *rest: Any, **_: Any
+) -> tuple[Any, ...]:
+    """The gradients of efficient attention, of keys and values with fewer heads too (torch 2.14), laid out by token."""
+    made = [torch.empty_permuted(t.shape, (0, 2, 1, 3), dtype=t.dtype) for t in (query, key, value)]
+    wanted = rest[5][3] if len(rest) > 5 and mask is not None else False
+    return (*made, torch.empty_like(mask) if wanted else None)
+
+
+def _layer_norm(hidden: torch.Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> tuple[torch.Tensor, ...]:
+    """A layer norm, whose saved statistics are fp32 on CUDA."""
+    rows = [*hidden.shape[: hidden.dim() - len(shape)], *(1 for _ in shape)]
+    mean, scale = (torch.empty(rows, dtype=torch.float32) for _ in range(2))
+    return torch.empty_like(hidden, memory_format=torch.contiguous_format), mean, scale
+
+
+def _grouped_mm(
     left: torch.Tensor,
     right: torch.Tensor,
     offs: torch.Tensor,
@@ -161,6 +195,39 @@ def _attention_flops(given: dict[str, Any], *, is_backward: bool) -> tuple[float
     return done / 2 if is_causal else done, usual
 
 
-def scratch(func: Any, args: Sequence[Any], result: Any) -> Iterable[int]:
-    """Bytes of the memory that a CUDA kernel takes beside its results while it runs."""
-    return ()
+def run_on(func: Any, args: Any, kwargs: Any, *, on_cuda: bool) -> Any:
+    """The result of an operation: by the kernel's rule where torch has none, or one of the CPU alone."""
+    name = func.overloadpacket.__name__
+    if name == "_grouped_mm":
+        return _grouped_mm(*args, **kwargs)
+    if on_cuda and name == "native_layer_norm" and args[0].element_size() < 4:
+        return _layer_norm(*args, **kwargs)
+    if name == "_scaled_dot_product_efficient_attention_backward":
+        return _efficient_backward(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def scratch(func: Any, args: Sequence[Any]) -> Sequence[int]:
+    """Bytes of each piece of memory that a CUDA kernel takes beside its results, and gives back when it ends.
+
+    As torch's `attention_backward.cu` and `flash_api.cpp` take it, checked against the log of PyTorch's allocator
+    (2.14): of flash attention, a product per row and the gradient of queries in fp32, rows rounded to 128, and the
+    gradients of keys and values for each head of the queries; of efficient attention, the product, and the gradients of
+    64 queries at a time with a lock.
+    """
+    name = func.overloadpacket.__name__
+    if "attention_backward" not in name:
+        return ()
+    query, key, value = args[1:4]
+    batch, heads, length, width = query.shape
+    rows = batch * heads * length
+    grouped = key.shape[1] != heads
+    per_head = [batch * heads * key.shape[2] * t.shape[-1] * t.element_size() if grouped else 0 for t in (key, value)]
+    if "flash" in name:
+        rounded = batch * heads * (-(-length // 128) * 128)
+        wide = -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
+        return [4 * rounded, 4 * rounded * wide, *per_head]
+    tiles = batch * heads * -(-length // 64)
+    wide = -(-width // 64) * 64
+    product = [4 * rows * width] if query.element_size() == 4 else []
+    return [*per_head, 4 * rows, *product, tiles * (64 * wide * 4 + 16)]

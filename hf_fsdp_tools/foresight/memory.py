@@ -148,12 +148,11 @@ class MemoryEstimate:
         return f"{head} {name:<{width}} {show_bytes(num_bytes):>9} {share:>6.1%} {bar}".rstrip()
 
     def _verdict(self) -> str:
-        limit = f"the {show_bytes(self.limit_bytes)} of a {self.setup.gpu}"
+        limit = f"the GPU's {show_bytes(self.limit_bytes)}"
         if self.is_full:
             return f"does not fit: {show_bytes(-self.spare_bytes)} more than {limit}"
         if self.retried:
-            times = len(self.retried)
-            return f"fits {limit} slowly: in each step the allocator gives cached memory back {times} times"
+            return f"fits {limit} slowly: each step, the allocator gives cached memory back {len(self.retried)} times"
         return f"fits: {show_bytes(self.spare_bytes)} of {limit} are spare"
 
 

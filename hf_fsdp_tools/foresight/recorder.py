@@ -1,7 +1,7 @@
 """Record the events of operations on fake tensors: memory that comes and goes, and the work of every kernel."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Kind, Mark, Phase, Work
-from hf_fsdp_tools.foresight.kernels import counted, grouped_mm
+from hf_fsdp_tools.foresight.kernels import counted, run_on, scratch
+from hf_fsdp_tools.foresight.sums import holders_of_a_sum, is_sum_in_place
 
 __all__ = ["Recorder"]
 
@@ -44,20 +45,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     Args:
         units: fqn of each of the plan's modules -> name of its unit, the root among them.
-        extra: bytes that a kernel of the device takes and gives back while it runs, by the operation's arguments.
+        on_cuda: whether kernels are those of a GPU.
     """
 
-    def __init__(
-        self, units: dict[str, str], *, extra: Callable[[Any, Sequence[Any], Any], Iterable[int]] | None = None
-    ) -> None:
+    def __init__(self, units: dict[str, str], *, on_cuda: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        holders_of_a_sum()
         self.events: list[Event] = []
         self.phase: Phase = "forward"
         self.in_loss = False
         """Whether what is taken now is logits, or made of them."""
         self.last_operation = ""
         self._units = units
-        self._extra = extra
+        self._on_cuda = on_cuda
         self._root = _Pass("", "")
         self._passes = [self._root]
         self._blocks: dict[int, _Block] = {}
@@ -136,7 +136,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self.last_operation = str(func)
         kwargs = kwargs or {}
         packet = func.overloadpacket
-        result = (grouped_mm if packet is torch.ops.aten._grouped_mm else func)(*args, **kwargs)
+        if func is torch.ops.aten.add.Tensor and self.phase == "backward" and is_sum_in_place(*args):
+            func = torch.ops.aten.add_.Tensor
+        result = run_on(func, args, kwargs, on_cuda=self._on_cuda)
         made = list(_tensors(result))
         new = [tensor for tensor in made if self._take(tensor)]
         schema = func._schema
@@ -145,9 +147,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if packet.__name__ in _MAKES_NOTHING:
             return result
         self._work(func, args, kwargs, result, made)
-        if self._extra is not None:
-            for num_bytes in self._extra(func, args, result):
-                self._take_and_free(num_bytes)
+        if self._on_cuda:
+            taken = [self._append(num_bytes, "temporaries") for num_bytes in scratch(func, args) if num_bytes]
+            self.events += [Free(number) for number in reversed(taken)]
         return result
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> None:
@@ -199,11 +201,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         assert isinstance(taken, Alloc)
         if taken.kind == "activations" and not block.made_in.is_over and block.made_in is not self._root:
             self.events[block.place] = replace(taken, kind="temporaries")
-        self.events.append(Free(number))
-
-    def _take_and_free(self, num_bytes: int) -> None:
-        """Scratch memory of a kernel."""
-        number = self._append(num_bytes, "temporaries")
         self.events.append(Free(number))
 
 

@@ -2,7 +2,7 @@
 
 import difflib
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, get_args, get_type_hints
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
@@ -16,7 +16,8 @@ class TrainingSetup:
     """One training as a value; `dataclasses.replace` gives a changed one. Checked when it is made.
 
     Raises:
-        ConfigError: a number is below 1, or the mesh does not fit the GPUs.
+        ConfigError: a number is below 1, a name is unknown, or nothing would be trained.
+        MeshError: the copies do not divide the GPUs.
     """
 
     num_gpus: int = 1
@@ -73,7 +74,7 @@ class TrainingSetup:
         """A setup from names and values that a user gave.
 
         Raises:
-            ConfigError: a name is unknown, or a value cannot be.
+            ConfigError: a name is unknown, or as the class itself.
         """
         known = {each.name for each in fields(cls)}
         for name in given.keys() - known:
@@ -83,13 +84,15 @@ class TrainingSetup:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
-            value = getattr(self, name)
-            if get_origin(hint) is Literal and value not in get_args(hint):
-                raise ConfigError(f"{name} is {value!r}; it must be {' or '.join(map(repr, get_args(hint)))}.")
         for name in ("num_gpus", "gpus_per_node", "batch_size", "seq_len", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
+        hints = get_type_hints(type(self))
+        for name in ("precision", "master_dtype", "reduce_dtype", "wrapping", "loss", "attn_implementation"):
+            if getattr(self, name) not in (allowed := get_args(hints[name])):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; use {', '.join(allowed)}.")
+        if self.load_in_4bit and self.lora_r is None:
+            raise ConfigError("load_in_4bit freezes the base, so nothing would be trained; give lora_r, such as 16.")
         ParallelDims(dp_replicate_size=self.dp_replicate_size).resolve(self.num_gpus)
 
     @property

@@ -88,7 +88,9 @@ def test_what_ifs_need_no_other_dry_run(config: LlamaConfig, monkeypatch: pytest
         estimate_memory(config, num_gpus=8, offload=True, **shape),
         estimate_memory(config, num_gpus=8, optimizer="sgd", max_grad_norm=None, **shape),
         estimate_memory(config, num_gpus=8, reshard_after_forward=False, **shape),
+        *(estimate_memory(config, num_gpus=8, gradient_accumulation_steps=count, **shape) for count in (4, 10**6)),
     ]
+    assert more[-1].peak_allocated == more[-2].peak_allocated and more[-1].peak_reserved == more[-2].peak_reserved
     assert more[2].host_bytes > 0 and more[2].at_peak["parameters"] == 256  # buffers
     assert more[0].at_peak["parameters"] < more[1].at_peak["parameters"]
     with pytest.raises(AssertionError, match="a dry run"):
@@ -103,7 +105,7 @@ def test_an_unknown_gpu_is_refused(config: LlamaConfig) -> None:
 def test_settings_that_cannot_be_are_refused(config: LlamaConfig) -> None:
     with pytest.raises(ConfigError, match=r"'batchsize'.*Nearest: batch_size"):
         estimate_memory(config, batchsize=2)
-    with pytest.raises(ConfigError, match=r"precision is 'float32'; it must be 'bf16' or 'fp16' or 'fp32'"):
+    with pytest.raises(ConfigError, match=r"precision is 'float32'; use bf16, fp16, fp32"):
         estimate_memory(config, precision="float32")
 
 

@@ -119,6 +119,13 @@ def test_copies_of_other_streams_take_the_memory_from_the_computation() -> None:
     assert simulate([copy, matmul("a")], SETUP, efficiency=PERFECT).seconds == pytest.approx(alone.seconds + 0.02)
 
 
+def test_what_slows_kernels_in_a_row_is_spread_over_them() -> None:
+    copy = Work("memory", 0, COMPUTE * 2039e9, "c", "forward", "copy_in")
+    first, second = simulate([copy, matmul("a"), matmul("b", 3 * COMPUTE)], SETUP, efficiency=PERFECT).spans[1:]
+    assert first == pytest.approx((0, 1.25 * COMPUTE), abs=1e-3)
+    assert second == pytest.approx((1.25 * COMPUTE, 5 * COMPUTE), abs=1e-3)
+
+
 def test_collectives_slow_what_memory_bounds_and_no_matmuls() -> None:
     steps = Steps()
     steps.gather("b", 1, 100 * GATHER_BYTES)

@@ -1,0 +1,124 @@
+"""Measure the memory of the cases on this machine and foresee it: one record for each run."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.foreseeing import gloo
+from benchmarks.foreseeing.cases import CASES, SIZES, Case
+from benchmarks.foreseeing.peers import accelerate_bytes, deepspeed_bytes
+from hf_fsdp_tools import build_meta_model
+from hf_fsdp_tools.foresight.build import build
+from hf_fsdp_tools.foresight.dry_run import trace_model
+from hf_fsdp_tools.foresight.events import Alloc, Free
+from hf_fsdp_tools.foresight.memory import estimate_memory
+from hf_fsdp_tools.foresight.step import Step, compose
+from tests._dist import run_ranks
+
+__all__ = ["case_named", "foresee", "foreseen_on_cpus", "measured", "requested", "runs"]
+
+_TIMEOUT_S = 900
+
+
+def runs(device: str, names: list[str], worlds: list[int]) -> Iterator[tuple[Case, int]]:
+    """Each case that a device can run, with each number of GPUs.
+
+    Args:
+        device: cpu or cuda.
+        names: of the cases; all if empty.
+        worlds: numbers of GPUs; on CPUs each case has its own.
+    """
+    for case in CASES:
+        if device not in case.on or (names and case.name not in names):
+            continue
+        replicas = case.settings.get("dp_replicate_size", 1)
+        for world in [case.ranks] if device == "cpu" else worlds:
+            if world % replicas == 0:
+                yield case, world
+
+
+def measured(case: Case, device: str, size: str, world: int) -> dict[str, Any]:
+    """What a real training took.
+
+    Args:
+        case: which training.
+        device: cpu (all ranks run, over gloo) or cuda (one rank runs, collectives do nothing).
+        size: of the model.
+        world: number of GPUs.
+    """
+    if device == "cpu":
+        ranks = run_ranks(gloo.measure, world, case.name, size, timeout_s=_TIMEOUT_S)
+        # The first rank holds the most.
+        found = {key: value for key, value in ranks[0].items() if key not in ("events", "collectives")}
+        return found | {"peaks_of_ranks": [rank["peak"] for rank in ranks], "torch": torch.__version__}
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        program = [sys.executable, "-m", "benchmarks.foreseeing.cuda", case.name, size]
+        subprocess.run([*program, "--gpus", str(world), "--result", str(result)], check=True, timeout=_TIMEOUT_S)
+        found = json.loads(result.read_text())
+        return dict(found)
+
+
+def foresee(record: dict[str, Any]) -> dict[str, Any]:
+    """What this package and other tools say of a run.
+
+    Args:
+        record: of the run: case, device, size, gpus; on CUDA also what was measured, which names the GPU.
+    """
+    case, size, world = case_named(record["case"]), record["size"], record["gpus"]
+    setup = case.sized(size, world)
+    config = case.config(SIZES[size])
+    if record["device"] == "cpu":
+        held, peak = requested(foreseen_on_cpus(case, size, world))
+        foreseen = {"held": held, "peak": peak}
+    else:
+        gpu = "h200-141gb" if "H200" in record["measured"]["device"] else "h100-80gb"
+        fields = {"num_gpus": world, "batch_size": setup.batch_size, "seq_len": setup.seq_len, "gpu": gpu}
+        estimate = estimate_memory(config, model_kwargs={"auto_class": case.auto_class}, **(case.settings | fields))
+        foreseen = {"allocated": estimate.peak_allocated, "reserved": estimate.peak_reserved}
+    plain = build_meta_model(config, auto_class=case.auto_class, dtype=torch.float32)
+    peers = {"accelerate": accelerate_bytes(plain, setup), "DeepSpeed": deepspeed_bytes(plain, setup)}
+    return {"foreseen": foreseen, "peers": peers, "transformers": transformers.__version__}
+
+
+def foreseen_on_cpus(case: Case, size: str, world: int) -> Step:
+    """The step of a case as CPUs run it, whose kernels save other things than those of GPUs.
+
+    Args:
+        case: which training.
+        size: of the model.
+        world: number of ranks.
+    """
+    setup = case.sized(size, world)
+    model, plan = build(case.config(SIZES[size]), setup, auto_class=case.auto_class)
+    return compose(trace_model(model, plan, setup, device="cpu"), plan, setup)
+
+
+def requested(step: Step) -> tuple[int, int]:
+    """(bytes before a step, bytes at its peak), as requested, without any allocator's rounding.
+
+    Args:
+        step: from `compose`.
+    """
+    sizes = {alloc.block: alloc.num_bytes for alloc in step.resident}
+    total = peak = held = sum(sizes.values())
+    for event in step.events:
+        if isinstance(event, Alloc):
+            sizes[event.block] = event.num_bytes
+            total += event.num_bytes
+        elif isinstance(event, Free):
+            total -= sizes.pop(event.block)
+        peak = max(peak, total)
+    return held, peak
+
+
+def case_named(name: str) -> Case:
+    """The case of a name."""
+    return next(case for case in CASES if case.name == name)

@@ -1,0 +1,46 @@
+"""What is foreseen of a training's memory is what the training takes: each allocation of real ranks is counted."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from benchmarks.foreseeing.gloo import measure
+from benchmarks.foreseeing.memory import case_named, foreseen_on_cpus, requested
+from tests._dist import run_ranks
+
+CASES = ("encoder-decoder", "root only, checkpointing")
+
+
+@pytest.fixture(scope="module")
+def real() -> list[dict[str, Any]]:
+    """Of each rank, what each case takes."""
+    return run_ranks(measure_all, 2)
+
+
+def measure_all() -> dict[str, Any]:
+    return {name: measure(name, "tiny") for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_of_a_step_is_foreseen(real, name):
+    held, peak = requested(foreseen_on_cpus(case_named(name), "tiny", 2))
+    for rank in real:
+        assert rank[name]["peak"] == pytest.approx(peak, rel=1e-3)
+        assert rank[name]["held"] == pytest.approx(held, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_memory_left_out_is_what_gloo_copies(real, name):
+    """The gathered bytes twice for each all-gather, the input once for each reduce-scatter, and bytes of the norm."""
+    for rank in real:
+        sizes: Counter[str] = Counter()
+        for collective, num_bytes in rank[name]["collectives"]:
+            sizes[collective.rpartition("_")[0]] += num_bytes
+        gathered = sizes["all_gather"] + sizes["all_gather_into"]
+        reduced = sizes["reduce_scatter"]
+        assert gathered and reduced
+        scratch = rank[name]["scratch"]
+        assert scratch.pop("c10d::_allgather_base_") == scratch.pop("gloo:all_gather") == gathered
+        assert scratch.pop("c10d::_reduce_scatter_base_") == reduced
+        assert sum(scratch.values()) < 1024
