@@ -63,7 +63,7 @@ def draw_scaling(
     known = [curve for curve in curves if any(value is not None for value in curve.values)]
     if not known:
         raise ConfigError("No setting fits at any number of GPUs, so there is no curve to draw. Allow more GPUs.")
-    figure, palette, top = new_figure(title or _finding(known), setting, size=size, theme=theme)
+    figure, palette, top = new_figure(title or _finding(known, quantity), setting, size=size, theme=theme)
     right = 0.3 + max(text_inches(curve.name, 9.0, "bold") for curve in known)
     axes = panel(figure, 0.72, 0.5, size[0] - 0.72 - right, top - 0.5, palette)
     ends = []
@@ -105,15 +105,35 @@ def _roles(count: int) -> list[str]:
     return [LINE_ROLES[min(i, len(LINE_ROLES) - 1)] for i in range(count)]
 
 
-def _finding(curves: Sequence[ScalingCurve]) -> str:
+def _finding(curves: Sequence[ScalingCurve], quantity: str) -> str:
     """The throughput at the end of each curve, and what part it is of that at its beginning."""
-    said = []
-    for curve in curves:
-        points = [(n, v) for n, v in zip(curve.num_gpus, curve.values, strict=True) if v is not None]
-        (few, first), (many, last) = points[0], points[-1]
+    points = {c.name: [(n, v) for n, v in zip(c.num_gpus, c.values, strict=True) if v is not None] for c in curves}
+    most = max(line[-1][0] for line in points.values())
+    kept = [100 * line[-1][1] / line[0][1] for line in points.values() if len(line) > 1]
+    if len(curves) > 2 and kept:
+        low, high = f"{min(kept):.0f}", f"{max(kept):.0f}"
+        share = low if low == high else f"{low} to {high}"
+        finding = f"At {most:,} GPUs each keeps {share}\N{NO-BREAK SPACE}% of its throughput per GPU at the fewest"
+        return finding + _told_published(curves)
+    said: list[str] = []
+    for name, line in points.items():
+        (few, first), (many, last) = line[0], line[-1]
         share = f", {100 * last / first:.0f}\N{NO-BREAK SPACE}% of that at {few:,}" if many > few else ""
-        said.append(f"{curve.name}: {last:,.0f} at {many:,} GPUs{share}")
-    return "; ".join(said[:2]) + (f"; and {len(said) - 2} more" if len(said) > 2 else "")
+        what = "" if said else f"{quantity.partition(',')[0]} "
+        said.append(f"{name}: {last:,.0f} {what}at {many:,} GPUs{share}")
+    return "; ".join(said) + _told_published(curves)
+
+
+def _told_published(curves: Sequence[ScalingCurve]) -> str:
+    """How far the published points lie from the curves."""
+    off = []
+    for curve in curves:
+        values = dict(zip(curve.num_gpus, curve.values, strict=True))
+        off += [100 * (value / known - 1) for n, value in curve.published if (known := values.get(n))]
+    if not off:
+        return ""
+    low, high = f"{min(off):+.0f}", f"{max(off):+.0f}"
+    return f"; published: {low if low == high else f'{low} to {high}'}\N{NO-BREAK SPACE}%"
 
 
 def _axes(axes: "Axes", palette: Palette, curves: Sequence[ScalingCurve], quantity: str) -> None:
