@@ -90,14 +90,10 @@ def recommend_config(
         longest = _most_tokens(name_or_model, kwargs)
 
     def priced(setup: TrainingSetup) -> Cost:
-        steps = setup.gradient_accumulation_steps
-        if steps > 2:
-            one, two = (priced(replace(setup, gradient_accumulation_steps=count)) for count in (1, 2))
-            return _repeated(one, two, steps)
         forecast = step_of(name_or_model, setup, **kwargs)
-        time = throughput_of(forecast)
-        waiting = time.parts["communication"] + time.parts["offload"]
         memory = memory_of(forecast)
+        time = throughput_of(forecast, memory=memory)
+        waiting = time.parts["communication"] + time.parts["offload"]
         return Cost(memory.total, time.step_seconds, time.step_seconds - waiting, memory.host_bytes)
 
     return choose(
@@ -110,13 +106,6 @@ def recommend_config(
         margin=margin,
         say=say,
     )
-
-
-def _repeated(one: Cost, two: Cost, steps: int) -> Cost:
-    """The cost of many micro-steps: each after the first is like the second."""
-    seconds = one.seconds + (steps - 1) * (two.seconds - one.seconds)
-    floor = one.floor_seconds + (steps - 1) * (two.floor_seconds - one.floor_seconds)
-    return Cost(two.num_bytes, seconds, floor, two.host_bytes)
 
 
 def model_name(name_or_model: Source) -> str:
