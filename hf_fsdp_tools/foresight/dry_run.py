@@ -21,11 +21,10 @@ from hf_fsdp_tools.foresight.events import Event, Work
 from hf_fsdp_tools.foresight.inputs import make_batch
 from hf_fsdp_tools.foresight.kernels import AsOnCuda, imitate_4bit
 from hf_fsdp_tools.foresight.recorder import Recorder
-from hf_fsdp_tools.foresight.repeats import Stack, configs_of, cut_model, cut_plan, repeating_stacks
+from hf_fsdp_tools.foresight.repeats import Stack, configs_of, cut_plan, repeating_stacks, short_copy
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.splice import Bounds, expand
 from hf_fsdp_tools.foresight.trace import Parameter, Trace
-from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
@@ -85,8 +84,7 @@ def _dry_run(
 ) -> tuple[Recorder, Bounds]:
     """The events of a micro-step of a model without the blocks that the stacks leave out."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        twin = copy_tree(model, hooks=False).model
-        cut_model(twin, stacks)
+        twin = short_copy(model, stacks)
         plan = cut_plan(plan, stacks)
         _give_memory(twin, plan, setup)
         recorder = Recorder(_units(plan), on_cuda=device == "cuda")

@@ -12,11 +12,12 @@ from typing import Any
 
 from torch import nn
 
+from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.stacks import find_blocks
 
-__all__ = ["Stack", "block_and_rest", "configs_of", "cut_model", "cut_plan", "repeating_stacks"]
+__all__ = ["Stack", "block_and_rest", "configs_of", "cut_plan", "repeating_stacks", "short_copy"]
 
 _POSITION = re.compile(r"layer_?(idx|id|index|num|number)$|(^|_)idx$")
 """Attributes that tell a block where it is, and nothing else (`layer_idx`)."""
@@ -147,14 +148,27 @@ def configs_of(model: nn.Module) -> list[Any]:
 # ---- the short model ----
 
 
-def cut_model(model: nn.Module, stacks: Sequence[Stack]) -> None:
-    """Leave the blocks of the stacks that are run in a copy of a model, and cut the configuration's lists."""
+def short_copy(model: nn.Module, stacks: Sequence[Stack]) -> nn.Module:
+    """A copy of a model, and of its configurations, with those blocks of the stacks that are run."""
+    containers = {stack: model.get_submodule(stack.container) for stack in stacks}
+    whole = {stack: container._modules for stack, container in containers.items()}
+    try:
+        for stack, container in containers.items():
+            blocks = list(whole[stack].values())
+            container._modules = {str(new): blocks[old] for new, old in enumerate(stack.indices)}
+        twin = copy_tree(model, hooks=False).model
+    finally:
+        for stack, container in containers.items():
+            container._modules = whole[stack]
+    _copy_configs(twin, stacks)
+    return twin
+
+
+def _copy_configs(model: nn.Module, stacks: Sequence[Stack]) -> None:
+    """Give a copy of a model configurations of its own, whose lists with an entry for each block are cut."""
     configs = {id(config): config for config in configs_of(model)}
     copies = {key: copy.copy(config) for key, config in configs.items()}  # some models write into theirs
     for stack in stacks:
-        container = model.get_submodule(stack.container)
-        blocks = list(container._modules.values())
-        container._modules = {str(new): blocks[old] for new, old in enumerate(stack.indices)}
         owner = model.get_submodule(stack.container.rpartition(".")[0])
         config = owner.__dict__.get("config")
         for key, value in vars(config).items() if config is not None else ():

@@ -168,8 +168,9 @@ def add_lora(model: nn.Module, *, r: int, target_modules: str | list[str]) -> nn
     """
     peft = _peft()
     config = peft.LoraConfig(r=r, target_modules=target_modules)
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
     with _on_shards(config):
-        adapted: nn.Module = peft.get_peft_model(model, config)
+        adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=is_meta)
     return adapted
 
 
