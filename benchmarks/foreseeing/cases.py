@@ -120,6 +120,18 @@ def _qwen2_5_vl(size: Size) -> PreTrainedConfig:
     return hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens)
 
 
+def _vit(size: Size) -> PreTrainedConfig:
+    return hf.ViTConfig(
+        hidden_size=size.hidden,
+        intermediate_size=size.inner,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        image_size=64 if size.layers < 6 else 224,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One training."""
@@ -153,7 +165,8 @@ CASES = (
     Case(name="GPT-2", config=_gpt2),
     Case(name="MoE", config=_qwen3_moe),
     Case(name="encoder-decoder", config=_t5, auto_class=hf.AutoModelForSeq2SeqLM),
-    Case(name="VLM", config=_qwen2_5_vl, auto_class=hf.AutoModelForImageTextToText),
+    Case(name="VLM, text alone", config=_qwen2_5_vl, auto_class=hf.AutoModelForImageTextToText),
+    Case(name="images", config=_vit, auto_class=hf.AutoModelForImageClassification),
     Case(name="LoRA", config=_llama, settings=dict(lora_r=16)),
     Case(name="LoRA, checkpointing", config=_qwen3, settings=dict(lora_r=16, activation_checkpointing=True)),
     Case(name="checkpointing", config=_llama, settings=dict(activation_checkpointing=True)),
@@ -172,6 +185,5 @@ CASES = (
         settings=dict(optimizer="adamw_foreach", max_grad_norm=None),
     ),
     Case(name="SGD", config=_llama, settings=dict(optimizer="sgd")),
-    Case(name="chunked loss", config=_qwen3, settings=dict(loss="chunked")),
     Case(name="CPU offload", config=_llama, settings=dict(offload=True), on=("cuda",)),
 )

@@ -18,6 +18,7 @@ from hf_fsdp_tools import (
     make_wrap_plan,
     shard_model,
 )
+from hf_fsdp_tools.foresight.inputs import make_batch
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.shard import apply_sharding
@@ -40,10 +41,11 @@ class Training:
     def __init__(self, case: Case, size: str, *, num_gpus: int, device: torch.device) -> None:
         self.setup = case.sized(size, num_gpus)
         self.device = device
-        self.model = _model(case, SIZES[size], self.setup, device)
+        self.model: Any = _model(case, SIZES[size], self.setup, device)
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = _optimizer(self.setup, self.trained)
-        self.batch = _batch(self.model, self.setup, device)
+        base = self.model.get_base_model() if self.setup.lora_r else self.model
+        self.batch = _batch(base, self.setup, device)
 
     def step(self, phase: Any) -> None:
         """One optimizer step.
@@ -129,6 +131,10 @@ def _optimizer(setup: TrainingSetup, parameters: list[nn.Parameter]) -> torch.op
     raise ValueError(f"no case runs {setup.optimizer}")
 
 
-def _batch(model: Any, setup: TrainingSetup, device: torch.device) -> dict[str, torch.Tensor]:
-    ids = torch.randint(20, 200, (setup.batch_size, setup.seq_len))
-    return {"input_ids": ids.to(device), "labels": ids.clone().to(device)}
+def _batch(model: nn.Module, setup: TrainingSetup, device: torch.device) -> dict[str, Any]:
+    """The batch of which the dry run assumes the shapes, with random words."""
+    batch = make_batch(model, setup)
+    for value in batch.values():
+        if value.dtype == torch.int64 and value.dim() > 1:
+            value.random_(20, 200)
+    return {name: value.to(device) for name, value in batch.items()}

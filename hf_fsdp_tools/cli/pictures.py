@@ -9,7 +9,9 @@ from hf_fsdp_tools.errors import ConfigError
 
 if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.forecast import Forecast
+    from hf_fsdp_tools.foresight.memory import MemoryEstimate
     from hf_fsdp_tools.foresight.streams import Schedule
+    from hf_fsdp_tools.foresight.timeline import Timeline
 
 __all__ = ["check_picture", "draw_estimate", "draw_step"]
 
@@ -53,13 +55,13 @@ def draw_estimate(path: Path, found: Mapping[str, Estimate], scaled: Mapping[int
     forecast, memory, time = first.memory.forecast, first.memory, first.time
     setting, limit = _setting(forecast), memory.limit_bytes
     # The last one gives the picture its phases, so it is the one that was asked for.
-    timelines = {name: found[name].memory.timeline for name in reversed(list(found))}
+    timelines = {name: _over_time(found[name].memory) for name in reversed(list(found))}
+    picture = draw_memory(list(timelines.values())[-1], model=setting, limit_bytes=limit)
     if path.suffix != ".html":
-        picture = draw_memory(memory.timeline, model=setting, limit_bytes=limit)
         save(draw_comparison(timelines, model=setting, limit_bytes=limit) if len(found) > 1 else picture, path)
         return
     schedule = _schedule(forecast)
-    figures: dict[str, Any] = {"memory of a step": draw_memory(memory.timeline, model=setting, limit_bytes=limit)}
+    figures: dict[str, Any] = {"memory of a step": picture}
     if len(found) > 1:
         figures["ways to wrap the model"] = draw_comparison(timelines, model=setting, limit_bytes=limit)
     if len(scaled) > 1:
@@ -111,6 +113,15 @@ def draw_step(path: Path, schedule: "Schedule", forecast: "Forecast") -> None:
     figures = {"communication and computation of a step": figure}
     title = f"A step of {forecast.model_class}"
     write_page(path, title=title, setting=setting, numbers=numbers, breakdown={}, figures=figures, plan=forecast.plan)
+
+
+def _over_time(memory: "MemoryEstimate") -> "Timeline":
+    """The memory of a step over the seconds that the step is estimated to take."""
+    from hf_fsdp_tools.foresight.time import simulate
+
+    step = memory.forecast.step
+    timeline: Timeline = memory.timeline
+    return timeline.in_seconds(step.events, simulate(step.events, memory.setup).spans)
 
 
 def _schedule(forecast: "Forecast") -> "Schedule":

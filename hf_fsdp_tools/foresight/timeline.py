@@ -6,6 +6,7 @@ That of a predicted step is made of its events, that of a real one of a profile 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any, Literal, Self
 
 from hf_fsdp_tools.errors import ConfigError
@@ -185,15 +186,15 @@ def extremes(values: Sequence[int], phases: Sequence[str], most: int = MOST_POIN
         phases: likewise.
         most: about how many indices to give.
     """
-    count = len(values)
-    edges = [i for i in range(count) if i in (0, count - 1) or phases[i] != phases[i - 1] or phases[i] != phases[i + 1]]
-    if count <= most:
-        return list(range(count))
-    length = -(-2 * count // most)
-    kept = set(edges)
-    for start in range(0, count, length):
-        stretch = range(start, min(start + length, count))
-        kept |= {max(stretch, key=values.__getitem__), min(stretch, key=values.__getitem__)}
+    if len(values) <= most:
+        return list(range(len(values)))
+    length, kept = -(-2 * len(values) // most), set()
+    for _, run in groupby(range(len(values)), key=phases.__getitem__):
+        inside = list(run)
+        kept |= {inside[0], inside[-1]}
+        for start in range(0, len(inside), length):
+            stretch = inside[start : start + length]
+            kept |= {max(stretch, key=values.__getitem__), min(stretch, key=values.__getitem__)}
     return sorted(kept)
 
 

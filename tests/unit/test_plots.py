@@ -2,6 +2,7 @@
 
 import builtins
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import combinations
 from xml.etree import ElementTree
@@ -98,6 +99,8 @@ def test_no_text_covers_another_or_leaves_the_picture(name):
 
 
 def test_texts_keep_apart_in_small_pictures():
+    many = replace(STEP, kinds={f"kind of memory {i}": STEP.allocated for i in range(14)})
+    assert collisions(draw_memory(many, model="a model", size=(6.5, 3.2))) == []
     for name in ("memory", "comparison", "scaling", "losses"):
         assert collisions(PICTURES[name](size=(6.5, 3.6))) == [], name
     assert collisions(draw_schedule(SCHEDULE, model="a model", width=6.5)) == []
@@ -135,8 +138,9 @@ def test_areas_end_at_the_memory_of_the_step():
 
 
 def test_a_measured_step_is_laid_over_the_prediction_unit_by_unit():
-    """The same step at another speed falls on itself."""
-    slow = [(2 * start + 3, 2 * end + 3) for start, end in SPANS]
+    """The same step at another speed, which changes in the middle, falls on itself."""
+    middle = SPANS[len(SPANS) // 2][0]
+    slow = [(3 * min(s, middle) + max(s - middle, 0), 3 * min(e, middle) + max(e - middle, 0)) for s, e in SPANS]
     measured = memory_timeline(EVENTS, RESIDENT).in_seconds(EVENTS, slow)
     figure = draw_memory(STEP, model="m", measured=measured)
     line = next(line for line in figure.axes[0].lines if line.get_linestyle() == "-" and len(line.get_xdata()) > 10)
@@ -144,6 +148,8 @@ def test_a_measured_step_is_laid_over_the_prediction_unit_by_unit():
     top = max(edge, key=lambda corner: corner[1])
     at = max(zip(line.get_xdata(), line.get_ydata(), strict=True), key=lambda point: point[1])
     assert at == pytest.approx(tuple(top), abs=0.02)
+    last = next(x for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True) if x > 0.5 and y == 10.0)
+    assert last == pytest.approx(next(x for x, y in edge if y == 10.0 and x > 0.5), abs=0.02), "the end of the backward"
 
 
 def test_bars_of_a_schedule_lie_where_the_work_was():

@@ -84,7 +84,12 @@ def test_few_points_keep_the_peak_the_reserved_peak_and_the_phases():
     full = memory_timeline(events, resident, most_points=10**6)
     assert len(line.positions) < 150 < len(full.positions) == len(events)
     assert line.peak_bytes == full.peak_bytes and max(line.reserved) == 99 * GB
-    assert min(line.allocated) == min(full.allocated)
+    for phase in ("forward", "backward", "optimizer"):
+        few, all_of_them = (
+            [bytes for bytes, at in zip(each.allocated, each.phases, strict=True) if at == phase]
+            for each in (line, full)
+        )
+        assert (max(few), min(few)) == (max(all_of_them), min(all_of_them)), phase
     assert list(dict.fromkeys(line.phases)) == ["forward", "loss", "backward", "optimizer"]
     assert extremes([1, 9, 1, 0, 1, 1, 1, 1], ["a"] * 8, 4) == [0, 1, 3, 4, 7]
 
@@ -110,6 +115,11 @@ def test_kernels_of_one_unit_become_one_bar_and_pauses_stay():
     works = [Work("matmul", 0, 0, "a", "forward")] * 3 + [Work("matmul", 0, 0, "b", "forward")]
     schedule = step_schedule(works, [(0.0, 1.0), (1.0, 2.0), (3.0, 4.0), (4.0, 5.0)])
     assert [(bar.unit, bar.start_s, bar.end_s) for bar in schedule.bars] == [("a", 0, 2), ("a", 3, 4), ("b", 4, 5)]
+
+
+def test_each_collective_stays_a_bar_of_its_own():
+    works = [Work("all_gather", 0, 0, "a", "forward", "all_gather")] * 2
+    assert len(step_schedule(works, [(0.0, 1.0), (1.0, 2.0)]).bars) == 2
 
 
 def test_gathered_parameters_are_free_when_their_unit_has_computed():
