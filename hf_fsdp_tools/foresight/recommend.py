@@ -290,12 +290,13 @@ def _choices(search: Search, best: Point, job: _Job) -> Iterator[Choice]:
 
 
 def _alternative(search: Search, best: Point, field: str, value: Any, job: _Job) -> Alternative:
-    """The recommended setting with another value of a field: with the fastest of the micro-batches that are priced and
-    fit, or, where there is none, with its own."""
-    changed = best._replace(**{field: value})
-    alike = [point for point in search.fitting() if point._replace(batch_size=changed.batch_size) == changed]
-    alike = [changed] if field == "batch_size" or not alike else alike
-    point = max(alike, key=search.rate)
+    """The recommended setting with another value of a field. Of the micro-batches that are priced with it: the fastest
+    that fits, or, where none does, the one that needs the least memory; its own where none is priced."""
+    point = best._replace(**{field: value})
+    alike = [one for one in search.costs if one._replace(batch_size=point.batch_size) == point]
+    if field != "batch_size" and alike:
+        fitting = [one for one in alike if search.fits(one)]
+        point = max(fitting, key=search.rate) if fitting else min(alike, key=lambda one: search.cost(one).num_bytes)
     values, before = search.space.setup(point), search.space.setup(best)
     names = dict.fromkeys((field, *Point._fields))
     cost = search.cost(point)
