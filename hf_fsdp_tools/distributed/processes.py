@@ -166,6 +166,7 @@ def _watch(processes: list[BaseProcess], killed: list[str], over: threading.Even
     """Interrupt the main thread when a process is killed, for rank 0 may be at work for long."""
     while not over.is_set():
         wait([process.sentinel for process in processes if process.is_alive()] or [], timeout=0.5)
+        any_lives = any(process.is_alive() for process in processes)  # asked first: one may be killed meanwhile
         for rank, process in enumerate(processes, 1):
             if process.exitcode not in (None, 0) and not over.is_set():
                 killed.append(
@@ -175,7 +176,7 @@ def _watch(processes: list[BaseProcess], killed: list[str], over: threading.Even
                 # A signal, for one that is raised here would wait until the main thread has slept or read enough.
                 signal.pthread_kill(threading.main_thread().ident or 0, _KILLED)
                 return
-        if not any(process.is_alive() for process in processes):
+        if not any_lives:
             return
 
 
