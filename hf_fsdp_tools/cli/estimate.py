@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdp_tools.cli.common import within
 from hf_fsdp_tools.cli.forecasts import Estimate, estimate
 from hf_fsdp_tools.cli.pictures import check_picture, draw_estimate
 from hf_fsdp_tools.cli.training import (
@@ -68,11 +69,11 @@ def _estimate(options: argparse.Namespace) -> None:
         print(json.dumps(_value(options, shown), indent=1))
         return
     first = shown[setup.wrapping]
-    print(first.memory)
+    print(within(first.memory))
     if options.compare:
         print("", *_table(shown, options), sep="\n")
     else:
-        print(f"\n{first.time}")
+        print(f"\n{within(first.time)}")
         if options.tokens:
             print(f"  {_cost_words(first.time, options)}")
     if options.plot:

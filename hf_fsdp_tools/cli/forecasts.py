@@ -30,4 +30,5 @@ def estimate(name: str, setup: "TrainingSetup", model_kwargs: dict[str, Any]) ->
     from hf_fsdp_tools.foresight.throughput import throughput_of
 
     forecast = step_of(name, setup, **model_kwargs)
-    return Estimate(memory_of(forecast), throughput_of(forecast))
+    memory = memory_of(forecast)
+    return Estimate(memory, throughput_of(forecast, memory=memory))

@@ -90,14 +90,10 @@ def recommend_config(
         longest = _most_tokens(name_or_model, kwargs)
 
     def priced(setup: TrainingSetup) -> Cost:
-        steps = setup.gradient_accumulation_steps
-        if steps > 2:
-            one, two = (priced(replace(setup, gradient_accumulation_steps=count)) for count in (1, 2))
-            return _repeated(one, two, steps)
         forecast = step_of(name_or_model, setup, **kwargs)
-        time = throughput_of(forecast)
-        waiting = time.parts["communication"] + time.parts["offload"]
         memory = memory_of(forecast)
+        time = throughput_of(forecast, memory=memory)
+        waiting = time.parts["communication"] + time.parts["offload"]
         return Cost(memory.total, time.step_seconds, time.step_seconds - waiting, memory.host_bytes)
 
     return choose(
@@ -110,13 +106,6 @@ def recommend_config(
         margin=margin,
         say=say,
     )
-
-
-def _repeated(one: Cost, two: Cost, steps: int) -> Cost:
-    """The cost of many micro-steps: each after the first is like the second."""
-    seconds = one.seconds + (steps - 1) * (two.seconds - one.seconds)
-    floor = one.floor_seconds + (steps - 1) * (two.floor_seconds - one.floor_seconds)
-    return Cost(two.num_bytes, seconds, floor, two.host_bytes)
 
 
 def model_name(name_or_model: Source) -> str:
@@ -301,12 +290,13 @@ def _choices(search: Search, best: Point, job: _Job) -> Iterator[Choice]:
 
 
 def _alternative(search: Search, best: Point, field: str, value: Any, job: _Job) -> Alternative:
-    """The recommended setting with another value of a field: with the fastest of the micro-batches that are priced and
-    fit, or, where there is none, with its own."""
-    changed = best._replace(**{field: value})
-    alike = [point for point in search.fitting() if point._replace(batch_size=changed.batch_size) == changed]
-    alike = [changed] if field == "batch_size" or not alike else alike
-    point = max(alike, key=search.rate)
+    """The recommended setting with another value of a field. Of the micro-batches that are priced with it: the fastest
+    that fits, or, where none does, the one that needs the least memory; its own where none is priced."""
+    point = best._replace(**{field: value})
+    alike = [one for one in search.costs if one._replace(batch_size=point.batch_size) == point]
+    if field != "batch_size" and alike:
+        fitting = [one for one in alike if search.fits(one)]
+        point = max(fitting, key=search.rate) if fitting else min(alike, key=lambda one: search.cost(one).num_bytes)
     values, before = search.space.setup(point), search.space.setup(best)
     names = dict.fromkeys((field, *Point._fields))
     cost = search.cost(point)

@@ -4,7 +4,7 @@ Follows `foreach_reduce` in torch 2.13's `_fsdp_collectives.py`, and what `FSDPP
 `_wait_for_post_backward` and `finalize_backward` keep for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hf_fsdp_tools.foresight.events import Stream
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -57,9 +57,9 @@ class Reducer:
         if unit in self._all_reduced:
             self._writer.free(self._all_reduced.pop(unit)[0])
 
-    def drop_gradients(self) -> None:
-        """Gradients are set to None."""
-        self._writer.free(*self._gradients.values())
+    def drop_gradients(self, units: Iterable[str]) -> None:
+        """Gradients are set to None, unit by unit."""
+        self._writer.free(*(self._gradients[unit] for unit in units if unit in self._gradients))
         self._gradients.clear()
         self._has_gradients.clear()
 
@@ -81,7 +81,7 @@ class Reducer:
         read = sum(shard.gathered_bytes for shard, _ in gradients) * ranks
         buffer = writer.take(numel * ranks * size, "reduce buffers")
         writer.work("memory", read + numel * ranks * size)
-        writer.free(*(block for _, block in gradients if block not in late))
+        writer.free(*(block for _, block in reversed(gradients) if block not in late))  # a list clears from its end
         writer.wait_stream("reduce_scatter", "compute")
         master = gradients[0][0].dtype
         is_kept = master == self._dtype and not self._setup.offload and unit not in self._has_gradients

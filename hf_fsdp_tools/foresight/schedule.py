@@ -6,7 +6,7 @@ function below names the function it follows. Python's local variables keep some
 is followed too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -151,9 +151,14 @@ class Fsdp2Schedule:
         writer.unit = ""
         writer.phase = "forward"
 
-    def end_step(self) -> None:
-        """Gradients are set to None."""
-        self._reducer.drop_gradients()
+    def end_step(self, parameters: Iterable[str]) -> None:
+        """Gradients are set to None in the order of parameters; a unit's memory goes with its last one."""
+        units: dict[str, None] = {}
+        for name in parameters:
+            if (unit := self._of_parameter.get(name)) is not None:
+                units.pop(unit.split.name, None)
+                units[unit.split.name] = None
+        self._reducer.drop_gradients(units)
 
     # ---- hooks ----
 

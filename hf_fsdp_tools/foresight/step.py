@@ -83,7 +83,7 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     update = optimizer_step(updated, setup)
     state = _write_optimizer(writer, update, setup, shards)
     if schedule is not None:
-        schedule.end_step()
+        schedule.end_step(parameter.fqn for parameter in trace.parameters)
     others.end_step()
     parameters = [] if setup.offload else [writer.alloc(shard.num_bytes, "parameters") for shard in shards]
     parameters += [writer.alloc(_whole_bytes(each, setup, is_fsdp), "parameters") for each in whole]

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from transformers import LlamaConfig
 
+from hf_fsdp_tools import accelerator
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.foresight.forecast import step_of
 from hf_fsdp_tools.foresight.memory import estimate_memory
@@ -49,7 +50,7 @@ def test_estimate_prints_what_the_functions_say(capsys, llama):
     memory, time = estimate_memory(llama, **EIGHT), throughput_of(forecast)
     code, out, err = run(capsys, "estimate", llama, *ON_EIGHT, "--tokens", "1e9", "--price", "2.5")
     assert (code, err) == (0, "")
-    assert out.startswith(f"{memory}\n\n{time}\n")
+    assert " ".join(out.split()).startswith(" ".join(f"{memory} {time}".split()))
     assert f"{time.hours(1e9):,.1f} hours and cost {time.cost(1e9, 2.5):,.0f} at 2.5 per GPU hour" in out
     assert all(len(line) <= 100 for line in out.splitlines())
     value = json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--json", "--tokens", "1e9", "--price", "2.5")[1])
@@ -167,6 +168,17 @@ def test_config_keeps_what_is_asked_for(capsys, llama):
     assert value["config"]["activation_checkpointing"] and setup["activation_checkpointing"]
     assert setup["seq_len"] == 4096
     assert value["launch"].endswith("--use_peft --lora_r 8 --lora_target_modules all-linear")
+
+
+def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
+    imitate_gpus(monkeypatch, 4)
+    monkeypatch.setattr(accelerator, "device_title", lambda device: "NVIDIA H100 80GB HBM3")
+    value = json.loads(run(capsys, "config", llama, "--batch-size", "1", "--json")[1])
+    setup = value["recommendation"]["setup"]
+    assert (setup["gpu"], setup["num_gpus"], value["config"]["num_processes"]) == ("h100-80gb", 4, 4)
+    monkeypatch.setattr(accelerator, "device_title", lambda device: "Abacus 3000")
+    code, _, err = run(capsys, "config", llama)
+    assert code == 1 and "'Abacus 3000' is not in the table" in err
 
 
 @pytest.mark.parametrize(
