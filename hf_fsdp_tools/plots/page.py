@@ -23,7 +23,7 @@ p { color: var(--muted); margin: 0 0 1rem }
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .6rem; margin: 1rem 0 }
 dl div { border: 1px solid var(--grid); border-radius: 6px; padding: .5rem .7rem }
 dt { color: var(--muted); font-size: .8rem } dd { margin: 0; font-size: 1.2rem; font-weight: 600 }
-figure { margin: 1.6rem 0 } figure svg { width: 100%; height: auto; display: block }
+figure { margin: 1.6rem 0 } figure svg { width: 100%; min-width: 46rem; height: auto; display: block }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; font-size: .9rem } th { color: var(--muted); font-weight: normal; text-align: left }
 th, td { padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--grid); white-space: nowrap }

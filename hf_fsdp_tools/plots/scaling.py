@@ -133,7 +133,8 @@ def _told_published(curves: Sequence[ScalingCurve]) -> str:
     if not off:
         return ""
     low, high = f"{min(off):+.0f}", f"{max(off):+.0f}"
-    return f"; published: {low if low == high else f'{low} to {high}'}\N{NO-BREAK SPACE}%"
+    span = (low if low == high else f"{low} to {high}").replace(" ", "\N{NO-BREAK SPACE}")
+    return f"; published figures differ by {span}\N{NO-BREAK SPACE}%"
 
 
 def _axes(axes: "Axes", palette: Palette, curves: Sequence[ScalingCurve], quantity: str) -> None:

@@ -121,7 +121,7 @@ def test_a_title_says_the_finding():
     many = draw_scaling([*CURVES[:2], replace(CURVES[0], name="D")], setting="")
     title_of_many = " ".join(text.get_text() for text in many.texts[:2]).replace("\N{NO-BREAK SPACE}", " ")
     assert "At 512 GPUs each keeps 49 to 99 % of its throughput" in title_of_many
-    assert "; published: +4 %" in title_of_many
+    assert "; published figures differ by +4 %" in title_of_many
     without_allocator = draw_memory(OTHER, model="m", limit_bytes=90 * GB)
     assert without_allocator.texts[0].get_text().endswith(", of the device's 90.0 GB")
 
