@@ -24,7 +24,7 @@ from transformers import masking_utils
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.foresight.build import DTYPES
 from hf_fsdp_tools.foresight.chunked_loss import chunk_loss
-from hf_fsdp_tools.foresight.events import Event, Work
+from hf_fsdp_tools.foresight.events import Event, Gradient, Work
 from hf_fsdp_tools.foresight.fallback import events_by_formula
 from hf_fsdp_tools.foresight.inputs import make_batch
 from hf_fsdp_tools.foresight.kernels import AsOnCuda, flash_attention, imitate_4bit
@@ -36,8 +36,8 @@ from hf_fsdp_tools.foresight.trace import Parameter, Trace
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
-from hf_fsdp_tools.sharding.shard import checkpoint_activations, runners_of_experts
-from hf_fsdp_tools.text import first_line
+from hf_fsdp_tools.sharding.shard import check_checkpointing, checkpoint_activations, runners_of_experts
+from hf_fsdp_tools.text import first_line, show_count
 
 __all__ = ["Device", "run_backward", "trace_model"]
 
@@ -64,8 +64,10 @@ def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, devic
     say which module and operation the run could not follow.
 
     Raises:
-        ConfigError: no batch can be made for the model, or its code fails on one.
+        ConfigError: no batch can be made for the model, its code fails on one, or it cannot checkpoint activations.
     """
+    if setup.activation_checkpointing:
+        check_checkpointing(model)
     try:
         for kept in _KEPT:
             if not (stacks := repeating_stacks(model, kept)):
@@ -89,15 +91,29 @@ class _CannotFollowError(Exception):
 def _trace(
     model: nn.Module, plan: WrapPlan, setup: TrainingSetup, events: Sequence[Event], stacks: Sequence[Stack]
 ) -> Trace:
+    parameters = tuple(_parameters(model, plan, setup))
     return Trace(
         events=tuple(events),
-        parameters=tuple(_parameters(model, plan, setup)),
+        parameters=parameters,
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()) + _bytes_of_scales(model),
         model_flops=sum(event.model_flops for event in events if isinstance(event, Work)),
         tokens=setup.batch_size * setup.seq_len,
         blocks=sum(len(stack.indices) for stack in stacks),
         repeated=sum(stack.left_out for stack in stacks),
+        notes=tuple(_notes(parameters, events)),
     )
+
+
+def _notes(parameters: Sequence[Parameter], events: Sequence[Event]) -> Iterator[str]:
+    """Yield what a reader should know of the batch."""
+    reached = {event.parameter for event in events if isinstance(event, Gradient)}
+    missed = [each for each in parameters if each.requires_grad and each.fqn not in reached]
+    if missed:
+        first = ".".join(missed[0].module.split(".")[:2])
+        yield (
+            f"{show_count(sum(each.numel for each in missed))} parameters get no gradient from the batch, which is of "
+            f"one kind of input, among them those of {first!r}."
+        )
 
 
 def _dry_run(

@@ -34,6 +34,7 @@ __all__ = [
     "Sharding",
     "apply_again",
     "apply_sharding",
+    "check_checkpointing",
     "checkpoint_activations",
     "compile_sharded",
     "copy_sharded",
@@ -127,7 +128,7 @@ def shard_model(
             check_options(options, mesh.device_type)
         refuse_cast(model, mp_policy.param_dtype if mp_policy else None)
         if activation_checkpointing:
-            _check_checkpointing(model)
+            check_checkpointing(model)
     same_on_all_ranks(
         "sharding the model",
         ranks=ranks,
@@ -215,7 +216,12 @@ def _offload_policy(policy: OffloadPolicy | None, mesh: DeviceMesh) -> OffloadPo
     return policy or OffloadPolicy()
 
 
-def _check_checkpointing(model: nn.Module) -> None:
+def check_checkpointing(model: nn.Module) -> None:
+    """Refuse to checkpoint activations of a model that cannot.
+
+    Raises:
+        ConfigError: names the cure.
+    """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ConfigError(
             f"{type(model).__name__} cannot checkpoint activations (supports_gradient_checkpointing is not set). "
