@@ -18,13 +18,17 @@ from hf_fsdp_tools.text import show_bytes, show_count
 
 __all__ = ["MemoryEstimate", "Outside", "estimate_memory", "memory_of"]
 
-_WIDE = ("h100", "h200", "gh200", "b200", "gb200", "b300", "geforce-50")
-"""Families of GPUs (compute capability 9, 10 and 12) for which cuBLAS gets the larger workspace."""
 _WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
 """cuBLAS' workspace, which PyTorch takes from its allocator at the first matmul and keeps (`parseChosenWorkspaceSize`
 in `aten/src/ATen/cuda/CublasHandlePool.cpp`) …"""
-_WIDE_WORKSPACE = 4096 * 8 * 1024
-"""… on Hopper and Blackwell."""
+_WORKSPACES = {
+    "h100": 32 * 2**20,
+    "b200": 32 * 2**20,
+    "rtx-5090": 32 * 2**20,
+    "mi250x": 32 * 2**20,
+    "mi300x": 128 * 2**20,
+}
+"""… by family or name of the GPUs for which it is larger: compute capability 9, 10 and 12, and AMD's."""
 
 _CONTEXT = 500 * 2**20
 """CUDA context with the kernels of PyTorch and cuBLAS that are loaded. (assumed; 0.4 to 0.6 GiB are usual)"""
@@ -227,7 +231,7 @@ def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None, *, exp
 
 
 def _workspace(gpu: Gpu) -> int:
-    return _WIDE_WORKSPACE if gpu.family in _WIDE else _WORKSPACE
+    return _WORKSPACES.get(gpu.name, _WORKSPACES.get(gpu.family, _WORKSPACE))
 
 
 def _outside(setup: TrainingSetup) -> tuple[Outside, ...]:
