@@ -39,12 +39,15 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.errors import WrapPlanError as WrapPlanError
     from hf_fsdp_tools.foresight.memory import MemoryEstimate as MemoryEstimate
     from hf_fsdp_tools.foresight.memory import estimate_memory as estimate_memory
+    from hf_fsdp_tools.foresight.recommend import recommend_config as recommend_config
+    from hf_fsdp_tools.foresight.recommendation import Recommendation as Recommendation
     from hf_fsdp_tools.foresight.throughput import ThroughputEstimate as ThroughputEstimate
     from hf_fsdp_tools.foresight.throughput import estimate_throughput as estimate_throughput
     from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy as hybrid_auto_wrap_policy
     from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1 as load_weights_fsdp1
     from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1 as wrap_fsdp1
     from hf_fsdp_tools.integrations.config import FSDPConfig as FSDPConfig
+    from hf_fsdp_tools.integrations.memory_timeline import MemoryTimeline as MemoryTimeline
     from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin as HybridFSDPPlugin
     from hf_fsdp_tools.integrations.state import make_accelerator as make_accelerator
     from hf_fsdp_tools.integrations.trainer import FSDPTrainerMixin as FSDPTrainerMixin
@@ -90,10 +93,13 @@ _NAMES_OF = {
         "WrapPlanError",
     ),
     "foresight.memory": ("MemoryEstimate", "estimate_memory"),
+    "foresight.recommend": ("recommend_config",),
+    "foresight.recommendation": ("Recommendation",),
     "foresight.throughput": ("ThroughputEstimate", "estimate_throughput"),
     "fsdp1.policy": ("hybrid_auto_wrap_policy",),
     "fsdp1.wrap": ("load_weights_fsdp1", "wrap_fsdp1"),
     "integrations.config": ("FSDPConfig",),
+    "integrations.memory_timeline": ("MemoryTimeline",),
     "integrations.plugin": ("HybridFSDPPlugin",),
     "integrations.state": ("make_accelerator",),
     "integrations.trainer": ("FSDPTrainerMixin",),

@@ -7,7 +7,15 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Mark", "SideStream", "computes_bfloat16", "find_accelerator", "pinned_empty", "side_stream_for"]
+__all__ = [
+    "Mark",
+    "SideStream",
+    "computes_bfloat16",
+    "device_title",
+    "find_accelerator",
+    "pinned_empty",
+    "side_stream_for",
+]
 
 
 def find_accelerator() -> torch.device | None:
@@ -26,6 +34,12 @@ def computes_bfloat16(device: torch.device) -> bool:
         return True
     emulated = "including_emulation" in signature(check).parameters
     return bool(check(including_emulation=False) if emulated else check())
+
+
+def device_title(device: torch.device) -> str | None:
+    """The device's own name, such as "NVIDIA H100 80GB HBM3"; None where torch does not say."""
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return None if name is None else str(name())
 
 
 def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

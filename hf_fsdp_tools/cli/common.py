@@ -2,13 +2,14 @@
 
 import difflib
 import logging
+import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools.errors import ConfigError
 
-__all__ = ["find_auto_class", "parse_dtype", "quiet", "write"]
+__all__ = ["find_auto_class", "parse_dtype", "quiet", "within", "write"]
 
 
 def find_auto_class(name: str) -> Any:
@@ -53,6 +54,12 @@ def quiet() -> None:
     huggingface_hub.logging.set_verbosity(logging.ERROR)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which PEFT imports
     warnings.simplefilter("ignore")
+
+
+def within(text: object, width: int = 100) -> str:
+    """A text with lines of at most `width` characters; what is left of a longer one follows on the next, indented."""
+    wrapped = (textwrap.wrap(line, width, subsequent_indent="    ") or [""] for line in str(text).splitlines())
+    return "\n".join(part for parts in wrapped for part in parts)
 
 
 def write(path: Path, text: str) -> None:

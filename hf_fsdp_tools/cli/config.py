@@ -1,15 +1,19 @@
-"""The command `hf-fsdp config`: an Accelerate config for this machine or another, with a reason for each choice."""
+"""The command `hf-fsdp config`: an Accelerate config for this machine or another, with a reason for each choice; with a
+model, the fastest that fits."""
 
 import argparse
 import json
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_tools.cli.common import write
+from hf_fsdp_tools.cli.fitting import add_search_options, recommend
+from hf_fsdp_tools.cli.training import add_model_options
 from hf_fsdp_tools.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,15 +24,18 @@ __all__ = ["add_config"]
 
 def add_config(commands: Any) -> None:
     """Add the command `config`."""
-    about = "write an Accelerate config for FSDP; without options it describes this machine"
+    about = "write an Accelerate config for FSDP: with NAME the fastest that fits, else one for this machine"
     parser = commands.add_parser("config", help=about, description=about)
+    add_model_options(parser, optional=True)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the YAML there instead of to stdout")
     parser.add_argument("--json", action="store_true", help="print one JSON value instead of text")
     place = parser.add_argument_group("machines").add_argument
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--cpu", action="store_true", help="run on CPU with gloo, whatever this machine has")
-    kind.add_argument("--gpu", action="store_true", help="run on GPUs, also when written on a machine without")
-    place("--num-processes", type=int, metavar="N", help="processes over all machines (default: one per GPU; 2 on CPU)")
+    about = "run on GPUs, also when written on a machine without; with NAME also which, such as h100-80gb"
+    kind.add_argument("--gpu", nargs="?", const=True, metavar="NAME", help=about)
+    about = "processes over all machines (default: one per GPU; 2 on CPU)"
+    place("--num-processes", "--gpus", "--num-gpus", dest="num_processes", type=int, metavar="N", help=about)
     place("--num-machines", type=int, metavar="N", help="machines with equally many processes each")
     place("--machine-rank", type=int, metavar="R", help="the machine this file is for, from 0")
     place("--main-process-ip", metavar="ADDRESS", help="address of machine 0")
@@ -54,22 +61,29 @@ def add_config(commands: Any) -> None:
         choices=("SHARDED_STATE_DICT", "FULL_STATE_DICT"),
         help="how training checkpoints are written (default: SHARDED_STATE_DICT)",
     )
+    add_search_options(parser)
     parser.set_defaults(run=_config)
 
 
 def _config(options: argparse.Namespace) -> None:
     config, reasons = _decide(options)
-    text = config.to_accelerate_yaml(command=options.command_line)
-    launch = _launch_command(config, options.output)
+    found = None if options.model is None else recommend(options, config)
+    if found is not None:
+        config = replace(config, **found.config)
+    text = config.to_accelerate_yaml(command=options.command_line, notes=() if found is None else found.notes)
+    launch = _launch_command(config, options.output, () if found is None else found.arguments)
     if options.output:
         _check_replaceable(options.output)
         write(options.output, text)
     if options.json:
         output = str(options.output) if options.output else None
         value = {"config": asdict(config), "reasons": reasons, "launch": launch, "output": output, "yaml": text}
+        if found is not None:
+            value["recommendation"] = json.loads(found.recommendation.to_json())
         print(json.dumps(value, indent=1))
         return
-    report = [*_decisions(config, reasons), f"launch  {launch}"]
+    decisions = _decisions(config, reasons) if found is None else [str(found.recommendation), ""]
+    report = [*decisions, f"launch  {launch}"]
     if options.output:
         print("\n".join([*report[:-1], f"wrote   {options.output}", report[-1]]))
     else:  # stdout has the YAML alone, so that it can be redirected into a file
@@ -139,14 +153,14 @@ def _decisions(config: "FSDPConfig", reasons: dict[str, str]) -> list[str]:
     return [f"{name:<{widths[0]}}  {value!s:<{widths[1]}}  {reason}" for name, value, reason in rows]
 
 
-def _launch_command(config: "FSDPConfig", path: Path | None) -> str:
+def _launch_command(config: "FSDPConfig", path: Path | None, arguments: Sequence[str] = ()) -> str:
     words = ["accelerate", "launch", "--config_file", str(path or "FILE")]
     if config.num_machines > 1:
         words += ["--machine_rank", str(config.machine_rank)]
     threads = (os.cpu_count() or 1) // config.num_processes
     if config.use_cpu and threads > 1:  # has no YAML key, and the launcher warns when it has to choose
         words += ["--num_cpu_threads_per_process", str(threads)]
-    return shlex.join([*words, "your_script.py"])
+    return shlex.join([*words, *(arguments or ("your_script.py",))])
 
 
 def _check_replaceable(path: Path) -> None:

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_tools.cli.common import find_auto_class, parse_dtype, quiet, write
 from hf_fsdp_tools.cli.config import add_config
+from hf_fsdp_tools.cli.estimate import add_estimate
 from hf_fsdp_tools.cli.export import add_export, add_merge
+from hf_fsdp_tools.cli.schedule import add_schedule
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_blocks(commands)
     _add_plan(commands)
     _add_doctor(commands)
+    add_estimate(commands)
+    add_schedule(commands)
     add_config(commands)
     add_export(commands)
     add_merge(commands)

@@ -114,7 +114,7 @@ def _built(
     config = load_config(source, **hub)
     options = {key: value for key, value in model_kwargs.items() if key not in _HUB}
     options.setdefault("auto_class", _auto_class(config))
-    if setup.attn_implementation != "sdpa":  # which transformers chooses for the models that have it
+    if setup.attn_implementation == "eager":  # transformers chooses sdpa for the models that have it
         options.setdefault("attn_implementation", setup.attn_implementation)
     frozen = setup.lora_r is not None or setup.load_in_4bit
     options.setdefault("dtype", DTYPES[setup.precision if frozen else setup.master_dtype])

@@ -6,20 +6,28 @@ forward passes of the plan's modules, hooks on the gradients of their outputs, a
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
+from traceback import walk_tb
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import masking_utils
 
+from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.foresight.build import DTYPES
 from hf_fsdp_tools.foresight.chunked_loss import chunk_loss
 from hf_fsdp_tools.foresight.events import Event, Work
+from hf_fsdp_tools.foresight.fallback import events_by_formula
 from hf_fsdp_tools.foresight.inputs import make_batch
-from hf_fsdp_tools.foresight.kernels import AsOnCuda, imitate_4bit
+from hf_fsdp_tools.foresight.kernels import AsOnCuda, flash_attention, imitate_4bit
 from hf_fsdp_tools.foresight.recorder import Recorder
 from hf_fsdp_tools.foresight.repeats import Stack, configs_of, cut_plan, repeating_stacks, short_copy
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -29,8 +37,9 @@ from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
 from hf_fsdp_tools.sharding.shard import checkpoint_activations, runners_of_experts
+from hf_fsdp_tools.text import first_line
 
-__all__ = ["Device", "trace_model"]
+__all__ = ["Device", "run_backward", "trace_model"]
 
 _KEPT = (4, 5)
 """Periods of blocks that are run: one at each end, whose neighbours are other modules, and two to compare between them.
@@ -51,18 +60,30 @@ def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, devic
 
     Any rank may call; nothing is communicated, and no accelerator is used.
 
+    Where the model's code needs values of tensors, or kernels of its own, the trace is made by formula, and its notes
+    say which module and operation the run could not follow.
+
     Raises:
-        ConfigError: the sequence is longer than the model's table of positions.
+        ConfigError: no batch can be made for the model, or its code fails on one.
     """
-    for kept in _KEPT:
-        if not (stacks := repeating_stacks(model, kept)):
-            break
-        recorder, bounds = _dry_run(model, plan, setup, device, stacks)
-        events = expand(recorder.events, stacks, bounds)
-        if events is not None:
-            return _trace(model, plan, setup, events, stacks)
-    recorder, _ = _dry_run(model, plan, setup, device, ())
+    try:
+        for kept in _KEPT:
+            if not (stacks := repeating_stacks(model, kept)):
+                break
+            recorder, bounds = _dry_run(model, plan, setup, device, stacks)
+            events = expand(recorder.events, stacks, bounds)
+            if events is not None:
+                return _trace(model, plan, setup, events, stacks)
+        recorder, _ = _dry_run(model, plan, setup, device, ())
+    except _CannotFollowError as error:
+        parameters = tuple(_parameters(model, plan, setup))
+        note = f"By formula, 12 % off on average and 36 % at worst: {error}"
+        return replace(_trace(model, plan, setup, events_by_formula(model, plan, setup, parameters), ()), notes=(note,))
     return _trace(model, plan, setup, recorder.events, ())
+
+
+class _CannotFollowError(Exception):
+    """The model's code needs values, or a kernel without a rule for shapes; the message says where."""
 
 
 def _trace(
@@ -95,9 +116,12 @@ def _dry_run(
         recorder.take_inputs(value for value in batch.values() if isinstance(value, torch.Tensor))
         with ExitStack() as stack:
             stack.enter_context(_no_packed_sequences())
+            if setup.attn_implementation == "flash_attention_2":
+                stack.enter_context(flash_attention())
             if device == "cuda":
                 stack.enter_context(AsOnCuda())
             stack.enter_context(recorder)
+            stack.enter_context(_failures_named(twin, recorder))
             _run(twin, batch, recorder)
         recorder.close()
     return recorder, bounds
@@ -271,10 +295,36 @@ def _watch_head(model: nn.Module, recorder: Recorder) -> None:
 def _run(model: nn.Module, batch: dict[str, Any], recorder: Recorder) -> None:
     loss = model(**batch)["loss"]  # the logits are dropped before the backward pass, as in `Trainer.compute_loss`
     recorder.phase = "backward"
-    # The engine itself: `loss.backward()` suspends modes that see functions, also where a block is computed again.
+    run_backward(loss)
+
+
+def run_backward(loss: torch.Tensor) -> None:
+    """The backward pass of a loss by autograd's engine itself.
+
+    `loss.backward()` suspends modes that see functions, also where a block is computed again.
+    """
     engine: Any = torch.autograd.Variable._execution_engine
     gradient = torch.ones_like(loss, memory_format=torch.preserve_format)
     engine.run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+@contextmanager
+def _failures_named(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Turn an exception of the model's code into one that names the module and the operation."""
+    try:
+        yield
+    except FSDPToolsError:
+        raise
+    except Exception as error:
+        names = {module: name for name, module in model.named_modules()}
+        frames = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+        inside = [names[each] for each in frames if isinstance(each, nn.Module) and each in names]
+        where = f"{type(model).__name__}, module {inside[-1] or 'root'!r}" if inside else type(model).__name__
+        said = f"{where}: {type(error).__name__} after {recorder.last_operation}: {first_line(error)}"
+        # Of these, torch raises the first two where code needs values of tensors, and the last for lack of a rule.
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException | RuntimeError | ImportError):
+            raise _CannotFollowError(said) from error
+        raise ConfigError(f"A step of training fails in {said}. Correct the configuration or the arguments.") from error
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """From a model's name to the events of a step: the way that estimates of memory and time share, with its cache."""
 
 from collections import OrderedDict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from os import PathLike
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -16,6 +17,8 @@ from hf_fsdp_tools.foresight.trace import Trace
 from hf_fsdp_tools.planning.plan import WrapPlan
 
 __all__ = ["Forecast", "Source", "step_of"]
+
+Value = TypeVar("Value")
 
 Source: TypeAlias = str | PathLike[str] | PreTrainedConfig | nn.Module
 """What a model is made from: hub name, folder, `config.json`, configuration, or the model itself."""
@@ -58,6 +61,13 @@ class Forecast:
         return self.plan.model_class
 
 
+_NOT_BUILT = (*_NOT_TRACED, "batch_size", "activation_checkpointing", "compile", "loss")
+"""Fields of `TrainingSetup` that no model depends on: it is built once for all of them."""
+
+_MOST_MODELS = 2
+"""How many models on meta are kept. (assumed)"""
+
+_models: "OrderedDict[tuple[object, ...], tuple[object, nn.Module, WrapPlan]]" = OrderedDict()
 _traces: "OrderedDict[tuple[object, ...], tuple[object, WrapPlan, Trace]]" = OrderedDict()
 
 
@@ -78,23 +88,38 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
     Raises:
         CheckpointError, ConfigError, WrapPlanError: as `build` and `trace_model`.
     """
-    key = _key(name_or_model, setup, model_kwargs)
-    if key in _traces:
-        _traces.move_to_end(key)
-    else:
-        model, plan = build(name_or_model, setup, **model_kwargs)
-        # The source is kept too, so that no other object gets its address.
-        _traces[key] = (name_or_model, plan, trace_model(model, plan, setup))
-        while len(_traces) > _MOST_TRACES:
-            _traces.popitem(last=False)
-    _, plan, trace = _traces[key]
+
+    # The source is kept too, so that no other object gets its address.
+    def built() -> tuple[object, nn.Module, WrapPlan]:
+        return (name_or_model, *build(name_or_model, setup, **model_kwargs))
+
+    def traced() -> tuple[object, WrapPlan, Trace]:
+        key = _key(name_or_model, setup, model_kwargs, _NOT_BUILT)
+        _, model, plan = _kept(_models, key, _MOST_MODELS, built)
+        return name_or_model, plan, trace_model(model, plan, setup)
+
+    _, plan, trace = _kept(_traces, _key(name_or_model, setup, model_kwargs, _NOT_TRACED), _MOST_TRACES, traced)
     few = replace(setup, gradient_accumulation_steps=min(setup.gradient_accumulation_steps, 3))
     return Forecast(setup=setup, plan=plan, trace=trace, step=compose(trace, plan, few))
 
 
-def _key(name_or_model: Source, setup: TrainingSetup, model_kwargs: dict[str, Any]) -> tuple[object, ...]:
-    """What a trace depends on."""
+def _kept(
+    kept: "OrderedDict[tuple[object, ...], Value]", key: tuple[object, ...], most: int, make: Callable[[], Value]
+) -> Value:
+    """The value of a key, made if it is not kept; of many, those are kept that were asked for last."""
+    if key not in kept:
+        kept[key] = make()
+        while len(kept) > most:
+            kept.popitem(last=False)
+    kept.move_to_end(key)
+    return kept[key]
+
+
+def _key(
+    name_or_model: Source, setup: TrainingSetup, model_kwargs: dict[str, Any], without: Collection[str]
+) -> tuple[object, ...]:
+    """What a model or a trace depends on."""
     is_named = isinstance(name_or_model, str | PathLike)
     source = str(name_or_model) if is_named else id(name_or_model)
-    own = {each.name: getattr(setup, each.name) for each in fields(setup) if each.name not in _NOT_TRACED}
+    own = {each.name: getattr(setup, each.name) for each in fields(setup) if each.name not in without}
     return source, repr(sorted(model_kwargs.items())), repr(own)

@@ -1,6 +1,7 @@
 """The operations of a GPU that differ from those of a CPU, on fake tensors of the CPU: attention, dropout, norms."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -9,11 +10,12 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
+from transformers import masking_utils, modeling_utils
 
 from hf_fsdp_tools.foresight.events import Operation
 from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of
 
-__all__ = ["AsOnCuda", "counted", "imitate_4bit", "run_on", "scratch"]
+__all__ = ["AsOnCuda", "counted", "flash_attention", "imitate_4bit", "run_on", "scratch"]
 
 
 class AsOnCuda(TorchFunctionMode):
@@ -75,6 +77,33 @@ def _attention(
         query, key, value, mask, keep, dropout_p, is_causal, scale=scale
     )[0]
     return efficient
+
+
+@contextmanager
+def flash_attention() -> Iterator[None]:
+    """For models with sdpa attention, take the memory of FlashAttention 2: no mask is made, also not for windows."""
+
+    def attend(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        causal = options.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        result = functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            dropout_p=options.get("dropout", 0.0),
+            is_causal=bool(causal) and query.shape[2] > 1,
+            scale=options.get("scaling"),
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+        return result.transpose(1, 2).contiguous(), None
+
+    attention, masks = modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    found = attention["sdpa"], masks["sdpa"]
+    attention["sdpa"], masks["sdpa"] = attend, lambda *_, **__: None
+    try:
+        yield
+    finally:
+        attention["sdpa"], masks["sdpa"] = found
 
 
 def _additive(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from hf_fsdp_tools.errors import ConfigError
@@ -24,8 +25,7 @@ __all__ = ["read_memory", "read_schedule"]
 _LABEL = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[.*)?$")
 """`_with_fqn` in torch's `_fsdp_param_group.py`; of several modules of a unit the label names all, by ", "."""
 
-_MOST_POINTS = 3000
-"""Of a timeline: more than a picture has columns of pixels."""
+_BETWEEN = "between two units of a forward pass"
 
 _Record = Mapping[str, Any]
 
@@ -41,14 +41,14 @@ class _Host:
             if label == "pre_forward":
                 changes.append((start, "forward", unit))
             elif label == "post_forward":
-                changes.append((end, "forward" if unit else "loss", ""))
+                changes.append((end, _BETWEEN if unit else "loss", ""))
             elif label == "pre_backward":
                 changes.append((start, "backward", unit))
             elif label == "root_post_backward_callback":
                 changes.append((end, "clip", ""))
             elif record["name"].startswith("Optimizer.step#"):
                 changes.append((start, "optimizer", ""))
-        changes.sort(key=lambda change: change[0])
+        changes = _resolved(sorted(changes, key=lambda change: change[0]))
         if not any(phase == "backward" for _, phase, _ in changes):
             changes = sorted([*changes, *_without_units(records)], key=lambda change: change[0])
         self._changes = changes
@@ -58,6 +58,16 @@ class _Host:
         """Phase and unit."""
         i = bisect_right(self._times, time) - 1
         return self._changes[i][1:] if i >= 0 else ("forward", "")
+
+
+def _resolved(changes: Sequence[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
+    """What comes after the last unit of a forward pass is the loss, which transformers' models compute themselves."""
+    result = []
+    for (time, phase, unit), (_, following, _) in pairwise([*changes, (0.0, "", "")]):
+        if phase == _BETWEEN:
+            phase = "loss" if following in ("loss", "backward") else "forward"
+        result.append((time, phase, unit))
+    return result
 
 
 def _without_units(records: Sequence[_Record]) -> Iterator[tuple[float, str, str]]:
@@ -101,20 +111,22 @@ def read_memory(trace: _Record, *, resident_bytes: int = 0) -> Timeline:
     device = max(devices, key=lambda key: (key[0] != 0, devices[key]))
     memory = [r for r in memory if (r["args"]["Device Type"], r["args"]["Device Id"]) == device]
     allocated = [int(r["args"]["Total Allocated"]) for r in memory]
+    allocated = [allocated[0] - int(memory[0]["args"]["Bytes"]), *allocated]  # and before the first of them
     if device[0] == 0:  # a CPU's total begins with the first trace of the process
-        before = allocated[0] - int(memory[0]["args"]["Bytes"])
-        allocated = [resident_bytes + total - before for total in allocated]
+        allocated = [total - allocated[0] + resident_bytes for total in allocated]
     host, began = _Host(records), records[0]["ts"]
-    states = [host.at(record["ts"]) for record in memory]
-    kept = extremes(allocated, [phase for phase, _ in states], _MOST_POINTS)
+    times = [began, *(record["ts"] for record in memory)]
+    states = [host.at(time) for time in times]
+    reserved = [int(record["args"]["Total Reserved"]) for record in (memory[0], *memory)]
+    kept = extremes(allocated, [phase for phase, _ in states])
     return Timeline(
         origin="measured",
         axis="seconds",
-        positions=tuple((memory[i]["ts"] - began) / 1e6 for i in kept),
+        positions=tuple((times[i] - began) / 1e6 for i in kept),
         phases=tuple(states[i][0] for i in kept),
         units=tuple(states[i][1] for i in kept),
         kinds={"allocated": tuple(allocated[i] for i in kept)},
-        reserved=() if device[0] == 0 else tuple(int(memory[i]["args"]["Total Reserved"]) for i in kept),
+        reserved=() if device[0] == 0 else tuple(reserved[i] for i in kept),
     )
 
 

@@ -5,16 +5,20 @@ That of a predicted step is made of its events, that of a real one of a profile 
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any, Literal, Self
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Work
 
-__all__ = ["Origin", "Timeline", "extremes", "memory_timeline", "read_value"]
+__all__ = ["MOST_POINTS", "Origin", "Timeline", "extremes", "memory_timeline", "read_value"]
 
 Origin = Literal["predicted", "measured"]
 """Of a dry run, or of a real step."""
+
+MOST_POINTS = 1000
+"""About as many as a picture has columns of pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,16 @@ class Timeline:
         peak = self.peak
         return {kind: values[peak] for kind, values in self.kinds.items() if values[peak]}
 
+    def in_seconds(self, events: Sequence[Event], spans: Sequence[tuple[float, float]]) -> Self:
+        """The same memory with its points in time: each where the computation issued before its event ends.
+
+        Args:
+            events: that this was made of.
+            spans: start and end in seconds of each `Work` among them, in the same order.
+        """
+        seconds = _computed_until(events, spans)
+        return replace(self, axis="seconds", positions=tuple(seconds[int(i)] for i in self.positions))
+
     def to_json(self) -> str:
         """This value as JSON text; `from_json` reads it back to an equal one."""
         return json.dumps(asdict(self))
@@ -99,10 +113,9 @@ def memory_timeline(
     resident: Sequence[Alloc],
     *,
     reserved: Sequence[int] | None = None,
-    spans: Sequence[tuple[float, float]] | None = None,
-    most_points: int = 3000,
+    most_points: int = MOST_POINTS,
 ) -> Timeline:
-    """The memory of a predicted step over its course.
+    """The memory of a predicted step over its course, by the numbers of its events; `in_seconds` places it in time.
 
     Of many events, those are kept in which the memory is highest and lowest among their neighbours; the peak is.
 
@@ -110,8 +123,6 @@ def memory_timeline(
         events: of one step, in the order in which the host issues them.
         resident: memory that is there before the step.
         reserved: bytes that the allocator holds after each event; None leaves them out.
-        spans: start and end in seconds of each `Work` among the events, in the same order: points are placed in time.
-            None places them by the number of their event.
         most_points: about how many points to keep.
     """
     allocated, phases = _allocated(events, resident), _phases(events)
@@ -125,11 +136,10 @@ def memory_timeline(
         units.append(unit)
         for kind, values in kinds.items():
             values.append(now.get(kind, 0))
-    seconds = None if spans is None else _computed_until(events, spans)
     return Timeline(
         origin="predicted",
-        axis="events" if seconds is None else "seconds",
-        positions=tuple(float(i) if seconds is None else seconds[i] for i in kept),
+        axis="events",
+        positions=tuple(map(float, kept)),
         phases=tuple(phases[i] for i in kept),
         units=tuple(units),
         kinds={kind: tuple(values) for kind, values in kinds.items()},
@@ -168,7 +178,7 @@ def _phases(events: Sequence[Event]) -> list[str]:
     return result
 
 
-def extremes(values: Sequence[int], phases: Sequence[str], most: int) -> list[int]:
+def extremes(values: Sequence[int], phases: Sequence[str], most: int = MOST_POINTS) -> list[int]:
     """Indices of the points to draw: the first and the last of each phase, the highest and the lowest of each stretch.
 
     Args:
@@ -176,15 +186,15 @@ def extremes(values: Sequence[int], phases: Sequence[str], most: int) -> list[in
         phases: likewise.
         most: about how many indices to give.
     """
-    count = len(values)
-    edges = [i for i in range(count) if i in (0, count - 1) or phases[i] != phases[i - 1] or phases[i] != phases[i + 1]]
-    if count <= most:
-        return list(range(count))
-    length = -(-2 * count // most)
-    kept = set(edges)
-    for start in range(0, count, length):
-        stretch = range(start, min(start + length, count))
-        kept |= {max(stretch, key=values.__getitem__), min(stretch, key=values.__getitem__)}
+    if len(values) <= most:
+        return list(range(len(values)))
+    length, kept = -(-2 * len(values) // most), set()
+    for _, run in groupby(range(len(values)), key=phases.__getitem__):
+        inside = list(run)
+        kept |= {inside[0], inside[-1]}
+        for start in range(0, len(inside), length):
+            stretch = inside[start : start + length]
+            kept |= {max(stretch, key=values.__getitem__), min(stretch, key=values.__getitem__)}
     return sorted(kept)
 
 

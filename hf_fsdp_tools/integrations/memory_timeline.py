@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -17,8 +17,18 @@ from transformers import TrainerCallback
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.measured import read_memory, read_schedule
-from hf_fsdp_tools.foresight.streams import Schedule
+from hf_fsdp_tools.foresight.memory import MemoryEstimate
+from hf_fsdp_tools.foresight.streams import Schedule, step_schedule
+from hf_fsdp_tools.foresight.time import simulate
 from hf_fsdp_tools.foresight.timeline import Timeline
+from hf_fsdp_tools.plots.figure import check_matplotlib, save
+from hf_fsdp_tools.plots.memory import draw_memory
+from hf_fsdp_tools.plots.page import write_page
+from hf_fsdp_tools.plots.schedule import draw_schedule
+from hf_fsdp_tools.text import show_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["MemoryTimeline"]
 
@@ -34,7 +44,10 @@ class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is 
             optimizer.zero_grad()
         print(recorded.timeline.peak_bytes)
 
-    In a Trainer: `trainer.add_callback(MemoryTimeline(step=3, path="step.json"))`.
+    In a Trainer, drawn over what was predicted:
+
+        estimate = estimate_memory(name, num_gpus=8, gpu="h100-80gb", seq_len=8192)
+        trainer.add_callback(MemoryTimeline(step=3, path="step.html", predicted=estimate))
 
     torch's profiler records the step; no other step is slowed. On an accelerator the memory is that of its caching
     allocator, allocated and reserved, and the schedule that of its streams. On a CPU it is what PyTorch's allocator
@@ -56,6 +69,7 @@ class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is 
         *,
         step: int = 3,
         path: str | Path | None = None,
+        predicted: MemoryEstimate | None = None,
     ) -> None:
         """Prepare for a recording; nothing runs yet.
 
@@ -63,15 +77,18 @@ class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is 
             model: that is trained; a Trainer gives its own.
             optimizer: likewise.
             step: under a Trainer: the optimizer step to record, from 1.
-            path: file into which rank 0 of a Trainer writes timeline and schedule (`save`).
+            path: file that rank 0 of a Trainer writes (`save`).
+            predicted: by `estimate_memory` for this training; pictures show both.
 
         Raises:
-            ConfigError: `step` is below 1.
+            ConfigError: `step` is below 1, or `path` cannot be written: an unknown suffix, or matplotlib is absent.
         """
         if step < 1:
             raise ConfigError(f"step is {step}; the first step of a training is 1. Take 3, when memory is steady.")
         self.model, self.optimizer, self.step = model, optimizer, step
-        self.path = None if path is None else Path(path)
+        self.path, self.predicted = None if path is None else Path(path), predicted
+        if self.path is not None:
+            _check_path(self.path)
         self._resident_bytes = 0
         self._profile: profile | None = None
 
@@ -81,12 +98,12 @@ class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is 
         Raises:
             ConfigError: another profiler is running.
         """
+        # torch would end the other one without a word
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # it comes from C++
+            raise ConfigError("Another profiler is running, and torch runs one at a time. End it before this step.")
         self._resident_bytes = sum(_storages(self.model, self.optimizer).values())
         recording = profile(profile_memory=True)  # of every kind of device that torch can profile here
-        try:
-            recording.start()
-        except RuntimeError as error:
-            raise ConfigError(f"The step cannot be recorded: {error}. Stop the other profiler first.") from error
+        recording.start()
         self._profile = recording
         return self
 
@@ -111,18 +128,54 @@ class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self.schedule = read_schedule(trace)
 
     def save(self, path: str | Path) -> None:
-        """Write timeline and schedule as JSON: `{"timeline": …, "schedule": …}`, as their `to_json` gives them.
+        """Write the recorded step, over the predicted one where there is one.
 
         Args:
-            path: of the file, which is replaced.
+            path: of the file, which is replaced. `.json`: `{"timeline": …, "schedule": …}`, as their `to_json` gives
+                them; `.html`: a page with the pictures of both; `.png`, `.svg`, `.pdf`: the picture of the memory.
 
         Raises:
-            ConfigError: no step was recorded.
+            ConfigError: no step was recorded, the suffix is another one, or matplotlib is absent.
         """
+        path = Path(path)
+        _check_path(path)
         if self.timeline is None or self.schedule is None:
             raise ConfigError("No step was recorded, so there is nothing to write. Run one inside of the `with` block.")
-        values = {name: json.loads(getattr(self, name).to_json()) for name in ("timeline", "schedule")}
-        Path(path).write_text(json.dumps(values) + "\n")
+        if path.suffix == ".json":
+            values = {name: json.loads(getattr(self, name).to_json()) for name in ("timeline", "schedule")}
+            path.write_text(json.dumps(values) + "\n")
+            return
+        memory = self._draw_memory(self.timeline)
+        if path.suffix != ".html":
+            save(memory, path)
+            return
+        numbers = {"peak memory, measured": show_bytes(self.timeline.peak_bytes)}
+        if self.predicted is not None:
+            numbers["peak memory, predicted"] = show_bytes(self.predicted.timeline.peak_bytes)
+        write_page(
+            path,
+            title=f"One step of {self._name()}",
+            setting="recorded by torch's profiler",
+            numbers=numbers | {"exposed communication, measured": f"{1e3 * self.schedule.exposed_seconds:,.1f} ms"},
+            breakdown=self.predicted.timeline.at_peak if self.predicted is not None else {},
+            figures={"memory of a step": memory, "streams of a step": self._draw_schedule(self.schedule)},
+            plan=self.predicted.forecast.plan if self.predicted is not None else None,
+        )
+
+    def _name(self) -> str:
+        return type(self.model).__name__ if self.model is not None else "a model"
+
+    def _draw_memory(self, measured: Timeline) -> "Figure":
+        if self.predicted is None:
+            return draw_memory(measured, model=self._name())
+        return draw_memory(self.predicted.timeline, model=self._name(), measured=measured)
+
+    def _draw_schedule(self, measured: Schedule) -> "Figure":
+        if self.predicted is None:
+            return draw_schedule(measured, model=self._name())
+        events, setup = self.predicted.forecast.step.events, self.predicted.setup
+        predicted = step_schedule(events, simulate(events, setup).spans)
+        return draw_schedule(predicted, model=self._name(), measured=measured)
 
     # ---- called by the Trainer ----
 
@@ -148,6 +201,14 @@ class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is 
                 f"{self.step}. Give it a smaller step.",
                 stacklevel=2,
             )
+
+
+def _check_path(path: Path) -> None:
+    """Refuse a file that cannot be written, before the step is there to be written."""
+    if path.suffix not in (".json", ".html", ".png", ".svg", ".pdf"):
+        raise ConfigError(f"{path.name} cannot be written: name it .json, .html, .png, .svg or .pdf.")
+    if path.suffix != ".json":
+        check_matplotlib()
 
 
 def _storages(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[int, int]:

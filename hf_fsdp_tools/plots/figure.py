@@ -4,6 +4,7 @@ Colours are told apart by people with any kind of colour vision: families differ
 and Ito's palette, jfly.uni-koeln.de/color), members of a family in lightness, and every colour is labelled in place.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -58,7 +59,7 @@ COLORS: dict[str, tuple[str, str]] = {
     "other": ("#aeb5bc", "#656e78"),
     "root-only": ("#d5382b", "#ff6a5a"),
     "hybrid": ("#1268b3", "#58a6ff"),
-    "third": ("#7a5195", "#b48ed0"),
+    "third": ("#7a5195", "#9468b3"),
     "exposed": ("#d43a2d", "#ff6b5c"),
 }
 """Colour of each role, in light and in dark."""
@@ -177,9 +178,9 @@ def panel(figure: "Figure", left: float, bottom: float, width: float, height: fl
 
 
 def readable_on(color: str) -> str:
-    """Black or white: the one that is easier to read on a colour."""
+    """Black or white, whichever is easier to read on a colour; the same for both of a role's colours."""
     red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-    return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 140 else "#1f2328"
+    return "#fefefe" if 0.299 * red + 0.587 * green + 0.114 * blue < 128 else "#101214"
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
@@ -214,25 +215,40 @@ def save(figure: "Figure", path: str | Path) -> None:
         ConfigError: the name ends otherwise.
     """
     path = Path(path)
-    metadata: dict[str, dict[str, Any]] = {
-        ".png": {"Software": None},
-        ".svg": {"Date": None, "Creator": None},
-        ".pdf": {"CreationDate": None},
-    }
+    metadata: dict[str, dict[str, Any]] = {".png": {"Software": None}, ".pdf": {"CreationDate": None}, ".svg": {}}
     if path.suffix not in metadata:
         raise ConfigError(f"{path.name} is no picture that can be written: name it .png, .svg or .pdf.")
-    from matplotlib import rc_context
-
-    with rc_context({"svg.hashsalt": "hf_fsdp_tools", "svg.fonttype": "path", "path.simplify": True}):
+    if path.suffix == ".svg":
+        path.write_text(svg_text(figure, ground=True) + "\n", encoding="utf-8")
+    else:
         figure.savefig(path, dpi=160, facecolor=figure.get_facecolor(), metadata=metadata[path.suffix])
 
 
-def svg_text(figure: "Figure") -> str:
-    """A picture as an `svg` element without a background, to stand in a page."""
+def svg_text(figure: "Figure", *, ground: bool = False) -> str:
+    """A picture as an `svg` element, texts as shapes, coordinates to a tenth of a point.
+
+    Args:
+        figure: of this room.
+        ground: whether to paint the background.
+    """
     from matplotlib import rc_context
 
     written = StringIO()
-    with rc_context({"svg.hashsalt": "hf_fsdp_tools", "svg.fonttype": "path", "path.simplify": True}):
-        figure.savefig(written, format="svg", facecolor="none", metadata={"Date": None, "Creator": None})
+    with rc_context({"svg.hashsalt": "hf_fsdp_tools", "svg.fonttype": "path"}):
+        color = figure.get_facecolor() if ground else "none"
+        figure.savefig(written, format="svg", facecolor=color, metadata={"Date": None, "Creator": None})
     text = written.getvalue()
-    return text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    return re.sub(r'(?<= d=")[MLz\d\s.-]*(?=")', lambda path: _shortened(path[0]), text).rstrip()
+
+
+def _shortened(path: str) -> str:
+    """A path of straight lines with one decimal per coordinate; lines along an axis have one coordinate."""
+    written: list[str] = []
+    before: tuple[str, ...] = ("", "")
+    for command, *numbers in (re.findall(r"[MLz]|[\d.-]+", step) for step in re.findall(r"[MLz][^MLz]*", path)):
+        x, y = place = tuple(f"{float(number):.1f}".removesuffix(".0") for number in numbers) or ("", "")
+        along = f"V{y}" if x == before[0] else f"H{x}" if y == before[1] else f"L{x} {y}"
+        written.append({"M": f"M{x} {y}", "L": along, "z": "z"}[command])
+        before = place
+    return "".join(written)

@@ -25,6 +25,7 @@ _ROLES = {
     "exposed": "exposed",
     "forward": "parameters",
     "backward": "optimizer",
+    "computed again": "optimizer",
     "loss, clip, optimizer": "temporaries",
     "copies to and from the host": "activations",
 }
@@ -32,6 +33,8 @@ _COMPUTE = ("forward", "backward")
 
 _PANEL, _GAP, _STRIP = 1.0, 0.5, 0.2  # inches: height of a panel, what is below it, and names of phases above it
 _NAMES = 1.12  # inches for the names of the rows
+_KEY_LINE = 0.18  # inches
+_LEAST = 0.008  # inches: width of a bar that would be too narrow to see
 _CLOSE = 4  # units in a picture from near
 
 
@@ -71,7 +74,8 @@ def draw_schedule(
         raise ConfigError("The schedule is empty: nothing ran in its step. Record or simulate a whole training step.")
     near = [_windows(one) for one in drawn]
     rows = sum(1 + bool(windows) for windows in near)
-    height = 1.05 + rows * (_PANEL + _GAP + _STRIP)
+    key = _key_lines(_used(drawn), width)
+    height = 0.87 + _KEY_LINE * len(key) + rows * (_PANEL + _GAP + _STRIP)
     figure, palette, top = new_figure(_finding(drawn), model, size=(width, height), theme=theme)
     for one, windows in zip(drawn, near, strict=True):
         whole = _Window(f"{one.origin}, whole step", 0.0, one.seconds)
@@ -87,7 +91,7 @@ def draw_schedule(
                 axes = panel(figure, left, top, long, _PANEL, palette)
                 _draw_window(axes, palette, one, window, long, named=left == _NAMES)
             top -= _GAP
-    _key(figure, palette, _used(drawn), (width, height))
+    _draw_key(figure, palette, key, (width, height))
     return figure
 
 
@@ -112,17 +116,27 @@ def _windows(schedule: Schedule) -> list[_Window]:
     """The beginning of the forward pass and the middle of the backward pass; none of a step with few units."""
     windows = []
     for phase in _COMPUTE:
-        bars = [b for b in schedule.bars if b.track == "compute" and b.operation == "compute" and b.phase == phase]
-        runs = [list(group) for _, group in groupby(bars, key=lambda bar: bar.unit)]
-        runs = [run for run in runs if run[0].unit]
-        if len(runs) <= 2 * _CLOSE:
+        units = _computed(schedule, phase)
+        if len(units) <= 2 * _CLOSE:
             return []
-        first = 0 if phase == "forward" else len(runs) // 2
-        chosen = runs[first : first + _CLOSE]
-        start = 0.0 if phase == "forward" else chosen[0][0].start_s
-        name = f"{phase}, {short_unit(chosen[0][0].unit)} to {short_unit(chosen[-1][0].unit)}"
-        windows.append(_Window(name, start, chosen[-1][-1].end_s))
+        first = 0 if phase == "forward" else len(units) // 2
+        (name, start, _), *_, (last, _, end) = units[first : first + _CLOSE]
+        label = f"{phase}, {short_unit(name)} to {short_unit(last)}"
+        windows.append(_Window(label, 0.0 if phase == "forward" else start, end))
     return windows
+
+
+def _computed(schedule: Schedule, phase: str) -> list[tuple[str, float, float]]:
+    """Each unit of the first pass of a phase with the start and the end of its computation, without small copies."""
+    bars = [b for b in schedule.bars if b.track == "compute" and b.operation == "compute" and b.phase == phase]
+    longest = max((bar.end_s - bar.start_s for bar in bars), default=0.0)
+    found: dict[str, tuple[float, float]] = {}
+    for bar in bars:
+        if bar.unit and bar.end_s - bar.start_s >= longest / 10:
+            found.setdefault(bar.unit, (bar.start_s, bar.end_s))
+            if bar.start_s - found[bar.unit][1] < longest:
+                found[bar.unit] = (found[bar.unit][0], bar.end_s)
+    return [(unit, start, end) for unit, (start, end) in found.items()]
 
 
 def _role(bar: Bar) -> str:
@@ -151,17 +165,20 @@ def _draw_window(
             axes.plot([b.start_s / unit for b in bars], [low] * len(bars), "v", markersize=3.2, color=palette["muted"])
             continue
         centre, height = _ROWS["communication" if bars[0].track == "communication" else "compute"]
+        least = _LEAST * (window.end - window.start) / inches
         axes.broken_barh(
-            [(b.start_s / unit, (b.end_s - b.start_s) / unit) for b in bars],
+            [(b.start_s / unit, max(b.end_s - b.start_s, least) / unit) for b in bars],
             (centre - height / 2, height),
             facecolor=palette[_ROLES[role]],
             edgecolor=palette["ground"],
-            linewidth=0.3,
+            linewidth=0.3 if max(b.end_s - b.start_s for b in bars) > 10 * least else 0.0,
             hatch="////" if again else None,
         )
-        _name_bars(axes, palette, bars, centre, window, inches)
+        if not again:
+            _name_bars(axes, palette, bars, centre, window, inches)
     centre, height = _ROWS["exposed"]
-    spans = [(start / unit, (end - start) / unit) for start, end in schedule.exposed]
+    least = _LEAST * (window.end - window.start) / inches
+    spans = [(start / unit, max(end - start, least) / unit) for start, end in schedule.exposed]
     axes.broken_barh(spans, (centre - height / 2, height), facecolor=palette["exposed"], linewidth=0)
     if named:
         for row, (middle, _) in _ROWS.items():
@@ -217,23 +234,38 @@ def _name_phases(
 
 
 def _used(drawn: Sequence[Schedule]) -> list[str]:
-    roles = {_role(bar) for one in drawn for bar in one.bars} | {"exposed"}
+    bars = [bar for one in drawn for bar in one.bars]
+    roles = {_role(bar) for bar in bars} | {"exposed"} | ({"computed again"} if any(b.again for b in bars) else set())
     return [role for role in _ROLES if role in roles]
 
 
-def _key(figure: "Figure", palette: Palette, roles: Sequence[str], size: tuple[float, float]) -> None:
-    """Name the colours in one line, or in as many as they need, at the foot."""
-    from matplotlib.patches import Rectangle
-
-    x, y = 0.18, 0.12
+def _key_lines(roles: Sequence[str], width: float) -> list[list[tuple[float, str, str]]]:
+    """The names of the colours in as many lines as they need: place in inches, role, text."""
+    lines: list[list[tuple[float, str, str]]] = [[]]
+    x = 0.18
     for role in roles:
         text = "exposed: a collective runs, nothing computes" if role == "exposed" else role
         room = 0.2 + text_inches(text, 8.0) + 0.2
-        if x + room > size[0]:
-            x, y = 0.18, y + 0.18
-        swatch = Rectangle((x / size[0], (y - 0.05) / size[1]), 0.14 / size[0], 0.1 / size[1], linewidth=0)
-        swatch.set_color(palette[_ROLES[role]])
-        figure.add_artist(swatch)
-        place = ((x + 0.2) / size[0], y / size[1])
-        figure.text(*place, text, va="center", fontsize=8, color=palette["muted"])
+        if x + room > width and lines[-1]:
+            lines.append([])
+            x = 0.18
+        lines[-1].append((x, role, text))
         x += room
+    return lines
+
+
+def _draw_key(
+    figure: "Figure", palette: Palette, lines: Sequence[Sequence[tuple[float, str, str]]], size: tuple[float, float]
+) -> None:
+    """Name the colours at the foot."""
+    from matplotlib.patches import Rectangle
+
+    for i, line in enumerate(reversed(lines)):
+        y = 0.12 + i * _KEY_LINE
+        for x, role, text in line:
+            swatch = Rectangle((x / size[0], (y - 0.05) / size[1]), 0.14 / size[0], 0.1 / size[1], linewidth=0)
+            swatch.set(facecolor=palette[_ROLES[role]], edgecolor=palette["ground"])
+            swatch.set_hatch("//////" if role == "computed again" else "")
+            figure.add_artist(swatch)
+            place = ((x + 0.2) / size[0], y / size[1])
+            figure.text(*place, text, va="center", fontsize=8, color=palette["muted"])

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from hf_fsdp_tools.planning.plan import WrapPlan
-from hf_fsdp_tools.plots.figure import ThemeName, new_figure, text_inches
+from hf_fsdp_tools.plots.figure import ThemeName, check_matplotlib, new_figure, text_inches
 from hf_fsdp_tools.text import cut, show_bytes, show_count
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def draw_units(plan: WrapPlan, *, theme: ThemeName = "light") -> "Figure":
     Raises:
         ConfigError: matplotlib is absent.
     """
+    check_matplotlib()
     from matplotlib.patches import Rectangle
 
     titles, *rows = [tuple(cut(cell, _MOST_CHARACTERS) for cell in row) for row in plan.table()]

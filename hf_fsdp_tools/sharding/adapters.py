@@ -5,6 +5,7 @@ small whole tensors to it, and `shard_added` shards them. Plans are made of the 
 has the same units with and without them.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -169,7 +170,8 @@ def add_lora(model: nn.Module, *, r: int, target_modules: str | list[str]) -> nn
     peft = _peft()
     config = peft.LoraConfig(r=r, target_modules=target_modules)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
-    with _on_shards(config):
+    with _on_shards(config), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what PEFT asks it
         adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=is_meta)
     return adapted
 

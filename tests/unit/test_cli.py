@@ -49,9 +49,12 @@ def run(capsys, *words):
     return code, *capsys.readouterr()
 
 
+_COMMANDS = ("plan", "doctor", "estimate", "schedule", "config", "export", "merge", "demo-model")
+
+
 @pytest.mark.parametrize(
     "words",
-    [("--help",), *((name, "--help") for name in ("plan", "doctor", "config", "export", "merge", "demo-model"))],
+    [("--help",), *((name, "--help") for name in _COMMANDS)],
 )
 def test_help_imports_nothing_heavy(words):
     code = (

@@ -1,12 +1,23 @@
 """The dry run of a model sees what a real step takes, gives back and computes; few blocks stand for many."""
 
+import math
+from collections import Counter
+
 import pytest
 import torch
 import transformers as hf
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import masking_utils
 
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight import dry_run
-from hf_fsdp_tools.foresight.build import build
+from hf_fsdp_tools.foresight.build import build, max_positions
 from hf_fsdp_tools.foresight.dry_run import trace_model
+from hf_fsdp_tools.foresight.events import Alloc, Free, Gradient, Mark, Work
+from hf_fsdp_tools.foresight.recorder import Recorder
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.trace import Trace
 
@@ -22,19 +33,47 @@ CONFIGS = {
     "llama": lambda layers: hf.LlamaConfig(**SIZES, num_hidden_layers=layers),
     "tied": lambda layers: hf.Qwen3Config(**SIZES, num_hidden_layers=layers, tie_word_embeddings=True),
     "gpt2": lambda layers: hf.GPT2Config(vocab_size=131, n_embd=48, n_layer=layers, n_head=4, n_positions=64),
-    "mpt": lambda layers: hf.MptConfig(vocab_size=131, d_model=64, n_layers=layers, n_heads=4),
+    "experts": lambda layers: hf.Qwen3MoeConfig(
+        **SIZES, num_hidden_layers=layers, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=22
+    ),
     "local and global": lambda layers: hf.Gemma3TextConfig(
         **SIZES,
         num_hidden_layers=layers,
         sliding_window=8,
         layer_types=(["sliding_attention", "full_attention"] * layers)[:layers],
     ),
-}
+    "encoder and decoder": lambda layers: hf.T5Config(
+        vocab_size=131, d_model=48, d_kv=12, d_ff=68, num_layers=layers, num_heads=4, decoder_start_token_id=0
+    ),
+    "vision": lambda layers: hf.ViTConfig(
+        hidden_size=48, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=68, image_size=16,
+        patch_size=8,
+    ),
+}  # fmt: skip
 
 
-def traced(kind: str, layers: int = 2, **fields) -> Trace:
+def traced(kind: str, layers: int = 2, *, device: str = "cuda", **fields) -> Trace:
     setup = TrainingSetup(**{"seq_len": 32, **fields})
-    return trace_model(*build(CONFIGS[kind](layers), setup), setup)
+    return trace_model(*build(CONFIGS[kind](layers), setup), setup, device=device)
+
+
+def allocs(trace: Trace, *, unit: str | None = None) -> list[Alloc]:
+    return [each for each in trace.events if isinstance(each, Alloc) and unit in (None, each.unit)]
+
+
+def peak(trace: Trace) -> int:
+    held = highest = 0
+    taken = {each.block: each.num_bytes for each in allocs(trace)}
+    for event in trace.events:
+        if isinstance(event, Alloc):
+            held += event.num_bytes
+        elif isinstance(event, Free):
+            held -= taken[event.block]
+        highest = max(highest, held)
+    return highest
+
+
+# ---- depth ----
 
 
 def renumbered(trace: Trace) -> list[tuple]:
@@ -49,12 +88,19 @@ def renumbered(trace: Trace) -> list[tuple]:
     return told
 
 
-@pytest.mark.parametrize("fields", [{}, {"activation_checkpointing": True, "precision": "fp32", "wrapping": "root"}])
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "local and global"])
-def test_few_blocks_give_the_events_of_all_one_by_one(kind, fields, monkeypatch):
-    layers = 11 if kind == "local and global" else 6
+@pytest.mark.parametrize(
+    ("kind", "layers", "fields"),
+    [
+        ("llama", 6, {}),
+        ("gpt2", 6, {"activation_checkpointing": True, "precision": "fp32", "wrapping": "root"}),
+        ("local and global", 11, {}),
+        ("encoder and decoder", 7, {}),
+        ("llama", 6, {"lora_r": 4, "activation_checkpointing": True}),
+    ],
+)
+def test_few_blocks_give_the_events_of_all_one_by_one(kind, layers, fields, monkeypatch):
     spliced = traced(kind, layers, **fields)
-    assert spliced.blocks + spliced.repeated == layers and spliced.repeated >= 2
+    assert spliced.repeated > 0
     monkeypatch.setattr(dry_run, "repeating_stacks", lambda model, kept: [])
     run = traced(kind, layers, **fields)
     assert run.repeated == 0
@@ -63,8 +109,202 @@ def test_few_blocks_give_the_events_of_all_one_by_one(kind, fields, monkeypatch)
 
 
 def test_blocks_that_differ_are_all_run():
-    config = CONFIGS["llama"](6)
     setup = TrainingSetup(seq_len=32)
-    model, plan = build(config, setup)
-    model.model.layers[3].mlp.act_fn = torch.nn.ReLU()
+    model, plan = build(CONFIGS["llama"](6), setup)
+    model.model.layers[3].mlp.act_fn = nn.ReLU()
     assert trace_model(model, plan, setup).repeated == 0
+
+
+# ---- a real step ----
+
+
+def test_memory_and_products_are_those_of_a_real_step():
+    """Without FSDP, in fp32, with attention of plain operations, whose kernels take no memory of their own."""
+    setup = TrainingSetup(seq_len=32, precision="fp32", wrapping="root", attn_implementation="eager")
+    model, plan = build(CONFIGS["tied"](2), setup)
+    foreseen = trace_model(model, plan, setup, device="cpu")
+    real = hf.AutoModelForCausalLM.from_config(CONFIGS["tied"](2), attn_implementation="eager").train()
+    ids = torch.zeros(1, 32, dtype=torch.int64)
+    real(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    real.zero_grad()
+    with FlopCounterMode(display=False) as counter:
+        real(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    real.zero_grad()
+    changes = memory_changes(lambda: real(input_ids=ids, labels=ids, use_cache=False).loss.backward())
+    held = highest = 0
+    for change in changes:
+        held += change
+        highest = max(highest, held)
+    inputs = sum(each.num_bytes for each in allocs(foreseen) if each.kind == "inputs")
+    assert 0 <= highest - (peak(foreseen) - inputs) <= 64, "but for numbers that a CPU's kernels keep as tensors"
+    assert foreseen.model_flops == counter.get_total_flops()
+
+
+def test_gradients_are_summed_in_place_where_autograd_does_so():
+    held = []
+
+    def plain(x):
+        y = x * 2
+        return (y + y.sin()).cos().sum()
+
+    def first_is_held(x):
+        y = x * 2
+        z = y + y.sin()
+        z.register_hook(held.append)
+        return z.cos().sum()
+
+    def first_is_a_view(x):
+        y = x * 2
+        return (y.sin() + y.view(-1).cos().view(8, 8)).tanh().sum()
+
+    for function in (plain, first_is_held, first_is_a_view):
+        out = function(torch.randn(8, 8, requires_grad=True))
+        real = len([change for change in memory_changes(out.backward) if change == 256])
+        with FakeTensorMode():
+            recorder = Recorder({"": ""})
+            with recorder:
+                out = function(torch.empty(8, 8, requires_grad=True))
+                start, recorder.phase = len(recorder.events), "backward"
+                dry_run.run_backward(out)
+        made = [event for event in recorder.events[start:] if isinstance(event, Alloc) and event.num_bytes == 256]
+        assert (function.__name__, len(made)) == (function.__name__, real)
+
+
+def memory_changes(run) -> list[int]:
+    """Bytes that a real run takes and gives back, in their order."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    return [each.nbytes() for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"]
+
+
+def test_what_is_taken_is_given_back_once_but_for_gradients_and_the_batch():
+    for kind, fields in (
+        ("llama", {}),
+        ("tied", {"activation_checkpointing": True}),
+        ("gpt2", {"precision": "fp32"}),
+        ("experts", {}),
+        ("encoder and decoder", {"lora_r": 4}),
+        ("vision", {}),
+    ):
+        trace = traced(kind, **fields)
+        taken = {each.block: each for each in allocs(trace)}
+        freed = Counter(event.block for event in trace.events if isinstance(event, Free))
+        assert set(freed.values()) == {1} and set(freed) < set(taken)
+        left = [taken[block] for block in taken if block not in freed]
+        assert {each.kind for each in left} <= {"whole gradients", "inputs"}, (kind, left)
+        blocks = {event.parameter: event.block for event in trace.events if isinstance(event, Gradient)}
+        trained = {each.fqn: each for each in trace.parameters if each.requires_grad}
+        assert set(blocks) == set(trained), kind
+        for name, block in blocks.items():
+            # A class token's gradient is a part of that of the sequence, in whose memory it stays.
+            is_part = name.endswith("cls_token")
+            assert taken[block].num_bytes == trained[name].num_bytes * (5 if is_part else 1), name
+            assert taken[block].kind == "whole gradients"
+
+
+def test_marks_stand_where_fsdp_acts():
+    trace = traced("llama", precision="bf16", activation_checkpointing=True)
+    marks = [(event.where, event.module) for event in trace.events if isinstance(event, Mark) and not event.again]
+    layers = ["model.layers.0", "model.layers.1"]
+    forward = [module for where, module in marks if where == "before_forward" and module in layers]
+    backward = [(where, module) for where, module in marks if where.endswith("backward") and module in layers]
+    assert forward == layers
+    assert backward == [(where, name) for name in layers[::-1] for where in ("before_backward", "after_backward")]
+    again = [event for event in trace.events if isinstance(event, Work) and event.again]
+    first = [event for event in trace.events if isinstance(event, Work) and event.phase == "forward"]
+    assert {event.phase for event in again} == {"backward"}
+    done = lambda works: sum(work.flops for work in works if work.unit in layers)  # noqa: E731
+    # Recomputation ends at the last tensor that the backward pass needs: the last product of a block is left out.
+    assert 0.7 < done(again) / done(first) < 1 and not any(work.model_flops for work in again)
+
+
+# ---- kinds of training ----
+
+
+def test_kernels_are_those_of_a_gpu():
+    sizes = {each.num_bytes for each in allocs(traced("llama", batch_size=3), unit="model.layers.0")}
+    rows = 3 * 4 * 128 * 4
+    assert {3 * 4 * 32 * 4, rows, rows * 32} <= sizes, (
+        "saved exponents; products and fp32 gradients of the backward pass"
+    )
+    padded = {each.num_bytes for each in allocs(traced("llama", precision="fp32"), unit="model.layers.0")}
+    assert 4 * (64 * 64 * 4 + 16) in padded, "the efficient kernel's gradients of queries, with heads in groups"
+    model = traced("gpt2", batch_size=3)
+    norms = [each for each in allocs(model, unit="transformer.h.0") if each.num_bytes == 3 * 32 * 4]
+    masks = [each for each in allocs(model, unit="transformer.h.0") if each.num_bytes == 3 * 32 * 48]
+    assert len(norms) >= 4 and len(masks) >= 2, "statistics of norms in fp32; masks of dropout of one byte"
+    kinds = ("flash_attention_2", "sdpa")
+    window, masked = (traced("local and global", seq_len=40, attn_implementation=kind) for kind in kinds)
+    assert 40 * 40 * 2 not in {each.num_bytes for each in allocs(window)}, "no mask for windows"
+    assert 40 * 40 * 2 in {each.num_bytes for each in allocs(masked)}
+
+
+def test_a_4bit_base_is_gathered_packed_and_unpacked_for_each_product():
+    pytest.importorskip("bitsandbytes")
+    trace = traced("llama", lora_r=4, load_in_4bit=True)
+    packed = {each.fqn: each for each in trace.parameters}["model.layers.0.mlp.up_proj.base_layer.weight"]
+    assert packed.num_bytes == 48 * 68 // 2 and not packed.requires_grad
+    unpacked = [each for each in allocs(trace, unit="model.layers.0") if each.num_bytes == 2 * 48 * 68]
+    assert len(unpacked) >= 6 and {each.kind for each in unpacked} == {"temporaries"}
+    assert trace.buffer_bytes > 2 * (3 * 48 * 68 + 2 * 48 * 48 + 2 * 48 * 24) // 64 * 4
+    assert {each.requires_grad for each in trace.parameters if "lora_" in each.fqn} == {True}
+
+
+def test_a_loss_in_chunks_never_holds_all_logits():
+    full, chunked = (traced("llama", seq_len=64, loss=loss, device="cuda") for loss in ("full", "chunked"))
+    assert max(each.num_bytes for each in allocs(full) if each.kind == "logits and loss") == 4 * 64 * 131
+    tile = 63 * 32768 * 2
+    large = [each for each in allocs(chunked) if each.kind == "logits and loss" and each.num_bytes >= 4 * 64 * 131]
+    assert [each.num_bytes for each in large] == [tile, tile]
+    assert 4 * 131 * 48 in {each.num_bytes for each in allocs(chunked)}, "the head's gradient is summed in fp32"
+    with pytest.raises(ConfigError, match=r"T5For.*no decoder with a head.*loss=\"full\""):
+        traced("encoder and decoder", loss="chunked")
+
+
+# ---- bad input ----
+
+
+def test_a_sequence_beyond_the_positions_is_refused_with_both_numbers():
+    with pytest.raises(ConfigError, match=r"seq_len 65 is beyond the 64 positions of GPT2LMHeadModel\. Use 64 or less"):
+        traced("gpt2", seq_len=65)
+    assert max_positions(CONFIGS["encoder and decoder"](2)) is None
+
+
+def test_what_fails_in_the_models_own_code_is_one_line():
+    setup = TrainingSetup(seq_len=32)
+    config = hf.T5Config(vocab_size=131, d_model=48, d_kv=12, d_ff=68, num_layers=2, num_heads=4)
+    with pytest.raises(
+        ConfigError, match=r"fails in T5ForConditionalGeneration.*AttributeError.*decoder_start_token_id"
+    ):
+        trace_model(*build(config, setup), setup)
+
+
+def test_code_that_needs_values_is_estimated_by_formula_and_named():
+    class Peeking(nn.Module):
+        def forward(self, hidden):
+            return hidden * int(hidden.sum().item())
+
+    setup = TrainingSetup(seq_len=32)
+    model, plan = build(CONFIGS["llama"](2), setup)
+    model.model.layers[1].mlp.act_fn = Peeking()
+    trace = trace_model(model, plan, setup)
+    assert "model.layers.1.mlp.act_fn" in trace.notes[0] and "_local_scalar_dense" in trace.notes[0]
+    exact = traced("llama")
+    gradients = lambda trace: sum(e.num_bytes for e in allocs(trace) if e.kind == "whole gradients")  # noqa: E731
+    assert gradients(trace) == gradients(exact)
+    assert math.isclose(trace.model_flops, exact.model_flops, rel_tol=0.3)
+
+
+def test_nothing_is_changed_by_a_dry_run():
+    setup = TrainingSetup(seq_len=32, activation_checkpointing=True, attn_implementation="flash_attention_2")
+    model, plan = build(CONFIGS["tied"](2), setup)
+    before = model.config.to_dict(), torch.get_rng_state(), masking_utils.find_packed_sequence_indices
+    kernels = hf.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    trace = trace_model(model, plan, setup)
+    after = model.config.to_dict(), torch.get_rng_state(), masking_utils.find_packed_sequence_indices
+    assert before[0] == after[0] and torch.equal(before[1], after[1]) and before[2] is after[2]
+    assert hf.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"] is kernels
+    assert all(p.is_meta and p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m.training for m in model.modules())
+    assert trace_model(model, plan, setup) == trace
+    assert '"event": "Alloc"' in trace.to_json()

@@ -1,0 +1,102 @@
+"""Make the pictures of the README and the documentation from the package's own predictions, in light and dark.
+
+    pip install -e '.[plots]' && python docs/make_pictures.py
+
+No network, no weights, no GPU: models are made from the numbers of their configurations (`models.py`). The curves over
+the number of GPUs are those that `benchmarks/foresight.py` wrote into `benchmarks/results/scaling.json`.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from models import CONFIGS
+
+from hf_fsdp_tools.foresight.forecast import Forecast, step_of
+from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.streams import step_schedule
+from hf_fsdp_tools.foresight.time import simulate
+from hf_fsdp_tools.foresight.timeline import Timeline
+from hf_fsdp_tools.plots.comparison import draw_comparison
+from hf_fsdp_tools.plots.figure import save
+from hf_fsdp_tools.plots.memory import draw_memory
+from hf_fsdp_tools.plots.scaling import ScalingCurve, draw_scaling
+from hf_fsdp_tools.plots.schedule import draw_schedule
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "pictures"
+SCALING = ROOT / "benchmarks" / "results" / "scaling.json"
+
+Draw = Callable[[Any], Any]
+"""A picture in a theme."""
+
+
+def main() -> None:
+    """Make all pictures, or those whose names are given."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="wrapping, memory, schedule, scaling; all without a name")
+    wanted = parser.parse_args().names
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in chain(pictures_of_a_step(), pictures_of_scaling()):
+        if not wanted or name in wanted:
+            for theme in ("light", "dark"):
+                path = FOLDER / f"{name}-{theme}.svg"
+                save(draw(theme), path)
+                print(f"{path.relative_to(ROOT)}  {path.stat().st_size / 1000:.0f} kB")
+
+
+def pictures_of_a_step() -> Iterator[tuple[str, Draw]]:
+    """Yield names and pictures of Llama-3.1-8B on 8 and on 64 H100."""
+    step = "1 × 8,192 tokens per GPU, AdamW, bf16, activation checkpointing"
+    on_8 = f"Llama-3.1-8B on 8 × H100-80GB, {step}"
+    forecasts = {name: forecast(8, wrapping) for name, wrapping in (("root-only", "root"), ("hybrid", "hybrid"))}
+    memory = {name: memory_of(each) for name, each in forecasts.items()}
+    lines = {name: over_time(each) for name, each in memory.items()}
+    limit = memory["hybrid"].limit_bytes
+    yield "wrapping", lambda theme: draw_comparison(lines, model=on_8, limit_bytes=limit, theme=theme)
+    yield "memory", lambda theme: draw_memory(lines["hybrid"], model=on_8, limit_bytes=limit, theme=theme)
+    wide = forecast(64, "hybrid")
+    schedule = step_schedule(wide.step.events, simulate(wide.step.events, wide.setup).spans)
+    on_64 = f"Llama-3.1-8B on 64 × H100-80GB, {step}"
+    yield "schedule", lambda theme: draw_schedule(schedule, model=on_64, theme=theme)
+
+
+def forecast(num_gpus: int, wrapping: Any) -> Forecast:
+    """One step of Llama-3.1-8B."""
+    return step_of(
+        CONFIGS["Llama-3.1-8B"],
+        TrainingSetup(
+            num_gpus=num_gpus, gpu="h100-80gb", seq_len=8192, activation_checkpointing=True, wrapping=wrapping
+        ),
+    )
+
+
+def over_time(memory: MemoryEstimate) -> Timeline:
+    """The memory of a step over the time that it is estimated to take."""
+    step = memory.forecast.step
+    timeline: Timeline = memory.timeline
+    return timeline.in_seconds(step.events, simulate(step.events, memory.setup).spans)
+
+
+def pictures_of_scaling() -> Iterator[tuple[str, Draw]]:
+    """Yield the name and the picture of throughput per GPU over the number of GPUs."""
+    written = json.loads(SCALING.read_text())
+    curves = [
+        ScalingCurve(
+            name=curve["name"],
+            num_gpus=tuple(curve["num_gpus"]),
+            values=tuple(curve["values"]),
+            published=tuple((int(n), float(value)) for n, value in curve.get("published", ())),
+        )
+        for curve in written["curves"]
+    ]
+    setting, quantity = written["setting"], written["quantity"]
+    yield "scaling", lambda theme: draw_scaling(curves, setting=setting, quantity=quantity, theme=theme)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The pictures of `hf-fsdp estimate` and `hf-fsdp schedule`: which ones, and what stands on the page."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_fsdp_tools.cli.forecasts import Estimate
+from hf_fsdp_tools.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hf_fsdp_tools.foresight.forecast import Forecast
+    from hf_fsdp_tools.foresight.memory import MemoryEstimate
+    from hf_fsdp_tools.foresight.streams import Schedule
+    from hf_fsdp_tools.foresight.timeline import Timeline
+
+__all__ = ["check_picture", "draw_estimate", "draw_step"]
+
+_SUFFIXES = (".html", ".png", ".svg", ".pdf")
+
+
+def check_picture(path: Path | None) -> None:
+    """Refuse a file of which nothing can be drawn, before there is anything to draw.
+
+    Raises:
+        ConfigError: matplotlib is absent, the file's name ends in none of the known ways, or its folder is absent.
+    """
+    if path is None:
+        return
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(f"{path}: pictures end in {', '.join(_SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.parent}; make it first")
+    from hf_fsdp_tools.plots.figure import check_matplotlib
+
+    check_matplotlib()
+
+
+def draw_estimate(path: Path, found: Mapping[str, Estimate], scaled: Mapping[int, Estimate]) -> None:
+    """Draw the memory of a step: as a page with all that belongs to it, or as one picture.
+
+    Args:
+        path: .html for the page; else the picture.
+        found: estimates by the name of their wrapping; the first is what was asked for. Several are compared.
+        scaled: estimates by the number of GPUs, for the page's curve of scaling.
+    """
+    from hf_fsdp_tools.plots.comparison import draw_comparison
+    from hf_fsdp_tools.plots.figure import save
+    from hf_fsdp_tools.plots.memory import draw_memory
+    from hf_fsdp_tools.plots.page import write_page
+    from hf_fsdp_tools.plots.scaling import ScalingCurve, draw_scaling
+    from hf_fsdp_tools.plots.schedule import draw_schedule
+    from hf_fsdp_tools.text import show_bytes
+
+    first = next(iter(found.values()))
+    forecast, memory, time = first.memory.forecast, first.memory, first.time
+    setting, limit = _setting(forecast), memory.limit_bytes
+    # The last one gives the picture its phases, so it is the one that was asked for.
+    timelines = {name: _over_time(found[name].memory) for name in reversed(list(found))}
+    picture = draw_memory(list(timelines.values())[-1], model=setting, limit_bytes=limit)
+    if path.suffix != ".html":
+        save(draw_comparison(timelines, model=setting, limit_bytes=limit) if len(found) > 1 else picture, path)
+        return
+    schedule = _schedule(forecast)
+    figures: dict[str, Any] = {"memory of a step": picture}
+    if len(found) > 1:
+        figures["ways to wrap the model"] = draw_comparison(timelines, model=setting, limit_bytes=limit)
+    if len(scaled) > 1:
+        values = [each.time.tokens_per_second_per_gpu if each.memory.fits else None for each in scaled.values()]
+        curve = ScalingCurve(name=memory.setup.gpu, num_gpus=tuple(scaled), values=tuple(values))
+        figures["speed over the number of GPUs"] = draw_scaling([curve], setting=setting, quantity="tokens/s per GPU")
+    figures["communication and computation of a step"] = draw_schedule(schedule, model=setting)
+    write_page(
+        path,
+        title=f"{time.name}: {show_bytes(memory.total)} per GPU, {time.tokens_per_second_per_gpu:,.0f} tokens/s",
+        setting=setting,
+        numbers={
+            "peak memory per GPU": show_bytes(memory.total),
+            "memory of the GPU": show_bytes(limit),
+            "step": f"{time.step_seconds:,.2f} s",
+            "tokens/s per GPU": f"{time.tokens_per_second_per_gpu:,.0f}",
+            "MFU": f"{100 * time.mfu:.1f} %",
+            "exposed communication": f"{time.exposed_seconds:,.2f} s",
+        },
+        breakdown=memory.at_peak,
+        figures=figures,
+        plan=forecast.plan,
+        notes=[*memory.notes, f"Efficiencies: {time.source}; software of {time.era}."],
+    )
+
+
+def draw_step(path: Path, schedule: "Schedule", forecast: "Forecast") -> None:
+    """Draw one step as FSDP runs it; .html is a page with the picture.
+
+    Args:
+        path: of the picture.
+        schedule: what is drawn.
+        forecast: what it was made of.
+    """
+    from hf_fsdp_tools.plots.figure import save
+    from hf_fsdp_tools.plots.page import write_page
+    from hf_fsdp_tools.plots.schedule import draw_schedule
+
+    setting = _setting(forecast)
+    figure = draw_schedule(schedule, model=setting)
+    if path.suffix != ".html":
+        save(figure, path)
+        return
+    numbers = {
+        "step": f"{schedule.seconds:,.2f} s",
+        "communication": f"{schedule.communication_seconds:,.2f} s",
+        "exposed": f"{schedule.exposed_seconds:,.2f} s",
+    }
+    figures = {"communication and computation of a step": figure}
+    title = f"A step of {forecast.model_class}"
+    write_page(path, title=title, setting=setting, numbers=numbers, breakdown={}, figures=figures, plan=forecast.plan)
+
+
+def _over_time(memory: "MemoryEstimate") -> "Timeline":
+    """The memory of a step over the seconds that the step is estimated to take."""
+    from hf_fsdp_tools.foresight.time import simulate
+
+    step = memory.forecast.step
+    timeline: Timeline = memory.timeline
+    return timeline.in_seconds(step.events, simulate(step.events, memory.setup).spans)
+
+
+def _schedule(forecast: "Forecast") -> "Schedule":
+    from hf_fsdp_tools.foresight.streams import step_schedule
+    from hf_fsdp_tools.foresight.time import simulate
+
+    return step_schedule(forecast.step.events, simulate(forecast.step.events, forecast.setup).spans)
+
+
+def _setting(forecast: "Forecast") -> str:
+    setup = forecast.setup
+    batch = f"{setup.batch_size} x {setup.seq_len:,} tokens per GPU"
+    return f"{forecast.model_class}, {setup.num_gpus:,} x {setup.gpu}, {batch}"

@@ -1,0 +1,132 @@
+"""The command `hf-fsdp schedule`: one step as FSDP runs it, unit by unit, with what communication is hidden."""
+
+import argparse
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_fsdp_tools.cli.pictures import check_picture, draw_step
+from hf_fsdp_tools.cli.training import (
+    add_model_options,
+    add_sharding_options,
+    add_training_options,
+    model_of,
+    progress,
+    setup_of,
+)
+from hf_fsdp_tools.text import cut, merge_names
+
+if TYPE_CHECKING:
+    from hf_fsdp_tools.foresight.streams import Bar, Schedule
+
+__all__ = ["add_schedule"]
+
+
+def add_schedule(commands: Any) -> None:
+    """Add the command `schedule`."""
+    about = "show one step as FSDP runs it: per unit gathers, computation and reductions, hidden or exposed"
+    parser = commands.add_parser("schedule", help=about, description=about)
+    add_model_options(parser)
+    add_training_options(parser)
+    add_sharding_options(parser)
+    show = parser.add_argument_group("what is shown").add_argument
+    show("--output", type=Path, metavar="FILE", help="draw it: .png, .svg, .pdf or .html")
+    show("--json", action="store_true", help="print the schedule as one JSON value instead of text")
+    parser.set_defaults(run=_schedule)
+
+
+def _schedule(options: argparse.Namespace) -> None:
+    from hf_fsdp_tools.foresight.forecast import step_of
+    from hf_fsdp_tools.foresight.streams import step_schedule
+    from hf_fsdp_tools.foresight.time import simulate
+
+    check_picture(options.output)
+    setup, kwargs = setup_of(options), model_of(options)
+    with progress() as say:
+        say(f"a step of {options.model} without memory ...")
+        forecast = step_of(options.model, setup, **kwargs)
+        timing = simulate(forecast.step.events, setup)
+        schedule = step_schedule(forecast.step.events, timing.spans)
+        if options.output:
+            say("drawing ...")
+            draw_step(options.output, schedule, forecast)
+    if options.json:
+        print(schedule.to_json())
+        return
+    total, exposed = schedule.communication_seconds, schedule.exposed_seconds
+    print(
+        f"{forecast.model_class} on {setup.num_gpus} x {setup.gpu}, micro-batch {setup.batch_size} of "
+        f"{setup.seq_len:,} tokens: {_ms(schedule.seconds)} ms\n"
+        f"{_ms(exposed)} of {_ms(total)} ms of communication are exposed; times of one unit in ms\n"
+    )
+    print("\n".join(_table(schedule)))
+    if options.output:
+        print(f"wrote {options.output}")
+
+
+_COLUMNS = (
+    ("forward", "gather"),
+    ("forward", "compute"),
+    ("forward", "exposed"),
+    ("backward", "gather"),
+    ("backward", "compute"),
+    ("backward", "reduce"),
+    ("backward", "exposed"),
+)
+"""Pass and what happens in it, of each unit."""
+
+
+def _table(schedule: "Schedule") -> Iterator[str]:
+    """A line per kind of unit, with mean times of one of them in one micro-step, and a line per other phase."""
+    spent: dict[str, dict[tuple[str, str], float]] = defaultdict(lambda: defaultdict(float))
+    others: dict[str, float] = defaultdict(float)
+    computing = [bar for bar in schedule.bars if bar.operation == "compute"]
+    for bar in schedule.bars:
+        if (place := _PASSES.get(bar.phase)) and bar.track in _WORK:
+            spent[bar.unit][place, _WORK[bar.track](bar)] += bar.end_s - bar.start_s
+        elif bar.operation == "compute":
+            others[bar.phase] += bar.end_s - bar.start_s
+    for (start, end), bar in _followed(schedule.exposed, computing):
+        if place := _PASSES.get(bar.phase):
+            spent[bar.unit][place, "exposed"] += end - start
+    groups: dict[str, list[str]] = defaultdict(list)
+    for unit in spent:
+        groups[re.sub(r"\d+", "#", unit)].append(unit)
+    rows = [("", *(place for place, _ in _COLUMNS)), ("unit", *(title for _, title in _COLUMNS))]
+    for units in groups.values():
+        means = (sum(spent[unit][column] for unit in units) / len(units) for column in _COLUMNS)
+        rows.append((cut(merge_names(units), 40), *(_ms(mean) if mean else "" for mean in means)))
+    width = max(len(row[0]) for row in rows)
+    heads = " " * width + f"{'forward':>{3 * 8}}   {'backward':>{4 * 8}}"
+    yield heads
+    for name, *cells in rows[1:]:
+        texts = [f"{cell:>8}" for cell in cells]
+        yield f"{name:<{width}}{''.join(texts[:3])}   {''.join(texts[3:])}"
+    for phase, seconds in others.items():
+        yield f"{phase:<{width}}{'':>8}{_ms(seconds):>8}"
+
+
+_PASSES = {"forward": "forward", "loss": "forward", "backward": "backward"}
+_WORK: dict[str, Callable[["Bar"], str]] = {
+    "communication": lambda bar: "gather" if bar.operation == "all_gather" else "reduce",
+    "compute": lambda bar: "compute",
+}
+
+
+def _followed(
+    spans: Sequence[tuple[float, float]], bars: Sequence["Bar"]
+) -> Iterator[tuple[tuple[float, float], "Bar"]]:
+    """Each span with the bar that begins at its end: what waited."""
+    at = 0
+    for span in spans:
+        while at < len(bars) - 1 and bars[at].start_s < span[1] - 1e-9:
+            at += 1
+        if bars:
+            yield span, bars[at]
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds with as many digits as tell something."""
+    return f"{1e3 * seconds:,.{2 if seconds < 0.01 else 1 if seconds < 0.1 else 0}f}"

@@ -1,0 +1,173 @@
+"""Options that say what is trained on which machines, for the commands that look ahead, and the setup they make."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from hf_fsdp_tools.cli.common import find_auto_class, quiet
+from hf_fsdp_tools.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hf_fsdp_tools.foresight.setup import TrainingSetup
+
+__all__ = [
+    "Progress",
+    "add_model_options",
+    "add_run_options",
+    "add_sharding_options",
+    "add_training_options",
+    "check_machines",
+    "given_fields",
+    "model_of",
+    "positions_of",
+    "progress",
+    "setup_of",
+]
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Add the model, its class, and whether its code may run."""
+    about = "hub name, local folder, or path of a config.json"
+    parser.add_argument("model", metavar="NAME", nargs="?" if optional else None, help=about)
+    add = parser.add_argument
+    add("--auto-class", metavar="CLASS", help="transformers class to build (default: what the config names)")
+    add("--trust-remote-code", action="store_true", help="run model code that comes with the checkpoint")
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Add machines and training, each option named as the field of `TrainingSetup`."""
+    place = parser.add_argument_group("machines").add_argument
+    place("--gpus", "--num-gpus", "--num-processes", dest="num_gpus", type=int, metavar="N", help="over all machines")
+    place("--gpu", metavar="NAME", help="such as a100-40gb, h100-80gb, h200-141gb, rtx-4090 (default: h100-80gb)")
+    place("--gpus-per-node", type=int, metavar="N", help="of one machine (default: 8)")
+    place("--network-gbit-s", type=float, metavar="X", help="of one machine, all cards together (default: the usual)")
+    run = parser.add_argument_group("training").add_argument
+    run("--precision", choices=("bf16", "fp16", "fp32"), help="of computation (default: bf16)")
+    add_run_options(run)
+
+
+def add_run_options(run: Callable[..., Any]) -> None:
+    """Add what is trained, how, and how much at once.
+
+    Args:
+        run: adds an option (`add_argument` of a parser or a group).
+    """
+    run("--batch-size", "--per-device-train-batch-size", type=int, metavar="N", help="sequences per GPU and micro-step")
+    run("--seq-len", "--max-length", type=int, metavar="N", help="tokens per sequence (default: 4096, or the model's)")
+    run("--gradient-accumulation-steps", type=int, metavar="N", help="micro-steps per optimizer step")
+    run("--master-dtype", choices=("fp32", "bf16", "fp16"), help="of the weights that are updated (default: fp32)")
+    run("--reduce-dtype", choices=("fp32", "bf16", "fp16"), help="in which gradients are reduced (default: fp32)")
+    run("--optimizer", metavar="NAME", help="adamw, adamw_foreach, adamw_8bit, adafactor, sgd, sgd_momentum")
+    run("--lora-r", type=int, metavar="R", help="rank of LoRA adapters (default: all parameters are trained)")
+    run("--lora-target-modules", metavar="NAMES", help="as in PEFT (default: all-linear)")
+    run("--load-in-4bit", action="store_const", const=True, help="NF4 base for LoRA (QLoRA)")
+    run("--loss", choices=("full", "chunked"), help="logits whole or in pieces, as TRL and Liger make them")
+    run("--attn-implementation", choices=("sdpa", "eager", "flash_attention_2"), help="(default: sdpa)")
+    run("--compile", action="store_const", const=True, help="torch.compile of each block")
+
+
+def add_sharding_options(parser: argparse.ArgumentParser) -> None:
+    """Add what FSDP does."""
+    shard = parser.add_argument_group("sharding").add_argument
+    about = "N copies of the model (HSDP)"
+    shard("--dp-replicate", "--dp-replicate-size", dest="dp_replicate_size", type=int, metavar="N", help=about)
+    shard("--activation-checkpointing", action="store_const", const=True, help="recompute activations in backward")
+    shard(
+        "--no-reshard-after-forward",
+        dest="reshard_after_forward",
+        action="store_const",
+        const=False,
+        help="keep gathered weights until backward",
+    )
+    shard("--offload", action="store_const", const=True, help="keep shards and optimizer state in host memory")
+    shard("--wrapping", choices=("hybrid", "root", "none"), help="units: the plan, one for all, no FSDP")
+
+
+def given_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `TrainingSetup` that the command line gives."""
+    from hf_fsdp_tools.foresight.setup import TrainingSetup
+
+    given = {each.name: getattr(options, each.name, None) for each in fields(TrainingSetup)}
+    given = {name: value for name, value in given.items() if value is not None}
+    targets = str(given.get("lora_target_modules", ""))
+    if "," in targets:
+        given["lora_target_modules"] = tuple(name.strip() for name in targets.split(","))
+    return given
+
+
+def setup_of(options: argparse.Namespace) -> "TrainingSetup":
+    """The setup that the command line describes.
+
+    Raises:
+        ConfigError: a number cannot be.
+        MeshError: the copies do not divide the GPUs.
+    """
+    from hf_fsdp_tools.foresight.setup import TrainingSetup
+
+    given = given_fields(options)
+    if "seq_len" not in given:
+        given["seq_len"] = min(4096, positions_of(options) or 4096)
+    setup = TrainingSetup(**given)
+    check_machines(setup)
+    return setup
+
+
+def check_machines(setup: "TrainingSetup") -> None:
+    """Refuse machines that cannot be.
+
+    Raises:
+        ConfigError: the GPU is unknown, or the machines would have unequal numbers of GPUs.
+    """
+    from hf_fsdp_tools.foresight.hardware import gpu_named
+
+    gpu_named(setup.gpu)
+    total, each = setup.num_gpus, setup.gpus_per_node
+    if total > each and total % each:
+        raise ConfigError(
+            f"{total} GPUs are no whole number of machines with {each}; use {total - total % each} or "
+            f"{total - total % each + each}, or say with --gpus-per-node how many a machine has"
+        )
+
+
+def model_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments with which the model is built: its class and whether its code may run."""
+    quiet()
+    chosen = {"auto_class": find_auto_class(options.auto_class)} if options.auto_class else {}
+    return {"trust_remote_code": options.trust_remote_code, **chosen}
+
+
+def positions_of(options: argparse.Namespace) -> int | None:
+    """The most tokens per sequence of the model; None where its config names no limit."""
+    quiet()
+    from hf_fsdp_tools.foresight.build import max_positions
+    from hf_fsdp_tools.hub import local_path
+    from hf_fsdp_tools.modeling.meta import load_config
+
+    if sys.stderr.isatty() and local_path(options.model) is None:
+        print(f"asking the Hugging Face hub for {options.model} ...", file=sys.stderr)
+    return max_positions(load_config(options.model, trust_remote_code=options.trust_remote_code))
+
+
+class Progress:
+    """One line on a terminal that is written over; nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._is_shown = sys.stderr.isatty()
+
+    def __call__(self, text: str) -> None:
+        """Show a text."""
+        if self._is_shown:
+            print(f"\r\x1b[2K{text[:99]}", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """A line of progress, which is gone at the end."""
+    line = Progress()
+    try:
+        yield line
+    finally:
+        line("")

@@ -1,0 +1,174 @@
+"""A recommended setting as a value: what was chosen, why, and what was rejected by how much."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.text import show_bytes
+
+__all__ = ["Alternative", "Choice", "Recommendation", "percent", "setting_words", "training_words"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Another setting that was estimated, and rejected."""
+
+    setup: TrainingSetup
+    """The setting."""
+    changes: Mapping[str, Any]
+    """Fields that differ from the recommended setting and their values; first the one that it is an alternative of."""
+    peak_bytes: int
+    """Of each GPU's memory, at the peak."""
+    step_seconds: float
+    """Of one optimizer step, if it fits."""
+    verdict: str
+    """Why it was rejected, with figures."""
+
+    def __str__(self) -> str:
+        return f"{', '.join(setting_words(*change) for change in self.changes.items())}: {self.verdict}"
+
+    @property
+    def short(self) -> str:
+        """As `str()`, for a line that names the field."""
+        (_, value), *others = self.changes.items()
+        also = f" ({', '.join(setting_words(*change) for change in others)})" if others else ""
+        return f"{_value_words(value)}{also}: {self.verdict}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The value of one field, and what other values would have meant."""
+
+    field: str
+    """Name in `TrainingSetup`."""
+    value: Any
+    """Its recommended value."""
+    given: bool
+    """Whether the user has fixed it."""
+    rejected: tuple[Alternative, ...] = ()
+    """Other values, where there are any to choose from."""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why, in one line per rejected value."""
+        if self.given:
+            return ("as given",)
+        return tuple(other.short for other in self.rejected) or ("nothing else to choose from",)
+
+    def lines(self, width: int) -> list[str]:
+        """Name, value and reasons, the name padded to `width`."""
+        head = f"{_TITLES[self.field]:<{width}}  {_value_words(self.value):>5}  "
+        return [(head if not number else " " * len(head)) + reason for number, reason in enumerate(self.reasons)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """The fastest setting that fits, and what speaks for it."""
+
+    model: str
+    """What is trained."""
+    setup: TrainingSetup
+    """The setting."""
+    peak_bytes: int
+    """Of each GPU's memory, at the peak: what PyTorch reserves, and what CUDA and NCCL take beside it."""
+    gpu_bytes: int
+    """Memory of a GPU."""
+    margin: float
+    """Part of `gpu_bytes` that stays free at least."""
+    host_bytes: int
+    """Host memory of one process under offload, else 0."""
+    step_seconds: float
+    """Of one optimizer step."""
+    choices: tuple[Choice, ...]
+    """One per field that was searched or could have been."""
+    estimated: int
+    """Settings that were estimated."""
+    possible: int
+    """Settings among which was searched; the others follow from the estimated ones."""
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step, over all GPUs."""
+        return self.setup.batch_size * self.setup.gradient_accumulation_steps * self.setup.num_gpus
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Tokens per second and GPU."""
+        return self.global_batch_size * self.setup.seq_len / self.step_seconds / self.setup.num_gpus
+
+    def __str__(self) -> str:
+        setup = self.setup
+        width = max(map(len, _TITLES.values()))
+        tokens = self.global_batch_size * setup.seq_len
+        batch = (
+            f"{'global batch':<{width}}  {self.global_batch_size:>5,}  {setup.num_gpus} GPUs x "
+            f"{setup.batch_size} x {setup.gradient_accumulation_steps} steps, {tokens:,} tokens"
+        )
+        chosen = [line for choice in self.choices for line in choice.lines(width)]
+        return "\n".join(
+            [
+                f"{self.model}, {training_words(setup)}, on {setup.num_gpus} x {setup.gpu}",
+                "",
+                *chosen,
+                batch,
+                "",
+                *self.figures(),
+                f"searched  {self.estimated} estimates; the others of {self.possible:,} settings follow from these",
+            ]
+        )
+
+    def figures(self) -> list[str]:
+        """Lines of memory and speed."""
+        of, free = show_bytes(self.gpu_bytes), percent(1 - self.peak_bytes / self.gpu_bytes)
+        asked = f"at least {percent(self.margin)} for what estimates cannot know"
+        lines = [
+            f"memory    {show_bytes(self.peak_bytes)} of {of} per GPU, {free} free ({asked})",
+            f"speed     {self.step_seconds:,.2f} s per step, {self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU",
+        ]
+        if self.host_bytes:
+            processes = min(self.setup.gpus_per_node, self.setup.num_gpus)
+            lines.insert(1, f"on host   {show_bytes(self.host_bytes * processes)} of memory per machine")
+        return lines
+
+    def to_json(self) -> str:
+        """All of it as JSON: fields as here, sizes in bytes."""
+        more = {
+            "global_batch_size": self.global_batch_size,
+            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
+        }
+        return json.dumps(asdict(self) | more, indent=1, default=str)
+
+
+def percent(part: float) -> str:
+    """0.123 as "12 %", 0.004 as "0.4 %"."""
+    return f"{100 * part:.{1 if abs(part) < 0.0095 else 0}f} %"
+
+
+def training_words(setup: TrainingSetup) -> str:
+    """What is trained how, without what is searched: "LoRA (r 16), sequences of 4,096 tokens"."""
+    kind = "full fine-tuning" if setup.lora_r is None else f"LoRA (r {setup.lora_r})"
+    kind = kind.replace("LoRA", "QLoRA") if setup.load_in_4bit else kind
+    return f"{kind}, sequences of {setup.seq_len:,} tokens"
+
+
+def setting_words(field: str, value: Any) -> str:
+    """One field with its value, in words: "without activation checkpointing"."""
+    if isinstance(value, bool):
+        return f"{'with' if value else 'without'} {_TITLES[field]}"
+    return f"{_TITLES[field]} {value}"
+
+
+def _value_words(value: Any) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+_TITLES = {
+    "seq_len": "tokens per sequence",
+    "batch_size": "micro-batch",
+    "activation_checkpointing": "activation checkpointing",
+    "reshard_after_forward": "reshard after forward",
+    "dp_replicate_size": "copies of the model",
+    "offload": "offload",
+}

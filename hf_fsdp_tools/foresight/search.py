@@ -1,0 +1,205 @@
+"""Search the settings of a training for the fastest that fits, with few estimates.
+
+The search knows nothing of models and GPUs: a function prices a setting in bytes and seconds. It relies on what holds
+for every training: memory grows with the micro-batch, with copies of the model and where gathered parameters are kept;
+recomputing activations and offloading save memory and never make the same micro-batch faster; a larger micro-batch is
+not slower per token.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf
+from typing import NamedTuple
+
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+
+__all__ = ["GAIN", "Cost", "Evaluate", "Point", "Search", "Space"]
+
+GAIN = 0.01
+"""Relative gain in speed below which two settings count as equally fast, and the one with less memory is taken: a
+fifth of the error of estimates of the step time. (assumed)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one setting needs on each GPU."""
+
+    num_bytes: int
+    """Of the GPU's memory, at the peak."""
+    seconds: float
+    """Of one optimizer step."""
+    floor_seconds: float = 0.0
+    """Of `seconds`, what the GPU computes: no other way of sharding the same micro-batch takes less."""
+    host_bytes: int = 0
+    """Of host memory, per GPU, under offload."""
+
+
+Evaluate = Callable[[TrainingSetup], Cost]
+"""Price a setting; called once per setting."""
+
+
+class Point(NamedTuple):
+    """The searched fields of a `TrainingSetup`."""
+
+    batch_size: int
+    activation_checkpointing: bool
+    offload: bool
+    reshard_after_forward: bool
+    dp_replicate_size: int
+
+
+@dataclass(frozen=True)
+class Space:
+    """Settings to choose from: every combination of the values below, other fields as in `base`."""
+
+    base: TrainingSetup
+    """Values of all that is not searched."""
+    accumulation: Mapping[int, int]
+    """Micro-batches in ascending order, and the accumulation steps that go with each."""
+    activation_checkpointing: tuple[bool, ...] = (False, True)
+    """In the order in which they are tried, like the next three."""
+    offload: tuple[bool, ...] = (False, True)
+    reshard_after_forward: tuple[bool, ...] = (True, False)
+    replicas: tuple[int, ...] = (1,)
+    """Values of `dp_replicate_size`, ascending."""
+
+    def __len__(self) -> int:
+        axes = (self.accumulation, self.activation_checkpointing, self.offload, self.reshard_after_forward)
+        count = len(self.replicas)
+        for axis in axes:
+            count *= len(axis)
+        return count
+
+    def setup(self, point: Point) -> TrainingSetup:
+        """The setting at a point."""
+        return replace(self.base, gradient_accumulation_steps=self.accumulation[point.batch_size], **point._asdict())
+
+    def leanest(self, offload: bool) -> Point:
+        """The point that needs the least memory, with or without offload."""
+        checkpointing, reshard = max(self.activation_checkpointing), max(self.reshard_after_forward)
+        return Point(min(self.accumulation), checkpointing, offload, reshard, min(self.replicas))
+
+    def families(self, offload: bool) -> list[list[Point]]:
+        """The points that differ in the micro-batch alone, ascending; families that are likely to be fast first."""
+        others = product(self.activation_checkpointing, self.reshard_after_forward, self.replicas)
+        return [
+            [Point(batch, checkpointing, offload, reshard, replicas) for batch in self.accumulation]
+            for checkpointing, reshard, replicas in others
+        ]
+
+
+class Search:
+    """The prices of one space that are known so far, and the conclusions from them."""
+
+    def __init__(self, space: Space, evaluate: Evaluate, limit_bytes: float) -> None:
+        """Price nothing yet.
+
+        Args:
+            space: settings to choose from.
+            evaluate: prices one.
+            limit_bytes: memory of a GPU that a setting may use.
+        """
+        self.space, self.limit_bytes = space, limit_bytes
+        self.costs: dict[Point, Cost] = {}
+        self._evaluate = evaluate
+
+    def cost(self, point: Point) -> Cost:
+        """The price of a point."""
+        if point not in self.costs:
+            self.costs[point] = self._evaluate(self.space.setup(point))
+        return self.costs[point]
+
+    def fits(self, point: Point) -> bool:
+        """Whether a point stays below the limit, by its price or by that of another point."""
+        if point not in self.costs and any(self._exceeds(one) and _needs_more(point, one) for one in self.costs):
+            return False
+        return self.cost(point).num_bytes <= self.limit_bytes
+
+    def rate(self, point: Point) -> float:
+        """Sequences per second and GPU."""
+        return self._sequences(point) / self.cost(point).seconds
+
+    def best(self) -> Point | None:
+        """The fastest point that fits, or one with less memory that is about as fast (`GAIN`); None if nothing fits.
+
+        Offloading is tried where nothing fits without: each step then moves all shards to the GPU and back, and the
+        optimizer runs on the host.
+        """
+        for offload in self.space.offload:
+            families = self.space.families(offload)
+            leanest = self.space.leanest(offload)
+            if not self.fits(families[0][0]) and not self.fits(leanest):
+                continue
+            for family in families:
+                self._climb(family)
+            fitting = self.fitting()
+            most = max(map(self.rate, fitting))
+            near = [point for point in fitting if self.rate(point) * (1 + GAIN) >= most]
+            return min(near, key=lambda point: (point.offload, self.cost(point).num_bytes, -self.rate(point)))
+        return None
+
+    def fitting(self) -> list[Point]:
+        """The points that were priced and fit."""
+        return [point for point in self.costs if not self._exceeds(point)]
+
+    def _exceeds(self, point: Point) -> bool:
+        return self.costs[point].num_bytes > self.limit_bytes
+
+    def _sequences(self, point: Point) -> int:
+        """Sequences per GPU and optimizer step."""
+        return point.batch_size * self.space.accumulation[point.batch_size]
+
+    def _climb(self, family: list[Point]) -> None:
+        """Price micro-batches of one family, from that of the fastest point so far: doubled while that is faster and
+        fits, then the largest below the limit by bisection. Those that cannot win are left out."""
+        points = [point for point in family if not self._is_beaten(point)]
+        fastest = max(self.fitting(), key=self.rate, default=family[0]).batch_size
+        low, high = -1, len(points)
+        step = max(sum(point.batch_size <= fastest for point in points) - 1, 0)
+        while step < high:
+            if not self.fits(points[step]):
+                high = step
+            elif low >= 0 and self.rate(points[step]) < self.rate(points[low]) * (1 + GAIN):
+                return
+            else:
+                low = step
+                doubled = (n for n in range(low + 1, high) if points[n].batch_size >= 2 * points[low].batch_size)
+                step = next(doubled, max(low + 1, high - 1))
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.fits(points[middle]) else (low, middle)
+
+    def _is_beaten(self, point: Point) -> bool:
+        """Whether a point that is priced is at least as fast, as far as one can say without pricing this one."""
+        fitting = self.fitting()
+        if any(_is_as_fast(one, point) for one in fitting):
+            return True
+        most = max(map(self.rate, fitting), default=0.0)
+        return most > 0 and self._most_rate(point) <= most * (1 + GAIN)
+
+    def _most_rate(self, point: Point) -> float:
+        """A bound of the rate of a point: that of the computation alone, with at least this micro-batch; where this no
+        longer grows with the micro-batch, that of the largest that was priced."""
+        rates: dict[int, float] = {}
+        for one, cost in self.costs.items():
+            if cost.floor_seconds > 0 and one.activation_checkpointing <= point.activation_checkpointing:
+                rate = self._sequences(one) / cost.floor_seconds
+                rates[one.batch_size] = max(rate, rates.get(one.batch_size, 0.0))
+        above = [rate for batch, rate in rates.items() if batch >= point.batch_size]
+        if above:
+            return min(above)
+        last = [rates[batch] for batch in sorted(rates)[-2:]]
+        return last[1] * (1 + GAIN) if len(last) == 2 and last[1] < last[0] * (1 + GAIN) else inf
+
+
+def _needs_more(point: Point, other: Point) -> bool:
+    """Whether a point needs at least the memory of another one, whatever the model."""
+    grows = point.batch_size >= other.batch_size and point.dp_replicate_size >= other.dp_replicate_size
+    return grows and all(mine <= its for mine, its in zip(point[1:4], other[1:4], strict=True))
+
+
+def _is_as_fast(one: Point, point: Point) -> bool:
+    """Whether a point is at least as fast as another one, whatever the model."""
+    alike = one.batch_size >= point.batch_size and one.dp_replicate_size == point.dp_replicate_size
+    return alike and one != point and all(mine <= its for mine, its in zip(one[1:4], point[1:4], strict=True))

@@ -1,0 +1,219 @@
+"""`hf-fsdp estimate`, `schedule` and `config NAME`: what is printed is what the functions say, and a mistake is one
+message with its cure."""
+
+import json
+
+import pytest
+import yaml
+from transformers import LlamaConfig
+
+from hf_fsdp_tools import accelerator
+from hf_fsdp_tools.cli.main import main
+from hf_fsdp_tools.foresight.forecast import step_of
+from hf_fsdp_tools.foresight.memory import estimate_memory
+from hf_fsdp_tools.foresight.recommend import recommend_config
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.streams import Schedule
+from hf_fsdp_tools.foresight.throughput import throughput_of
+from hf_fsdp_tools.integrations.config import FSDPConfig
+from tests._dist import imitate_gpus
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """Configuration of a model that is larger than a GPU: no weights are needed."""
+    folder = tmp_path_factory.mktemp("models") / "llama-3b"
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 3, "num_attention_heads": 64}
+    config = LlamaConfig(vocab_size=32000, num_key_value_heads=64, max_position_embeddings=8192, **sizes)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    imitate_gpus(monkeypatch, 0)
+
+
+def run(capsys, *words):
+    """Exit code, stdout and stderr of one command."""
+    code = main([str(word) for word in words])
+    return code, *capsys.readouterr()
+
+
+EIGHT = {"num_gpus": 8, "seq_len": 2048}
+ON_EIGHT = ("--gpus", "8", "--seq-len", "2048")
+
+
+def test_estimate_prints_what_the_functions_say(capsys, llama):
+    forecast = step_of(llama, TrainingSetup(**EIGHT))
+    memory, time = estimate_memory(llama, **EIGHT), throughput_of(forecast)
+    code, out, err = run(capsys, "estimate", llama, *ON_EIGHT, "--tokens", "1e9", "--price", "2.5")
+    assert (code, err) == (0, "")
+    assert " ".join(out.split()).startswith(" ".join(f"{memory} {time}".split()))
+    assert f"{time.hours(1e9):,.1f} hours and cost {time.cost(1e9, 2.5):,.0f} at 2.5 per GPU hour" in out
+    assert all(len(line) <= 100 for line in out.splitlines())
+    value = json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--json", "--tokens", "1e9", "--price", "2.5")[1])
+    assert value["memory"]["total"] == memory.total and value["cost"] == time.cost(1e9, 2.5)
+    assert value["throughput"]["mfu"] == time.mfu
+
+
+def test_every_option_reaches_the_setup(capsys, llama):
+    words = (
+        "--gpus 16 --gpu a100-40gb --gpus-per-node 4 --network-gbit-s 400 --dp-replicate 2 --batch-size 2 "
+        "--seq-len 512 --gradient-accumulation-steps 3 --precision fp16 --master-dtype fp16 --reduce-dtype fp16 "
+        "--optimizer sgd --lora-r 4 --lora-target-modules q_proj,v_proj --activation-checkpointing "
+        "--no-reshard-after-forward --offload --loss chunked --attn-implementation eager --compile --json"
+    )
+    value = json.loads(run(capsys, "estimate", llama, *words.split())[1])
+    said = value["memory"]["setup"]
+    meant = TrainingSetup(
+        num_gpus=16,
+        gpu="a100-40gb",
+        gpus_per_node=4,
+        network_gbit_s=400,
+        dp_replicate_size=2,
+        batch_size=2,
+        seq_len=512,
+        gradient_accumulation_steps=3,
+        precision="fp16",
+        master_dtype="fp16",
+        reduce_dtype="fp16",
+        optimizer="sgd",
+        lora_r=4,
+        lora_target_modules=("q_proj", "v_proj"),
+        activation_checkpointing=True,
+        reshard_after_forward=False,
+        offload=True,
+        loss="chunked",
+        attn_implementation="eager",
+        compile=True,
+    )
+    values = {name: getattr(meant, name) for name in said if name != "policy"}
+    values["lora_target_modules"] = ["q_proj", "v_proj"]
+    assert {name: said[name] for name in values} == values
+
+
+def test_compare_lays_three_ways_to_wrap_beside_each_other(capsys, llama):
+    code, out, _ = run(capsys, "estimate", llama, *ON_EIGHT, "--compare")
+    assert code == 0 and all(len(line) <= 100 for line in out.splitlines())
+    table = out[out.index("\n\n") :].splitlines()
+    heads = next(line for line in table if "root-only" in line)
+    assert heads.split() == ["hybrid", "root-only", "no", "wrapping"]
+    value = json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--compare", "--json")[1])
+    totals = [value[name]["memory"]["total"] for name in ("hybrid", "root", "none")]
+    assert totals == sorted(totals)
+    (row,) = (line for line in table if line.startswith("memory per GPU"))
+    assert [f"{total / 1e9:.1f}" for total in totals] == row.split()[3::2]
+    whole = 4 * sum(unit.num_params for unit in step_of(llama, TrainingSetup(**EIGHT)).plan.units)
+    assert value["none"]["memory"]["at_peak"]["parameters"] >= whole
+
+
+def test_estimate_draws_what_the_file_is_called(capsys, llama, tmp_path):
+    pytest.importorskip("matplotlib")
+    page, picture = tmp_path / "page.html", tmp_path / "memory.svg"
+    code, out, _ = run(capsys, "estimate", llama, *ON_EIGHT, "--plot", page)
+    assert code == 0 and f"wrote {page}" in out
+    text = page.read_text()
+    for caption in ("memory of a step", "ways to wrap the model", "speed over the number of GPUs"):
+        assert f'aria-label="{caption}"' in text
+    assert run(capsys, "schedule", llama, *ON_EIGHT, "--output", picture)[0] == 0
+    assert picture.read_text().startswith("<svg") and "LlamaForCausalLM" in picture.read_text()
+
+
+def test_schedule_has_a_line_per_kind_of_unit(capsys, llama):
+    code, out, err = run(capsys, "schedule", llama, *ON_EIGHT)
+    assert (code, err) == (0, "") and all(len(line) <= 100 for line in out.splitlines())
+    (line,) = (line for line in out.splitlines() if line.startswith("model.layers.{0..2}"))
+    schedule = Schedule.from_json(run(capsys, "schedule", llama, *ON_EIGHT, "--json")[1])
+    computing = [
+        bar.end_s - bar.start_s
+        for bar in schedule.bars
+        if (bar.operation, bar.phase) == ("compute", "forward") and bar.unit.startswith("model.layers.")
+    ]
+    assert float(line.split()[2]) == pytest.approx(1e3 * sum(computing) / 3, rel=0.01)
+    assert f"{1e3 * schedule.seconds:,.0f} ms" in out
+
+
+def test_config_writes_what_is_recommended(capsys, llama, tmp_path):
+    path = tmp_path / "run.yaml"
+    words = ("--gpu", "rtx-4090", "--gpus", "2", "--seq-len", "1024", "--batch-size", "2", "--global-batch-size", "8")
+    code, out, err = run(capsys, "config", llama, *words, "--output", path)
+    assert (code, err) == (0, "")
+    fields = {"gpu": "rtx-4090", "num_gpus": 2, "gpus_per_node": 2, "seq_len": 1024, "loss": "chunked"}
+    found = recommend_config(llama, global_batch_size=8, batch_size=2, **fields)
+    setup = found.setup
+    said = yaml.safe_load(path.read_text())["fsdp_config"]
+    assert said["fsdp_offload_params"] is setup.offload is True
+    assert said["fsdp_activation_checkpointing"] is setup.activation_checkpointing
+    assert said["fsdp_reshard_after_forward"] is setup.reshard_after_forward
+    comment = [line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")]
+    assert comment[0].startswith(f"Generated by: hf-fsdp config {llama} --gpu rtx-4090")
+    assert [line.strip() for line in str(found).splitlines()] == comment[2:]
+    assert [finding.code for finding in FSDPConfig.check_file(path)] == ["few-devices"]  # it is for another machine
+    launch = out.splitlines()[-1]
+    assert f"--per_device_train_batch_size {setup.batch_size} " in launch
+    assert launch.endswith(f"--gradient_accumulation_steps {setup.gradient_accumulation_steps}")
+    assert f"--config_file {path} recipes/finetune.py --model_name_or_path {llama} " in launch
+
+
+def test_config_keeps_what_is_asked_for(capsys, llama):
+    words = (
+        "--gpu h100-80gb --gpus 8 --activation-checkpointing --batch-size 2 --lora-r 8 --mixed-precision fp16 --json"
+    )
+    code, out, _ = run(capsys, "config", llama, *words.split())
+    value = json.loads(out)
+    setup = value["recommendation"]["setup"]
+    assert code == 0 and (setup["batch_size"], setup["lora_r"], setup["precision"]) == (2, 8, "fp16")
+    assert value["config"]["activation_checkpointing"] and setup["activation_checkpointing"]
+    assert setup["seq_len"] == 4096
+    assert value["launch"].endswith("--use_peft --lora_r 8 --lora_target_modules all-linear")
+
+
+def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
+    imitate_gpus(monkeypatch, 4)
+    monkeypatch.setattr(accelerator, "device_title", lambda device: "NVIDIA H100 80GB HBM3")
+    value = json.loads(run(capsys, "config", llama, "--batch-size", "1", "--json")[1])
+    setup = value["recommendation"]["setup"]
+    assert (setup["gpu"], setup["num_gpus"], value["config"]["num_processes"]) == ("h100-80gb", 4, 4)
+    monkeypatch.setattr(accelerator, "device_title", lambda device: "Abacus 3000")
+    code, _, err = run(capsys, "config", llama)
+    assert code == 1 and "'Abacus 3000' is not in the table" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        ("estimate {llama} --gpu h100-90gb", "Nearest: h100"),
+        ("estimate {llama} --gpus 12", "use 8 or 16"),
+        ("estimate {llama} --gpus 8 --dp-replicate 3", "Choose degrees whose product is 8"),
+        ("estimate {llama} --gpus 0", "it must be 1 or more"),
+        ("estimate {llama} --seq-len 16384", "beyond the 8,192 positions"),
+        ("estimate {llama} --load-in-4bit", "give lora_r"),
+        ("estimate {llama} --tokens 1e9", "--tokens and --price belong together"),
+        ("estimate {llama} --plot memory.jpg", "pictures end in .html"),
+        ("estimate {llama} --plot /nowhere/memory.png", "make it first"),
+        ("schedule {llama} --output memory.txt", "pictures end in .html"),
+        ("estimate {llama} --optimizer adamv", "adamw"),
+        ("schedule {tmp}/nothing", "nothing"),
+        ("config {llama}", "--gpu h100-80gb"),
+        ("config {llama} --cpu", "leave"),
+        ("config {llama} --gpu h100-80gb --gpus 8 --fsdp-version 1", "FSDP1"),
+        ("config {llama} --gpu h100-80gb --gpus 8 --global-batch-size 20", "use 16 or 24"),
+        ("config {llama} --gpu h100-80gb --gpus 16 --num-machines 2", "main_process_ip"),
+        ("config {llama} --gpu h100-80gb --gpus 8 --longest --seq-len 512", "leave one of them out"),
+        ("config {llama} --gpu h100-80gb --gpus 8 --margin 1.5", "use 0.1 for 10 %"),
+        ("config {llama} --gpu rtx-4090 --gpus 1 --loss full --batch-size 32", "What fits: micro-batch 1"),
+    ],
+)
+def test_mistakes_are_one_message(capsys, llama, tmp_path, words, cure):
+    code, out, err = run(capsys, *words.format(llama=llama, tmp=tmp_path).split())
+    assert (code, out) == (1, "")
+    assert err.startswith("hf-fsdp: error: ") and cure in err and "Traceback" not in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_line_of_progress_on_a_terminal_alone(capsys, llama, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    err = run(capsys, "schedule", llama, *ON_EIGHT)[2]
+    assert "without memory ..." in err and err.endswith("\r\x1b[2K") and "\n" not in err

@@ -1,0 +1,172 @@
+"""`recommend_config`: the search finds the fastest setting that fits, with few estimates, and says what it rejected.
+
+The searches here price settings by a small formula, so that every setting can be priced for comparison.
+"""
+
+import json
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight.hardware import gpu_named
+from hf_fsdp_tools.foresight.recommend import BATCHES, choose
+from hf_fsdp_tools.foresight.search import GAIN, Cost
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+
+GPU = gpu_named("h100-80gb").memory_bytes
+
+
+class Toy:
+    """Prices of a training: bytes and seconds by a formula that has what FSDP has."""
+
+    def __init__(self, params=8e9, *, activation=4e5, gather=0.05, latency=0.1):
+        self.params, self.activation, self.gather, self.latency = params, activation, gather, latency
+        self.asked = []
+
+    def __call__(self, setup):
+        self.asked.append(setup)
+        trained = self.params / 400 if setup.lora_r else self.params
+        base = (0.5 if setup.load_in_4bit else 4) * (self.params - trained if setup.lora_r else 0)
+        shards = (16 * trained + base) / setup.dp_shard_size
+        shards = 0 if setup.offload else shards
+        gathered = 2 * self.params * (0.05 if setup.reshard_after_forward else 1)
+        tokens = setup.batch_size * setup.seq_len
+        kept = self.activation * tokens * (0.1 if setup.activation_checkpointing else 1)
+        floor = 6 * self.params / 4e14 * (tokens + 500) * (4 / 3 if setup.activation_checkpointing else 1)
+        links = self.gather * (2 if setup.reshard_after_forward else 1) / setup.dp_replicate_size
+        links += self.latency * (setup.dp_replicate_size > 1) + 1.5 * setup.offload
+        micro = max(floor, links) + 0.2 * links
+        steps = setup.gradient_accumulation_steps
+        return Cost(int(shards + gathered + kept), steps * micro, steps * floor)
+
+
+def settings(setup, *, global_batch_size=None, replicas=(1,)):
+    """Every setting of the space."""
+    for batch, *values in product(BATCHES, (False, True), (False, True), (True, False), replicas):
+        rest = global_batch_size // setup.num_gpus if global_batch_size else 0
+        if not rest or rest % batch == 0:
+            names = ("activation_checkpointing", "offload", "reshard_after_forward", "dp_replicate_size")
+            steps = rest // batch if rest else 1
+            changes = dict(zip(names, values, strict=True))
+            yield replace(setup, batch_size=batch, gradient_accumulation_steps=steps, **changes)
+
+
+def rate(setup, cost):
+    return setup.batch_size * setup.gradient_accumulation_steps / cost.seconds
+
+
+@pytest.mark.parametrize("global_batch_size", [None, 512])
+def test_the_fastest_that_fits_is_found_with_few_estimates(global_batch_size):
+    """Against every setting of the space, over models from small to larger than the machines."""
+    draw = random.Random(0)
+    found, shares = 0, []
+    for _ in range(40):
+        toy = Toy(
+            10 ** draw.uniform(8, 11),
+            activation=10 ** draw.uniform(3.5, 6.5),
+            gather=10 ** draw.uniform(-3, 1),
+            latency=10 ** draw.uniform(-3, 0),
+        )
+        setup = TrainingSetup(num_gpus=32, seq_len=2048)
+        every = [(one, toy(one)) for one in settings(setup, global_batch_size=global_batch_size, replicas=(1, 2, 4))]
+        # Offload is for what does not fit without.
+        fitting = [one for one in every if one[1].num_bytes <= 0.9 * GPU]
+        fitting = [one for one in fitting if not one[0].offload] or fitting
+        toy.asked.clear()
+        if not fitting:
+            with pytest.raises(ConfigError, match="fits on 32 x h100-80gb at no setting"):
+                choose("toy", setup, toy, global_batch_size=global_batch_size)
+            continue
+        found += 1
+        best = choose("toy", setup, toy, global_batch_size=global_batch_size)
+        assert best.peak_bytes == toy(best.setup).num_bytes <= 0.9 * GPU
+        most = max(rate(*one) for one in fitting)
+        assert rate(best.setup, toy(best.setup)) * (1 + GAIN) ** 3 >= most
+        shares.append(best.estimated / len(every))
+        if global_batch_size:
+            assert best.global_batch_size == global_batch_size
+    assert found > 25 and sum(shares) / found < 0.15 and max(shares) < 0.35
+
+
+def test_what_was_rejected_is_said_with_figures():
+    setup = TrainingSetup(num_gpus=8, seq_len=8192)
+    best = choose("toy-8B", setup, Toy(activation=3e6), global_batch_size=64)
+    toy = Toy(activation=3e6)
+    choices = {choice.field: choice for choice in best.choices}
+    text = str(best)
+    assert "toy-8B, full fine-tuning, sequences of 8,192 tokens, on 8 x h100-80gb" in text
+    larger = next(other for other in choices["batch_size"].rejected if other.setup.batch_size > best.setup.batch_size)
+    over = toy(larger.setup).num_bytes
+    assert larger.peak_bytes == over > GPU and f"{over / 1e9:.1f} GB of 84.9 GB, +" in str(larger)
+    (other,) = choices["activation_checkpointing"].rejected
+    slower = 1 - rate(other.setup, toy(other.setup)) / rate(best.setup, toy(best.setup))
+    assert f"fits, but {100 * slower:.0f} % slower" in str(other) and other.short in text
+    assert str(other).startswith("with activation checkpointing")
+    assert all(len(line) <= 100 for line in text.splitlines())
+    value = json.loads(best.to_json())
+    assert value["setup"]["batch_size"] == best.setup.batch_size and value["global_batch_size"] == 64
+
+
+def test_what_is_given_stays():
+    toy, setup = Toy(), TrainingSetup(num_gpus=32, dp_replicate_size=2, batch_size=3, activation_checkpointing=True)
+    given = ("dp_replicate_size", "batch_size", "activation_checkpointing")
+    best = choose("toy", setup, toy, given=given, global_batch_size=192)
+    assert best.setup.gradient_accumulation_steps == 2
+    for field in given:
+        assert {getattr(one, field) for one in toy.asked} == {getattr(setup, field)}
+        assert next(choice for choice in best.choices if choice.field == field).reasons == ("as given",)
+
+
+def test_the_longest_sequence_that_fits():
+    """At some setting: the leanest."""
+    toy = Toy(activation=1e7)
+    best = choose("toy", TrainingSetup(num_gpus=8), toy, longest=100_000)
+    assert best.setup.seq_len == 65536
+    assert toy(replace(best.setup, seq_len=100_000)).num_bytes > 0.9 * GPU
+    assert choose("toy", TrainingSetup(num_gpus=8), Toy(activation=1e4), longest=100_000).setup.seq_len == 100_000
+
+
+@pytest.mark.parametrize(
+    ("params", "changes", "given", "cures"),
+    [
+        (7e10, {"offload": False}, ("offload",), ["with offload."]),
+        (7e10, {"wrapping": "none"}, (), ["LoRA"]),
+        (1e11, {"batch_size": 256, "seq_len": 16384, "num_gpus": 64}, ("batch_size",), ["micro-batch 1."]),
+        (9e11, {"num_gpus": 8}, (), ["gh200-96gb."]),
+        (3e9, {"num_gpus": 2, "seq_len": 2_000_000}, (), ["sequences of 1,000,000 tokens", "h100-nvl"]),
+    ],
+)
+def test_where_nothing_fits_the_nearest_that_does_is_named(params, changes, given, cures):
+    setup = TrainingSetup(**changes)
+    with pytest.raises(ConfigError, match=r"fits on .* at no setting: it takes .* per GPU at least") as error:
+        choose("toy", setup, Toy(params), given=given)
+    assert "\n" not in str(error.value)
+    for cure in cures:
+        assert cure in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "size", "words"),
+    [
+        ({"num_gpus": 8}, (), 100, "100 sequences cannot be made by 8 GPUs; use 96 or 104"),
+        ({"num_gpus": 8, "batch_size": 3}, ("batch_size",), 16, "8 GPUs x micro-batch 3; use 24"),
+        (
+            {"num_gpus": 2, "batch_size": 2, "gradient_accumulation_steps": 2},
+            ("batch_size", "gradient_accumulation_steps"),
+            16,
+            "2 GPUs x micro-batch 2 x 2 steps; use 8",
+        ),
+    ],
+)
+def test_a_global_batch_that_cannot_be_made(changes, given, size, words):
+    with pytest.raises(ConfigError, match=words):
+        choose("toy", TrainingSetup(**changes), Toy(), given=given, global_batch_size=size)
+
+
+def test_a_margin_is_a_part():
+    with pytest.raises(ConfigError, match=r"use 0\.1 for 10 %"):
+        choose("toy", TrainingSetup(), Toy(), margin=10)
+    assert choose("toy", TrainingSetup(), Toy(1e9), margin=0.5).peak_bytes <= 0.5 * GPU

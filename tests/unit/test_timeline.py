@@ -1,0 +1,294 @@
+"""What a step looks like over its course: of hand-made events, and of traces as torch's profiler writes them."""
+
+import pytest
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight.events import Alloc, Free, Work
+from hf_fsdp_tools.foresight.measured import read_memory, read_schedule
+from hf_fsdp_tools.foresight.streams import Schedule, step_schedule
+from hf_fsdp_tools.foresight.timeline import Timeline, extremes, memory_timeline
+
+GB = 10**9
+
+
+def a_step(units=3, held=10 * GB, gather_s=1.0, compute_s=2.0):
+    """Events of a step whose blocks are gathered one ahead, memory that is there before, times of the works."""
+    events, spans = [], []
+    clock = {"compute": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0}
+    gathered, kept = {}, {}
+
+    def work(operation, unit, phase, seconds, stream="compute", after=0.0):
+        start = max(clock[stream], after)
+        clock[stream] = start + seconds
+        events.append(Work(operation, 0.0, 0.0, unit, phase, stream))
+        spans.append((start, clock[stream]))
+
+    def gather(unit, phase):
+        number = len(events) + 1000
+        events.append(Alloc(number, GB, "gathered parameters", unit, "all_gather"))
+        work("all_gather", unit, phase, gather_s, "all_gather")
+        gathered[unit] = number, clock["all_gather"]
+
+    def one_pass(order, phase):
+        gather(order[0], phase)
+        for unit, following in zip(order, [*order[1:], None], strict=True):
+            if following is not None:
+                gather(following, phase)
+            if phase == "forward":
+                kept[unit] = len(events) + 1000
+                events.append(Alloc(kept[unit], 2 * GB, "activations", unit))
+            number, ready = gathered.pop(unit)
+            work("matmul", unit, phase, compute_s, after=ready)
+            events.append(Free(number))
+            if phase == "backward":
+                events.append(Free(kept[unit]))
+                work("reduce_scatter", unit, phase, gather_s, "reduce_scatter", after=clock["compute"])
+
+    names = [f"model.layers.{i}" for i in range(units)]
+    one_pass(names, "forward")
+    events.append(Alloc(1, 26 * GB, "logits and loss", ""))
+    work("memory", "", "loss", 0.5)
+    events.append(Free(1))
+    one_pass(names[::-1], "backward")
+    work("memory", "", "optimizer", 0.5, after=max(clock.values()))
+    return events, [Alloc(-1, held, "parameters", "")], spans
+
+
+def test_memory_of_a_step_by_kind():
+    events, resident, _ = a_step()
+    line = memory_timeline(events, resident)
+    assert line.peak_bytes == 42 * GB and (line.peak_phase, line.peak_unit) == ("loss", "model.layers.2")
+    assert line.at_peak == {"parameters": 10 * GB, "activations": 6 * GB, "logits and loss": 26 * GB}
+    assert line.allocated[-1] == 10 * GB and line.positions == tuple(map(float, range(len(events))))
+    assert set(line.phases) == {"forward", "loss", "backward", "optimizer"}
+    assert max(line.kinds["gathered parameters"]) == 2 * GB, "one unit ahead"
+
+
+def test_memory_that_was_there_before_may_be_freed():
+    line = memory_timeline([Alloc(1, 5, "temporaries", ""), Free(7)], [Alloc(7, 100, "gradients", "")])
+    assert line.allocated == (105, 5)
+
+
+def test_points_lie_in_time_where_times_are_known():
+    events, resident, spans = a_step()
+    line = memory_timeline(events, resident).in_seconds(events, spans)
+    assert line.axis == "seconds" and list(line.positions) == sorted(line.positions)
+    assert line.positions[line.peak] == spans[5][1], "logits are made when the forward pass has computed"
+
+
+def test_few_points_keep_the_peak_the_reserved_peak_and_the_phases():
+    events, resident, _ = a_step(units=400)
+    reserved = [20 * GB] * len(events)
+    reserved[1234] = 99 * GB
+    line = memory_timeline(events, resident, reserved=reserved, most_points=100)
+    full = memory_timeline(events, resident, most_points=10**6)
+    assert len(line.positions) < 150 < len(full.positions) == len(events)
+    assert line.peak_bytes == full.peak_bytes and max(line.reserved) == 99 * GB
+    for phase in ("forward", "backward", "optimizer"):
+        few, all_of_them = (
+            [bytes for bytes, at in zip(each.allocated, each.phases, strict=True) if at == phase]
+            for each in (line, full)
+        )
+        assert (max(few), min(few)) == (max(all_of_them), min(all_of_them)), phase
+    assert list(dict.fromkeys(line.phases)) == ["forward", "loss", "backward", "optimizer"]
+    assert extremes([1, 9, 1, 0, 1, 1, 1, 1], ["a"] * 8, 4) == [0, 1, 3, 4, 7]
+
+
+def test_what_is_exposed_is_what_nothing_hides():
+    events, _, spans = a_step(units=4, gather_s=1.0, compute_s=2.0)
+    schedule = step_schedule(events, spans)
+    assert schedule.exposed == ((0.0, 1.0), (17.5, 18.5)), "the first gather and the last reduction"
+    assert schedule.exposed_seconds == 2.0 and schedule.communication_seconds == 12.0
+
+
+def test_a_schedule_without_overlap_is_exposed_whole():
+    works = [Work("all_gather", 0, 0, "a", "forward", "all_gather"), Work("matmul", 0, 0, "a", "forward")]
+    schedule = step_schedule(works, [(0.0, 3.0), (3.0, 4.0)])
+    assert schedule.exposed == ((0.0, 3.0),) and schedule.seconds == 4.0
+    hidden = step_schedule(works, [(1.0, 3.0), (0.0, 4.0)])
+    assert hidden.exposed == () and hidden.communication_seconds == 2.0
+    part = step_schedule([*works, works[1]], [(1.0, 6.0), (0.0, 2.0), (3.0, 5.0)])
+    assert part.exposed == ((2.0, 3.0), (5.0, 6.0))
+
+
+def test_kernels_of_one_unit_become_one_bar_and_pauses_stay():
+    works = [Work("matmul", 0, 0, "a", "forward")] * 3 + [Work("matmul", 0, 0, "b", "forward")]
+    schedule = step_schedule(works, [(0.0, 1.0), (1.0, 2.0), (3.0, 4.0), (4.0, 5.0)])
+    assert [(bar.unit, bar.start_s, bar.end_s) for bar in schedule.bars] == [("a", 0, 2), ("a", 3, 4), ("b", 4, 5)]
+
+
+def test_each_collective_stays_a_bar_of_its_own():
+    works = [Work("all_gather", 0, 0, "a", "forward", "all_gather")] * 2
+    assert len(step_schedule(works, [(0.0, 1.0), (1.0, 2.0)]).bars) == 2
+
+
+def test_gathered_parameters_are_free_when_their_unit_has_computed():
+    events, _, spans = a_step(units=2)
+    frees = [
+        (bar.unit[-1], bar.phase, bar.start_s) for bar in step_schedule(events, spans).bars if bar.operation == "free"
+    ]
+    computed = {
+        (event.unit[-1], event.phase): end
+        for event, (_, end) in zip((e for e in events if isinstance(e, Work)), spans, strict=True)
+        if event.operation == "matmul"
+    }
+    assert {(unit, phase): at for unit, phase, at in frees} == computed
+
+
+def test_values_survive_json_and_damaged_ones_are_refused():
+    events, resident, spans = a_step()
+    line = memory_timeline(events, resident, reserved=[1] * len(events)).in_seconds(events, spans)
+    assert Timeline.from_json(line.to_json()) == line
+    schedule = step_schedule(events, spans)
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    for text in ("", "[]", "{}", '{"kinds": 3}', line.to_json().replace('"axis"', '"axes"')):
+        with pytest.raises(ConfigError, match=r"Not a memory timeline: .*to_json"):
+            Timeline.from_json(text)
+    with pytest.raises(ConfigError, match="its fields have"):
+        Timeline.from_json(line.to_json().replace('"units": ["", ', '"units": ['))
+    with pytest.raises(ConfigError, match=r"Not a schedule: .*to_json"):
+        Schedule.from_json(line.to_json())
+
+
+def record(name, ts, dur=None, cat="cpu_op", tid=1, **args):
+    found = {"ph": "X" if dur is not None else "i", "cat": cat, "name": name, "ts": ts, "tid": tid, "args": args}
+    return found | ({} if dur is None else {"dur": dur})
+
+
+def memory(ts, num_bytes, total, device=0, reserved=0):
+    kind = {"Device Type": device, "Device Id": 0 if device else -1}
+    return record(
+        "[memory]",
+        ts,
+        cat="cpu_instant_event",
+        Bytes=num_bytes,
+        **kind,
+        **{"Total Allocated": total, "Total Reserved": reserved},
+    )
+
+
+LABELS = [
+    record("FSDP::pre_forward", 0, 10, "user_annotation"),
+    record("FSDP::all_gather (layers.0)", 12, 4, "user_annotation"),
+    record("FSDP::pre_forward (layers.0)", 20, 10, "user_annotation"),
+    record("FSDP::post_forward (layers.0)", 50, 4, "user_annotation"),
+    record("FSDP::pre_forward (norm, head)", 60, 5, "user_annotation"),
+    record("FSDP::post_forward", 90, 5, "user_annotation"),
+    record("FSDP::pre_backward (norm, head)", 100, 5, "user_annotation"),
+    record("FSDP::pre_backward (layers.0)", 120, 5, "user_annotation"),
+    record("FSDP::post_backward_reshard (layers.0)", 150, 4, "user_annotation"),
+    record("FSDP::post_backward_reduce (layers.0)", 155, 10, "user_annotation"),
+    record("FSDP::root_post_backward_callback", 150, 30, "user_annotation"),
+    record("Optimizer.step#AdamW.step", 200, 50, "user_annotation"),
+]
+
+
+def test_a_recorded_step_on_a_cpu():
+    """The allocator's total begins with the first trace of the process; what was there before is added."""
+    trace = {
+        "traceEvents": [
+            *LABELS,
+            memory(5, 100, 1100),
+            memory(30, 50, 1150),
+            memory(52, -100, 1050),
+            memory(130, 700, 1750),
+            memory(152, -700, 1050),
+            memory(190, 1, 1051),
+            memory(210, 2, 1053),
+            {"ph": "M", "name": "process_name"},
+        ]
+    }
+    line = read_memory(trace, resident_bytes=10_000)
+    assert (
+        line.allocated == (10_000, 10_100, 10_150, 10_050, 10_750, 10_050, 10_051, 10_053) and line.origin == "measured"
+    )
+    assert line.phases == ("forward", "forward", "forward", "forward", "backward", "backward", "clip", "optimizer")
+    assert line.units == ("", "", "layers.0", "layers.0", "layers.0", "layers.0", "", "")
+    assert line.reserved == () and line.positions[:2] == pytest.approx((0, 5e-6))
+
+
+def test_a_recorded_step_on_a_gpu_reads_the_gpus_allocator_and_streams():
+    trace = {
+        "traceEvents": [
+            *LABELS,
+            memory(1, 8, 8),
+            memory(2, 100, 5000, device=1, reserved=8000),
+            memory(130, -100, 4900, device=1, reserved=8000),
+            record("cudaLaunchKernelExC", 13, 1, "cuda_runtime", correlation=1),
+            record("ncclDevKernel_AllGather_RING_LL", 40, 20, "kernel", 7, correlation=1),
+            record("cudaLaunchKernel", 25, 1, "cuda_runtime", correlation=2),
+            record("gemm", 60, 30, "kernel", 8, correlation=2),
+            record("cudaLaunchKernelExC", 156, 1, "cuda_runtime", correlation=3),
+            record("ncclDevKernel_ReduceScatter_Sum_f32", 80, 30, "kernel", 9, correlation=3),
+            record("cudaMemcpyAsync", 205, 1, "cuda_runtime", correlation=4),
+            record("Memcpy DtoH (Device -> Pinned)", 120, 5, "gpu_memcpy", 8, correlation=4),
+            record("FSDP::all_gather (layers.0)", 40, 20, "gpu_user_annotation", 7),
+        ]
+    }
+    line = read_memory(trace, resident_bytes=10_000)
+    assert line.allocated == (4900, 5000, 4900) and line.reserved == (8000, 8000, 8000)
+    schedule = read_schedule(trace)
+    found = [(bar.operation, bar.unit, bar.phase) for bar in schedule.bars if bar.operation != "free"]
+    assert found == [
+        ("all_gather", "layers.0", "forward"),
+        ("compute", "layers.0", "forward"),
+        ("reduce_scatter", "layers.0", "backward"),
+        ("device_to_host", "", "optimizer"),
+    ]
+    assert [
+        span == pytest.approx((start, end))
+        for span, (start, end) in zip(schedule.exposed, [(40e-6, 60e-6), (90e-6, 110e-6)], strict=True)
+    ] == [True, True]
+
+
+def test_collectives_of_gloo_belong_to_the_units_that_launched_them():
+    """gloo reduces by its all-reduce, on threads of its own; the host computes unless it waits for a collective."""
+    trace = {
+        "traceEvents": [
+            *LABELS,
+            record("c10d::_allgather_base_", 13, 1),
+            record("gloo:all_gather", 14, 6, "user_annotation", 9),
+            record("aten::linear", 30, 10),
+            record("aten::mm", 31, 8),
+            record("c10d::_reduce_scatter_base_", 156, 1),
+            record("gloo:all_reduce", 158, 20, "user_annotation", 9),
+            record("aten::copy_", 160, 5, tid=9),
+            record("c10d::allreduce_", 190, 1),
+            record("_c10d_functional::wait_tensor", 191, 6),
+            record("gloo:all_reduce", 191, 5, "user_annotation", 9),
+            record("aten::mul", 210, 5),
+        ]
+    }
+    schedule = read_schedule(trace)
+    collectives = [(b.operation, b.unit, b.phase) for b in schedule.bars if b.track == "communication"]
+    assert collectives == [
+        ("all_gather", "layers.0", "forward"),
+        ("reduce_scatter", "layers.0", "backward"),
+        ("all_reduce", "", "clip"),
+    ]
+    computed = [(b.unit, b.phase, round(1e6 * b.start_s)) for b in schedule.bars if b.operation == "compute"]
+    assert computed == [("layers.0", "forward", 31), ("", "optimizer", 210)], "not gloo's thread, not the waiting"
+    assert schedule.exposed_seconds == pytest.approx(31e-6)
+
+
+def test_a_step_without_fsdp_has_its_phases_too():
+    trace = {
+        "traceEvents": [
+            record("aten::mm", 1, 5),
+            memory(2, 10, 10),
+            record("autograd::engine::evaluate_function: MmBackward0", 20, 5),
+            memory(22, 10, 20),
+            record("autograd::engine::evaluate_function: x", 30, 5),
+            record("Optimizer.step#SGD.step", 50, 5, "user_annotation"),
+            memory(52, -10, 10),
+        ]
+    }
+    assert read_memory(trace).phases == ("forward", "forward", "backward", "optimizer")
+    assert {bar.phase for bar in read_schedule(trace).bars} == {"forward", "backward", "clip"}
+
+
+def test_a_recording_of_nothing_is_said():
+    with pytest.raises(ConfigError, match="profile of the step is empty"):
+        read_schedule({"traceEvents": []})
+    with pytest.raises(ConfigError, match="No memory was allocated"):
+        read_memory({"traceEvents": [record("aten::mm", 1, 2)]})
