@@ -290,13 +290,14 @@ def _choices(search: Search, best: Point, job: _Job) -> Iterator[Choice]:
 
 
 def _alternative(search: Search, best: Point, field: str, value: Any, job: _Job) -> Alternative:
-    """The recommended setting with another value of a field. Of the micro-batches that are priced with it: the fastest
-    that fits, or, where none does, the one that needs the least memory; its own where none is priced."""
+    """The recommended setting with another value of a field: of the micro-batches that are priced with it the fastest
+    that fits; where none does, the smallest, its own among them."""
     point = best._replace(**{field: value})
-    alike = [one for one in search.costs if one._replace(batch_size=point.batch_size) == point]
-    if field != "batch_size" and alike:
+    if field != "batch_size":
+        alike = [one for one in search.costs if one._replace(batch_size=point.batch_size) == point]
         fitting = [one for one in alike if search.fits(one)]
-        point = max(fitting, key=search.rate) if fitting else min(alike, key=lambda one: search.cost(one).num_bytes)
+        smallest = min([*alike, point], key=lambda one: one.batch_size)
+        point = max(fitting, key=search.rate) if fitting else smallest
     values, before = search.space.setup(point), search.space.setup(best)
     names = dict.fromkeys((field, *Point._fields))
     cost = search.cost(point)
