@@ -39,6 +39,11 @@ _NCCL_CHANNELS = 24
 986.) With the context this makes the 1.06 GB of issue 1685 on 8 H100."""
 
 
+_SETTLED = 3
+"""Steps after the first until the allocator does the same in every step: segments that one step adds change which
+blocks the next one reuses. (2 or 3 in the trainings of `benchmarks/results/foresight_memory.md`)"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside:
     """Memory of the GPU that PyTorch's allocator does not know of."""
@@ -215,9 +220,10 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
 
 
 def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None, *, expandable: bool = False) -> Replay:
-    """The second step in the allocator: after parameters, and a first step in which the optimizer takes its state."""
+    """A late step in the allocator: after parameters, and a first step in which the optimizer takes its state."""
     workspace = Alloc(-1, _workspace(gpu_named(setup.gpu)), "temporaries", "")
-    return replay((*step.parameters, workspace), step.first, step.events, limit=limit, expandable=expandable)
+    later = [step.events] * (1 if expandable else _SETTLED)
+    return replay((*step.parameters, workspace), step.first, *later, limit=limit, expandable=expandable)
 
 
 def _workspace(gpu: Gpu) -> int:
