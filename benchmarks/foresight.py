@@ -4,15 +4,20 @@
     python benchmarks/foresight.py memory --device cuda --size large --gpus 1 8 64 --records FILE      # a GPU
     python benchmarks/foresight.py memory --again --records FILE        # measure nothing, foresee all records anew
     python benchmarks/foresight.py memory --report --records FILE --output benchmarks/results/foresight_memory.md
+    python benchmarks/foresight.py throughput --output benchmarks/results/foresight_throughput.md     # published rows
+    python benchmarks/foresight.py scaling --output benchmarks/results/scaling.json         # GPT-175B and GPT-1T
 
 A record is written as it comes; what has one is not run again. On CPUs all ranks run; on CUDA this machine's one device
 is rank 0 of a group whose collectives do nothing. `--size` says how large the models are (`foreseeing/cases.py`).
+Throughputs are compared with published ones (`foreseeing/rows.py`), on which the constants are fitted; this takes some
+ten minutes, and traces are kept in `--cache`.
 """
 
 import argparse
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.foreseeing import memory, tables
 from benchmarks.foreseeing.cases import CASES, SIZES
+from benchmarks.foreseeing.scaling import write_scaling
+from benchmarks.foreseeing.throughput_table import throughput_report
 
 _KEYS = ("case", "device", "size", "gpus")
 
@@ -63,6 +70,16 @@ def _show(record: dict[str, Any]) -> None:
     print(f"{record['case']} ({record['size']}, {record['gpus']} GPUs): {found}", flush=True)
 
 
+def run_throughput(args: argparse.Namespace) -> None:
+    """Fit, foresee, and report."""
+    args.output.write_text(throughput_report(args.cache))
+
+
+def run_scaling(args: argparse.Namespace) -> None:
+    """The curves of the two trainings that started FSDP's fame."""
+    write_scaling(args.output)
+
+
 def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -77,6 +94,13 @@ def parsed() -> argparse.Namespace:
     one.add_argument("--report", action="store_true", help="measure nothing; make --output of the records")
     one.add_argument("--output", type=Path, help="Markdown file")
     one.set_defaults(run=run_memory)
+    two = commands.add_parser("throughput", help="published tokens per second, and constants fitted on them")
+    two.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "foresight", help="folder for traces")
+    two.add_argument("--output", type=Path, required=True, help="Markdown file")
+    two.set_defaults(run=run_throughput)
+    three = commands.add_parser("scaling", help="GPT-175B and GPT-1T on 8 to 512 GPUs")
+    three.add_argument("--output", type=Path, required=True, help="JSON file")
+    three.set_defaults(run=run_scaling)
     return parser.parse_args()
 
 

@@ -11,7 +11,10 @@ What a publication leaves open is settled by these rules, none of which looks at
 - `precision` "PURE" of llm-foundry reduces in bf16, "DEFAULT" in fp32 (Composer); fms-fsdp reduces in bf16.
 - The network is the usual one of the GPU where a publication names none.
 - The FSDP paper's 175B rows hold for 128 to 512 GPUs; 256 are taken.
+- llm-foundry and TinyLlama run a fused cross entropy; that of transformers makes copies of the logits in fp32, so the
+  memory of these rows is less than foreseen, and no row of theirs is taken to wait for a full GPU.
 - TinyLlama's fused kernels and FlashAttention-2 count as compiled, of 2024.
+- PyTorch's post of 2022 wrapped the linear layers of the decoder one by one.
 - The teraflop/s of PyTorch's post of 2022 and of the FSDP paper count the recomputation, 96 B s l h^2 (1 + s/6h +
   V/16lh) per step, as in the script that measured them (`calc_flop` in github.com/mrshenli/ptd_benchmark, trainer.py).
 """
@@ -27,8 +30,9 @@ from typing import Any, Literal, cast
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.planning.policy import HybridPolicy
 
-__all__ = ["Row", "model_config", "read_rows"]
+__all__ = ["Row", "model_config", "read_rows", "teraflops"]
 
 _TABLE = Path(__file__).with_name("published_throughput.csv")
 
@@ -71,17 +75,25 @@ class Row:
     """The training."""
     recomputed: Fraction | Literal["selective-op"]
     """Share of the blocks that activation checkpointing computes again, or torchtitan's rule for operations."""
+    keeps_checkpoints_on_host: bool
+    """Whether the inputs of checkpointed blocks are kept in host memory."""
     tokens_per_second: float
     """Published, per GPU."""
     reserved_gib: float | None
     """Published memory, where there is one."""
     is_held_out: bool
-    """Whether neither the form of the model nor its constants have seen this row."""
+    """Whether the row is in no fit and was evaluated at the end only."""
 
     @property
     def publisher(self) -> str:
         """Who measured: fms-fsdp's team wrote its README and two posts of PyTorch's blog."""
         return "fms-fsdp" if "fms-fsdp" in self.source else re.split("[ #]", self.source)[0]
+
+    @property
+    def is_loss_fused(self) -> bool:
+        """Whether logits have no copies in fp32: such a training needs less memory than is foreseen, and how full the
+        GPU is says nothing about it."""
+        return self.publisher in ("llm-foundry", "TinyLlama")
 
     @property
     def name(self) -> str:
@@ -154,18 +166,20 @@ def _row(entry: dict[str, str]) -> Row:
         optimizer=entry["optimizer"],
         activation_checkpointing=checkpointing != "none",
         reshard_after_forward=entry["reshard"] == "yes",
-        offload=entry["offload"] == "yes",
+        offload=entry["offload"] != "no",
         compile=entry["compile"] == "yes",
         attn_implementation="eager" if entry["era"] == "2022" else "sdpa",
+        policy=HybridPolicy(block_types=("Conv1D",)) if entry["offload"] != "no" else HybridPolicy(),
     )
     published = entry["tokens_s_gpu"]
-    rate = float(published) if published else _tokens(entry["model"], float(entry["tflops_gpu"]), setup)
+    rate = float(published) if published else float(entry["tflops_gpu"]) / teraflops(entry["model"], 1.0, setup.seq_len)
     return Row(
         source=entry["source"],
         model=entry["model"],
         era=entry["era"],
         setup=setup,
         recomputed=_recomputed(checkpointing),
+        keeps_checkpoints_on_host=entry["offload"] == "all",
         tokens_per_second=rate,
         reserved_gib=float(entry["reserved_gib"]) if entry["reserved_gib"] else None,
         is_held_out=entry["held_out"] == "yes",
@@ -178,9 +192,15 @@ def _recomputed(checkpointing: str) -> Fraction | Literal["selective-op"]:
     return Fraction({"none": "0", "full": "1"}.get(checkpointing, checkpointing))
 
 
-def _tokens(model: str, teraflops: float, setup: TrainingSetup) -> float:
-    """Tokens per second of published teraflop/s that count recomputation (see above)."""
+def teraflops(model: str, tokens_per_second: float, seq_len: int) -> float:
+    """Teraflop/s as the publications of 2022 and 2023 count them, with recomputation (see above).
+
+    Args:
+        model: a GPT.
+        tokens_per_second: of one GPU.
+        seq_len: tokens of a sequence.
+    """
     width, blocks, _, vocabulary = _GPT[model]
-    attention = setup.seq_len / (6 * width)
+    attention = seq_len / (6 * width)
     head = vocabulary / (16 * blocks * width)
-    return teraflops * 1e12 / (96 * blocks * width**2 * (1 + attention + head))
+    return tokens_per_second * 96 * blocks * width**2 * (1 + attention + head) / 1e12

@@ -3,25 +3,26 @@
 import hashlib
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
-from hf_fsdp_tools.foresight.allocator import replay
-from hf_fsdp_tools.foresight.build import build
-from hf_fsdp_tools.foresight.dry_run import trace_model
+from benchmarks.foreseeing.offloading import offload_checkpoints
+from benchmarks.foreseeing.rows import Row, model_config
 from hf_fsdp_tools.foresight.durations import COLLECTIVES, Durations
 from hf_fsdp_tools.foresight.efficiency import Efficiency
+from hf_fsdp_tools.foresight.events import Event, Mark, Record, Wait, Work
+from hf_fsdp_tools.foresight.forecast import Forecast, step_of
 from hf_fsdp_tools.foresight.hardware import gpu_named
+from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of
+from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.simulation import run
 from hf_fsdp_tools.foresight.step import compose
+from hf_fsdp_tools.foresight.throughput import allocator_stalls
 
-from benchmarks.foreseeing.rows import Row, model_config
-from hf_fsdp_tools.foresight.events import Event, Mark, Record, Wait, Work
-
-__all__ = ["Program", "Run", "program_of"]
+__all__ = ["Program", "Run", "forecast_of", "program_of", "recomputed_events"]
 
 _FEW = 3
 """Micro-steps that are simulated at most; more are extrapolated, since from the second on all take as long."""
@@ -37,6 +38,8 @@ class Run:
     """Work, records and waits of the step."""
     kernels: tuple[tuple[Work, int], ...]
     """What the compute stream runs: kernels that take as long as each other stand together, with their number."""
+    stalls: Mapping[int, float]
+    """By index of an event: before it the GPU stands still for so many seconds, since its memory is full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +50,10 @@ class Program:
     """The row."""
     runs: tuple[Run, ...]
     """One, or two from which the others are extrapolated."""
-    peak_allocated: int
-    """Bytes, of the setup's whole step."""
     peak_reserved: int
-    """The same."""
+    """Bytes that PyTorch's allocator holds."""
+    is_full: bool
+    """Whether the step is foreseen to end with "out of memory"; its time is that of a GPU with more."""
 
     @property
     def tokens(self) -> int:
@@ -62,7 +65,11 @@ class Program:
         """Seconds of a step, simulated."""
         durations = self._durations(efficiency)
         compiled = self.row.setup.compile
-        return self._extrapolated(run(each.events, durations, compiled=compiled).seconds for each in self.runs)
+        return self._extrapolated(
+            run(each.events, durations, compiled=compiled, stalls=stalls).seconds
+            for each in self.runs
+            for stalls in [{} if self.row.is_loss_fused else each.stalls]
+        )
 
     def compute_seconds(self, efficiency: Efficiency) -> float:
         """Seconds of a step's kernels on the compute stream one after the other, without any wait."""
@@ -89,7 +96,8 @@ def program_of(row: Row, cache: Path) -> Program:
         row: the row.
         cache: folder in which the result is kept.
     """
-    key = hashlib.sha256(repr((row.model, row.setup, row.recomputed)).encode()).hexdigest()[:24]
+    facts = [row.model, row.setup, row.recomputed, *(["checkpoints on host"] if row.keeps_checkpoints_on_host else [])]
+    key = hashlib.sha256(repr(tuple(facts)).encode()).hexdigest()[:24]
     kept = cache / f"{key}.pickle"
     if kept.exists():
         program: Program = pickle.loads(kept.read_bytes())
@@ -100,35 +108,53 @@ def program_of(row: Row, cache: Path) -> Program:
     return program
 
 
+def forecast_of(row: Row, setup: TrainingSetup) -> Forecast:
+    """The events of a step of a row's model.
+
+    Args:
+        row: the row.
+        setup: the row's, perhaps with another number of GPUs or micro-steps.
+    """
+    config = model_config(row.model, setup.seq_len)
+    forecast = step_of(config, setup)
+    if row.keeps_checkpoints_on_host:
+        num_bytes = setup.batch_size * setup.seq_len * config.hidden_size * 2
+        trace = offload_checkpoints(forecast.trace, num_bytes)
+        forecast = replace(forecast, trace=trace, step=compose(trace, forecast.plan, setup))
+    return forecast
+
+
 def _program(row: Row) -> Program:
-    setup = row.setup
-    model, plan = build(model_config(row.model, setup.seq_len), setup)
-    trace = trace_model(model, plan, setup)
-    count = setup.gradient_accumulation_steps
-    runs, peaks = [], (0, 0)
+    count = row.setup.gradient_accumulation_steps
+    runs = []
     for number in (count,) if count <= _FEW else (_FEW - 1, _FEW):
-        step = compose(trace, plan, replace(setup, gradient_accumulation_steps=number))
-        if not runs:
-            memory = replay(step.resident, step.events, step.events)
-            peaks = memory.peak_allocated, memory.peak_reserved
-        runs.append(_run(number, tuple(_recomputed(step.events, row.recomputed))))
-    return Program(row=row, runs=tuple(runs), peak_allocated=peaks[0], peak_reserved=peaks[1])
+        memory = memory_of(forecast_of(row, replace(row.setup, gradient_accumulation_steps=number)))
+        runs.append(_run(number, memory, row.recomputed))
+    return Program(row=row, runs=tuple(runs), peak_reserved=memory.peak_reserved, is_full=memory.is_full)
 
 
-def _run(micro_steps: int, events: Sequence[Event]) -> Run:
-    kept = tuple(event for event in events if isinstance(event, Work | Record | Wait))
+def _run(micro_steps: int, memory: MemoryEstimate, rule: Fraction | Literal["selective-op"]) -> Run:
+    stalls = allocator_stalls(memory)
+    kept: list[Event] = []
+    moved: dict[int, float] = {}
     kernels: Counter[Work] = Counter()
-    for event in kept:
+    for index, event in recomputed_events(enumerate(memory.forecast.step.events), rule):
+        if index in stalls:
+            moved[len(kept)] = moved.get(len(kept), 0.0) + stalls[index]
+        if isinstance(event, Work | Record | Wait):
+            kept.append(event)
         if isinstance(event, Work) and event.stream == "compute" and event.operation not in COLLECTIVES:
             kernels[replace(event, unit="", again=False)] += 1
-    return Run(micro_steps=micro_steps, events=kept, kernels=tuple(kernels.items()))
+    return Run(micro_steps=micro_steps, events=tuple(kept), kernels=tuple(kernels.items()), stalls=moved)
 
 
 # ---- selective activation checkpointing ----
 
 
-def _recomputed(events: Iterable[Event], rule: Fraction | Literal["selective-op"]) -> Iterator[Event]:
-    """The events without what selective activation checkpointing does not compute again."""
+def recomputed_events(
+    events: Iterable[tuple[int, Event]], rule: Fraction | Literal["selective-op"]
+) -> Iterator[tuple[int, Event]]:
+    """The events, with their indices, without what selective activation checkpointing does not compute again."""
     if rule in (0, 1):
         yield from events
     elif isinstance(rule, Fraction):
@@ -137,27 +163,27 @@ def _recomputed(events: Iterable[Event], rule: Fraction | Literal["selective-op"
         yield from _of_some_operations(events)
 
 
-def _of_some_blocks(events: Iterable[Event], share: Fraction) -> Iterator[Event]:
+def _of_some_blocks(events: Iterable[tuple[int, Event]], share: Fraction) -> Iterator[tuple[int, Event]]:
     """Checkpointed blocks are spread evenly over the model (`ac_handler.py` of fms-fsdp)."""
     known: dict[str, bool] = {}
-    for event in events:
+    for index, event in events:
         if isinstance(event, Work) and event.again:
             if event.unit not in known:
                 number = len(known) + 1
                 known[event.unit] = int(number * share + Fraction(1, 2)) > int((number - 1) * share + Fraction(1, 2))
             if not known[event.unit]:
                 continue
-        yield event
+        yield index, event
 
 
-def _of_some_operations(events: Iterable[Event]) -> Iterator[Event]:
+def _of_some_operations(events: Iterable[tuple[int, Event]]) -> Iterator[tuple[int, Event]]:
     """Attention and every other matmul of a block are kept (`_save_list` of torchtitan), the first among them."""
     matmuls = 0
-    for event in events:
+    for index, event in events:
         if isinstance(event, Mark):
             matmuls = 0
         elif isinstance(event, Work) and event.again:
             matmuls += event.operation == "matmul"
             if event.operation == "attention" or (event.operation == "matmul" and matmuls % 2):
                 continue
-        yield event
+        yield index, event

@@ -1,7 +1,7 @@
 """How long all-gathers, reduce-scatters and all-reduces take: latency and bandwidth of NCCL's rings and trees.
 
 The model is NCCL's own, by which it chooses an algorithm and a protocol for a message (`ncclTopoTuneModel` in its
-`src/graph/tuning.cc`, version 2.27): seconds = latency + bytes / bandwidth, and the fastest choice counts. The terms of
+`src/graph/tuning.cc`, as of 2025): seconds = latency + bytes / bandwidth, and the fastest choice counts. The terms of
 bandwidth are those of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
 (2005): over a ring of n ranks (n - 1) / n of the bytes pass each link once, or twice for an all-reduce.
 NCCL's collectives inside switches (NVLS, SHARP) are left out: they need buffers that FSDP2 does not register.

@@ -16,7 +16,15 @@ from hf_fsdp_tools.foresight.step import compose
 from hf_fsdp_tools.foresight.time import simulate
 from hf_fsdp_tools.text import show_count
 
-__all__ = ["ThroughputEstimate", "estimate_throughput", "scaling", "straggling", "throughput", "throughput_of"]
+__all__ = [
+    "ThroughputEstimate",
+    "allocator_stalls",
+    "estimate_throughput",
+    "scaling",
+    "straggling",
+    "throughput",
+    "throughput_of",
+]
 
 _SEGMENT_SECONDS = 2e-3
 """Time for which the GPU stands still per segment that a full allocator gives back: `cudaFree`, and `cudaMalloc` of its
@@ -189,7 +197,7 @@ def estimate_throughput(
         ConfigError: a field has a value that cannot be, or GPU or era is unknown.
         CheckpointError, WrapPlanError: the model cannot be built or planned.
     """
-    return throughput_of(step_of(name_or_model, TrainingSetup(**fields), **(model_kwargs or {})), era=era)
+    return throughput_of(step_of(name_or_model, TrainingSetup.of(**fields), **(model_kwargs or {})), era=era)
 
 
 def scaling(
@@ -237,10 +245,12 @@ def throughput_of(
         ConfigError: GPU or era is unknown.
     """
     steps = forecast.setup.gradient_accumulation_steps
+    memory = memory or memory_of(forecast)
     if steps <= 2:
-        return _throughput_of_all(forecast, era, efficiency, memory or memory_of(forecast))
+        return _throughput_of_all(forecast, memory, era, efficiency)
     few = [_with_micro_steps(forecast, count) for count in (1, 2)]
-    one, two = (_throughput_of_all(each, era, efficiency, memory_of(each)) for each in few)
+    memories = [memory_of(each) if memory.retried else memory for each in few]
+    one, two = (_throughput_of_all(*each, era, efficiency) for each in zip(few, memories, strict=True))
 
     def continued(first: float, second: float) -> float:
         return first + (steps - 1) * (second - first)
@@ -263,7 +273,7 @@ def _with_micro_steps(forecast: Forecast, count: int) -> Forecast:
 
 
 def _throughput_of_all(
-    forecast: Forecast, era: str, efficiency: Efficiency | None, memory: MemoryEstimate
+    forecast: Forecast, memory: MemoryEstimate, era: str, efficiency: Efficiency | None
 ) -> ThroughputEstimate:
     """The throughput of a forecast, all of whose events are simulated."""
     notes = forecast.trace.notes
@@ -279,9 +289,14 @@ def _throughput_of_all(
         model_flops=forecast.trace.model_flops,
         era=era,
         efficiency=efficiency,
-        stalls={} if memory.is_full else {index: count * _SEGMENT_SECONDS for index, count in memory.retried},
+        stalls=allocator_stalls(memory),
         notes=notes,
     )
+
+
+def allocator_stalls(memory: MemoryEstimate) -> dict[int, float]:
+    """Seconds for which a full GPU stands still, by index of the event before which it does (`simulate`)."""
+    return {} if memory.is_full else {index: count * _SEGMENT_SECONDS for index, count in memory.retried}
 
 
 def throughput(

@@ -51,6 +51,19 @@ def test_small_tensors_cost_steps_and_no_bandwidth() -> None:
     assert all_gather_seconds(2 * SMALL, group(num_gpus=128)) == pytest.approx(times[3], rel=0.01)
 
 
+def test_the_protocol_of_least_latency_has_little_bandwidth_between_machines() -> None:
+    # LL takes 1.25 ms for 1,023 steps and then 20 GB/s at most, LL128 2.2 ms and then 92 % of 240 GB/s
+    many = group(num_gpus=1024, network_gbit_s=3200)
+    assert all_gather_seconds(SMALL, many) == pytest.approx(1.25e-3, rel=0.01)
+    assert all_gather_seconds(50e6, many) == pytest.approx(2.2e-3 + 50e6 / 0.92 / 240e9, rel=0.01)
+
+
+def test_a_part_of_the_shards_is_gathered_inside_a_machine() -> None:
+    setup, gpu = TrainingSetup(num_gpus=64), gpu_named("h100")
+    part = group_of("shard", setup, gpu, ranks=8)
+    assert (part.ranks, part.nodes) == (8, 1)
+
+
 def test_a_small_all_reduce_over_many_machines_takes_a_tree() -> None:
     many = group(num_gpus=1024)
     assert all_reduce_seconds(SMALL, many) < all_gather_seconds(SMALL, many) / 5

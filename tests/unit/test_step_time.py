@@ -119,6 +119,13 @@ def test_copies_of_other_streams_take_the_memory_from_the_computation() -> None:
     assert simulate([copy, matmul("a")], SETUP, efficiency=PERFECT).seconds == pytest.approx(alone.seconds + 0.02)
 
 
+def test_what_slows_kernels_in_a_row_is_spread_over_them() -> None:
+    copy = Work("memory", 0, COMPUTE * 2039e9, "c", "forward", "copy_in")
+    first, second = simulate([copy, matmul("a"), matmul("b", 3 * COMPUTE)], SETUP, efficiency=PERFECT).spans[1:]
+    assert first == pytest.approx((0, 1.25 * COMPUTE), abs=1e-3)
+    assert second == pytest.approx((1.25 * COMPUTE, 5 * COMPUTE), abs=1e-3)
+
+
 def test_collectives_slow_what_memory_bounds_and_no_matmuls() -> None:
     steps = Steps()
     steps.gather("b", 1, 100 * GATHER_BYTES)
@@ -133,13 +140,15 @@ def test_collectives_slow_what_memory_bounds_and_no_matmuls() -> None:
     assert slowed == pytest.approx(0.1 / (1 - 2 * 240 * 8 / 7 / 2039), rel=0.01)
 
 
-def test_small_kernels_wait_for_the_host() -> None:
-    steps = [Work("memory", 0, 1e4, "a", "forward")] * 1000
-    timing = simulate(steps, SETUP, efficiency=PERFECT)
-    assert timing.parts["host"] > timing.parts["memory"]
-    assert 5e-3 < timing.seconds < 0.02, "5 to 20 µs per operator"
-    compiled = simulate(steps, dataclasses.replace(SETUP, compile=True), efficiency=PERFECT)
-    assert compiled.seconds < timing.seconds / 2
+def test_small_kernels_wait_for_the_host_and_less_in_the_backward_pass() -> None:
+    def step(setup: TrainingSetup = SETUP, **changed: object) -> Timing:
+        work = dataclasses.replace(Work("memory", 0, 1e4, "a", "forward"), **changed)  # type: ignore[arg-type]
+        return simulate([work] * 1000, setup, efficiency=PERFECT)
+
+    forward, backward, again = step(), step(phase="backward"), step(phase="backward", again=True)
+    assert forward.parts["host"] > forward.parts["memory"]
+    assert 5e-3 < backward.seconds < forward.seconds == again.seconds < 0.02, "5 to 20 µs per operator"
+    assert step(dataclasses.replace(SETUP, compile=True)).seconds < forward.seconds / 2
 
 
 def test_compile_saves_traffic_of_elementwise_kernels_and_leaves_matmuls_and_copies_of_shards() -> None:
