@@ -120,18 +120,6 @@ def _qwen2_5_vl(size: Size) -> PreTrainedConfig:
     return hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens)
 
 
-def _vit(size: Size) -> PreTrainedConfig:
-    return hf.ViTConfig(
-        hidden_size=size.hidden,
-        intermediate_size=size.inner,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        image_size=64 if size.layers < 6 else 224,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One training."""
@@ -166,7 +154,6 @@ CASES = (
     Case(name="MoE", config=_qwen3_moe),
     Case(name="encoder-decoder", config=_t5, auto_class=hf.AutoModelForSeq2SeqLM),
     Case(name="VLM, text alone", config=_qwen2_5_vl, auto_class=hf.AutoModelForImageTextToText),
-    Case(name="images", config=_vit, auto_class=hf.AutoModelForImageClassification),
     Case(name="LoRA", config=_llama, settings=dict(lora_r=16)),
     Case(name="LoRA, checkpointing", config=_qwen3, settings=dict(lora_r=16, activation_checkpointing=True)),
     Case(name="checkpointing", config=_llama, settings=dict(activation_checkpointing=True)),

@@ -35,7 +35,7 @@ def _on_cpus(records: Sequence[dict[str, Any]]) -> list[str]:
     lines = [
         f"## Real ranks over gloo: at most {worst:.4%} off in {len(records)} cases",
         "",
-        "The second step of a real training on CPUs, every allocation and free counted; bytes at the peak on rank 0, "
+        "A step after the first of a real training on CPUs, every allocation and free counted: the peak on rank 0, "
         "without what gloo takes for itself (the gathered bytes twice for each all-gather, the input once for each "
         f"reduce-scatter). PyTorch {_versions(records)}.",
         "",
