@@ -18,13 +18,17 @@ from hf_fsdp_tools.text import show_bytes, show_count
 
 __all__ = ["MemoryEstimate", "Outside", "estimate_memory", "memory_of"]
 
-_WIDE = ("h100", "h200", "gh200", "b200", "gb200", "b300", "geforce-50")
-"""Families of GPUs (compute capability 9, 10 and 12) for which cuBLAS gets the larger workspace."""
 _WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
 """cuBLAS' workspace, which PyTorch takes from its allocator at the first matmul and keeps (`parseChosenWorkspaceSize`
 in `aten/src/ATen/cuda/CublasHandlePool.cpp`) …"""
-_WIDE_WORKSPACE = 4096 * 8 * 1024
-"""… on Hopper and Blackwell."""
+_WORKSPACES = {
+    "h100": 32 * 2**20,
+    "b200": 32 * 2**20,
+    "rtx-5090": 32 * 2**20,
+    "mi250x": 32 * 2**20,
+    "mi300x": 128 * 2**20,
+}
+"""… by family or name of the GPUs for which it is larger: compute capability 9, 10 and 12, and AMD's."""
 
 _CONTEXT = 500 * 2**20
 """CUDA context with the kernels of PyTorch and cuBLAS that are loaded. (assumed; 0.4 to 0.6 GiB are usual)"""
@@ -37,6 +41,11 @@ _NCCL_CHANNEL = 10 * 2**20
 _NCCL_CHANNELS = 24
 """Channels of a ring on NVLink. (assumed: up to 32; a ring has two directions whatever the scale, NVIDIA/nccl issue
 986.) With the context this makes the 1.06 GB of issue 1685 on 8 H100."""
+
+
+_SETTLED = 3
+"""Steps after the first until the allocator does the same in every step: segments that one step adds change which
+blocks the next one reuses. (2 or 3 in the trainings of `benchmarks/results/foresight_memory.md`)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,13 +224,14 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
 
 
 def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None, *, expandable: bool = False) -> Replay:
-    """The second step in the allocator: after parameters, and a first step in which the optimizer takes its state."""
+    """A late step in the allocator: after parameters, and a first step in which the optimizer takes its state."""
     workspace = Alloc(-1, _workspace(gpu_named(setup.gpu)), "temporaries", "")
-    return replay((*step.parameters, workspace), step.first, step.events, limit=limit, expandable=expandable)
+    later = [step.events] * (1 if expandable else _SETTLED)
+    return replay((*step.parameters, workspace), step.first, *later, limit=limit, expandable=expandable)
 
 
 def _workspace(gpu: Gpu) -> int:
-    return _WIDE_WORKSPACE if gpu.family in _WIDE else _WORKSPACE
+    return _WORKSPACES.get(gpu.name, _WORKSPACES.get(gpu.family, _WORKSPACE))
 
 
 def _outside(setup: TrainingSetup) -> tuple[Outside, ...]:
