@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.foreseeing.cases import SIZES
+
 __all__ = ["render"]
 
 _MIB = 2**20
@@ -63,13 +65,14 @@ def _on_device(device: str, records: Sequence[dict[str, Any]]) -> list[str]:
         "The fourth step of a real training on one device, which is rank 0 of so many: `max_memory_allocated` and "
         f"`max_memory_reserved` in MiB. PyTorch {_versions(records)}.",
         "",
-        "| training | GPUs | parameters | allocated | foreseen | error | reserved | foreseen | error | accelerate "
+        "| training | GPUs | parameters | tokens | allocated | foreseen | error | reserved | foreseen | error | accelerate "
         "| DeepSpeed |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for record in records:
         real, peers = record["measured"], record["peers"]
         cells = [record["case"], str(record["gpus"]), f"{real['parameters'] / 1e6:.0f} M"]
+        cells += ["{} × {:,}".format(SIZES[record["size"]].batch_size, SIZES[record["size"]].seq_len)]
         for key in ("allocated", "reserved"):
             cells += [_mib(real[key]), _mib(record["foreseen"][key]), f"{_error(record, key):+.2%}"]
         cells += [_mib(peers["accelerate"]), _mib(peers["DeepSpeed"])]
