@@ -59,15 +59,18 @@ def _on_device(device: str, records: Sequence[dict[str, Any]]) -> list[str]:
         f"{key} {statistics.median(each):.2%} off in the median and {max(each):.2%} at most"
         for key, each in errors.items()
     )
+    is_stand_in = "Fake" in device
+    name = "An H100's stand-in under PyTorch's caching allocator" if is_stand_in else device
+    what = "The device is a stand-in for the CUDA runtime: sizes are real, kernels do nothing. " if is_stand_in else ""
     lines = [
-        f"## {device}: {found}",
+        f"## {name}: {found}",
         "",
         "The fourth step of a real training on one device, which is rank 0 of so many: `max_memory_allocated` and "
-        f"`max_memory_reserved` in MiB. PyTorch {_versions(records)}.",
+        f"`max_memory_reserved` in MiB. {what}PyTorch {_versions(records)}.",
         "",
         "| training | GPUs | parameters | tokens | allocated | foreseen | error | reserved | foreseen | error | accelerate "
         "| DeepSpeed |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        f"| --- {'| ---: ' * 11}|",
     ]
     for record in records:
         real, peers = record["measured"], record["peers"]
