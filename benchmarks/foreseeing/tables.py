@@ -68,8 +68,8 @@ def _on_device(device: str, records: Sequence[dict[str, Any]]) -> list[str]:
         "The fourth step of a real training on one device, which is rank 0 of so many: `max_memory_allocated` and "
         f"`max_memory_reserved` in MiB. {what}PyTorch {_versions(records)}.",
         "",
-        "| training | GPUs | parameters | tokens | allocated | foreseen | error | reserved | foreseen | error | accelerate "
-        "| DeepSpeed |",
+        "| training | GPUs | parameters | tokens | allocated | foreseen | error | reserved | foreseen | error "
+        "| accelerate | DeepSpeed |",
         f"| --- {'| ---: ' * 11}|",
     ]
     for record in records:
