@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.foreseeing.cases import SIZES
+
 __all__ = ["render"]
 
 _MIB = 2**20
@@ -57,19 +59,23 @@ def _on_device(device: str, records: Sequence[dict[str, Any]]) -> list[str]:
         f"{key} {statistics.median(each):.2%} off in the median and {max(each):.2%} at most"
         for key, each in errors.items()
     )
+    is_stand_in = "Fake" in device
+    name = "An H100's stand-in under PyTorch's caching allocator" if is_stand_in else device
+    what = "The device is a stand-in for the CUDA runtime: sizes are real, kernels do nothing. " if is_stand_in else ""
     lines = [
-        f"## {device}: {found}",
+        f"## {name}: {found}",
         "",
         "The fourth step of a real training on one device, which is rank 0 of so many: `max_memory_allocated` and "
-        f"`max_memory_reserved` in MiB. PyTorch {_versions(records)}.",
+        f"`max_memory_reserved` in MiB. {what}PyTorch {_versions(records)}.",
         "",
-        "| training | GPUs | parameters | allocated | foreseen | error | reserved | foreseen | error | accelerate "
-        "| DeepSpeed |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| training | GPUs | parameters | tokens | allocated | foreseen | error | reserved | foreseen | error "
+        "| accelerate | DeepSpeed |",
+        f"| --- {'| ---: ' * 11}|",
     ]
     for record in records:
         real, peers = record["measured"], record["peers"]
         cells = [record["case"], str(record["gpus"]), f"{real['parameters'] / 1e6:.0f} M"]
+        cells += ["{} × {:,}".format(SIZES[record["size"]].batch_size, SIZES[record["size"]].seq_len)]
         for key in ("allocated", "reserved"):
             cells += [_mib(real[key]), _mib(record["foreseen"][key]), f"{_error(record, key):+.2%}"]
         cells += [_mib(peers["accelerate"]), _mib(peers["DeepSpeed"])]
