@@ -19,8 +19,8 @@ from hf_fsdp_tools.foresight.forecast import Forecast, step_of
 from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.streams import step_schedule
-from hf_fsdp_tools.foresight.time import simulate
 from hf_fsdp_tools.foresight.timeline import Timeline
+from hf_fsdp_tools.foresight.timing.time import simulate
 from hf_fsdp_tools.plots.comparison import draw_comparison
 from hf_fsdp_tools.plots.figure import save
 from hf_fsdp_tools.plots.memory import draw_memory

@@ -14,9 +14,9 @@ import numpy as np
 
 from benchmarks.foreseeing.rows import Row
 from benchmarks.foreseeing.throughput import Program
-from hf_fsdp_tools.foresight.efficiency import Efficiency
-from hf_fsdp_tools.foresight.hardware import gpu_named
 from hf_fsdp_tools.foresight.throughput import straggling
+from hf_fsdp_tools.foresight.timing.efficiency import Efficiency
+from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
 __all__ = ["START", "Constants", "Outcome", "efficiency_from", "fit", "leave_out", "predict"]
 

@@ -16,10 +16,10 @@ from benchmarks.foreseeing.cases import CASES, SIZES, Case
 from benchmarks.foreseeing.peers import accelerate_bytes, deepspeed_bytes
 from hf_fsdp_tools import build_meta_model
 from hf_fsdp_tools.foresight.build import build
-from hf_fsdp_tools.foresight.dry_run import trace_model
 from hf_fsdp_tools.foresight.events import Alloc, Free
+from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.memory import estimate_memory
-from hf_fsdp_tools.foresight.step import Step, compose
+from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from tests._dist import run_ranks
 
 __all__ = ["case_named", "foresee", "foreseen_on_cpus", "measured", "requested", "runs"]

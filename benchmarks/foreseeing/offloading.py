@@ -6,7 +6,7 @@ The library has no such option; the benchmark lays it over a trace.
 from dataclasses import replace
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Mark, Work
-from hf_fsdp_tools.foresight.trace import Trace
+from hf_fsdp_tools.foresight.tracing.trace import Trace
 
 __all__ = ["offload_checkpoints"]
 

@@ -18,8 +18,8 @@ from hf_fsdp_tools import (
     make_wrap_plan,
     shard_model,
 )
-from hf_fsdp_tools.foresight.inputs import make_batch
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.tracing.inputs import make_batch
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.shard import apply_sharding
 

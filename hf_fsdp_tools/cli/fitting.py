@@ -133,7 +133,7 @@ def _gpu_here() -> str:
         ConfigError: it has none, or one that the table does not know.
     """
     from hf_fsdp_tools.accelerator import device_title, find_accelerator
-    from hf_fsdp_tools.foresight.hardware import gpu_named
+    from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
     device = find_accelerator()
     title = None if device is None else device_title(device)

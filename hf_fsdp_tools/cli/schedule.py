@@ -40,7 +40,7 @@ def add_schedule(commands: Any) -> None:
 def _schedule(options: argparse.Namespace) -> None:
     from hf_fsdp_tools.foresight.forecast import step_of
     from hf_fsdp_tools.foresight.streams import step_schedule
-    from hf_fsdp_tools.foresight.time import simulate
+    from hf_fsdp_tools.foresight.timing.time import simulate
 
     check_picture(options.output)
     setup, kwargs = setup_of(options), model_of(options)

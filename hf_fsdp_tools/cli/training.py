@@ -121,7 +121,7 @@ def check_machines(setup: "TrainingSetup") -> None:
     Raises:
         ConfigError: the GPU is unknown, or the machines would have unequal numbers of GPUs.
     """
-    from hf_fsdp_tools.foresight.hardware import gpu_named
+    from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
     gpu_named(setup.gpu)
     total, each = setup.num_gpus, setup.gpus_per_node

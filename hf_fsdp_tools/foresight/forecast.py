@@ -10,10 +10,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.foresight.build import build
-from hf_fsdp_tools.foresight.dry_run import trace_model
+from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.step import Step, compose
-from hf_fsdp_tools.foresight.trace import Trace
+from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
+from hf_fsdp_tools.foresight.tracing.trace import Trace
 from hf_fsdp_tools.planning.plan import WrapPlan
 
 __all__ = ["Forecast", "Source", "step_of"]

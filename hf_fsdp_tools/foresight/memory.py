@@ -10,10 +10,10 @@ from typing import Any
 from hf_fsdp_tools.foresight.allocator import Replay, replay
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Work
 from hf_fsdp_tools.foresight.forecast import Forecast, Source, step_of
-from hf_fsdp_tools.foresight.hardware import Gpu, gpu_named
+from hf_fsdp_tools.foresight.fsdp2.step import Step
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.step import Step
 from hf_fsdp_tools.foresight.timeline import memory_timeline
+from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
 from hf_fsdp_tools.text import show_bytes, show_count
 
 __all__ = ["MemoryEstimate", "Outside", "estimate_memory", "memory_of"]

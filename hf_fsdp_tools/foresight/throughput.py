@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hf_fsdp_tools.foresight.efficiency import LATEST_ERA, Efficiency, efficiency_of
 from hf_fsdp_tools.foresight.events import Event, Work
 from hf_fsdp_tools.foresight.forecast import Forecast, Source, step_of
-from hf_fsdp_tools.foresight.hardware import Gpu, gpu_named
+from hf_fsdp_tools.foresight.fsdp2.step import compose
 from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.step import compose
-from hf_fsdp_tools.foresight.time import simulate
+from hf_fsdp_tools.foresight.timing.efficiency import LATEST_ERA, Efficiency, efficiency_of
+from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
+from hf_fsdp_tools.foresight.timing.time import simulate
 from hf_fsdp_tools.text import show_count
 
 __all__ = [

@@ -4,15 +4,15 @@ import dataclasses
 
 import pytest
 
-from hf_fsdp_tools.foresight.collectives import (
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.timing.collectives import (
     Group,
     all_gather_seconds,
     all_reduce_seconds,
     group_of,
     reduce_scatter_seconds,
 )
-from hf_fsdp_tools.foresight.hardware import gpu_named
-from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
 BIG, SMALL = 64e9, 1e3
 

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.hardware import GPUS, Gpu, gpu_named
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.timing.hardware import GPUS, Gpu, gpu_named
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from hf_fsdp_tools import MemoryEstimate, estimate_memory
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight import forecast, memory
-from hf_fsdp_tools.foresight.hardware import gpu_named
+from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
 GPU = gpu_named("a100-80gb")
 

@@ -14,12 +14,12 @@ from benchmarks.foreseeing.offloading import offload_checkpoints
 from benchmarks.foreseeing.peers import accelerate_bytes, deepspeed_bytes
 from benchmarks.foreseeing.rows import Row, read_rows, teraflops
 from benchmarks.foreseeing.throughput import forecast_of, recomputed_events
-from hf_fsdp_tools.foresight.efficiency import efficiency_of
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Mark, Work
-from hf_fsdp_tools.foresight.hardware import gpu_named
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.throughput import throughput_of
-from hf_fsdp_tools.foresight.trace import Trace
+from hf_fsdp_tools.foresight.timing.efficiency import efficiency_of
+from hf_fsdp_tools.foresight.timing.hardware import gpu_named
+from hf_fsdp_tools.foresight.tracing.trace import Trace
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/foresight_throughput.md"
 

@@ -11,10 +11,10 @@ from itertools import product
 import pytest
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.hardware import gpu_named
 from hf_fsdp_tools.foresight.recommend import BATCHES, choose
 from hf_fsdp_tools.foresight.search import GAIN, Cost
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
 GPU = gpu_named("h100-80gb").memory_bytes
 

@@ -18,13 +18,13 @@ from transformers import AutoConfig, LlamaConfig
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.build import build
-from hf_fsdp_tools.foresight.dry_run import trace_model
 from hf_fsdp_tools.foresight.events import Alloc, Free, Gradient, Mark, Record, Wait, Work
-from hf_fsdp_tools.foresight.optimizer import Updated, optimizer_step
+from hf_fsdp_tools.foresight.fsdp2.optimizer import Updated, optimizer_step
+from hf_fsdp_tools.foresight.fsdp2.shard_sizes import dtype_of
+from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.shard_sizes import dtype_of
-from hf_fsdp_tools.foresight.step import Step, compose
-from hf_fsdp_tools.foresight.trace import Parameter, Trace
+from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
+from hf_fsdp_tools.foresight.tracing.trace import Parameter, Trace
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy

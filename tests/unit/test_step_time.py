@@ -6,12 +6,12 @@ import json
 import pytest
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.efficiency import ERAS, Efficiency, efficiency_of
 from hf_fsdp_tools.foresight.events import Event, Record, Wait, Work
-from hf_fsdp_tools.foresight.hardware import GPUS
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.throughput import ThroughputEstimate, straggling, throughput
-from hf_fsdp_tools.foresight.time import Timing, chrome_trace, simulate
+from hf_fsdp_tools.foresight.timing.efficiency import ERAS, Efficiency, efficiency_of
+from hf_fsdp_tools.foresight.timing.hardware import GPUS
+from hf_fsdp_tools.foresight.timing.time import Timing, chrome_trace, simulate
 
 SETUP = TrainingSetup(num_gpus=8, gpu="a100-80gb")
 PERFECT = Efficiency(matmul=1, attention=1, memory=1, network=1, error=0.1, source="nothing lost")

@@ -7,9 +7,9 @@ from transformers import LlamaConfig
 
 from hf_fsdp_tools import ConfigError, ThroughputEstimate, estimate_throughput
 from hf_fsdp_tools.foresight.forecast import Forecast, step_of
+from hf_fsdp_tools.foresight.fsdp2.step import compose
 from hf_fsdp_tools.foresight.memory import memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.step import compose
 from hf_fsdp_tools.foresight.throughput import scaling, throughput, throughput_of
 
 CONFIG = LlamaConfig(

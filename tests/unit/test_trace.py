@@ -13,13 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import masking_utils
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight import dry_run
 from hf_fsdp_tools.foresight.build import build, max_positions
-from hf_fsdp_tools.foresight.dry_run import trace_model
 from hf_fsdp_tools.foresight.events import Alloc, Free, Gradient, Mark, Work
-from hf_fsdp_tools.foresight.recorder import Recorder
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.trace import Trace
+from hf_fsdp_tools.foresight.tracing import dry_run
+from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
+from hf_fsdp_tools.foresight.tracing.recorder import Recorder
+from hf_fsdp_tools.foresight.tracing.trace import Trace
 
 SIZES = {
     "vocab_size": 131,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.hardware import Gpu
+from hf_fsdp_tools.foresight.timing.hardware import Gpu
 
 __all__ = ["ERAS", "LATEST_ERA", "Efficiency", "efficiency_of"]
 

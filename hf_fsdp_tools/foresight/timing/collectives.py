@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from hf_fsdp_tools.foresight.hardware import Gpu
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.timing.hardware import Gpu
 
 __all__ = ["Axis", "Group", "all_gather_seconds", "all_reduce_seconds", "group_of", "reduce_scatter_seconds"]
 

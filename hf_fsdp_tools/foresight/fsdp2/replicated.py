@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from hf_fsdp_tools.foresight.fsdp2.shard_sizes import dtype_of
+from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.shard_sizes import dtype_of
-from hf_fsdp_tools.foresight.trace import Parameter
-from hf_fsdp_tools.foresight.writer import EventWriter
+from hf_fsdp_tools.foresight.tracing.trace import Parameter
 
 __all__ = ["AveragedGradients", "BucketedGradients", "kept_bytes"]
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Kind, Work
-from hf_fsdp_tools.foresight.recorder import Recorder
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 
 __all__ = ["OPTIMIZERS", "OptimizerStep", "Updated", "optimizer_step"]
 

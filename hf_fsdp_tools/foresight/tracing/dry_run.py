@@ -23,16 +23,16 @@ from transformers import masking_utils
 
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.foresight.build import DTYPES
-from hf_fsdp_tools.foresight.chunked_loss import chunk_loss
 from hf_fsdp_tools.foresight.events import Event, Gradient, Work
-from hf_fsdp_tools.foresight.fallback import events_by_formula
-from hf_fsdp_tools.foresight.inputs import make_batch
-from hf_fsdp_tools.foresight.kernels import AsOnCuda, flash_attention, imitate_4bit
-from hf_fsdp_tools.foresight.recorder import Recorder
-from hf_fsdp_tools.foresight.repeats import Stack, configs_of, cut_plan, repeating_stacks, short_copy
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.splice import Bounds, expand
-from hf_fsdp_tools.foresight.trace import Parameter, Trace
+from hf_fsdp_tools.foresight.tracing.chunked_loss import chunk_loss
+from hf_fsdp_tools.foresight.tracing.fallback import events_by_formula
+from hf_fsdp_tools.foresight.tracing.inputs import make_batch
+from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, imitate_4bit
+from hf_fsdp_tools.foresight.tracing.recorder import Recorder
+from hf_fsdp_tools.foresight.tracing.repeats import Stack, configs_of, cut_plan, repeating_stacks, short_copy
+from hf_fsdp_tools.foresight.tracing.splice import Bounds, expand
+from hf_fsdp_tools.foresight.tracing.trace import Parameter, Trace
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Kind, Mark
-from hf_fsdp_tools.foresight.optimizer import OptimizerStep, Updated, optimizer_step
-from hf_fsdp_tools.foresight.replicated import AveragedGradients, BucketedGradients, kept_bytes
-from hf_fsdp_tools.foresight.schedule import Fsdp2Schedule
+from hf_fsdp_tools.foresight.fsdp2.optimizer import OptimizerStep, Updated, optimizer_step
+from hf_fsdp_tools.foresight.fsdp2.replicated import AveragedGradients, BucketedGradients, kept_bytes
+from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule
+from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard, dtype_of, split_parameters
+from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.shard_sizes import Shard, dtype_of, split_parameters
-from hf_fsdp_tools.foresight.trace import Parameter, Trace
-from hf_fsdp_tools.foresight.writer import EventWriter
+from hf_fsdp_tools.foresight.tracing.trace import Parameter, Trace
 from hf_fsdp_tools.planning.plan import WrapPlan
 
 __all__ = ["Step", "compose"]

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Kind, Mark, Phase, Work
-from hf_fsdp_tools.foresight.kernels import counted, run_on, scratch
-from hf_fsdp_tools.foresight.sums import holders_of_a_sum, is_sum_in_place
+from hf_fsdp_tools.foresight.tracing.kernels import counted, run_on, scratch
+from hf_fsdp_tools.foresight.tracing.sums import holders_of_a_sum, is_sum_in_place
 
 __all__ = ["Recorder"]
 

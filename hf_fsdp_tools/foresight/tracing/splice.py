@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Mark, Work
-from hf_fsdp_tools.foresight.recorder import Recorder
-from hf_fsdp_tools.foresight.repeats import Stack, block_and_rest
+from hf_fsdp_tools.foresight.tracing.recorder import Recorder
+from hf_fsdp_tools.foresight.tracing.repeats import Stack, block_and_rest
 
 __all__ = ["Bounds", "expand"]
 

@@ -1,6 +1,8 @@
 """How long one kernel, copy or collective runs by itself: a roofline over the peaks of a GPU."""
 
-from hf_fsdp_tools.foresight.collectives import (
+from hf_fsdp_tools.foresight.events import Work
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.timing.collectives import (
     Axis,
     Group,
     all_gather_seconds,
@@ -8,10 +10,8 @@ from hf_fsdp_tools.foresight.collectives import (
     group_of,
     reduce_scatter_seconds,
 )
-from hf_fsdp_tools.foresight.efficiency import Efficiency
-from hf_fsdp_tools.foresight.events import Work
-from hf_fsdp_tools.foresight.hardware import Gpu
-from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.timing.efficiency import Efficiency
+from hf_fsdp_tools.foresight.timing.hardware import Gpu
 
 __all__ = ["COLLECTIVES", "COPIES", "Durations"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.trace import Parameter
+from hf_fsdp_tools.foresight.tracing.trace import Parameter
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.sharding.placement import is_much_padding, padded_ratio, sharded_dim
 

@@ -13,7 +13,7 @@ from torch import nn
 from hf_fsdp_tools.foresight.build import DTYPES
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Mark, Phase, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.trace import Parameter
+from hf_fsdp_tools.foresight.tracing.trace import Parameter
 from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.planning.plan import WrapPlan
 

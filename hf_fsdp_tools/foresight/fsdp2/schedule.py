@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hf_fsdp_tools.foresight.events import Gradient, Mark, Stream
-from hf_fsdp_tools.foresight.reduce import Reducer
+from hf_fsdp_tools.foresight.fsdp2.reduce import Reducer
+from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard, UnitShards
+from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.shard_sizes import Shard, UnitShards
-from hf_fsdp_tools.foresight.writer import EventWriter
 
 __all__ = ["Fsdp2Schedule"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.recorder import Recorder
+from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 
 __all__ = ["chunk_loss"]
 

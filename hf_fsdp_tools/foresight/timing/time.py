@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_fsdp_tools.foresight.durations import COLLECTIVES, Durations
-from hf_fsdp_tools.foresight.efficiency import Efficiency, efficiency_of
 from hf_fsdp_tools.foresight.events import Event, Work
-from hf_fsdp_tools.foresight.hardware import gpu_named
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.simulation import run
+from hf_fsdp_tools.foresight.timing.durations import COLLECTIVES, Durations
+from hf_fsdp_tools.foresight.timing.efficiency import Efficiency, efficiency_of
+from hf_fsdp_tools.foresight.timing.hardware import gpu_named
+from hf_fsdp_tools.foresight.timing.simulation import run
 
 __all__ = ["Timing", "chrome_trace", "simulate"]
 

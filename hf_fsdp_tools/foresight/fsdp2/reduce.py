@@ -7,9 +7,9 @@ Follows `foreach_reduce` in torch 2.13's `_fsdp_collectives.py`, and what `FSDPP
 from collections.abc import Iterable, Sequence
 
 from hf_fsdp_tools.foresight.events import Stream
+from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard, dtype_of
+from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.shard_sizes import Shard, dtype_of
-from hf_fsdp_tools.foresight.writer import EventWriter
 
 __all__ = ["Reducer"]
 

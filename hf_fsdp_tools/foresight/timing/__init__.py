@@ -1,0 +1,1 @@
+"""How long events take on GPUs and links."""

@@ -1,0 +1,1 @@
+"""Dry runs: the real model on tensors without data gives the events of one micro-step."""
