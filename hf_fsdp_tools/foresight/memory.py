@@ -206,7 +206,7 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
     kinds["rounding"] = used.peak_allocated - sum(kinds.values())
     return MemoryEstimate(
         model_class=forecast.model_class,
-        num_params=forecast.plan.num_params,
+        num_params=forecast.trace.num_params,
         setup=setup,
         peak_allocated=used.peak_allocated,
         peak_reserved=used.peak_reserved,

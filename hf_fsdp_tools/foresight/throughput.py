@@ -284,7 +284,7 @@ def _throughput_of_all(
     return throughput(
         forecast.step.events,
         forecast.setup,
-        name=f"{forecast.model_class} with {show_count(forecast.plan.num_params)} parameters",
+        name=f"{forecast.model_class} with {show_count(forecast.trace.num_params)} parameters",
         tokens=forecast.trace.tokens,
         model_flops=forecast.trace.model_flops,
         era=era,

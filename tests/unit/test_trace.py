@@ -248,6 +248,7 @@ def test_a_4bit_base_is_gathered_packed_and_unpacked_for_each_product():
     assert len(unpacked) >= 6 and {each.kind for each in unpacked} == {"temporaries"}
     assert trace.buffer_bytes > 2 * (3 * 48 * 68 + 2 * 48 * 48 + 2 * 48 * 24) // 64 * 4
     assert {each.requires_grad for each in trace.parameters if "lora_" in each.fqn} == {True}
+    assert trace.num_params == traced("llama", lora_r=4).num_params, "values are counted, not the bytes that hold them"
 
 
 def test_a_loss_in_chunks_never_holds_all_logits():

@@ -162,6 +162,7 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
             requires_grad=parameter.requires_grad,
             module=name.rpartition(".")[0],
             is_whole=is_whole or setup.wrapping == "none",
+            packed_values=packing_of(packed[name]).numel if name in packed else 0,
         )
 
 

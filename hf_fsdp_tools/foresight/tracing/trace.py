@@ -29,6 +29,8 @@ class Parameter:
     """Fqn of the module that holds it by its first name."""
     is_whole: bool = False
     """Whether every rank holds it whole, because the plan replicates it or nothing is wrapped."""
+    packed_values: int = 0
+    """Of a 4-bit weight: how many values its elements hold."""
 
     @property
     def numel(self) -> int:
@@ -62,6 +64,11 @@ class Trace:
     """How many blocks of the model stand for all of them; 0 where all were run."""
     repeated: int = 0
     """How many blocks have events that were repeated, and not recorded."""
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the model, tied ones once, 4-bit ones as values."""
+        return sum(each.packed_values or each.numel for each in self.parameters)
 
     def to_json(self) -> str:
         """This trace as JSON text."""
