@@ -221,7 +221,7 @@ def declare_complete(
     *,
     checksums: bool,
     best: str | None,
-    push: Callable[[], Path | None],
+    push: Callable[[], Collection[Path]],
 ) -> None:
     """Declare a checkpoint complete, begin to upload it, then delete old ones. Every rank must call.
 
@@ -231,7 +231,7 @@ def declare_complete(
         args: of the Trainer.
         checksums: see `write_manifest`.
         best: path of the best checkpoint, which is not deleted.
-        push: begins to upload the checkpoint; the one that is uploaded just now.
+        push: begins to upload the checkpoint, and gives all whose uploads are under way.
     """
     try:
         write_manifest(folder, written, TRAINER_GLOBS, checksums=checksums)
@@ -266,7 +266,7 @@ def as_asked(args: Any) -> Any:
     return asked
 
 
-def rotate(latest: Path, limit: int | None, best: str | None, *, uploaded: Path | None = None) -> None:
+def rotate(latest: Path, limit: int | None, best: str | None, *, uploaded: Collection[Path] = ()) -> None:
     """Delete a Trainer's old checkpoints: keep `limit` in all, the one just saved and the best one among them.
 
     Which others are oldest is transformers' rule. A checkpoint whose saving was interrupted does not count, and is
@@ -276,7 +276,7 @@ def rotate(latest: Path, limit: int | None, best: str | None, *, uploaded: Path 
         latest: was saved just now, and is complete.
         limit: `save_total_limit`; None or 0 deletes nothing.
         best: path of the best checkpoint, if there is one.
-        uploaded: a checkpoint whose upload may be under way, which stays until the next time.
+        uploaded: checkpoints whose uploads may be under way, which stay until the next time.
     """
     if limit is None or limit <= 0:
         return
@@ -292,5 +292,5 @@ def rotate(latest: Path, limit: int | None, best: str | None, *, uploaded: Path 
         if path.name in older:
             remove_checkpoint(path)
     for path in [path for path in others if path not in kept][:too_many]:
-        if uploaded is None or path.resolve() != uploaded.resolve():
+        if path.resolve() not in {each.resolve() for each in uploaded}:
             remove_checkpoint(path)

@@ -1,7 +1,7 @@
 """The Trainer's uploads to the hub: of complete folders only, with one error for all ranks or a warning."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from fnmatch import fnmatchcase
 from functools import partial
@@ -118,11 +118,11 @@ class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
             self.push_in_progress = None
 
 
-def push_of(trainer: Any, checkpoint: Path) -> Callable[[], Path | None]:
+def push_of(trainer: Any, checkpoint: Path) -> Callable[[], Collection[Path]]:
     """A function that begins to upload a checkpoint once it is complete, by the step that training is at now.
 
-    It gives the checkpoint that is uploaded just now: this one, an earlier one, or none. For the main process of each
-    node; only rank 0 uploads.
+    It gives the checkpoints whose uploads are under way: this one, earlier ones (several with `hub_always_push`), or
+    none. For the main process of each node; only rank 0 uploads.
     """
     args, state = trainer.args, trainer.state
     is_step = args.save_strategy == SaveStrategy.STEPS
@@ -130,16 +130,16 @@ def push_of(trainer: Any, checkpoint: Path) -> Callable[[], Path | None]:
     return partial(_push_complete, trainer, checkpoint, f"Training in progress, {when}")
 
 
-def _push_complete(trainer: Any, checkpoint: Path, message: str) -> Path | None:
+def _push_complete(trainer: Any, checkpoint: Path, message: str) -> Collection[Path]:
     """Begin to upload a complete checkpoint as `hub_strategy` says, in the background."""
     args, before = trainer.args, trainer.push_in_progress
     if not args.push_to_hub or args.hub_strategy == HubStrategy.END or not trainer.is_world_process_zero():
-        return None
+        return ()
     if before is not None and before.is_done():
         _warn_of_failures(before)
         before = None
     if before is not None and not args.hub_always_push:
-        return Path(before.checkpoint)
+        return _under_way(before)
     trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
     files = _files_of(checkpoint, _OF_A_STATE)
     if (card := Path(args.output_dir, CARD)).is_file():
@@ -149,8 +149,13 @@ def _push_complete(trainer: Any, checkpoint: Path, message: str) -> Path | None:
         files |= {f"{within}{name}": path for name, path in _files_of(checkpoint, (".save-*",)).items()}
     job = hf_api().run_as_future(_upload, _target(trainer, message), checkpoint, files)
     trainer.push_in_progress = PushInProgress([*(before.jobs if before is not None else []), job])
-    trainer.push_in_progress.checkpoint = checkpoint  # an attribute of our own
-    return checkpoint
+    earlier = before.checkpoints if before is not None else {}
+    trainer.push_in_progress.checkpoints = {**earlier, job: checkpoint}  # an attribute of our own
+    return _under_way(trainer.push_in_progress)
+
+
+def _under_way(push: Any) -> Collection[Path]:
+    return {checkpoint for job, checkpoint in push.checkpoints.items() if not job.done()}
 
 
 def _upload(target: HubTarget, folder: Path, files: dict[str, Path]) -> str:

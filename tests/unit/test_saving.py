@@ -162,6 +162,14 @@ def test_rotation_keeps_the_limit_and_the_best(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-5"}
 
 
+def test_rotation_leaves_every_checkpoint_that_is_still_uploaded(tmp_path: Path) -> None:
+    folders = [checkpoint(tmp_path / f"checkpoint-{step}", step) for step in range(1, 5)]
+    for step, folder in enumerate(folders):
+        os.utime(folder, (step * 100, step * 100))
+    rotate(folders[-1], 1, None, uploaded=folders[1:3])
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-3", "checkpoint-4"}
+
+
 def test_a_checkpoint_of_which_a_file_is_deleted_counts_as_complete_no_more(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint-1")
     seen: list[tuple[set[str], str]] = []
