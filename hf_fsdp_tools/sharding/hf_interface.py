@@ -153,6 +153,11 @@ def _push_to_hub(
         model.add_model_tags(tags)  # type: ignore[operator]  # transformers' own
     folder = ""
     with agreed("making a temporary folder"):
+        if not upload.get("blocking", True):
+            raise ConfigError(
+                "push_to_hub(blocking=False) would remove its temporary folder while that is written. Use "
+                "save_pretrained(folder, push_to_hub=True, blocking=False), with a folder that stays."
+            )
         if rank_and_size()[0] == 0:
             folder = mkdtemp(prefix="push_to_hub-")
     folder = all_ranks(folder, "making a temporary folder")[0]
