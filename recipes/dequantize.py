@@ -45,7 +45,7 @@ def main() -> None:
         raise SystemExit(f"{args.checkpoint} is not quantised, or was dequantised by transformers: nothing to do.")
     try:
         model = model.dequantize(dtype)
-    except NotImplementedError:
+    except NotImplementedError:  # transformers cannot for this method, but its layers answer one by one
         for name, layer in list(model.named_modules()):
             if isinstance(getattr(layer, "in_features", None), int) and type(layer) is not nn.Linear:
                 model.set_submodule(name, plain_linear(layer, dtype, device))

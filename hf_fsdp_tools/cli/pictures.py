@@ -46,7 +46,7 @@ def draw_estimate(path: Path, found: Mapping[str, Estimate], scaled: Mapping[int
     from hf_fsdp_tools.plots.comparison import draw_comparison
     from hf_fsdp_tools.plots.figure import save
     from hf_fsdp_tools.plots.memory import draw_memory
-    from hf_fsdp_tools.plots.page import write_page
+    from hf_fsdp_tools.plots.page import page_text
     from hf_fsdp_tools.plots.scaling import ScalingCurve, draw_scaling
     from hf_fsdp_tools.plots.schedule import draw_schedule
     from hf_fsdp_tools.text import show_bytes
@@ -69,8 +69,7 @@ def draw_estimate(path: Path, found: Mapping[str, Estimate], scaled: Mapping[int
         curve = ScalingCurve(name=memory.setup.gpu, num_gpus=tuple(scaled), values=tuple(values))
         figures["speed over the number of GPUs"] = draw_scaling([curve], setting=setting, quantity="tokens/s per GPU")
     figures["communication and computation of a step"] = draw_schedule(schedule, model=setting)
-    write_page(
-        path,
+    page = page_text(
         title=f"{time.name}: {show_bytes(memory.total)} per GPU, {time.tokens_per_second_per_gpu:,.0f} tokens/s",
         setting=setting,
         numbers={
@@ -86,6 +85,7 @@ def draw_estimate(path: Path, found: Mapping[str, Estimate], scaled: Mapping[int
         plan=forecast.plan,
         notes=[*memory.notes, f"Efficiencies: {time.source}; software of {time.era}."],
     )
+    path.write_text(page, encoding="utf-8")
 
 
 def draw_step(path: Path, schedule: "Schedule", forecast: "Forecast") -> None:
@@ -97,7 +97,7 @@ def draw_step(path: Path, schedule: "Schedule", forecast: "Forecast") -> None:
         forecast: what it was made of.
     """
     from hf_fsdp_tools.plots.figure import save
-    from hf_fsdp_tools.plots.page import write_page
+    from hf_fsdp_tools.plots.page import page_text
     from hf_fsdp_tools.plots.schedule import draw_schedule
 
     setting = _setting(forecast)
@@ -112,7 +112,8 @@ def draw_step(path: Path, schedule: "Schedule", forecast: "Forecast") -> None:
     }
     figures = {"communication and computation of a step": figure}
     title = f"A step of {forecast.model_class}"
-    write_page(path, title=title, setting=setting, numbers=numbers, breakdown={}, figures=figures, plan=forecast.plan)
+    page = page_text(title=title, setting=setting, numbers=numbers, breakdown={}, figures=figures, plan=forecast.plan)
+    path.write_text(page, encoding="utf-8")
 
 
 def _over_time(memory: "MemoryEstimate") -> "Timeline":

@@ -23,7 +23,7 @@ from hf_fsdp_tools.foresight.timeline import Timeline
 from hf_fsdp_tools.foresight.timing.time import simulate
 from hf_fsdp_tools.plots.figure import check_matplotlib, save
 from hf_fsdp_tools.plots.memory import draw_memory
-from hf_fsdp_tools.plots.page import write_page
+from hf_fsdp_tools.plots.page import page_text
 from hf_fsdp_tools.plots.schedule import draw_schedule
 from hf_fsdp_tools.text import show_bytes
 
@@ -152,8 +152,7 @@ class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is 
         numbers = {"peak memory, measured": show_bytes(self.timeline.peak_bytes)}
         if self.predicted is not None:
             numbers["peak memory, predicted"] = show_bytes(self.predicted.timeline.peak_bytes)
-        write_page(
-            path,
+        page = page_text(
             title=f"One step of {self._name()}",
             setting="recorded by torch's profiler",
             numbers=numbers | {"exposed communication, measured": f"{1e3 * self.schedule.exposed_seconds:,.1f} ms"},
@@ -161,6 +160,7 @@ class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is 
             figures={"memory of a step": memory, "streams of a step": self._draw_schedule(self.schedule)},
             plan=self.predicted.forecast.plan if self.predicted is not None else None,
         )
+        path.write_text(page, encoding="utf-8")
 
     def _name(self) -> str:
         return type(self.model).__name__ if self.model is not None else "a model"

@@ -26,6 +26,7 @@ __all__ = [
     "ThemeName",
     "check_matplotlib",
     "inches",
+    "name_line",
     "new_figure",
     "panel",
     "readable_on",
@@ -197,6 +198,29 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
     for position, i in zip(placed, order, strict=True):
         result[i] = position
     return result
+
+
+def name_line(axes: "Axes", name: str, place: tuple[float, float], color: str, **annotation: Any) -> None:
+    """Write the name of a line beside its end, in its colour.
+
+    Args:
+        axes: where the line is.
+        name: of the line.
+        place: the end, in the coordinates of the data or of `xycoords`.
+        color: of the line.
+        annotation: as in `Axes.annotate`; `xytext` is the distance to the end in points.
+    """
+    axes.annotate(
+        name,
+        place,
+        textcoords="offset points",
+        va="center",
+        fontsize=9,
+        fontweight="bold",
+        color=color,
+        annotation_clip=False,
+        **annotation,
+    )
 
 
 def short_unit(fqn: str) -> str:

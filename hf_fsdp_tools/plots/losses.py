@@ -4,7 +4,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.plots.figure import LINE_ROLES, Size, ThemeName, inches, new_figure, panel, spread, text_inches
+from hf_fsdp_tools.plots.figure import (
+    LINE_ROLES,
+    Size,
+    ThemeName,
+    inches,
+    name_line,
+    new_figure,
+    panel,
+    spread,
+    text_inches,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,16 +58,5 @@ def draw_losses(
     gap = (high - low) * inches() * 1.1 / (axes.get_position().height * size[1])
     places = spread([runs[name][-1][1] for name in names], gap, low + gap / 2, high - gap / 2)
     for name, place, role in zip(names, places, LINE_ROLES, strict=False):
-        axes.annotate(
-            name,
-            (1, place),
-            xycoords=axes.get_yaxis_transform(),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            fontweight="bold",
-            color=palette[role],
-            annotation_clip=False,
-        )
+        name_line(axes, name, (1, place), palette[role], xycoords=axes.get_yaxis_transform(), xytext=(6, 0))
     return figure

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -13,7 +12,7 @@ from hf_fsdp_tools.text import show_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["page_text", "write_page"]
+__all__ = ["page_text"]
 
 _CSS = """
 body { margin: 0 auto; max-width: 64rem; padding: 1.5rem 1rem 3rem; background: var(--ground); color: var(--ink);
@@ -31,35 +30,6 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
 .note { margin: 1rem 0 }
 .bar { display: inline-block; height: .7rem; vertical-align: baseline }
 """
-
-
-def write_page(
-    path: str | Path,
-    *,
-    title: str,
-    setting: str,
-    numbers: Mapping[str, str],
-    breakdown: Mapping[str, int],
-    figures: Mapping[str, "Figure"],
-    plan: WrapPlan | None = None,
-    notes: Sequence[str] = (),
-) -> None:
-    """Write `page_text` of the same arguments to a file, which is replaced.
-
-    Args:
-        path: of the file, as a rule .html.
-        title: see `page_text`, as for all others.
-        setting: likewise.
-        numbers: likewise.
-        breakdown: likewise.
-        figures: likewise.
-        plan: likewise.
-        notes: likewise.
-    """
-    text = page_text(
-        title=title, setting=setting, numbers=numbers, breakdown=breakdown, figures=figures, plan=plan, notes=notes
-    )
-    Path(path).write_text(text, encoding="utf-8")
 
 
 def page_text(

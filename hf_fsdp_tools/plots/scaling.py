@@ -11,6 +11,7 @@ from hf_fsdp_tools.plots.figure import (
     Size,
     ThemeName,
     inches,
+    name_line,
     new_figure,
     panel,
     spread,
@@ -87,17 +88,7 @@ def draw_scaling(
     for (n, value, name, role), place in zip(ends, places, strict=True):
         far = axes.get_xlim()[1]
         axes.plot([n, far], [value, place], color=palette[role], linewidth=0.6, clip_on=False)
-        axes.annotate(
-            name,
-            (far, place),
-            xytext=(3, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            fontweight="bold",
-            color=palette[role],
-            annotation_clip=False,
-        )
+        name_line(axes, name, (far, place), palette[role], xytext=(3, 0))
     return figure
 
 
