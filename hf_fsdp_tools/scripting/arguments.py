@@ -62,8 +62,8 @@ def parse_arguments(
     A dataclass with `model_name_or_path` (`ModelArguments`) must be among them, one with `dataset_name` (TRL's
     `ScriptArguments`) and one that extends `TrainingArguments` (`SFTConfig`) usually are. Without a model and a dataset
     the recipe is a demo. Where standard error is no terminal, and with `--disable_tqdm`, the bars of datasets,
-    transformers and huggingface_hub are switched off. `--help` prints the docstring of the running script and its options, those that TRL and
-    transformers do not have first.
+    transformers and huggingface_hub are switched off. `--help` prints the docstring of the running script and its
+    options, those that TRL and transformers do not have first.
 
     Args:
         dataclasses: of TRL's parser.
@@ -251,7 +251,7 @@ def _show_no_bars() -> None:
 
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
-    huggingface_hub.utils.disable_progress_bars()
+    huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]  # public, but not re-exported
 
 
 def _check(found: tuple[Any, ...]) -> None:
