@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fsdp_tools.cli.demo import (
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.scripting.demo import (
     demo_split,
     demo_text,
     make_demo_model,
     write_demo_dataset,
 )
-from hf_fsdp_tools.errors import ConfigError
 
 SMALL = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_key_value_heads": 1, "vocab_size": 400}
 
