@@ -32,6 +32,7 @@ ROOMS = (
     "pretrained",
     "integrations",
     "cli",
+    "__main__",
 )
 """In the order in which they may import: each only rooms above it."""
 
