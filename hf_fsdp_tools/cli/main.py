@@ -189,7 +189,8 @@ def _doctor_of_file(options: argparse.Namespace) -> int:
 
 def _demo_model(options: argparse.Namespace) -> None:
     quiet()
-    from hf_fsdp_tools.cli.demo import make_demo_model, write_demo_dataset
+    from hf_fsdp_tools.scripting.demo import make_demo_model
+    from hf_fsdp_tools.scripting.demo_data import write_demo_dataset
 
     sizes = {name: value for name, value in vars(options).items() if name in _DEMO_SIZES}
     folder = make_demo_model(options.folder, seed=options.seed, **sizes)

@@ -1,0 +1,129 @@
+"""From a checkpoint to a trained one: load, train, save, say what was made, and end."""
+
+import atexit
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hf_fsdp_tools.distributed.agreement import wait_for_all_ranks
+from hf_fsdp_tools.distributed.mesh import rank_on_node
+from hf_fsdp_tools.errors import FSDPToolsError
+
+__all__ = ["finish", "load_model", "run", "train"]
+
+
+def load_model(model_args: Any, training: Any, accelerator: Any, *, auto_class: Any = None, **keywords: Any) -> Any:
+    """The sharded model, with a new adapter where the arguments ask for one; prints its units and the load report.
+
+    Args:
+        model_args: `ModelArguments`.
+        training: the Trainer's arguments.
+        accelerator: of `make_accelerator`.
+        auto_class: the `AutoModelFor…` class, or a model class; None means `AutoModelForCausalLM`.
+        keywords: of `from_pretrained`, before those that follow from the arguments.
+
+    Every rank must call; errors and what is communicated are those of `from_pretrained`.
+    """
+    from trl import get_peft_config
+
+    from hf_fsdp_tools import describe_sharding, from_pretrained
+
+    options = {
+        "accelerator": accelerator,
+        "peft_config": get_peft_config(model_args),
+        "dtype": model_args.dtype,
+        "trust_remote_code": getattr(training, "trust_remote_code", False),
+        "revision": model_args.model_revision,
+        "load_kwargs": {"seed": training.seed},
+        **({"attn_implementation": model_args.attn_implementation} if model_args.attn_implementation else {}),
+        **({"auto_class": auto_class} if auto_class is not None else {}),
+        **_four_bits(model_args, accelerator.mixed_precision),
+    }
+    model, report = from_pretrained(model_args.model_name_or_path, output_loading_info=True, **(options | keywords))
+    accelerator.print(f"\n{describe_sharding(model)}\n\n{report}\n")
+    return model
+
+
+def _four_bits(model_args: Any, mixed_precision: str) -> dict[str, Any]:
+    """TRL's options for 4-bit weights, with computation in the dtype of mixed precision."""
+    if not model_args.load_in_4bit:
+        return {}
+    from trl import get_quantization_config
+
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(mixed_precision, "float32")
+    return {"quantization_config": get_quantization_config(replace(model_args, dtype=dtype))}
+
+
+def train(trainer: Any, training: Any) -> tuple[float | None, float | None]:
+    """Train, and return the evaluation loss before and after; None where nothing is evaluated.
+
+    Args:
+        trainer: a Trainer with `FSDPTrainerMixin`.
+        training: its arguments.
+
+    Every rank must call.
+    """
+    resume = training.resume_from_checkpoint
+    if resume:
+        training.eval_on_start = False
+    trainer.train(resume_from_checkpoint=resume)
+    if trainer.eval_dataset is None or str(getattr(training.eval_strategy, "value", training.eval_strategy)) == "no":
+        return None, None
+    losses = [(entry["step"], entry["eval_loss"]) for entry in trainer.state.log_history if "eval_loss" in entry]
+    if training.load_best_model_at_end and trainer.state.best_metric is not None:
+        after = trainer.state.best_metric
+    elif losses and losses[-1][0] == trainer.state.global_step:
+        after = losses[-1][1]
+    else:
+        after = trainer.evaluate()["eval_loss"]
+    return losses[0][1] if losses else None, after
+
+
+def finish(trainer: Any, training: Any, model_args: Any, tokenizer: Any, *, says: Mapping[str, str]) -> None:
+    """Save model and log of the run, and print what was made.
+
+    Args:
+        trainer: after `train`.
+        training: its arguments.
+        model_args: `ModelArguments`.
+        tokenizer: saved beside the model.
+        says: lines of the summary, by their names.
+
+    Every rank must call.
+    """
+    from hf_fsdp_tools import save_pretrained
+
+    trainer.save_state()
+    trainer.save_model()
+    if model_args.merge_adapters:
+        save_pretrained(trainer.model, Path(training.output_dir, "merged"), tokenizer=tokenizer, merge_adapters=True)
+    width = max(map(len, says), default=0) + 2
+    trainer.accelerator.print("\n" + "\n".join(f"{name:{width}}{text}" for name, text in says.items()))
+    wait_for_all_ranks()
+    trainer.accelerator.end_training()
+
+
+def run(main: Callable[[], object], name: str) -> NoReturn:
+    """Run a recipe's `main` and end the process; an error of this package is one line on each machine.
+
+    The process ends without tearing the interpreter down: threads of gloo and Arrow may still ask for it then, and now
+    and then that aborts the process with "terminate called without an active exception" (pytorch issues 190489 and
+    179291, arrow issue 45017), so that the launcher reports a failure after hours of good work.
+
+    Args:
+        main: without arguments.
+        name: of the recipe, for the error's line.
+    """
+    try:
+        main()
+    except FSDPToolsError as error:  # the same on every rank, so one of each node says it
+        if rank_on_node()[0] == 0:
+            print(f"{name}: error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    atexit._run_exitfuncs()  # trackers write their last lines here
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
