@@ -71,9 +71,9 @@ def as_code(lines: list[str]) -> list[str]:
 
 def as_prose(lines: list[str]) -> list[str]:
     """Lines whose code stands between double backticks and whose stars are stars."""
-    return re.sub(
-        r"`+([^`]+)`+|\*", lambda found: f"``{found[1]}``" if found[1] else r"\*", "\n".join(lines)
-    ).split("\n")
+    return re.sub(r"`+([^`]+)`+|\*", lambda found: f"``{found[1]}``" if found[1] else r"\*", "\n".join(lines)).split(
+        "\n"
+    )
 
 
 def copy_pictures(app: Sphinx, error: Exception | None) -> None:

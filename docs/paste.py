@@ -80,7 +80,10 @@ def printed(command: str) -> list[str]:
 def recorded(command: str) -> list[str]:
     """What a command printed when it was recorded, or the last lines of it."""
     tail = _TAIL.search(command)
-    lines = record_of(_TAIL.sub("", command), ".txt").read_text().splitlines()
+    record = record_of(_TAIL.sub("", command), ".txt")
+    if not record.exists():
+        raise SystemExit(f"{command!r} was not recorded: python docs/paste.py --record")
+    lines = record.read_text().splitlines()
     return lines[-int(tail[1]) :] if tail else lines
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import hf_fsdp_tools
+from hf_fsdp_tools.cli.main import _parser
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hf_fsdp_tools"
@@ -49,3 +50,60 @@ def test_every_message_of_troubleshooting_is_one_of_the_package():
     assert len(messages) > 50
     absent = [message for message in messages if not any(said(message).search(text) for text in sources)]
     assert not absent, f"no source says {absent}"
+
+
+@pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if "```python" in text])
+def test_code_of_documents_is_python_and_imports_public_names(name):
+    for code in re.findall(r"```python\n(.*?)```", TEXTS[name], re.DOTALL):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and node.module == "hf_fsdp_tools":
+                assert {alias.name for alias in node.names} <= set(hf_fsdp_tools.__all__), code
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """Every `hf-fsdp …` with arguments in a document's shell blocks, code spans and markers."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)) + re.findall(
+        r"<!-- (?:prints|recorded): (.+?) -->", text
+    )
+    found = [part for line in lines for part in re.split(r"&&|;|\|", line) if re.match(r"\s*(srun )?hf-fsdp \w", part)]
+    words = [shlex.split(part, comments=True) for part in found]
+    given = [each[each.index("hf-fsdp") + 1 :] for each in words if "…" not in "".join(each)]
+    return [each for each in given if len(each) > 1]
+
+
+@pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if commands_of(text)])
+def test_commands_of_documents_are_those_of_hf_fsdp(name, capsys):
+    for words in commands_of(TEXTS[name]):
+        given = ["1" if re.fullmatch(r"[NS]", word) else word for word in words]
+        try:
+            options, rest = _parser().parse_known_args(given)
+        except SystemExit as ended:
+            assert ended.code == 0 or words == ["COMMAND", "--help"], (words, capsys.readouterr().err)
+        else:
+            assert not rest or hasattr(options, "rest"), f"hf-fsdp {words}: unknown {rest}"
+
+
+@pytest.mark.parametrize("name", sorted(TEXTS))
+def test_files_that_documents_name_are_there(name):
+    named = re.findall(
+        r"(?:recipes|accelerate_configs|benchmarks|docs|tests)/[\w/.]+\.(?:py|yaml|md|sh|json|svg)", TEXTS[name]
+    )
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_the_reference_has_every_public_name():
+    named = re.findall(r"^\.\. auto\w+:: (\w+)$", TEXTS["docs/reference.md"], re.MULTILINE)
+    assert sorted(named) == hf_fsdp_tools.__all__
+
+
+def test_the_readme_is_short_and_names_every_recipe():
+    text = TEXTS["README.md"]
+    assert len(text.splitlines()) <= 150
+    recipes = {path.stem for path in (ROOT / "recipes").glob("*.py")} - {"dequantize"}
+    assert recipes == set(re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE))
+
+
+def test_architecture_is_short():
+    assert len(TEXTS["ARCHITECTURE.md"].splitlines()) <= 150
