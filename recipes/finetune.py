@@ -19,13 +19,12 @@ adapter is saved; `--merge_adapters` writes a checkpoint that needs no PEFT. QLo
 """
 
 import datasets
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import ScriptArguments, SFTConfig, SFTTrainer
 
 from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
 from hf_fsdp_tools.scripting import (
     ModelArguments,
-    Progress,
     check_before_loading,
     finish,
     load_model,
@@ -73,9 +72,7 @@ def main() -> None:
 
     # 4. Train, with the evaluation loss before and after
     trainer = Trainer(model=model, args=training, train_dataset=data, eval_dataset=held_out, processing_class=tokenizer)
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(Progress)
-    before, after = train(trainer, training)
+    before, after = train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint, and a look at it
     sample = generate(trainer.model, tokenizer, prompt_of(data, tokenizer), seed=training.seed)

@@ -5,12 +5,16 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
+
+from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback
 
 from hf_fsdp_tools.distributed.agreement import wait_for_all_ranks
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import FSDPToolsError
+from hf_fsdp_tools.scripting.progress import Progress
 
 __all__ = ["finish", "load_model", "run", "train"]
 
@@ -57,22 +61,31 @@ def _four_bits(model_args: Any, mixed_precision: str) -> dict[str, Any]:
     return {"quantization_config": get_quantization_config(replace(model_args, dtype=dtype))}
 
 
-def train(trainer: Any, training: Any) -> tuple[float | None, float | None]:
+def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | None, float | None]:
     """Train, and return the evaluation loss before and after; None where nothing is evaluated.
+
+    `Progress` takes the place of the Trainer's own bar. A resumed run goes on with the log of its checkpoint, so that
+    the loss before is that of the beginning.
 
     Args:
         trainer: a Trainer with `FSDPTrainerMixin`.
         training: its arguments.
+        model_args: `ModelArguments`, for `--early_stopping_patience`.
 
-    Every rank must call.
+    Every rank must call; errors are those of `FSDPTrainerMixin.train`.
     """
+    for kind in (ProgressCallback, PrinterCallback, Progress):
+        while trainer.pop_callback(kind) is not None:
+            continue
+    trainer.callback_handler.callbacks.insert(0, Progress())  # before those that report what is logged
+    if (patience := getattr(model_args, "early_stopping_patience", None)) is not None:
+        trainer.add_callback(EarlyStoppingCallback(patience))
     resume = training.resume_from_checkpoint
-    if resume:
-        training.eval_on_start = False
+    training.eval_on_start = training.eval_on_start and not resume
     trainer.train(resume_from_checkpoint=resume)
     if trainer.eval_dataset is None or str(getattr(training.eval_strategy, "value", training.eval_strategy)) == "no":
         return None, None
-    losses = [(entry["step"], entry["eval_loss"]) for entry in trainer.state.log_history if "eval_loss" in entry]
+    losses = _logged(trainer, "eval_loss")
     if training.load_best_model_at_end and trainer.state.best_metric is not None:
         after = trainer.state.best_metric
     elif losses and losses[-1][0] == trainer.state.global_step:
@@ -82,8 +95,16 @@ def train(trainer: Any, training: Any) -> tuple[float | None, float | None]:
     return losses[0][1] if losses else None, after
 
 
+def _logged(trainer: Any, name: str) -> list[tuple[int, float]]:
+    """(step, value) of each log that holds it."""
+    return [(entry["step"], float(entry[name])) for entry in trainer.state.log_history if name in entry]
+
+
 def finish(trainer: Any, training: Any, model_args: Any, tokenizer: Any, *, says: Mapping[str, str]) -> None:
-    """Save model and log of the run, and print what was made.
+    """Save the model, the log of the run and its picture, and print what was made.
+
+    In the output folder: the model or adapter, `trainer_state.json` with all that was logged, `loss.png` where
+    matplotlib is installed, `merged/` with `--merge_adapters`. With `--push_to_hub` the folder is uploaded.
 
     Args:
         trainer: after `train`.
@@ -92,18 +113,38 @@ def finish(trainer: Any, training: Any, model_args: Any, tokenizer: Any, *, says
         tokenizer: saved beside the model.
         says: lines of the summary, by their names.
 
-    Every rank must call.
+    Every rank must call; errors are those of `save_pretrained`.
     """
     from hf_fsdp_tools import save_pretrained
 
+    folder = Path(training.output_dir)
     trainer.save_state()
+    made = {"log": f"{folder / 'trainer_state.json'}{_picture(trainer, folder)}"}
     trainer.save_model()
-    if model_args.merge_adapters:
-        save_pretrained(trainer.model, Path(training.output_dir, "merged"), tokenizer=tokenizer, merge_adapters=True)
-    width = max(map(len, says), default=0) + 2
-    trainer.accelerator.print("\n" + "\n".join(f"{name:{width}}{text}" for name, text in says.items()))
+    if getattr(model_args, "merge_adapters", False):
+        save_pretrained(trainer.model, folder / "merged", tokenizer=tokenizer, merge_adapters=True)
+        made["merged"] = f"{folder / 'merged'} (opens without PEFT)"
+    lines = {**says, **made}
+    width = max(map(len, lines)) + 2
+    trainer.accelerator.print("\n" + "\n".join(f"{name:{width}}{text}" for name, text in lines.items()))
     wait_for_all_ranks()
     trainer.accelerator.end_training()
+
+
+def _picture(trainer: Any, folder: Path) -> str:
+    """Draw the losses of the run, on rank 0; return what to say of it."""
+    losses = {"training": _logged(trainer, "loss"), "evaluation": _logged(trainer, "eval_loss")}
+    losses = {name: points for name, points in losses.items() if points}
+    if not losses or find_spec("matplotlib") is None:
+        return ""
+    if trainer.accelerator.is_main_process:
+        from hf_fsdp_tools.plots.figure import save
+        from hf_fsdp_tools.plots.losses import draw_losses
+
+        args = trainer.args
+        setting = f"{args.world_size} processes, learning rate {args.learning_rate:g}, {trainer.state.max_steps} steps"
+        save(draw_losses(losses, setting=setting), folder / "loss.png")
+    return f", {folder / 'loss.png'}"
 
 
 def run(main: Callable[[], object], name: str) -> NoReturn:
