@@ -30,6 +30,7 @@ ROOMS = (
     "fsdp1",
     "diagnostics",
     "pretrained",
+    "fresh",
     "integrations",
     "scripting",
     "cli",
