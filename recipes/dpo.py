@@ -1,14 +1,12 @@
-"""Align a causal language model with preferences (DPO) under FSDP2, from its checkpoint to a normal Hugging Face one.
-"""
+"""Align a causal language model with preferences (DPO) under FSDP2, from its checkpoint to a normal one."""
 
 import datasets
-from transformers import PreTrainedModel, ProgressCallback
+from transformers import PreTrainedModel
 from trl import DPOConfig, DPOTrainer, ScriptArguments, get_peft_config
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator
 from hf_fsdp_tools.scripting import (
     ModelArguments,
-    Progress,
     check_before_loading,
     finish,
     load_model,
@@ -21,7 +19,7 @@ from hf_fsdp_tools.scripting import (
 )
 
 DEMO = {
-    "num_train_epochs": 2,
+    "num_train_epochs": 1,
     "per_device_train_batch_size": 2,
     "learning_rate": 5e-4,
     "max_length": 256,
@@ -73,9 +71,7 @@ def main() -> Trainer:
     )
     if training.precompute_ref_log_probs:
         trainer.ref_model = reference = None  # its values are beside the data set now
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(Progress)
-    before, after = train(trainer, training)
+    before, after = train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint
     right = [log["eval_rewards/accuracies"] for log in trainer.state.log_history if "eval_rewards/accuracies" in log]
