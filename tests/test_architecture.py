@@ -34,6 +34,7 @@ ROOMS = (
     "integrations",
     "scripting",
     "cli",
+    "__main__",
 )
 """In the order in which they may import: each only rooms above it."""
 

@@ -128,10 +128,13 @@ def _questions(passages: list[tuple[str, str]]) -> list[str]:
 
 
 def _worse(number: int, passages: list[tuple[str, str]]) -> str:
-    """A worse answer than a passage: its words in another order, or, every second time, a passage of another topic."""
+    """A worse answer than a passage: its words in another order, or, every second time, a passage of another topic.
+
+    Which of them is drawn: every tenth row is held out, and all of those would have even numbers.
+    """
     topic, passage = passages[number]
     chance = random.Random(number)
-    if number % 2:
+    if chance.random() < 0.5:
         words = passage.split()
         chance.shuffle(words)
         return " ".join(words)
