@@ -306,9 +306,9 @@ def check_accelerator(accelerator: Any) -> None:
         )
     if plugin.fsdp_version != 2:
         raise ConfigError(
-            "The accelerator runs FSDP1: `accelerate launch` takes fsdp_version 1 where its config file names none, as "
-            "files of `accelerate config` did for years. Write `fsdp_version: 2` under `fsdp_config`, or pass "
-            "fsdp_plugin=HybridFSDPPlugin(fsdp_version=2). Settings of FSDP1 in the file are translated."
+            "The accelerator runs FSDP1, which the plugin, FSDP_VERSION or the launch config asks for, and "
+            "from_pretrained shards with FSDP2. Write `fsdp_version: 2` under `fsdp_config`, "
+            "or pass fsdp_plugin=HybridFSDPPlugin(fsdp_version=2). Settings of FSDP1 are translated."
         )
     if hasattr(plugin, "adopt"):
         plugin.adopt(accelerator)
