@@ -58,7 +58,6 @@ def main() -> None:
     )
     accelerator = make_accelerator(mixed_precision=training.mixed_precision, cpu=training.use_cpu)
     if model_args.model_name_or_path is None:
-        datasets.disable_progress_bars()  # seven bars for seven short moments
         model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, "text")
     columns = [{training.dataset_text_field}, {"messages"}, {"prompt", "completion"}]
     data, held_out = load_splits(script, training, columns=columns)

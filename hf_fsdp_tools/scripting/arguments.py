@@ -11,11 +11,12 @@ from typing import Any, NoReturn
 
 import torch
 import yaml
+from huggingface_hub import get_token
 from trl import ModelConfig, TrlParser
 
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.text import first_line
+from hf_fsdp_tools.text import first_line, first_lines
 
 __all__ = ["ModelArguments", "parse_arguments"]
 
@@ -31,9 +32,16 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
         default=None,
         metadata={
             "help": "End when the evaluation loss has not fallen in so many evaluations in a row, and keep the best "
-            "checkpoint. Evaluates and saves 20 times in the run, unless --eval_strategy says otherwise."
+            "checkpoint. Evaluates 20 times in the run, unless --eval_strategy says otherwise, and saves the best."
         },
     )
+
+    def __post_init__(self) -> None:
+        """As TRL's; but one plain name of `--lora_target_modules` stays a name, which TRL makes a pattern."""
+        super().__post_init__()
+        asked = self.lora_target_modules  # type: ignore[has-type]
+        if isinstance(asked, str) and asked.replace("_", "").isalnum():
+            self.lora_target_modules = [asked]
 
 
 _EARLY_STOP = {
@@ -41,8 +49,7 @@ _EARLY_STOP = {
     "metric_for_best_model": "eval_loss",
     "eval_strategy": "steps",
     "eval_steps": 0.05,
-    "save_strategy": "steps",
-    "save_steps": 0.05,
+    "save_strategy": "best",
 }
 """What early stopping needs of the Trainer."""
 
@@ -54,8 +61,9 @@ def parse_arguments(
 
     A dataclass with `model_name_or_path` (`ModelArguments`) must be among them, one with `dataset_name` (TRL's
     `ScriptArguments`) and one that extends `TrainingArguments` (`SFTConfig`) usually are. Without a model and a dataset
-    the recipe is a demo. `--help` prints the docstring of the running script and its options, those that TRL and
-    transformers do not have first.
+    the recipe is a demo. Where standard error is no terminal, and with `--disable_tqdm`, the bars of datasets,
+    transformers and huggingface_hub are switched off. `--help` prints the docstring of the running script and its
+    options, those that TRL and transformers do not have first.
 
     Args:
         dataclasses: of TRL's parser.
@@ -83,6 +91,8 @@ def parse_arguments(
         found = parser.parse()
     _complete(found)
     _check(found)
+    if not sys.stderr.isatty() or _value(found, "disable_tqdm"):
+        _show_no_bars()
     return found
 
 
@@ -119,7 +129,7 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         except ConfigError:
             raise
         except (ValueError, TypeError, ImportError) as error:
-            raise ConfigError(f"The options cannot be used: {first_line(error)}.") from error
+            raise ConfigError(f"The options cannot be used: {first_lines(error, 4)}.") from error
         if unknown:
             asked = next((part for part in unknown if part.startswith("-")), unknown[0])
             raise ConfigError(
@@ -229,8 +239,19 @@ def _complete(found: tuple[Any, ...]) -> None:
         asked = str(one.resume_from_checkpoint).lower()
         if asked in ("true", "false", "none"):
             one.resume_from_checkpoint = True if asked == "true" else None
-        if str(getattr(one.eval_strategy, "value", one.eval_strategy)) == "no":
+        if one.eval_strategy == "no":
             one.eval_on_start = False
+
+
+def _show_no_bars() -> None:
+    """Switch off the bars of loading, mapping and saving, which fill a log file with a line for each moment."""
+    import datasets
+    import huggingface_hub
+    import transformers
+
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]  # public, but not re-exported
 
 
 def _check(found: tuple[Any, ...]) -> None:
@@ -262,6 +283,10 @@ def _check(found: tuple[Any, ...]) -> None:
     ):
         if asked and find_spec(package) is None:
             raise ConfigError(f"{option} needs {package}: pip install {package.replace('_', '-')}.")
+    if given("early_stopping_patience") is not None and given("eval_strategy") == "no":
+        raise ConfigError("--early_stopping_patience needs evaluations: leave --eval_strategy no out.")
+    if given("push_to_hub") and not given("hub_token") and get_token() is None:
+        raise ConfigError("--push_to_hub needs a token of the hub: run `hf auth login`, or set HF_TOKEN.")
     _check_reports(given("report_to") or [])
 
 

@@ -83,7 +83,7 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     resume = training.resume_from_checkpoint
     training.eval_on_start = training.eval_on_start and not resume
     trainer.train(resume_from_checkpoint=resume)
-    if trainer.eval_dataset is None or str(getattr(training.eval_strategy, "value", training.eval_strategy)) == "no":
+    if trainer.eval_dataset is None or training.eval_strategy == "no":
         return None, None
     losses = _logged(trainer, "eval_loss")
     if training.load_best_model_at_end and trainer.state.best_metric is not None:
