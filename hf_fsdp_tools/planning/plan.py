@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_fsdp_tools.errors import WrapPlanError
-from hf_fsdp_tools.text import listed, merge_alike, merge_names, show_bytes, show_count
+from hf_fsdp_tools.text import listed, merge_alike, merge_names, show_bytes, show_count, table
 
 __all__ = ["WrapPlan", "WrapUnit"]
 
@@ -114,11 +114,10 @@ class WrapPlan:
         return rows
 
     def __str__(self) -> str:
-        rows = self.table()
         total = sum(unit.num_bytes for unit in self.units)
         lines = [
             f"{self.model_class}: {show_count(self.num_params)} parameters in {len(self.units)} units",
-            *_aligned(rows),
+            *table(self.table(), right={1, 2, 3}),
         ]
         largest = self.largest_unit
         lines.append(
@@ -136,15 +135,3 @@ def _modules(units: list[WrapUnit]) -> str:
 
 def _short(unit: WrapUnit) -> str:
     return listed([unit.modules[0] or "the root", *unit.modules[1:]], 1)
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    right = {1, 2, 3}
-    return [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
