@@ -72,7 +72,7 @@ def test_without_a_process_group_an_unsharded_model_is_no_error():
     (finding,) = diagnosis.findings
     assert (finding.code, finding.severity) == ("not-sharded", "info")
     assert "this process holds all 183.7 kB" in finding.fact and "shard_model" in finding.cure
-    assert diagnosis.units == "LlamaForCausalLM: 45.9 K parameters, not sharded"
+    assert str(diagnosis.units) == "LlamaForCausalLM: 45.9 K parameters, not sharded"
     with pytest.raises(ConfigError, match="give one of the two"):
         diagnose(model, plan=make_wrap_plan(model), policy=HybridPolicy())
     with pytest.raises(BlockDetectionError, match="no parameters"):
@@ -97,7 +97,7 @@ def test_healthy_architectures_rehearsed_on_eight_ranks(kind):
         setattr(config, name, value)
     diagnosis = rehearse(build_meta_model(config, auto_class=auto_class))
     assert {finding.code for finding in diagnosis.findings} <= {"empty-shards"}, diagnosis
-    blocks = [line for line in diagnosis.units.splitlines() if " × " in line]
+    blocks = [line for line in str(diagnosis.units).splitlines() if " × " in line]
     assert 1 <= len(blocks) <= 4, "equal units share a line"
     assert not dist.is_initialized()
 
@@ -140,7 +140,7 @@ def test_what_our_plan_replicates_is_averaged_and_by_hand_it_is_not(fake_group):
     plan = make_wrap_plan(model)
     assert plan.replicated == ("logit_scale",)
     diagnosis = diagnose(shard_model(model, plan, mesh=mesh))
-    assert not diagnosis.has_errors and "in no unit: 1 tensors, 1 parameters, 4 B" in diagnosis.units
+    assert not diagnosis.has_errors and "in no unit: 1 tensors, 1 parameters, 4 B" in str(diagnosis.units)
     by_hand = build_meta_model(config, auto_class=AutoModel)
     for tower in (by_hand.text_model, by_hand.vision_model):
         for block in tower.encoder.layers:
@@ -158,7 +158,7 @@ def test_units_inside_units_print_as_a_tree(fake_group):
         fully_shard(block, mesh=mesh)
     fully_shard([model.model.norm, model.lm_head], mesh=mesh)
     fully_shard(model, mesh=mesh, ignored_params={model.model.embed_tokens.weight.requires_grad_(False)})
-    assert diagnose(model).units.splitlines() == [
+    assert str(diagnose(model).units).splitlines() == [
         "LlamaForCausalLM: 45.9 K parameters in 6 units (FSDP2)",
         "└─ (root)  LlamaForCausalLM  0 parameters, 0 B",
         "   ├─ model.layers.{0..1}  LlamaDecoderLayer  2 × 7.0 K parameters, 28.0 kB",
