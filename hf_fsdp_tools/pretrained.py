@@ -26,7 +26,7 @@ from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.adapters import add_adapter, load_adapter
 from hf_fsdp_tools.sharding.shard import shard_model
 
-__all__ = ["PretrainedOptions", "from_pretrained", "shard_arguments"]
+__all__ = ["PretrainedOptions", "check_accelerator", "from_pretrained", "policy_from", "shard_arguments"]
 
 _FREE_ON_EACH_RANK = ("requests_in_flight", "progress")
 """Arguments of `load_weights` that may differ between ranks."""
@@ -173,7 +173,7 @@ def from_pretrained(
     with agreed("checking the arguments of from_pretrained"):
         given = sort_arguments(kwargs)
         dtype = as_dtype(dtype, torch_dtype)
-        _check_accelerator(accelerator)
+        check_accelerator(accelerator)
     load_kwargs = {**given.load, **(load_kwargs or {})}
     mesh, mp_policy, offload_policy, activation_checkpointing = _from_accelerator(
         accelerator, mesh, mp_policy, offload_policy, activation_checkpointing
@@ -228,7 +228,7 @@ def from_pretrained(
             load_kwargs = {"added_tokens": "mean" if mean_resizing else "random"} | load_kwargs
     # 4 the plan of its units
     with agreed("planning the units"):
-        plan = make_wrap_plan(model, policy=policy or _policy_from(accelerator, model))
+        plan = make_wrap_plan(model, policy=policy or policy_from(accelerator, model))
     # 5 shards without storage
     shard_model(
         model,
@@ -288,7 +288,7 @@ def _from_accelerator(
     )
 
 
-def _check_accelerator(accelerator: Any) -> None:
+def check_accelerator(accelerator: Any) -> None:
     """Refuse an accelerator that does not run FSDP2, or whose plugin cannot be honoured."""
     if accelerator is None:
         return
@@ -339,7 +339,7 @@ def shard_arguments(accelerator: Any, mesh: DeviceMesh | None = None) -> dict[st
     }
 
 
-def _policy_from(accelerator: Any, model: PreTrainedModel) -> HybridPolicy:
+def policy_from(accelerator: Any, model: PreTrainedModel) -> HybridPolicy:
     """The policy of the accelerator's plugin for this model; `HybridPolicy()` without one."""
     plugin: Any = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
     policy: HybridPolicy = plugin.policy_for(model) if hasattr(plugin, "policy_for") else HybridPolicy()

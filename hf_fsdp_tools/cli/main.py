@@ -1,4 +1,4 @@
-"""The command `hf-fsdp`: look at models and machines, write configs and checkpoints, make a demo model.
+"""The command `hf-fsdp`: start recipes, look at models and machines, write configs and checkpoints.
 
 Every command prints text, or with `--json` one JSON value. An error is one message on stderr and exit code 1; wrong
 usage is exit code 2. Heavy libraries are imported inside the commands, so that `--help` is fast.
@@ -12,17 +12,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hf_fsdp_tools import __version__
 from hf_fsdp_tools.cli.common import add_model_class, parse_dtype, quiet, write
 from hf_fsdp_tools.cli.config import add_config
 from hf_fsdp_tools.cli.estimate import add_estimate
 from hf_fsdp_tools.cli.export import add_export, add_merge
+from hf_fsdp_tools.cli.launch import add_recipes
 from hf_fsdp_tools.cli.schedule import add_schedule
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["main"]
 
@@ -37,7 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: with 2 for wrong usage, with 0 after `--help`.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(words)
+    parser = _parser()
+    options, rest = parser.parse_known_args(words)
+    if not hasattr(options, "rest"):
+        parser.parse_args(words)  # says which words it does not know
+    options.rest = rest
     options.command_line = shlex.join(["hf-fsdp", *words])
     try:
         return int(options.run(options) or 0)
@@ -57,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-fsdp", description="Shard Hugging Face models with PyTorch FSDP.")
     parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--version", action="version", version=f"hf-fsdp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_recipes(commands)
     _add_blocks(commands)
     _add_plan(commands)
     _add_doctor(commands)
@@ -176,7 +181,8 @@ def _doctor_of_file(options: argparse.Namespace) -> int:
 
 def _demo_model(options: argparse.Namespace) -> None:
     quiet()
-    from hf_fsdp_tools.cli.demo import make_demo_model, write_demo_dataset
+    from hf_fsdp_tools.scripting.demo import make_demo_model
+    from hf_fsdp_tools.scripting.demo_data import write_demo_dataset
 
     sizes = {name: value for name, value in vars(options).items() if name in _DEMO_SIZES}
     folder = make_demo_model(options.folder, seed=options.seed, **sizes)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fsdp_tools.cli.demo import make_demo_model
+from hf_fsdp_tools.scripting.demo import make_demo_model
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "accelerate_configs" / "fsdp2_cpu_2.yaml"
@@ -75,7 +75,7 @@ def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
     output = tmp_path / "outputs" / "finetune"
     trained = AutoModelForCausalLM.from_pretrained(output)
     tokenizer = AutoTokenizer.from_pretrained(output)
-    start = AutoModelForCausalLM.from_pretrained(output / "_demo" / "model")
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "outputs" / "demo" / "model")
     assert not torch.equal(trained.lm_head.weight, start.lm_head.weight)
     text = tokenizer("The assert statement is a convenient way to insert debugging", return_tensors="pt")
     loss = lambda model: model(**text, labels=text["input_ids"]).loss.item()  # noqa: E731
