@@ -78,6 +78,7 @@ class WrapPlan:
             written = data.pop("format", None)
             if written != _FORMAT:
                 raise WrapPlanError(f"Wrap plan of format {written!r}; this version reads {_FORMAT}. {cure}")
+            data.pop("share", None)  # which `hf-fsdp plan --num-processes N --json` adds
             units = tuple(WrapUnit(**{**unit, "modules": tuple(unit["modules"])}) for unit in data.pop("units"))
             data |= {name: tuple(data[name]) for name in ("replicated", "notes")}
             return cls(units=units, **data)
