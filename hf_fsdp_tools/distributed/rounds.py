@@ -32,7 +32,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_fsdp_tools.distributed.beat import Beat
-from hf_fsdp_tools.errors import RanksError
+from hf_fsdp_tools.errors import ConfigError, RanksError
 from hf_fsdp_tools.text import listed
 
 __all__ = [
@@ -94,7 +94,12 @@ def patience(seconds: float) -> Iterator[None]:
 
     Args:
         seconds: the same on every rank.
+
+    Raises:
+        ConfigError: it is no number above 0.
     """
+    if not isinstance(seconds, int | float) or not seconds > 0:
+        raise ConfigError(f"patience is {seconds!r}; it must be a number of seconds above 0.")
     token = _patience_s.set(seconds)
     try:
         yield

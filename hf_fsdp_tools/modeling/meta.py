@@ -2,13 +2,14 @@
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
@@ -16,10 +17,11 @@ from transformers import initialization as init
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.configs import text_config
+from hf_fsdp_tools.modeling.given import as_dtype, as_flag, as_path, did_you_mean, taking
 from hf_fsdp_tools.modeling.linear4bit import make_quantizer, pack_weights, replace_linears
 from hf_fsdp_tools.modeling.quantization import note_quantization, set_aside_quantization
 from hf_fsdp_tools.modeling.untrusted import read_json_object, understood
-from hf_fsdp_tools.text import first_line, first_lines, listed, quoted
+from hf_fsdp_tools.text import dtype_name, first_line, first_lines, listed, quoted
 
 __all__ = [
     "build_meta_model",
@@ -55,7 +57,7 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
     if isinstance(name_or_config, PreTrainedConfig):
         with understood(_of_config(name_or_config), _CURE):
             return copy.deepcopy(name_or_config)
-    name = fspath(name_or_config)
+    name = fspath(as_path(name_or_config, "name_or_config"))
     path = local_path(name)
     if path is None:
         hub_kwargs = _fetch_config(name, hub_kwargs)
@@ -68,9 +70,9 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(name, **hub_kwargs)
         except ValueError as error:
-            raise ConfigError(f"The configuration of {name!r} cannot be used: {first_lines(error)}.") from error
+            raise ConfigError(f"The configuration of {name!r} cannot be used: {first_lines(error)}.") from None
         except OSError as error:
-            raise CheckpointError(f"The configuration in {name!r} cannot be read: {first_lines(error)}.") from error
+            raise CheckpointError(f"The configuration in {name!r} cannot be read: {first_lines(error)}.") from None
     config._commit_hash = commit  # older versions of transformers set it; never written to a file
     return config
 
@@ -112,6 +114,7 @@ def config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
     return None
 
 
+@taking(dtype=as_dtype, trust_remote_code=as_flag)
 def build_meta_model(
     name_or_config: str | PathLike[str] | PreTrainedConfig,
     *,
@@ -151,6 +154,11 @@ def build_meta_model(
     quantization = set_aside_quantization(config)
     quantizer = make_quantizer(config, model_kwargs)
     dtype = dtype or config_dtype(config) or torch.float32
+    if dtype.itemsize == 1:
+        raise ConfigError(
+            f"A model cannot be built in {dtype_name(dtype)}, which needs scales beside its values. Use bfloat16; "
+            "checkpoints in FP8 are dequantised to it while they are read."
+        )
     for name in [name for name in model_kwargs if hasattr(config, name) and not name.endswith("_implementation")]:
         setattr(config, name, model_kwargs.pop(name))
     is_model_class = isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel)
@@ -164,19 +172,12 @@ def build_meta_model(
                     model = auto_class.from_config(
                         config, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
                     )
-        except TypeError as error:
-            if not model_kwargs:
-                raise
-            raise ConfigError(
-                f"{', '.join(model_kwargs)} fit neither the config nor the model: {first_line(error)}."
-            ) from error
         except FSDPToolsError:
             raise
-        except ValueError as error:
-            raise ConfigError(
-                f"{getattr(auto_class, '__name__', auto_class)} has no model for {type(config).__name__}: "
-                f"{first_line(error)}. Choose another auto_class (AutoModel always has the base model)."
-            ) from error
+        except (TypeError, ValueError) as error:
+            if (problem := _misused(error, config, auto_class, model_kwargs)) is None:
+                raise
+            raise ConfigError(problem) from None  # it repeats the library's, at length
     if quantizer is not None:
         replace_linears(model, quantizer, dtype)
     _keep_in_fp32(model, dtype)
@@ -186,6 +187,41 @@ def build_meta_model(
     assert isinstance(model, PreTrainedModel)
     note_quantization(model, quantization)
     return model
+
+
+def _misused(
+    error: TypeError | ValueError, config: PreTrainedConfig, auto_class: Any, keywords: Mapping[str, Any]
+) -> str | None:
+    """What is wrong with the arguments of a model that could not be built; None where it may be the config's fault."""
+    kind = getattr(auto_class, "__name__", str(auto_class))
+    if isinstance(error, TypeError) and keywords:
+        names, fits = ", ".join(keywords), "fits" if len(keywords) == 1 else "fit"
+        known = [*config.to_dict(), "attn_implementation", "quantization_config"]
+        end = did_you_mean(next(iter(keywords)), known)
+        return f"{names} {fits} neither the config nor the model, {kind}{end}"
+    if isinstance(error, TypeError):
+        return None
+    if str(error).startswith("Unrecognized configuration class"):
+        others = _auto_classes_of(config)
+        named = f" (its config names {listed(config.architectures)})" if config.architectures else ""
+        cure = (
+            f"Pass auto_class={others[0]!r} (--auto-class)" if others else "Give the class of the model as auto_class"
+        )
+        also = f", or one of {', '.join(others[1:])}" if others[1:] else ""
+        return f"{kind} has no model for {type(config).__name__}{named}. {cure}{also}."
+    return f"{kind} cannot make a model of this {type(config).__name__}: {first_line(error)}."
+
+
+def _auto_classes_of(config: PreTrainedConfig) -> list[str]:
+    """Names of the auto classes that have a model with a head for a config, the one that the config names first."""
+    found: dict[str, bool] = {}
+    for name in dir(transformers):
+        mapping = getattr(getattr(transformers, name), "_model_mapping", {}) if name.startswith("AutoModelFor") else {}
+        if type(config) in mapping:
+            made = mapping[type(config)]
+            kinds = made if isinstance(made, tuple) else (made,)
+            found[name] = any(kind.__name__ in (config.architectures or ()) for kind in kinds)
+    return sorted(found, key=lambda name: not found[name])
 
 
 def _built_by_transformers(config: PreTrainedConfig, auto_class: Any) -> AbstractContextManager[None]:
