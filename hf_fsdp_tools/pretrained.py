@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_fsdp_tools.checkpoint.adapter_state import restore_adapter
 from hf_fsdp_tools.checkpoint.load import load_weights
@@ -114,7 +114,7 @@ def from_pretrained(
     *,
     peft_config: Any = None,
     is_trainable: bool = False,
-    auto_class: Any = AutoModelForCausalLM,
+    auto_class: Any = None,
     policy: HybridPolicy | None = None,
     mesh: DeviceMesh | None = None,
     accelerator: Any = None,
@@ -155,7 +155,9 @@ def from_pretrained(
             an adapter, this is the config of that adapter, which gets these values.
         is_trainable: whether an adapter that is loaded is trainable; it is frozen otherwise, as in PEFT. With
             `peft_config` it is trainable.
-        auto_class: the `AutoModelFor…` class, or a model class, or its name.
+        auto_class: the `AutoModelFor…` class, a model class, or the name of one. None means the class that the config's
+            `architectures` name; of a base model (`LlamaModel`), or where they name none, that which its kind is
+            trained with, so that causal LMs are as `AutoModelForCausalLM` has them.
         policy: what becomes a unit; None means the accelerator's, or `HybridPolicy()`. The name or class of a block, or
             several, mean a policy with these `block_types`.
         mesh: one axis for FSDP, two for HSDP, or the `ParallelDims` that make it; None means the accelerator's, or FSDP

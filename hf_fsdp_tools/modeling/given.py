@@ -93,7 +93,7 @@ def as_path(value: Any, name: str) -> Any:
     Raises:
         ConfigError: the value is neither text nor a path.
     """
-    if isinstance(value, (str, PathLike)) and fspath(value):
+    if isinstance(value, (str, PathLike)):
         return value
     if name == "folder":
         raise ConfigError(f"{name} is {_shown(value)}: it must be the name of a folder to save to, as text.")

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch.nn.modules.module import register_module_module_registration_hook
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
@@ -19,6 +18,7 @@ from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.given import as_dtype, as_flag, as_path, did_you_mean, taking
 from hf_fsdp_tools.modeling.linear4bit import make_quantizer, pack_weights, replace_linears
+from hf_fsdp_tools.modeling.model_class import model_class
 from hf_fsdp_tools.modeling.quantization import note_quantization, set_aside_quantization
 from hf_fsdp_tools.modeling.untrusted import read_json_object, understood
 from hf_fsdp_tools.text import dtype_name, first_line, first_lines, listed, quoted
@@ -118,7 +118,7 @@ def config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
 def build_meta_model(
     name_or_config: str | PathLike[str] | PreTrainedConfig,
     *,
-    auto_class: Any = AutoModelForCausalLM,
+    auto_class: Any = None,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
     stored_tensors: int | None = None,
@@ -131,7 +131,8 @@ def build_meta_model(
 
     Args:
         name_or_config: a hub name, a local folder, the path of a `config.json`, or a `PreTrainedConfig` (copied).
-        auto_class: the `AutoModelFor…` class, or a model class itself.
+        auto_class: the `AutoModelFor…` class, a model class itself, or the name of one. None means the class that the
+            config's `architectures` name, or else that which its kind is trained with (for Llama, the causal LM).
         dtype: of the floating-point parameters; None means the config's dtype, or float32 if it has none.
         trust_remote_code: run model code that comes with the checkpoint.
         stored_tensors: how many tensors the model's files hold, where that is known: a configuration of far more
@@ -147,8 +148,8 @@ def build_meta_model(
 
     Raises:
         CheckpointError: the configuration cannot be found, or no model can be made of what it says.
-        ConfigError: the architecture is unknown, `auto_class` has no model for it, a keyword fits neither config nor
-            model, or the quantisation cannot be sharded.
+        ConfigError: the architecture is unknown, `auto_class` is no class or has no model for it, a keyword fits
+            neither config nor model, or the quantisation cannot be sharded.
     """
     config = load_config(name_or_config, trust_remote_code=trust_remote_code)
     quantization = set_aside_quantization(config)
@@ -161,6 +162,7 @@ def build_meta_model(
         )
     for name in [name for name in model_kwargs if hasattr(config, name) and not name.endswith("_implementation")]:
         setattr(config, name, model_kwargs.pop(name))
+    auto_class = model_class(config, auto_class, trust_remote_code=trust_remote_code)
     is_model_class = isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel)
     with _built_by_transformers(config, auto_class), _at_most(config, stored_tensors):
         try:
@@ -175,7 +177,7 @@ def build_meta_model(
         except FSDPToolsError:
             raise
         except (TypeError, ValueError) as error:
-            if (problem := _misused(error, config, auto_class, model_kwargs)) is None:
+            if (problem := _misused(error, config, auto_class, trust_remote_code, model_kwargs)) is None:
                 raise
             raise ConfigError(problem) from None  # it repeats the library's, at length
     if quantizer is not None:
@@ -190,7 +192,11 @@ def build_meta_model(
 
 
 def _misused(
-    error: TypeError | ValueError, config: PreTrainedConfig, auto_class: Any, keywords: Mapping[str, Any]
+    error: TypeError | ValueError,
+    config: PreTrainedConfig,
+    auto_class: Any,
+    trust_remote_code: bool,
+    keywords: Mapping[str, Any],
 ) -> str | None:
     """What is wrong with the arguments of a model that could not be built; None where it may be the config's fault."""
     kind = getattr(auto_class, "__name__", str(auto_class))
@@ -202,26 +208,10 @@ def _misused(
     if isinstance(error, TypeError):
         return None
     if str(error).startswith("Unrecognized configuration class"):
-        others = _auto_classes_of(config)
-        named = f" (its config names {listed(config.architectures)})" if config.architectures else ""
-        cure = (
-            f"Pass auto_class={others[0]!r} (--auto-class)" if others else "Give the class of the model as auto_class"
-        )
-        also = f", or one of {', '.join(others[1:])}" if others[1:] else ""
-        return f"{kind} has no model for {type(config).__name__}{named}. {cure}{also}."
+        usual = model_class(config, trust_remote_code=trust_remote_code)
+        cure = "Give the model's class as" if usual is auto_class else f"Leave out, or give {usual.__name__} as"
+        return f"{kind} has no model for {type(config).__name__}. {cure} auto_class (--auto-class)."
     return f"{kind} cannot make a model of this {type(config).__name__}: {first_line(error)}."
-
-
-def _auto_classes_of(config: PreTrainedConfig) -> list[str]:
-    """Names of the auto classes that have a model with a head for a config, the one that the config names first."""
-    found: dict[str, bool] = {}
-    for name in dir(transformers):
-        mapping = getattr(getattr(transformers, name), "_model_mapping", {}) if name.startswith("AutoModelFor") else {}
-        if type(config) in mapping:
-            made = mapping[type(config)]
-            kinds = made if isinstance(made, tuple) else (made,)
-            found[name] = any(kind.__name__ in (config.architectures or ()) for kind in kinds)
-    return sorted(found, key=lambda name: not found[name])
 
 
 def _built_by_transformers(config: PreTrainedConfig, auto_class: Any) -> AbstractContextManager[None]:

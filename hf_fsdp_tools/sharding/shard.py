@@ -292,6 +292,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
         param_dtype=sharding.mp_policy.param_dtype if sharding.mp_policy.cast_forward_inputs else None,
         kept={modules[fqn] for unit in kept for fqn in unit.modules} if is_asked else set(),
         experts=experts,
+        shard_ranks=dist.get_process_group_ranks(sharding.mesh.get_group(-1)),
     )
     made = count_units(model)
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"
