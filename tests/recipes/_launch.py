@@ -107,6 +107,12 @@ class Series:
         self.of(name)
         return torch.load(self.folder / name / "logits.pt", weights_only=True)
 
+    def check_resumed(self) -> None:
+        """Assert that the run "resumed" of `three_runs` began in the middle, and ended as the one not stopped."""
+        saved = {name: {p.name for p in (self.folder / name).glob("checkpoint-*")} for name in ("trained", "resumed")}
+        assert len(saved["trained"]) == 2 and len(saved["resumed"]) == 1, f"it did not begin in the middle: {saved}"
+        torch.testing.assert_close(self.logits("resumed"), self.logits("trained"), rtol=1e-5, atol=1e-6)
+
 
 def launch(folder: Path, *arguments: str, script: Path) -> subprocess.CompletedProcess[str]:
     """Launch a script on two ranks in a folder, without a hub."""
