@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.foresight.recommendation import Recommendation as Recommendation
     from hf_fsdp_tools.foresight.throughput import ThroughputEstimate as ThroughputEstimate
     from hf_fsdp_tools.foresight.throughput import estimate_throughput as estimate_throughput
+    from hf_fsdp_tools.fresh import from_config as from_config
     from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy as hybrid_auto_wrap_policy
     from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1 as load_weights_fsdp1
     from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1 as wrap_fsdp1
@@ -95,6 +96,7 @@ _NAMES_OF = {
     "foresight.recommend": ("recommend_config",),
     "foresight.recommendation": ("Recommendation",),
     "foresight.throughput": ("ThroughputEstimate", "estimate_throughput"),
+    "fresh": ("from_config",),
     "fsdp1.policy": ("hybrid_auto_wrap_policy",),
     "fsdp1.wrap": ("load_weights_fsdp1", "wrap_fsdp1"),
     "integrations.config": ("FSDPConfig",),

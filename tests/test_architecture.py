@@ -30,9 +30,11 @@ ROOMS = (
     "fsdp1",
     "diagnostics",
     "pretrained",
+    "fresh",
     "integrations",
     "scripting",
     "cli",
+    "__main__",
 )
 """In the order in which they may import: each only rooms above it."""
 

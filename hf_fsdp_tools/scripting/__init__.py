@@ -11,18 +11,21 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.scripting.data import load_tokenizer as load_tokenizer
     from hf_fsdp_tools.scripting.demo_data import make_demo as make_demo
     from hf_fsdp_tools.scripting.progress import Progress as Progress
+    from hf_fsdp_tools.scripting.progress import peak_bytes as peak_bytes
     from hf_fsdp_tools.scripting.running import finish as finish
     from hf_fsdp_tools.scripting.running import load_model as load_model
     from hf_fsdp_tools.scripting.running import run as run
     from hf_fsdp_tools.scripting.running import train as train
+    from hf_fsdp_tools.scripting.streams import share_of_stream as share_of_stream
 
 _NAMES_OF = {
     "arguments": ("ModelArguments", "parse_arguments"),
     "checks": ("check_before_loading",),
     "data": ("load_splits", "load_tokenizer"),
     "demo_data": ("make_demo",),
-    "progress": ("Progress",),
+    "progress": ("Progress", "peak_bytes"),
     "running": ("finish", "load_model", "run", "train"),
+    "streams": ("share_of_stream",),
 }
 
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}

@@ -11,7 +11,7 @@ from transformers import ProgressCallback
 from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.agreement import all_ranks
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "peak_bytes"]
 
 
 class Progress(ProgressCallback):  # type: ignore[misc]  # transformers is not typed
@@ -56,7 +56,7 @@ class Progress(ProgressCallback):  # type: ignore[misc]  # transformers is not t
         logs = {} if logs is None else logs
         if "loss" in logs:
             measured = self._speed(args, state, logs)
-            measured["peak_memory_gb"] = round(max(all_ranks(_peak_bytes(), "comparing peak memory")) / 1e9, 3)
+            measured["peak_memory_gb"] = round(max(all_ranks(peak_bytes(), "comparing peak memory")) / 1e9, 3)
             logs.update(measured)
             if state.log_history:
                 state.log_history[-1].update(measured)
@@ -104,7 +104,7 @@ class Progress(ProgressCallback):  # type: ignore[misc]  # transformers is not t
         return f", {left_s // 3600}:{left_s // 60 % 60:02}:{left_s % 60:02} left"
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     """The most memory that this process has held: of its accelerator, or on a CPU of the process."""
     if find_accelerator() is not None:
         return int(torch.accelerator.max_memory_allocated())
