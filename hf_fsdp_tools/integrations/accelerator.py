@@ -248,6 +248,11 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             base.generator = torch.Generator()  # torch draws a seed for workers from it, used or not
         return loader
 
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """Gather as `Accelerator.get_state_dict` does, whole on rank 0; every rank must call."""
+        all_ranks(None, "gathering the state dict")
+        return super().get_state_dict(model, unwrap)
+
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Save as `Accelerator.save` does; shards are refused, of which it would write rank 0's alone.
 

@@ -83,8 +83,8 @@ class FSDPTrainerMixin(PushingMixin):
     writes it; they start anew with a warning, where otherwise an error says what is absent.
 
     Raises:
-        ConfigError: when a trainer class is defined: this version of transformers lacks a method that is overridden
-            here. When a frozen model is set: it is sharded as one unit.
+        ConfigError: when a trainer class is defined: the mixin stands after the Trainer, or this version of
+            transformers lacks a method that is overridden here. When a frozen model is set: it is sharded as one unit.
     """
 
     blocking: bool = True
@@ -98,6 +98,13 @@ class FSDPTrainerMixin(PushingMixin):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Check for each trainer class that transformers still has the methods that are overridden here."""
         if issubclass(cls, Trainer):
+            if cls.__mro__.index(Trainer) < cls.__mro__.index(FSDPTrainerMixin):
+                bases = [base.__name__ for base in cls.__bases__]
+                ordered = ["FSDPTrainerMixin", *(base for base in bases if base != "FSDPTrainerMixin")]
+                raise ConfigError(
+                    f"class {cls.__name__}({', '.join(bases)}): the Trainer stands first, so that nothing of the mixin "
+                    f"would run. Write class {cls.__name__}({', '.join(ordered)})."
+                )
             check_hooks(FSDPTrainerMixin, super())
         super().__init_subclass__(**kwargs)
 

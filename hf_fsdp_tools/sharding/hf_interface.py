@@ -29,7 +29,8 @@ def mark_for_transformers(model: nn.Module) -> None:
       decides whether to shift labels under label smoothing, and writes model cards.
     - With transformers' own mark, `generate` goes on until every rank has finished, and layer drop runs every layer.
     - Methods that need whole weights work on shards (`answer_for_shards`).
-    - `DistributedDataParallel`, in which a plain Trainer or Accelerator wraps it, raises an error that names the cure.
+    - `DistributedDataParallel`, in which a plain Trainer or Accelerator wraps it, raises an error that names the cure;
+      so does such an Accelerator itself, which in one process would go on without a word.
     """
     for module in model.modules():
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
@@ -39,15 +40,41 @@ def mark_for_transformers(model: nn.Module) -> None:
             # The first thing that DDP asks a model for. Scripts of TRL set it; it means nothing to shards.
             refusing: Any = property(_refuse_ddp, lambda module, names: None)
             cls._ddp_params_and_buffers_to_ignore = refusing  # type: ignore[attr-defined]  # a name of DDP
+            if module is model:
+                mark: Any = property(_accelerates_mark, _set_accelerates_mark)
+                cls._is_accelerate_prepared = mark  # type: ignore[attr-defined]  # a name of Accelerate
     answer_for_shards(model)
+
+
+_CURE = (
+    "In a Trainer, put FSDPTrainerMixin before the Trainer: class MyTrainer(FSDPTrainerMixin, Trainer). In a loop, "
+    "make the Accelerator with make_accelerator(), after TrainingArguments, which reset it."
+)
 
 
 def _refuse_ddp(module: nn.Module) -> None:
     raise ConfigError(
         f"{type(module).__name__} is sharded and would be wrapped with DistributedDataParallel, which needs whole "
-        "weights. In a Trainer, put FSDPTrainerMixin before the Trainer: class MyTrainer(FSDPTrainerMixin, Trainer). "
-        "In a loop, make the Accelerator with make_accelerator(), after TrainingArguments, which reset it."
+        f"weights. {_CURE}"
     )
+
+
+def _accelerates_mark(module: nn.Module) -> bool:
+    """Whether the model was prepared. Accelerate asks before it prepares a model for anything but FSDP2.
+
+    Raises:
+        ConfigError: it was not, and what asks would train or save shards as if they were the whole model.
+    """
+    if not module.__dict__.get("_is_prepared", False):
+        raise ConfigError(
+            f"{type(module).__name__} is sharded, and is about to be prepared by a Trainer or an Accelerator that does "
+            f"not run FSDP2. {_CURE}"
+        )
+    return True
+
+
+def _set_accelerates_mark(module: nn.Module, is_prepared: bool) -> None:
+    module.__dict__["_is_prepared"] = is_prepared
 
 
 def answer_for_shards(model: nn.Module) -> None:

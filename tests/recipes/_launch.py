@@ -35,21 +35,22 @@ names = runpy.run_path(recipe)
 scope = names["main"].__globals__  # runpy returns a copy
 environment = dict(os.environ)
 PartialState.destroy_process_group = lambda *_: None  # one group for the series: torch's launcher has a store for one
-finish = scope.get("finish")
+ending = "finish" if "finish" in scope else "save_pretrained"
+finish = scope[ending]
 
 
-def noting_finish(trainer, training, *rest, **keywords):
-    trainer.model.eval()
+def noting_finish(last, where, *rest, **keywords):
+    model, folder = (last.model, where.output_dir) if ending == "finish" else (last, where)
+    model.eval()
     inputs = {name: torch.tensor(value) for name, value in loads(probe).items()}
     with torch.no_grad():
-        logits = trainer.model(**inputs).logits
-    finish(trainer, training, *rest, **keywords)
+        logits = model(**inputs).logits
+    finish(last, where, *rest, **keywords)
     if os.environ["RANK"] == "0":
-        torch.save(logits, Path(training.output_dir, "logits.pt"))
+        torch.save(logits, Path(folder, "logits.pt"))
 
 
-if finish is not None:
-    scope["finish"] = noting_finish
+scope[ending] = noting_finish
 for name, arguments, is_refused in map(loads, series):
     sys.argv = [recipe, *arguments]
     if os.environ["RANK"] == "0":
