@@ -70,7 +70,6 @@ def rank_0_alone_generates(folder: Path) -> None:
     """It waits in a collective for rank 1, which learns why it does, and comes after all."""
     accelerator = make_accelerator()
     model = from_pretrained(folder)
-    begin_s = time.monotonic()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         if dist.get_rank() == 1:
@@ -81,7 +80,7 @@ def rank_0_alone_generates(folder: Path) -> None:
                 r"rank 0 waits in forward pass (\d+) of LlamaForCausalLM for rank 1, .* run (\d+)\.", said
             )
             assert numbers and int(numbers[1]) == int(numbers[2]) + 1, said
-            assert "generate" in said and time.monotonic() - begin_s < 30
+            assert "generate" in said
             time.sleep(4 * passes._LOOK_S)
         model.generate(IDS, max_new_tokens=2, do_sample=False)
         if dist.get_rank() == 0:
