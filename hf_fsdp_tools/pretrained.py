@@ -37,7 +37,7 @@ from hf_fsdp_tools.sharding.settings import as_compile, as_mesh, as_mp_policy, a
 from hf_fsdp_tools.sharding.shard import shard_model
 from hf_fsdp_tools.text import quoted
 
-__all__ = ["PretrainedOptions", "from_pretrained", "shard_arguments"]
+__all__ = ["PretrainedOptions", "check_accelerator", "from_pretrained", "policy_from", "shard_arguments"]
 
 _FREE_ON_EACH_RANK = ("requests_in_flight", "progress")
 """Arguments of `load_weights` that may differ between ranks."""
@@ -206,7 +206,7 @@ def from_pretrained(
     with agreed("checking the arguments of from_pretrained"):
         given = sort_arguments(kwargs)
         dtype = one_dtype(dtype, torch_dtype)
-        _check_accelerator(accelerator)
+        check_accelerator(accelerator)
     load_kwargs = {**given.load, **(load_kwargs or {})}
     mesh, mp_policy, offload_policy, activation_checkpointing = _from_accelerator(
         accelerator, mesh, mp_policy, offload_policy, activation_checkpointing
@@ -263,7 +263,7 @@ def from_pretrained(
             load_kwargs = {"added_tokens": "mean" if mean_resizing else "random"} | load_kwargs
     # 4 the plan of its units
     with agreed("planning the units"):
-        plan = make_wrap_plan(model, policy=policy or _policy_from(accelerator, model))
+        plan = make_wrap_plan(model, policy=policy or policy_from(accelerator, model))
     # 5 shards without storage
     shard_model(
         model,
@@ -325,7 +325,7 @@ def _from_accelerator(
     )
 
 
-def _check_accelerator(accelerator: Any) -> None:
+def check_accelerator(accelerator: Any) -> None:
     """Refuse an accelerator that does not run FSDP2, or whose plugin cannot be honoured."""
     if accelerator is None:
         return
@@ -347,9 +347,9 @@ def _check_accelerator(accelerator: Any) -> None:
         )
     if plugin.fsdp_version != 2:
         raise ConfigError(
-            "The accelerator runs FSDP1: `accelerate launch` takes fsdp_version 1 where its config file names none, as "
-            "files of `accelerate config` did for years. Write `fsdp_version: 2` under `fsdp_config`, or pass "
-            "fsdp_plugin=HybridFSDPPlugin(fsdp_version=2). Settings of FSDP1 in the file are translated."
+            "The accelerator runs FSDP1, which the plugin, FSDP_VERSION or the launch config asks for, and "
+            "from_pretrained shards with FSDP2. Write `fsdp_version: 2` under `fsdp_config`, "
+            "or pass fsdp_plugin=HybridFSDPPlugin(fsdp_version=2). Settings of FSDP1 are translated."
         )
     if hasattr(plugin, "adopt"):
         plugin.adopt(accelerator)
@@ -380,7 +380,7 @@ def shard_arguments(accelerator: Any, mesh: DeviceMesh | None = None) -> dict[st
     }
 
 
-def _policy_from(accelerator: Any, model: PreTrainedModel) -> HybridPolicy:
+def policy_from(accelerator: Any, model: PreTrainedModel) -> HybridPolicy:
     """The policy of the accelerator's plugin for this model; `HybridPolicy()` without one."""
     plugin: Any = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
     policy: HybridPolicy = plugin.policy_for(model) if hasattr(plugin, "policy_for") else HybridPolicy()
