@@ -3,7 +3,8 @@
     pip install -e '.[plots]' && python docs/make_pictures.py
 
 No network, no weights, no GPU: models are made from the numbers of their configurations (`models.py`). The curves over
-the number of GPUs are those that `benchmarks/foresight.py` wrote into `benchmarks/results/scaling.json`.
+the number of GPUs are those that `benchmarks/foresight.py` wrote into `benchmarks/results/scaling.json`; the loss is
+that of the run that `paste.py --record` kept.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from typing import Any
 
 from models import CONFIGS
 
+from hf_fsdp_tools import build_meta_model, make_wrap_plan
 from hf_fsdp_tools.foresight.forecast import Forecast, step_of
 from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -23,13 +25,16 @@ from hf_fsdp_tools.foresight.timeline import Timeline
 from hf_fsdp_tools.foresight.timing.time import simulate
 from hf_fsdp_tools.plots.comparison import draw_comparison
 from hf_fsdp_tools.plots.figure import save
+from hf_fsdp_tools.plots.losses import draw_losses
 from hf_fsdp_tools.plots.memory import draw_memory
 from hf_fsdp_tools.plots.scaling import ScalingCurve, draw_scaling
 from hf_fsdp_tools.plots.schedule import draw_schedule
+from hf_fsdp_tools.plots.units import draw_units
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pictures"
 SCALING = ROOT / "benchmarks" / "results" / "scaling.json"
+RUN = ROOT / "docs" / "records" / "finetune.json"
 
 Draw = Callable[[Any], Any]
 """A picture in a theme."""
@@ -38,15 +43,34 @@ Draw = Callable[[Any], Any]
 def main() -> None:
     """Make all pictures, or those whose names are given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="wrapping, memory, schedule, scaling; all without a name")
+    parser.add_argument("names", nargs="*", help="plan, loss, wrapping, memory, schedule, scaling; all without a name")
     wanted = parser.parse_args().names
     FOLDER.mkdir(exist_ok=True)
-    for name, draw in chain(pictures_of_a_step(), pictures_of_scaling()):
+    for name, draw in chain(pictures_of_a_plan(), pictures_of_a_run(), pictures_of_a_step(), pictures_of_scaling()):
         if not wanted or name in wanted:
             for theme in ("light", "dark"):
                 path = FOLDER / f"{name}-{theme}.svg"
                 save(draw(theme), path)
                 print(f"{path.relative_to(ROOT)}  {path.stat().st_size / 1000:.0f} kB")
+
+
+def pictures_of_a_plan() -> Iterator[tuple[str, Draw]]:
+    """Yield the name and the picture of the units of DeepSeek-V3."""
+    plan = make_wrap_plan(build_meta_model(CONFIGS["DeepSeek-V3"], dtype="bfloat16"))
+    yield "plan", lambda theme: draw_units(plan, theme=theme)
+
+
+def pictures_of_a_run() -> Iterator[tuple[str, Draw]]:
+    """Yield the name and the picture of the losses of the recorded run."""
+    history = json.loads(RUN.read_text())
+    runs = {
+        name: [(entry["step"], entry[key]) for entry in history if key in entry]
+        for name, key in (("training", "loss"), ("held out", "eval_loss"))
+    }
+    first, last = ([points[end][1] for points in runs.values()] for end in (0, -1))
+    title = f"Loss: training {first[0]:.2f} to {last[0]:.2f}, held out {first[1]:.2f} to {last[1]:.2f}"
+    setting = "hf-fsdp finetune: a Llama of 1.3 M parameters on CPython's documentation, 2 CPU processes"
+    yield "loss", lambda theme: draw_losses(runs, title=title, setting=setting, theme=theme)
 
 
 def pictures_of_a_step() -> Iterator[tuple[str, Draw]]:

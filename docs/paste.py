@@ -1,17 +1,25 @@
-"""Paste what commands print into the documents, so that no printed output is typed by hand.
+"""Paste what commands print into the documents, so that no printed output is typed or shortened by hand.
 
     python docs/paste.py              # README.md and docs/*.md
     python docs/paste.py --check      # change nothing; exit code 1 if a document is out of date
+    python docs/paste.py --record     # run the commands of minutes too, and keep what they print in docs/records/
 
 Where a document says `<!-- prints: hf-fsdp plan NAME … -->`, the block of text after it becomes the command and its
 output. Names of the hub stand for configurations in `models.py` of the same last part: no network is needed.
+
+Where it says `<!-- recorded: hf-fsdp finetune -->`, the output is the one that was recorded; `| head -n 5` or `| tail
+-n 5` after the command leaves its first or last lines. The losses of the run are kept beside it, for
+`make_pictures.py`.
 """
 
 import argparse
 import contextlib
 import io
+import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -21,31 +29,47 @@ from models import CONFIGS
 from hf_fsdp_tools.cli.main import main as hf_fsdp
 
 ROOT = Path(__file__).parents[1]
-_BLOCK = re.compile(r"(<!-- prints: (?P<command>.+?) -->\n)```text\n.*?```\n", re.DOTALL)
+RECORDS = ROOT / "docs" / "records"
+_BLOCK = re.compile(r"(<!-- (?P<kind>prints|recorded): (?P<command>.+?) -->\n)```text\n.*?```\n", re.DOTALL)
+_PART = re.compile(r" \| (head|tail) -n (\d+)$")
+KEPT = ("step", "loss", "eval_loss", "learning_rate", "tokens_per_second")
+"""What is kept of the log of a recorded run."""
 
 
 def main() -> int:
     """Paste into every document; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only say which documents are out of date")
-    check, old = parser.parse_args().check, []
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    parser.add_argument("--record", action="store_true", help="run the recorded commands, which takes minutes")
+    arguments, old = parser.parse_args(), []
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = [each for path in documents for each in _BLOCK.finditer(path.read_text())]
+    if arguments.record:
+        for command in dict.fromkeys(_PART.sub("", each["command"]) for each in found if each["kind"] == "recorded"):
+            record(command)
+    for path in documents:
         text = path.read_text()
-        pasted = _BLOCK.sub(lambda found: found[1] + block(found["command"]), text)
+        pasted = _BLOCK.sub(lambda each: each[1] + block(each["kind"], each["command"]), text)
         if pasted != text:
             old.append(path)
-            print(f"{path.relative_to(ROOT)} {'is out of date' if check else 'written'}")
-            if not check:
+            print(f"{path.relative_to(ROOT)} {'is out of date' if arguments.check else 'written'}")
+            if not arguments.check:
                 path.write_text(pasted)
-    return int(check and bool(old))
+    return int(arguments.check and bool(old))
 
 
-def block(command: str) -> str:
-    """The block of text for one command: as it is typed, and what it prints."""
+def block(kind: str, command: str) -> str:
+    """The block of text for one command: as it is typed, and what it prints or printed."""
+    lines = (printed if kind == "prints" else recorded)(command)
+    return "\n".join(["```text", f"$ {command}", *(line.rstrip() for line in lines), "```", ""])
+
+
+def printed(command: str) -> list[str]:
+    """What a command of `hf-fsdp` prints, run in this process."""
     program, *words = shlex.split(command)
     if program != "hf-fsdp":
         raise SystemExit(f"{command!r}: only hf-fsdp is run here")
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as text:
         for index, word in enumerate(words):
             if (config := CONFIGS.get(word.rpartition("/")[2])) is not None:
                 words[index] = str(Path(folder, word))
@@ -53,8 +77,42 @@ def block(command: str) -> str:
         code = hf_fsdp(words)
     if code:
         raise SystemExit(f"{command!r} ended with {code}")
-    lines = printed.getvalue().replace(f"{folder}/", "").splitlines()
-    return "\n".join(["```text", f"$ {command}", *(line.rstrip() for line in lines), "```", ""])
+    return text.getvalue().replace(f"{folder}/", "").splitlines()
+
+
+def recorded(command: str) -> list[str]:
+    """What a command printed when it was recorded, or the first or last lines of it."""
+    part, path = _PART.search(command), record_of(_PART.sub("", command), ".txt")
+    if not path.exists():
+        raise SystemExit(f"{command!r} was not recorded: python docs/paste.py --record")
+    lines = path.read_text().splitlines()
+    if part is None:
+        return lines
+    return lines[: int(part[2])] if part[1] == "head" else lines[-int(part[2]) :]
+
+
+def record_of(command: str, suffix: str) -> Path:
+    """The file that keeps what a command printed (.txt) or logged (.json)."""
+    return RECORDS / f"{re.sub('[^a-z0-9]+', '-', command.removeprefix('hf-fsdp ').lower()).strip('-')}{suffix}"
+
+
+def record(command: str) -> None:
+    """Run a command in an empty folder, and keep what it prints and the losses that its trainer wrote."""
+    environment = os.environ | {"COLUMNS": "120", "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory() as folder:
+        program = [sys.executable, "-m", "hf_fsdp_tools", *shlex.split(command)[1:]]
+        run = subprocess.run(
+            program, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if run.returncode:
+            raise SystemExit(f"{command!r} ended with {run.returncode}:\n{run.stdout}")
+        text = run.stdout.replace(f"{ROOT}/", "").replace(f"{folder}/", "")
+        RECORDS.mkdir(exist_ok=True)
+        record_of(command, ".txt").write_text(re.sub(rf"{tempfile.gettempdir()}/[\w-]+/", "", text))
+        for state in sorted(Path(folder).rglob("trainer_state.json"), key=lambda path: len(path.parts))[:1]:
+            history = json.loads(state.read_text())["log_history"]
+            kept = [json.dumps({key: entry[key] for key in KEPT if key in entry}) for entry in history]
+            record_of(command, ".json").write_text("[\n" + ",\n".join(kept) + "\n]\n")
 
 
 if __name__ == "__main__":

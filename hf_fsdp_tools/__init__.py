@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.checkpoint.report import SaveReport as SaveReport
     from hf_fsdp_tools.checkpoint.resize import resize_token_embeddings as resize_token_embeddings
     from hf_fsdp_tools.checkpoint.save import save_pretrained as save_pretrained
-    from hf_fsdp_tools.cli.demo import make_demo_model as make_demo_model
     from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis as Diagnosis
     from hf_fsdp_tools.diagnostics.diagnosis import diagnose as diagnose
     from hf_fsdp_tools.diagnostics.findings import Finding as Finding
@@ -43,6 +42,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.foresight.recommendation import Recommendation as Recommendation
     from hf_fsdp_tools.foresight.throughput import ThroughputEstimate as ThroughputEstimate
     from hf_fsdp_tools.foresight.throughput import estimate_throughput as estimate_throughput
+    from hf_fsdp_tools.fresh import from_config as from_config
     from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy as hybrid_auto_wrap_policy
     from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1 as load_weights_fsdp1
     from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1 as wrap_fsdp1
@@ -61,6 +61,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.planning.policy import HybridPolicy as HybridPolicy
     from hf_fsdp_tools.planning.rules import check_wrap_plan as check_wrap_plan
     from hf_fsdp_tools.pretrained import from_pretrained as from_pretrained
+    from hf_fsdp_tools.scripting.demo import make_demo_model as make_demo_model
     from hf_fsdp_tools.sharding.adapters import add_adapter as add_adapter
     from hf_fsdp_tools.sharding.adapters import load_adapter as load_adapter
     from hf_fsdp_tools.sharding.adapters import shard_added as shard_added
@@ -78,7 +79,6 @@ _NAMES_OF = {
     "checkpoint.report": ("LoadReport", "SaveReport"),
     "checkpoint.resize": ("resize_token_embeddings",),
     "checkpoint.save": ("save_pretrained",),
-    "cli.demo": ("make_demo_model",),
     "diagnostics.diagnosis": ("Diagnosis", "diagnose"),
     "diagnostics.findings": ("Finding",),
     "distributed.mesh": ("ParallelDims",),
@@ -96,6 +96,7 @@ _NAMES_OF = {
     "foresight.recommend": ("recommend_config",),
     "foresight.recommendation": ("Recommendation",),
     "foresight.throughput": ("ThroughputEstimate", "estimate_throughput"),
+    "fresh": ("from_config",),
     "fsdp1.policy": ("hybrid_auto_wrap_policy",),
     "fsdp1.wrap": ("load_weights_fsdp1", "wrap_fsdp1"),
     "integrations.config": ("FSDPConfig",),
@@ -110,6 +111,7 @@ _NAMES_OF = {
     "planning.policy": ("HybridPolicy",),
     "planning.rules": ("check_wrap_plan",),
     "pretrained": ("from_pretrained",),
+    "scripting.demo": ("make_demo_model",),
     "sharding.adapters": ("add_adapter", "load_adapter", "shard_added"),
     "sharding.describe": ("describe_sharding",),
     "sharding.shard": ("Sharding", "shard_model", "sharding_of"),

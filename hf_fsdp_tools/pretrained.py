@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_fsdp_tools.checkpoint.adapter_state import restore_adapter
 from hf_fsdp_tools.checkpoint.load import load_weights
@@ -26,7 +26,7 @@ from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.adapters import add_adapter, load_adapter
 from hf_fsdp_tools.sharding.shard import shard_model
 
-__all__ = ["PretrainedOptions", "from_pretrained", "shard_arguments"]
+__all__ = ["PretrainedOptions", "check_accelerator", "from_pretrained", "policy_from", "shard_arguments"]
 
 _FREE_ON_EACH_RANK = ("requests_in_flight", "progress")
 """Arguments of `load_weights` that may differ between ranks."""
@@ -85,7 +85,7 @@ def from_pretrained(
     *,
     peft_config: Any = None,
     is_trainable: bool = False,
-    auto_class: Any = AutoModelForCausalLM,
+    auto_class: Any = None,
     policy: HybridPolicy | None = None,
     mesh: DeviceMesh | None = None,
     accelerator: Any = None,
@@ -125,7 +125,9 @@ def from_pretrained(
             training state holds values of an adapter, this is the config of that adapter, which gets these values.
         is_trainable: whether an adapter that is loaded is trainable; it is frozen otherwise, as in PEFT. With
             `peft_config` it is trainable.
-        auto_class: the `AutoModelFor…` class, or a model class.
+        auto_class: the `AutoModelFor…` class, a model class, or the name of one. None means the class that the config's
+            `architectures` name; of a base model (`LlamaModel`), or where they name none, that which its kind is
+            trained with, so that causal LMs are as `AutoModelForCausalLM` has them.
         policy: what becomes a unit; None means the accelerator's, or `HybridPolicy()`.
         mesh: one axis for FSDP, two for HSDP; None means the accelerator's, or FSDP over all processes.
         accelerator: its FSDP plugin gives mesh, precision, offload and activation checkpointing, unless they are given
@@ -171,7 +173,7 @@ def from_pretrained(
     with agreed("checking the arguments of from_pretrained"):
         given = sort_arguments(kwargs)
         dtype = as_dtype(dtype, torch_dtype)
-        _check_accelerator(accelerator)
+        check_accelerator(accelerator)
     load_kwargs = {**given.load, **(load_kwargs or {})}
     mesh, mp_policy, offload_policy, activation_checkpointing = _from_accelerator(
         accelerator, mesh, mp_policy, offload_policy, activation_checkpointing
@@ -226,7 +228,7 @@ def from_pretrained(
             load_kwargs = {"added_tokens": "mean" if mean_resizing else "random"} | load_kwargs
     # 4 the plan of its units
     with agreed("planning the units"):
-        plan = make_wrap_plan(model, policy=policy or _policy_from(accelerator, model))
+        plan = make_wrap_plan(model, policy=policy or policy_from(accelerator, model))
     # 5 shards without storage
     shard_model(
         model,
@@ -286,7 +288,7 @@ def _from_accelerator(
     )
 
 
-def _check_accelerator(accelerator: Any) -> None:
+def check_accelerator(accelerator: Any) -> None:
     """Refuse an accelerator that does not run FSDP2, or whose plugin cannot be honoured."""
     if accelerator is None:
         return
@@ -304,9 +306,9 @@ def _check_accelerator(accelerator: Any) -> None:
         )
     if plugin.fsdp_version != 2:
         raise ConfigError(
-            "The accelerator runs FSDP1: `accelerate launch` takes fsdp_version 1 where its config file names none, as "
-            "files of `accelerate config` did for years. Write `fsdp_version: 2` under `fsdp_config`, or pass "
-            "fsdp_plugin=HybridFSDPPlugin(fsdp_version=2). Settings of FSDP1 in the file are translated."
+            "The accelerator runs FSDP1, which the plugin, FSDP_VERSION or the launch config asks for, and "
+            "from_pretrained shards with FSDP2. Write `fsdp_version: 2` under `fsdp_config`, "
+            "or pass fsdp_plugin=HybridFSDPPlugin(fsdp_version=2). Settings of FSDP1 are translated."
         )
     if hasattr(plugin, "adopt"):
         plugin.adopt(accelerator)
@@ -337,7 +339,7 @@ def shard_arguments(accelerator: Any, mesh: DeviceMesh | None = None) -> dict[st
     }
 
 
-def _policy_from(accelerator: Any, model: PreTrainedModel) -> HybridPolicy:
+def policy_from(accelerator: Any, model: PreTrainedModel) -> HybridPolicy:
     """The policy of the accelerator's plugin for this model; `HybridPolicy()` without one."""
     plugin: Any = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
     policy: HybridPolicy = plugin.policy_for(model) if hasattr(plugin, "policy_for") else HybridPolicy()

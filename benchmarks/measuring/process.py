@@ -47,7 +47,8 @@ def begin(device: torch.device) -> Figures:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.reset_peak_host_memory_stats()
-    dist.barrier()
+    if dist.is_initialized():
+        dist.barrier()
     return usage(device)
 
 

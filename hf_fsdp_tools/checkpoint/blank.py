@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_fsdp_tools.checkpoint.adapter_state import restore_adapter
 from hf_fsdp_tools.checkpoint.conversion import assume_conversions, persistent_tensors, set_conversions
@@ -28,6 +28,7 @@ from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.generation import set_generation_config
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
+from hf_fsdp_tools.modeling.model_class import model_class
 from hf_fsdp_tools.modeling.peft_view import base_of
 from hf_fsdp_tools.modeling.quantization import forget_quantization
 from hf_fsdp_tools.sharding.adapter_files import read_adapter_config
@@ -90,7 +91,7 @@ def blank_model(
     Raises:
         CheckpointError: the files do not hold the model that config and class describe.
     """
-    auto_class = auto_class or _class_of(checkpoint.config)
+    auto_class = model_class(checkpoint.config, auto_class, trust_remote_code=trust_remote_code, as_stored=True)
     model = _build(checkpoint, auto_class, checkpoint.index.dtype, trust_remote_code, {})
     match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
     rows = {key: shape[0] for key, shape, _ in match.mismatched if key in _embeddings(model)}
@@ -149,7 +150,7 @@ def blank_merged(
     read = partial(_look_at, adapter)
     written, shapes = opened("opening the adapter", adapter, read, hub_kwargs)
     with agreed("building the model"):
-        auto_class = auto_class or _class_for(written, checkpoint.config)
+        auto_class = auto_class or _class_for(written, checkpoint.config, trust_remote_code)
         heads = [shapes[key][0] for key in _HEADS if written.get("task_type") in _TASKS and key in shapes]
         labels = {"num_labels": heads[0]} if heads else {}
         dtype = config_dtype(checkpoint.config) or checkpoint.index.dtype
@@ -198,7 +199,7 @@ def blank_adapted(checkpoint: Checkpoint, *, auto_class: Any, trust_remote_code:
     assert state is not None
     with agreed("building the model"):
         written = read_adapter_config(Path(state.config)) or {}
-        auto_class = auto_class or _class_for(written, checkpoint.config)
+        auto_class = auto_class or _class_for(written, checkpoint.config, trust_remote_code)
         dtype = config_dtype(checkpoint.config) or checkpoint.index.dtype
         model = _build(checkpoint, auto_class, dtype, trust_remote_code, {})
         held = frozenset(_embeddings(model))  # of which PEFT saves those that it adapts
@@ -220,26 +221,16 @@ def blank_adapted(checkpoint: Checkpoint, *, auto_class: Any, trust_remote_code:
 # ---- classes ----
 
 
-def _class_of(config: PreTrainedConfig) -> Any:
-    """The class that a config names, or the auto class for it where it is remote code."""
-    for name in config.architectures or ():
-        own = getattr(transformers, name.removeprefix("FSDP"), None)
-        if isinstance(own, type) and issubclass(own, PreTrainedModel):
-            return own
-        for auto_class, remote in (getattr(config, "auto_map", None) or {}).items():
-            if str(remote).rpartition(".")[2] == name and hasattr(transformers, auto_class):
-                return getattr(transformers, auto_class)
-    return AutoModelForCausalLM
-
-
-def _class_for(written: Mapping[str, Any], config: PreTrainedConfig) -> Any:
+def _class_for(written: Mapping[str, Any], config: PreTrainedConfig, trust_remote_code: bool) -> Any:
     """The class of an adapter's base: for its task, or as it was when the adapter was made, or as the config says."""
     task = _TASKS.get(str(written.get("task_type")))
     if task is not None:
         return getattr(transformers, task)
     made_on = (written.get("auto_mapping") or {}).get("base_model_class")
     own = getattr(transformers, made_on, None) if isinstance(made_on, str) else None
-    return own if isinstance(own, type) and issubclass(own, PreTrainedModel) else _class_of(config)
+    if isinstance(own, type) and issubclass(own, PreTrainedModel):
+        return own
+    return model_class(config, trust_remote_code=trust_remote_code, as_stored=True)
 
 
 def _build(

@@ -1,33 +1,36 @@
 """What several commands share: names of classes and dtypes, quiet libraries, files that are written."""
 
-import difflib
 import logging
 import textwrap
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools.errors import ConfigError
 
-__all__ = ["find_auto_class", "parse_dtype", "quiet", "within", "write"]
+__all__ = ["add_model_class", "parse_dtype", "quiet", "within", "write"]
 
 
-def find_auto_class(name: str) -> Any:
-    """The auto class or model class of transformers of that name.
+_CLASSES = (
+    "CausalLM, Seq2SeqLM, MaskedLM, SequenceClassification, TokenClassification, QuestionAnswering, ImageTextToText, "
+    "ImageClassification, SpeechSeq2Seq"
+)
+"""What `AutoModelFor…` is often asked for, for the help text."""
 
-    Raises:
-        ConfigError: there is none.
+
+def add_model_class(add: Callable[..., Any]) -> None:
+    """Add the model's class, and whether its code may run.
+
+    Args:
+        add: adds an option (`add_argument` of a parser or a group).
     """
-    import transformers
-
-    found = getattr(transformers, name, None)
-    if isinstance(found, type) and (hasattr(found, "from_config") or hasattr(found, "_from_config")):
-        return found
-    near = difflib.get_close_matches(name, [entry for entry in dir(transformers) if entry[:1].isupper()])
-    raise ConfigError(
-        f"--auto-class {name} is no model class of transformers; "
-        + (f"did you mean {' or '.join(near)}?" if near else "use AutoModel, AutoModelForCausalLM, …")
+    about = (
+        "transformers class to build (default: the one that the config names): AutoModelFor followed by "
+        f"{_CLASSES}, …; AutoModel, without a head; or a model class, such as LlamaModel"
     )
+    add("--auto-class", metavar="CLASS", help=about)
+    add("--trust-remote-code", action="store_true", help="run model code that comes with the checkpoint")
 
 
 def parse_dtype(name: str | None) -> Any:

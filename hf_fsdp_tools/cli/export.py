@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.cli.common import find_auto_class, parse_dtype, quiet
+from hf_fsdp_tools.cli.common import add_model_class, parse_dtype, quiet
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 
 if TYPE_CHECKING:
@@ -60,11 +60,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="folder, config.json or hub name of the model's config, if not beside the weights",
     )
-    add("--auto-class", metavar="CLASS", help="class of the model, such as AutoModel (default: what the config names)")
+    add_model_class(add)
     add("--revision", metavar="NAME", help="branch, tag or commit on the hub")
     add("--subfolder", metavar="NAME", help="folder within the checkpoint")
     add("--allow-pickle", action="store_true", help="read legacy .bin files (no code of theirs is run)")
-    add("--trust-remote-code", action="store_true", help="run model code that comes with the checkpoint")
     add("--json", action="store_true", help="print one JSON value instead of text")
 
 
@@ -129,7 +128,7 @@ def _task(command: str, options: argparse.Namespace) -> _Task:
         "dtype": parse_dtype(options.dtype),
         "max_shard_size": options.max_shard_size,
         "config": options.config,
-        "auto_class": find_auto_class(options.auto_class) if options.auto_class else None,
+        "auto_class": options.auto_class,
         "allow_pickle": options.allow_pickle,
         "trust_remote_code": options.trust_remote_code,
     }

@@ -1,4 +1,4 @@
-"""The command `hf-fsdp`: look at models and machines, write configs and checkpoints, make a demo model.
+"""The command `hf-fsdp`: start recipes, look at models and machines, write configs and checkpoints.
 
 Every command prints text, or with `--json` one JSON value. An error is one message on stderr and exit code 1; wrong
 usage is exit code 2. Heavy libraries are imported inside the commands, so that `--help` is fast.
@@ -12,17 +12,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hf_fsdp_tools.cli.common import find_auto_class, parse_dtype, quiet, write
+from hf_fsdp_tools import __version__
+from hf_fsdp_tools.cli.common import add_model_class, parse_dtype, quiet, write
 from hf_fsdp_tools.cli.config import add_config
 from hf_fsdp_tools.cli.estimate import add_estimate
 from hf_fsdp_tools.cli.export import add_export, add_merge
+from hf_fsdp_tools.cli.launch import add_recipes
 from hf_fsdp_tools.cli.schedule import add_schedule
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["main"]
 
@@ -37,7 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: with 2 for wrong usage, with 0 after `--help`.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(words)
+    parser = _parser()
+    options, rest = parser.parse_known_args(words)
+    if not hasattr(options, "rest"):
+        parser.parse_args(words)  # says which words it does not know
+    options.rest = rest
     options.command_line = shlex.join(["hf-fsdp", *words])
     try:
         return int(options.run(options) or 0)
@@ -57,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-fsdp", description="Shard Hugging Face models with PyTorch FSDP.")
     parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--version", action="version", version=f"hf-fsdp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_recipes(commands)
     _add_blocks(commands)
     _add_plan(commands)
     _add_doctor(commands)
@@ -73,15 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     about = "hub name, local folder, or path of a config.json"
     parser.add_argument("model", metavar="NAME", nargs="?" if optional else None, help=about)
-    parser.add_argument(
-        "--auto-class",
-        default="AutoModelForCausalLM",
-        metavar="CLASS",
-        help="transformers class to build: an AutoModel… or a model class (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run model code that comes with the checkpoint"
-    )
+    add_model_class(parser.add_argument)
     parser.add_argument("--json", action="store_true", help="print one JSON value instead of text")
 
 
@@ -137,7 +134,7 @@ def _blocks(options: argparse.Namespace) -> None:
     from hf_fsdp_tools.planning.blocks import detect_blocks
 
     blocks = detect_blocks(model)
-    print(blocks.to_json() if options.json else blocks)
+    print(blocks.to_json() if options.json else f"{blocks}{_class_note(options, model)}")
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -150,7 +147,7 @@ def _plan(options: argparse.Namespace) -> None:
     plan = make_wrap_plan(model, policy=policy)
     if options.output:
         write(options.output, plan.to_json() + "\n")
-    print(plan.to_json() if options.json else plan)
+    print(plan.to_json() if options.json else f"{plan}{_class_note(options, model)}")
     if options.output and not options.json:
         print(f"wrote {options.output}")
 
@@ -184,7 +181,8 @@ def _doctor_of_file(options: argparse.Namespace) -> int:
 
 def _demo_model(options: argparse.Namespace) -> None:
     quiet()
-    from hf_fsdp_tools.cli.demo import make_demo_model, write_demo_dataset
+    from hf_fsdp_tools.scripting.demo import make_demo_model
+    from hf_fsdp_tools.scripting.demo_data import write_demo_dataset
 
     sizes = {name: value for name, value in vars(options).items() if name in _DEMO_SIZES}
     folder = make_demo_model(options.folder, seed=options.seed, **sizes)
@@ -211,6 +209,14 @@ _DEMO_SIZES = {
 """What each parameter of make_demo_model counts, for the help texts."""
 
 
+def _class_note(options: argparse.Namespace, model: Any) -> str:
+    """A line for the case that nobody asked for the model's class; nothing otherwise."""
+    from hf_fsdp_tools.modeling.model_class import other_class_note
+
+    note = None if options.auto_class else other_class_note(model.config, type(model))
+    return f"\nnote: {note}" if note else ""
+
+
 def _meta_model(options: argparse.Namespace, *, dtype: str | None) -> Any:
     """The model that the options name, on meta."""
     quiet()
@@ -222,7 +228,7 @@ def _meta_model(options: argparse.Namespace, *, dtype: str | None) -> Any:
 
     return build_meta_model(
         options.model,
-        auto_class=find_auto_class(options.auto_class),
+        auto_class=options.auto_class,
         dtype=parse_dtype(dtype),
         trust_remote_code=options.trust_remote_code,
     )

@@ -88,20 +88,21 @@ def draw_estimate(path: Path, found: Mapping[str, Estimate], scaled: Mapping[int
     path.write_text(page, encoding="utf-8")
 
 
-def draw_step(path: Path, schedule: "Schedule", forecast: "Forecast") -> None:
+def draw_step(path: Path, schedule: "Schedule", forecast: "Forecast", *, measured: "Schedule | None" = None) -> None:
     """Draw one step as FSDP runs it; .html is a page with the picture.
 
     Args:
         path: of the picture.
         schedule: what is drawn.
         forecast: what it was made of.
+        measured: of a real step, drawn below.
     """
     from hf_fsdp_tools.plots.figure import save
     from hf_fsdp_tools.plots.page import page_text
     from hf_fsdp_tools.plots.schedule import draw_schedule
 
     setting = _setting(forecast)
-    figure = draw_schedule(schedule, model=setting)
+    figure = draw_schedule(schedule, model=setting, measured=measured)
     if path.suffix != ".html":
         save(figure, path)
         return

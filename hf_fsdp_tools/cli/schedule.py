@@ -1,6 +1,8 @@
 """The command `hf-fsdp schedule`: one step as FSDP runs it, unit by unit, with what communication is hidden."""
 
 import argparse
+import gzip
+import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +18,7 @@ from hf_fsdp_tools.cli.training import (
     progress,
     setup_of,
 )
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import cut, merge_names
 
 if TYPE_CHECKING:
@@ -33,6 +36,9 @@ def add_schedule(commands: Any) -> None:
     add_sharding_options(parser)
     show = parser.add_argument_group("what is shown").add_argument
     show("--output", type=Path, metavar="FILE", help="draw it: .png, .svg, .pdf or .html")
+    about = "a real step to draw below it: what export_chrome_trace of torch.profiler wrote; needs --output"
+    show("--measured", type=Path, metavar="TRACE", help=about)
+    show("--trace", type=Path, metavar="FILE", help="write it as JSON for ui.perfetto.dev or chrome://tracing")
     show("--json", action="store_true", help="print the schedule as one JSON value instead of text")
     parser.set_defaults(run=_schedule)
 
@@ -40,9 +46,12 @@ def add_schedule(commands: Any) -> None:
 def _schedule(options: argparse.Namespace) -> None:
     from hf_fsdp_tools.foresight.forecast import step_of
     from hf_fsdp_tools.foresight.streams import step_schedule
-    from hf_fsdp_tools.foresight.timing.time import simulate
+    from hf_fsdp_tools.foresight.timing.time import chrome_trace, simulate
 
     check_picture(options.output)
+    measured = _measured(options.measured)
+    if measured and not options.output:
+        raise ConfigError("--measured draws a real step below the foreseen one: name the picture with --output.")
     setup, kwargs = setup_of(options), model_of(options)
     with progress() as say:
         say(f"a step of {options.model} without memory ...")
@@ -51,7 +60,9 @@ def _schedule(options: argparse.Namespace) -> None:
         schedule = step_schedule(forecast.step.events, timing.spans)
         if options.output:
             say("drawing ...")
-            draw_step(options.output, schedule, forecast)
+            draw_step(options.output, schedule, forecast, measured=measured)
+    if options.trace:
+        options.trace.write_text(json.dumps(chrome_trace(forecast.step.events, timing)), encoding="utf-8")
     if options.json:
         print(schedule.to_json())
         return
@@ -62,8 +73,29 @@ def _schedule(options: argparse.Namespace) -> None:
         f"{_ms(exposed)} of {_ms(total)} ms of communication are exposed; times of one unit in ms\n"
     )
     print("\n".join(_table(schedule)))
-    if options.output:
-        print(f"wrote {options.output}")
+    for written in filter(None, (options.output, options.trace)):
+        print(f"wrote {written}")
+
+
+def _measured(path: Path | None) -> "Schedule | None":
+    """The schedule of a recorded step.
+
+    Raises:
+        ConfigError: the file cannot be read or is no trace of a step.
+    """
+    from hf_fsdp_tools.foresight.measured import read_schedule
+
+    if path is None:
+        return None
+    try:
+        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
+        trace = json.loads(text)
+        return read_schedule(trace if isinstance(trace, dict) else {})
+    except (OSError, ValueError, ConfigError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as a trace: {error}. Give a file that torch.profiler.profile(...)'s "
+            "export_chrome_trace wrote."
+        ) from None
 
 
 _COLUMNS = (

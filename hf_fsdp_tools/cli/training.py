@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.cli.common import find_auto_class, quiet
+from hf_fsdp_tools.cli.common import add_model_class, quiet
 from hf_fsdp_tools.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,9 +32,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, optional: bool = False
     """Add the model, its class, and whether its code may run."""
     about = "hub name, local folder, or path of a config.json"
     parser.add_argument("model", metavar="NAME", nargs="?" if optional else None, help=about)
-    add = parser.add_argument
-    add("--auto-class", metavar="CLASS", help="transformers class to build (default: what the config names)")
-    add("--trust-remote-code", action="store_true", help="run model code that comes with the checkpoint")
+    add_model_class(parser.add_argument)
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
@@ -149,8 +147,7 @@ def check_machines(setup: "TrainingSetup") -> None:
 def model_of(options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments with which the model is built: its class and whether its code may run."""
     quiet()
-    chosen = {"auto_class": find_auto_class(options.auto_class)} if options.auto_class else {}
-    return {"trust_remote_code": options.trust_remote_code, **chosen}
+    return {"trust_remote_code": options.trust_remote_code, "auto_class": options.auto_class}
 
 
 def positions_of(options: argparse.Namespace) -> int | None:

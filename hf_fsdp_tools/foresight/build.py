@@ -124,7 +124,6 @@ def _built(
     hub = {key: value for key, value in model_kwargs.items() if key in _HUB}
     config = load_config(source, **hub)
     options = {key: value for key, value in model_kwargs.items() if key not in _HUB}
-    options.setdefault("auto_class", _auto_class(config))
     if setup.attn_implementation == "eager":  # transformers chooses sdpa for the models that have it
         options.setdefault("attn_implementation", setup.attn_implementation)
     frozen = setup.lora_r is not None or setup.load_in_4bit
@@ -142,21 +141,3 @@ def _built(
     own_code = bool(hub.get("trust_remote_code"))
     model: nn.Module = build_meta_model(config, trust_remote_code=own_code, **options)
     return model
-
-
-def _auto_class(config: PreTrainedConfig) -> Any:
-    """The class of a configuration's model: the one that it names, or else of the kind that is trained."""
-    for name in getattr(config, "architectures", None) or ():
-        found = getattr(transformers, name, None)
-        if found is not None and "For" in name:
-            return found
-    if text_config(config) is not config and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return transformers.AutoModelForImageTextToText
-    if getattr(config, "is_encoder_decoder", False):
-        is_speech = type(config) in transformers.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
-        return transformers.AutoModelForSpeechSeq2Seq if is_speech else transformers.AutoModelForSeq2SeqLM
-    if type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
-        return transformers.AutoModelForImageClassification
-    if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
-        return transformers.AutoModelForMaskedLM
-    return transformers.AutoModelForCausalLM

@@ -212,8 +212,9 @@ def _fsdp_section(config: FSDPConfig) -> dict[str, Any]:
         if config.fsdp_version in row.versions and value not in (None, "", ()):
             section[key] = ",".join(value) if isinstance(value, tuple) else value
     if config.fsdp_version == 1:
-        del section["fsdp_reshard_after_forward"]
-        section["fsdp_sharding_strategy"] = STRATEGIES[config.reshard_after_forward, config.dp_replicate_size > 1]
+        strategy = STRATEGIES[config.reshard_after_forward, config.dp_replicate_size > 1]
+        # The launcher reads the second; the first, so written, says that FSDP1 is meant (`integrations.launched`).
+        section |= {"fsdp_reshard_after_forward": strategy, "fsdp_sharding_strategy": strategy}
         if config.sync_module_states is None:
             section["fsdp_sync_module_states"] = config.cpu_ram_efficient_loading
     return section

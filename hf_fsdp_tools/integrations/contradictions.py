@@ -40,8 +40,9 @@ def _process_problems(config: Any) -> Iterator[Problem]:
         )
     if config.machine_rank >= machines:
         yield f"machine_rank is {config.machine_rank}", f"it counts from 0 and must be below num_machines {machines}"
-    if machines > 1 and not (config.main_process_ip and config.main_process_port):
-        yield f"num_machines is {machines}", "several machines need main_process_ip and main_process_port of machine 0"
+    missing = [name for name in ("main_process_ip", "main_process_port") if not getattr(config, name)]
+    if machines > 1 and missing:
+        yield f"num_machines is {machines}", f"several machines need {' and '.join(missing)} of machine 0"
     if config.use_cpu and ids is not None:
         yield f"gpu_ids {ids!r} picks GPUs and use_cpu hides them", "drop one of the two"
     elif ids is not None and len(ids.split(",")) < processes // machines:

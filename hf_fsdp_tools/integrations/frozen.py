@@ -1,15 +1,19 @@
 """TRL's reference and teacher models, which are evaluated and never trained: frozen, and sharded when they are set."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.integrations.model import shard_in_place
+from hf_fsdp_tools.integrations.model import digest_of_shards, shard_in_place
 from hf_fsdp_tools.sharding.shard import sharding_of
 
-__all__ = ["FROZEN", "NEEDED_BY_FROZEN", "check_frozen", "shard_frozen"]
+__all__ = ["FROZEN", "NEEDED_BY_FROZEN", "check_frozen", "hashable", "shard_frozen"]
 
 FROZEN = ("ref_model", "teacher_model")
 """Attributes of TRL's trainers with a reference model (DPO, KTO, GRPO, …) and with a teacher (distillation)."""
@@ -17,9 +21,12 @@ FROZEN = ("ref_model", "teacher_model")
 NEEDED_BY_FROZEN = ("model", "_precompute_model_hash")
 """Attributes that must be set before a frozen model is sharded; every rank sets them."""
 
+_HASHED = "_hashed_models"
+"""Attribute with the sharded models that TRL may hash and the handles of their hooks, while the trainer is made."""
+
 
 def check_frozen(trainer: Any, name: str, model: nn.Module) -> None:
-    """Refuse a frozen model that is sharded as one unit, or that is sharded before TRL can hash its weights."""
+    """Refuse a frozen model that is sharded as one unit."""
     if not _is_sharded(model):
         return
     if sharding_of(model) is None and sum(isinstance(module, FSDPModule) for module in model.modules()) == 1:
@@ -27,26 +34,52 @@ def check_frozen(trainer: Any, name: str, model: nn.Module) -> None:
             f"{name} is sharded as 1 unit, so that each forward pass gathers all of {type(model).__name__}. "
             "Give it plain, or made by from_pretrained(..., accelerator=accelerator)."
         )
-    if _waits_for_hash(trainer):
-        raise ConfigError(
-            f"precompute_ref_log_probs needs a plain {name}: TRL hashes its whole weights, and this one is sharded. "
-            "Give a plain one (it is sharded afterwards), or set precompute_ref_log_probs=False."
-        )
 
 
 def shard_frozen(trainer: Any) -> None:
     """Freeze and shard the frozen models that are set, once the trainer has its Accelerator and its trained model.
 
-    Waits until TRL has hashed plain weights, if it is to do so. TRL (1.16, `models.utils.prepare_fsdp`) would shard a
-    frozen model with the root as its only unit; it leaves models alone that are sharded already.
+    Waits until TRL has hashed the weights, if it is to do so; of models that are sharded already it hashes a digest.
+    TRL (1.16, `models.utils.prepare_fsdp`) would shard a frozen model with the root as its only unit; it leaves models
+    alone that are sharded already.
     """
     there = vars(trainer)
     accelerator, policy = there.get("accelerator"), there.get("model")
-    if accelerator is None or policy is None or not accelerator.is_fsdp2 or _waits_for_hash(trainer):
+    if accelerator is None or policy is None or not accelerator.is_fsdp2:
         return
-    for model in (there.get(name) for name in FROZEN):
-        if isinstance(model, nn.Module) and model is not policy and not _is_sharded(model):
+    frozen = [there[name] for name in FROZEN if isinstance(there.get(name), nn.Module) and there[name] is not policy]
+    if _waits_for_hash(trainer):
+        handles = there.setdefault(_HASHED, {})
+        handles |= {m: _let_hash(m) for m in (policy, *frozen) if m not in handles and _is_sharded(m)}
+        return
+    for model in frozen:
+        if not _is_sharded(model):
             shard_in_place(model.requires_grad_(False).eval(), accelerator, [])
+
+
+@contextmanager
+def hashable(trainer: Any) -> Iterator[None]:
+    """A block in which TRL may hash sharded models that are set on the trainer; it makes the trainer."""
+    try:
+        yield
+    finally:
+        for handle in vars(trainer).pop(_HASHED, {}).values():
+            handle.remove()
+
+
+def _let_hash(model: nn.Module) -> RemovableHandle:
+    """Make the state dict of a sharded model one digest of all shards, until the handle is removed.
+
+    With `precompute_ref_log_probs` TRL (1.16, `trainer.utils.hash_module`) hashes the bytes of a state dict, which
+    DTensors do not give, to name the file of the log-probabilities.
+    """
+
+    def hold_digest(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        state.clear()
+        state["digest"] = torch.tensor(list(bytes.fromhex(digest_of_shards(module))), dtype=torch.uint8)
+
+    handle: RemovableHandle = model.register_state_dict_post_hook(hold_digest)  # type: ignore[no-untyped-call]
+    return handle
 
 
 def _is_sharded(model: nn.Module) -> bool:

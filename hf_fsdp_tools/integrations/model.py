@@ -38,6 +38,7 @@ __all__ = [
     "check_managed",
     "check_native",
     "check_precision",
+    "digest_of_shards",
     "prepare_for_training",
     "refuse_parts",
     "send_weights",
@@ -192,6 +193,13 @@ def send_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, mine in whole.items():
         fill_from_first(tensors[name], mine, sharding.mesh)
+
+
+def digest_of_shards(model: nn.Module) -> str:
+    """sha256 of all ranks' shards, parameters and buffers, the same on every rank; every rank must call."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    mine = [(name, _digest(t.to_local() if isinstance(t, DTensor) else t)) for name, t in tensors]
+    return hashlib.sha256(repr(all_ranks(mine, "hashing the weights of all ranks")).encode()).hexdigest()
 
 
 def _digest(tensor: torch.Tensor) -> str:

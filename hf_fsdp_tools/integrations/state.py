@@ -16,6 +16,7 @@ from hf_fsdp_tools.distributed.cpu_backend import GROUP_TIMEOUT
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt
+from hf_fsdp_tools.integrations.launched import check_gpus
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_set
 
@@ -46,7 +47,8 @@ def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerat
     Every rank must call; starts the process group if none is running.
 
     Raises:
-        ConfigError: an Accelerator without FSDP exists already in this process, or a setting cannot be honoured.
+        ConfigError: an Accelerator without FSDP exists already in this process, a setting cannot be honoured, or
+            `accelerate launch` was given a config for GPUs on a machine without.
     """
     plugin = fsdp_plugin or HybridFSDPPlugin()
     if not isinstance(plugin, HybridFSDPPlugin):
@@ -96,9 +98,10 @@ def start_state(
     Every rank must call; starts the process group if none is running.
 
     Raises:
-        ConfigError: an Accelerator without FSDP exists already, Accelerate did not take the state up, or the
-            parallelism config has axes other than data parallelism.
+        ConfigError: an Accelerator without FSDP exists already, Accelerate did not take the state up, the
+            parallelism config has axes other than data parallelism, or the launch config is for GPUs and there is none.
     """
+    check_gpus(cpu=cpu)
     cpu = cpu or local_device().type == "cpu"
     if AcceleratorState._shared_state:
         state = AcceleratorState()
@@ -124,6 +127,7 @@ def start_state(
         torch.accelerator.set_device_index(device.index)  # PartialState sets the one of LOCAL_RANK
     if parallelism_config is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
         parallelism_config = ParallelismConfig()  # fills itself from the variables beside that one
+    parallelism_config = parallelism_config or plugin.copies
     state = AcceleratorState(
         mixed_precision=mixed_precision,
         cpu=cpu,

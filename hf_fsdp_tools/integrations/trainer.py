@@ -36,7 +36,7 @@ from hf_fsdp_tools.integrations.checkpoints import (
     weights_in,
     without_rotation,
 )
-from hf_fsdp_tools.integrations.frozen import FROZEN, NEEDED_BY_FROZEN, check_frozen, shard_frozen
+from hf_fsdp_tools.integrations.frozen import FROZEN, NEEDED_BY_FROZEN, check_frozen, hashable, shard_frozen
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_of
@@ -84,8 +84,7 @@ class FSDPTrainerMixin(PushingMixin):
 
     Raises:
         ConfigError: when a trainer class is defined: this version of transformers lacks a method that is overridden
-            here. When a frozen model is set: it is sharded as one unit, or it is sharded although TRL is to hash its
-            plain weights.
+            here. When a frozen model is set: it is sharded as one unit.
     """
 
     blocking: bool = True
@@ -110,7 +109,8 @@ class FSDPTrainerMixin(PushingMixin):
         """
         if kwargs.get("model_init") is not None or kwargs.get("optimizer_cls_and_kwargs") is not None:
             kwargs["optimizers"] = optimizers  # the Trainer takes only one of them, and says so
-        super().__init__(*args, **kwargs)
+        with hashable(self):
+            super().__init__(*args, **kwargs)
         if "optimizers" not in kwargs and any(part is not None for part in optimizers):
             _check_own_optimizer(self, optimizers[0])
             self.optimizer, self.lr_scheduler = optimizers

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.linear4bit import make_quantizer, pack_weights, replace_linears
+from hf_fsdp_tools.modeling.model_class import model_class
 from hf_fsdp_tools.modeling.quantization import note_quantization, set_aside_quantization
 from hf_fsdp_tools.modeling.untrusted import read_json_object, understood
 from hf_fsdp_tools.text import first_line, first_lines, listed, quoted
@@ -115,7 +116,7 @@ def config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
 def build_meta_model(
     name_or_config: str | PathLike[str] | PreTrainedConfig,
     *,
-    auto_class: Any = AutoModelForCausalLM,
+    auto_class: Any = None,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
     stored_tensors: int | None = None,
@@ -128,7 +129,8 @@ def build_meta_model(
 
     Args:
         name_or_config: a hub name, a local folder, the path of a `config.json`, or a `PreTrainedConfig` (copied).
-        auto_class: the `AutoModelFor…` class, or a model class itself.
+        auto_class: the `AutoModelFor…` class, a model class itself, or the name of one. None means the class that the
+            config's `architectures` name, or else that which its kind is trained with (for Llama, the causal LM).
         dtype: of the floating-point parameters; None means the config's dtype, or float32 if it has none.
         trust_remote_code: run model code that comes with the checkpoint.
         stored_tensors: how many tensors the model's files hold, where that is known: a configuration of far more
@@ -144,8 +146,8 @@ def build_meta_model(
 
     Raises:
         CheckpointError: the configuration cannot be found, or no model can be made of what it says.
-        ConfigError: the architecture is unknown, `auto_class` has no model for it, a keyword fits neither config nor
-            model, or the quantisation cannot be sharded.
+        ConfigError: the architecture is unknown, `auto_class` is no class or has no model for it, a keyword fits
+            neither config nor model, or the quantisation cannot be sharded.
     """
     config = load_config(name_or_config, trust_remote_code=trust_remote_code)
     quantization = set_aside_quantization(config)
@@ -153,6 +155,7 @@ def build_meta_model(
     dtype = dtype or config_dtype(config) or torch.float32
     for name in [name for name in model_kwargs if hasattr(config, name) and not name.endswith("_implementation")]:
         setattr(config, name, model_kwargs.pop(name))
+    auto_class = model_class(config, auto_class, trust_remote_code=trust_remote_code)
     is_model_class = isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel)
     with _built_by_transformers(config, auto_class), _at_most(config, stored_tensors):
         try:
@@ -173,9 +176,11 @@ def build_meta_model(
         except FSDPToolsError:
             raise
         except ValueError as error:
+            usual = model_class(config, trust_remote_code=trust_remote_code)
+            cure = "Give the model's class as" if usual is auto_class else f"Leave out, or give {usual.__name__} as"
             raise ConfigError(
-                f"{getattr(auto_class, '__name__', auto_class)} has no model for {type(config).__name__}: "
-                f"{first_line(error)}. Choose another auto_class (AutoModel always has the base model)."
+                f"{auto_class.__name__} has no model for {type(config).__name__}: {first_line(error)}. {cure} "
+                "auto_class (--auto-class)."
             ) from error
     if quantizer is not None:
         replace_linears(model, quantizer, dtype)

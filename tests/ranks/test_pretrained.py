@@ -162,9 +162,9 @@ def test_bad_checkpoints_stop_all_ranks_with_the_same_clear_error(tmp_path):
 
 
 def _written_out(folder, url):
-    """The lines of the README, for a folder and for a name on the hub."""
+    """The lines of docs/plans.md, for a folder and for a name on the hub."""
     use_hub(url, folder.with_name("home"))
-    text = Path(__file__).parents[2].joinpath("README.md").read_text()
+    text = Path(__file__).parents[2].joinpath("docs/plans.md").read_text()
     (code,) = re.findall(r"`from_pretrained` is six calls.*?```python\n(.*?)```", text, re.DOTALL)
     plain = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     for name in (str(folder), "org/model"):

@@ -1,4 +1,4 @@
-"""TRL's trainers on our shards train as TRL's own trainer does on one process with the same global batch."""
+"""TRL's trainers, and transformers' for classification, on our shards train as they do alone on one process."""
 
 import os
 from functools import partial
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from datasets import Dataset, load_from_disk
-from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -20,25 +19,18 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
     Trainer,
-)
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    SFTConfig,
-    SFTTrainer,
+    TrainingArguments,
 )
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator, sharding_of
+from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import local_device
 from tests._checkpoints import make_model
 from tests._dist import run_cases, run_ranks
 from tests._training import arguments, logged, num_units
+
+trl = pytest.importorskip("trl")
+peft = pytest.importorskip("peft")
 
 STEPS = 4
 ROWS = STEPS * 4
@@ -75,6 +67,8 @@ def _rows(task: str) -> Dataset:
         return Dataset.from_dict({"prompt": prompts, "completion": good, "label": [True, False] * (ROWS // 2)})
     if task == "grpo":
         return Dataset.from_dict({"prompt": prompts})
+    if task == "classify":
+        return Dataset.from_dict({**_tokenizer()(prompts), "labels": [n % 3 for n in range(ROWS)]})
     return Dataset.from_dict({"prompt": prompts, "chosen": good, "rejected": bad})
 
 
@@ -83,13 +77,17 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
 
 
 TRAINERS = {
-    "sft": (SFTTrainer, SFTConfig, {}),
-    "dpo": (DPOTrainer, DPOConfig, {}),
+    "sft": (trl.SFTTrainer, trl.SFTConfig, {}),
+    "dpo": (trl.DPOTrainer, trl.DPOConfig, {}),
     # the one loss of KTO whose value does not depend on how many rows a process has (no estimate of the divergence)
-    "kto": (KTOTrainer, KTOConfig, {"loss_type": "apo_zero_unpaired"}),
-    "reward": (RewardTrainer, RewardConfig, {}),
-    "grpo": (GRPOTrainer, GRPOConfig, {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}),
+    "kto": (trl.KTOTrainer, trl.KTOConfig, {"loss_type": "apo_zero_unpaired"}),
+    "reward": (trl.RewardTrainer, trl.RewardConfig, {}),
+    "classify": (Trainer, TrainingArguments, {}),
+    "grpo": (trl.GRPOTrainer, trl.GRPOConfig, {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}),
 }
+
+LABELS = {"reward": 1, "classify": 3}
+"""Outputs of the heads that score a sequence."""
 
 
 def _arguments(task: str, folder: Path, **settings: Any) -> Any:
@@ -99,8 +97,8 @@ def _arguments(task: str, folder: Path, **settings: Any) -> Any:
 
 def _model(task: str, source: Path, accelerator: Any = None) -> Any:
     """The plain model, or with an accelerator the sharded one."""
-    auto = AutoModelForSequenceClassification if task == "reward" else AutoModelForCausalLM
-    kwargs = {"num_labels": 1} if task == "reward" else {}
+    kwargs = {"num_labels": LABELS[task]} if task in LABELS else {}
+    auto = AutoModelForSequenceClassification if kwargs else AutoModelForCausalLM
     if accelerator is None:
         return auto.from_pretrained(source, **kwargs)
     return from_pretrained(source, accelerator=accelerator, auto_class=auto, **kwargs)
@@ -114,7 +112,12 @@ def _trainer(task: str, model: Any, folder: Path, *, mixed: bool, extra: Any = N
     )
     rows = load_from_disk(settings.pop("rows")) if "rows" in settings else _rows(task)
     args = _arguments(task, folder, **settings)
-    return kind(model=model, args=args, train_dataset=rows, processing_class=_tokenizer(), **extra)
+    trainer = kind(model=model, args=args, train_dataset=rows, processing_class=_tokenizer(), **extra)
+    if task == "classify":
+        # Heads that score sequences take a mean over their own rows, and the Trainer (5.23) multiplies it by the number
+        # of processes, as if it were a sum divided by the rows of all. TRL's trainers say the same for theirs.
+        trainer.model_accepts_loss_kwargs = False
+    return trainer
 
 
 def _one_process(task: str, source: Path, folder: Path, extra: Any = None, **settings: Any) -> list[float]:
@@ -127,15 +130,16 @@ def _one_process(task: str, source: Path, folder: Path, extra: Any = None, **set
 @pytest.fixture(scope="module")
 def checkpoints(folders, tmp_path_factory) -> dict[str, Path]:
     torch.manual_seed(0)
-    scored = AutoModelForSequenceClassification.from_pretrained(folders["llama"], num_labels=1)
-    scored.save_pretrained(reward := tmp_path_factory.mktemp("reward"))
-    return {"llama": folders["llama"], "tied": folders["tied"], "reward": reward}
+    heads = {task: tmp_path_factory.mktemp(task) for task in LABELS}
+    for task, folder in heads.items():
+        _model(task, folders["llama"]).save_pretrained(folder)
+    return {"llama": folders["llama"], "tied": folders["tied"], **heads}
 
 
-# ---- the five trainers, a plain model and one of from_pretrained ----
+# ---- the trainers, a plain model and one of from_pretrained ----
 
 ROUTES = ("plain", "sharded")
-SOURCES = {"sft": "tied", "dpo": "tied", "kto": "llama", "reward": "reward"}
+SOURCES = {"sft": "tied", "dpo": "tied", "kto": "llama", "reward": "reward", "classify": "classify"}
 
 
 def _one_trainer(task, route, sources, folder):
@@ -209,8 +213,6 @@ def given_sharded(sources, folder):
     policy, reference = (_model("dpo", sources["tied"], accelerator) for _ in range(2))
     trainer = _short_run(folder, policy, {"ref_model": reference})
     assert trainer.ref_model is reference and sharding_of(reference).plan.digest == sharding_of(policy).plan.digest
-    with pytest.raises(ConfigError, match=r"precompute_ref_log_probs needs a plain ref_model"):
-        _short_run(folder, policy, {"ref_model": reference}, precompute_ref_log_probs=True)
     return logged(trainer)
 
 
@@ -220,6 +222,22 @@ def given_plain(sources, folder):
     # TRL would load a reference of its own onto GPU 0 from each rank.
     assert trainer.args.model_init_kwargs["device_map"] is None
     assert num_units(trainer.ref_model) == len(sharding_of(trainer.model).plan.units)
+    return logged(trainer)
+
+
+def precomputed_by_shards(sources, folder):
+    """TRL hashes a digest of all shards, the same on every rank, and finds the values again under it."""
+    accelerator = _accelerator()
+    policy, reference = (_model("dpo", sources["tied"], accelerator) for _ in range(2))
+    rows = {"rows": sources["rows"], "precompute_ref_log_probs": True}
+    trainer = _short_run(folder, policy, {"ref_model": reference}, **rows)
+    hashes = all_ranks(trainer._precompute_model_hash)
+    assert len(set(hashes)) == 1
+    with torch.no_grad():
+        next(reference.parameters()).mul_(2)
+    assert "digest" not in reference.state_dict(), "the state dict holds weights again"
+    other = _trainer("dpo", policy, folder, mixed=True, extra={"ref_model": reference}, **rows)
+    assert other._precompute_model_hash != hashes[0]
     return logged(trainer)
 
 
@@ -246,6 +264,14 @@ def adapter_off(sources, folder):
     return logged(trainer)
 
 
+def adapter_off_precomputed(sources, folder):
+    """The adapter is added to shards, and the shards are hashed with it."""
+    torch.manual_seed(0)
+    rows = {"rows": sources["rows"], "precompute_ref_log_probs": True}
+    trainer = _short_run(folder, _model("dpo", sources["tied"], _accelerator()), {"peft_config": adapter()}, **rows)
+    return logged(trainer)
+
+
 def sharded_as_one_unit(sources, folder):
     alone = fully_shard(_model("dpo", sources["tied"]))
     model = _model("dpo", sources["tied"], _accelerator())
@@ -253,11 +279,20 @@ def sharded_as_one_unit(sources, folder):
         _short_run(folder, model, {"ref_model": alone})
 
 
-def adapter() -> LoraConfig:
-    return LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+def adapter() -> Any:
+    return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
-REFERENCES = (given_sharded, given_plain, precomputed, synced, adapter_off, sharded_as_one_unit)
+REFERENCES = (
+    given_sharded,
+    given_plain,
+    precomputed,
+    precomputed_by_shards,
+    synced,
+    adapter_off,
+    adapter_off_precomputed,
+    sharded_as_one_unit,
+)
 
 
 def test_complaint_31_reference_models_given_loaded_synced_precomputed_or_with_the_adapter_off(checkpoints, tmp_path):
@@ -266,13 +301,14 @@ def test_complaint_31_reference_models_given_loaded_synced_precomputed_or_with_t
     results = run_ranks(run_cases, 2, REFERENCES, sources, tmp_path, timeout_s=240)
     expected = _one_process("dpo", checkpoints["tied"], tmp_path / "one", max_steps=2)
     for losses in results:
-        for name in ("given sharded", "given plain", "precomputed"):
+        for name in ("given sharded", "given plain", "precomputed", "precomputed by shards"):
             close(losses[name], expected)
         assert losses["synced"][0] == pytest.approx(expected[0]) and losses["synced"][1] != pytest.approx(expected[1])
     torch.manual_seed(0)
     expected = _one_process("dpo", checkpoints["tied"], tmp_path / "lora", {"peft_config": adapter()}, max_steps=2)
     for losses in results:
-        close(losses["adapter off"], expected)
+        for name in ("adapter off", "adapter off precomputed"):
+            close(losses[name], expected)
 
 
 class Distiller(FSDPTrainerMixin, Trainer):

@@ -1,6 +1,7 @@
 """`hf-fsdp estimate`, `schedule` and `config NAME`: what is printed is what the functions say, and a mistake is one
 message with its cure."""
 
+import gzip
 import json
 
 import pytest
@@ -121,6 +122,21 @@ def test_estimate_draws_what_the_file_is_called(capsys, llama, tmp_path):
     assert picture.read_text().startswith("<svg") and "LlamaForCausalLM" in picture.read_text()
 
 
+def test_schedule_writes_a_trace_and_draws_a_real_step_below(capsys, llama, tmp_path):
+    """The written trace has the simulation's times; a trace of torch's profiler is drawn in the same picture."""
+    pytest.importorskip("matplotlib")
+    trace, picture, recorded = tmp_path / "step.json", tmp_path / "step.svg", tmp_path / "recorded.json.gz"
+    assert run(capsys, "schedule", llama, *ON_EIGHT, "--trace", trace)[0] == 0
+    rows = json.loads(trace.read_text())["traceEvents"]
+    schedule = Schedule.from_json(run(capsys, "schedule", llama, *ON_EIGHT, "--json")[1])
+    assert max(row["ts"] + row["dur"] for row in rows) == pytest.approx(1e6 * schedule.seconds, rel=1e-6)
+    label = {"ph": "X", "tid": 1, "cat": "user_annotation", "name": "FSDP::pre_forward (layers.0)", "ts": 0, "dur": 1}
+    operation = {"ph": "X", "tid": 1, "cat": "cpu_op", "name": "aten::mm", "ts": 2, "dur": 7e6}
+    recorded.write_bytes(gzip.compress(json.dumps({"traceEvents": [label, operation]}).encode()))
+    assert run(capsys, "schedule", llama, *ON_EIGHT, "--output", picture, "--measured", recorded)[0] == 0
+    assert "measured" in picture.read_text()
+
+
 def test_schedule_has_a_line_per_kind_of_unit(capsys, llama):
     code, out, err = run(capsys, "schedule", llama, *ON_EIGHT)
     assert (code, err) == (0, "") and all(len(line) <= 100 for line in out.splitlines())
@@ -195,6 +211,8 @@ def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
         ("estimate {llama} --plot /nowhere/memory.png", "make it first"),
         ("schedule {llama} --output memory.txt", "pictures end in .html"),
         ("estimate {llama} --optimizer adamv", "adamw"),
+        ("schedule {llama} --measured {llama}/config.json", "torch.profiler"),
+        ("schedule {llama} --measured {tmp}/none.json --output {tmp}/step.svg", "No such file"),
         ("schedule {tmp}/nothing", "nothing"),
         ("config {llama}", "--gpu h100-80gb"),
         ("config {llama} --cpu", "leave"),

@@ -7,13 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fsdp_tools.cli.demo import (
-    demo_split,
-    demo_text,
-    make_demo_model,
-    write_demo_dataset,
-)
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.scripting.demo import demo_split, demo_text, make_demo_model
+from hf_fsdp_tools.scripting.demo_data import demo_rows, write_demo_dataset
 
 SMALL = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_key_value_heads": 1, "vocab_size": 400}
 
@@ -160,3 +156,21 @@ def test_it_learns(folder):
     with torch.no_grad():
         after = model(input_ids=evaluation, labels=evaluation).loss.item()
     assert after < before - 0.5
+
+
+def test_instructions_preferences_and_classes_are_made_of_the_same_passages():
+    passages = demo_text()
+    told = demo_rows("instructions")
+    assert [row["messages"][1]["content"] for row in told] == passages
+    assert len({row["messages"][0]["content"] for row in told}) == len(told), "no two questions are the same"
+    pairs = demo_rows("preferences")
+    assert [row["chosen"][0]["content"] for row in pairs] == passages
+    for number, row in enumerate(pairs):
+        worse = row["rejected"][0]["content"]
+        assert worse in passages if number % 2 == 0 else sorted(worse.split()) == sorted(passages[number].split())
+    labels = [row["label"] for row in demo_rows("classes")]
+    counts = {label: labels.count(label) for label in set(labels)}
+    assert len(counts) == 4 and min(counts.values()) > len(labels) / 8, counts
+    assert demo_rows("preferences") == pairs, "the same each time"
+    with pytest.raises(ConfigError, match="'poems'; choose text"):
+        demo_rows("poems")

@@ -1,7 +1,7 @@
-"""Make a small Llama checkpoint and a text data set on the spot, to try the package without a download.
+"""Make a small Llama checkpoint on the spot, and the text it learns from, to try the package without a download.
 
     make_demo_model(folder)       ->  config, seeded random weights in several safetensors files, trained tokenizer
-    write_demo_dataset(folder)    ->  train.jsonl and eval.jsonl with one passage per line in the column "text"
+    demo_text()                   ->  passages of prose; `demo_data` makes data sets of them
 
 The text is the language reference that every CPython carries for `help("while")` (`pydoc_data.topics`, 460 kB): English
 prose with code in it. The default sizes are so small that a fine-tune has an effect within minutes on two CPU cores
@@ -21,7 +21,7 @@ from hf_fsdp_tools.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["demo_split", "demo_text", "make_demo_model", "write_demo_dataset"]
+__all__ = ["EVAL_EVERY", "demo_passages", "demo_split", "demo_text", "make_demo_model"]
 
 PASSAGE_CHARACTERS = 600
 """Characters after which a passage ends at the next blank line; about 200 tokens of the demo tokenizer."""
@@ -46,9 +46,18 @@ words alone."""
 
 
 def demo_text() -> list[str]:
-    """The demo corpus: about 700 passages of CPython's language reference, in a fixed order, no paragraph twice.
+    """The demo corpus: about 500 passages of CPython's language reference, in a fixed order, no paragraph twice.
 
     The text depends on the Python version alone.
+
+    Raises:
+        ConfigError: see `demo_passages`.
+    """
+    return [passage for _, passage in demo_passages()]
+
+
+def demo_passages() -> list[tuple[str, str]]:
+    """The passages of `demo_text`, each behind the name of its topic ("assert").
 
     Raises:
         ConfigError: this Python was packaged without `pydoc_data`.
@@ -61,12 +70,12 @@ def demo_text() -> list[str]:
             "packages leave it out); use a full CPython, for example from python.org, conda or uv"
         ) from error
     seen: set[str] = set()
-    passages: list[str] = []
+    passages: list[tuple[str, str]] = []
     for name in sorted(topics):
         paragraphs = dict.fromkeys(part.strip("\n") for part in topics[name].split("\n\n"))
         fresh = [part for part in paragraphs if part.strip() and part not in seen]
         seen.update(fresh)
-        passages += _passages_of("\n\n".join(fresh))
+        passages += [(name, passage) for passage in _passages_of("\n\n".join(fresh))]
     return passages
 
 
@@ -89,26 +98,6 @@ def demo_split() -> tuple[list[str], list[str]]:
     passages = demo_text()
     train = [passage for number, passage in enumerate(passages) if number % EVAL_EVERY]
     return train, passages[::EVAL_EVERY]
-
-
-def write_demo_dataset(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Write the demo corpus as `train.jsonl` and `eval.jsonl` (one `{"text": passage}` a line); return both paths.
-
-    Existing files of these names are replaced, each in one step, so that a reader never sees half a file. Call it on
-    one rank; nothing is communicated.
-
-    Args:
-        folder: made if it is not there.
-    """
-    root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    paths = (root / "train.jsonl", root / "eval.jsonl")
-    for path, passages in zip(paths, demo_split(), strict=True):
-        lines = "".join(json.dumps({"text": passage}, ensure_ascii=False) + "\n" for passage in passages)
-        partial = path.with_suffix(".partial")
-        partial.write_text(lines, encoding="utf-8")
-        partial.replace(path)
-    return paths
 
 
 def make_demo_model(

@@ -1,0 +1,336 @@
+"""Train with `recipes/finetune.py` and with what others ship, in one run, on the same data and the same machine.
+
+    python benchmarks/training.py                                            # CPU: 2 ranks, a small model
+    python benchmarks/training.py --device cuda --models 1b 4b 8b --seq-len 4096 --output PAGE.md     # one GPU or more
+    python benchmarks/training.py --report training.jsonl --output benchmarks/results/training.md     # a table of all
+
+hf_fsdp_tools              `recipes/finetune.py` under a file of `hf-fsdp config`
+TRL                        TRL's own `trl/scripts/sft.py` under the `fsdp2.yaml` that TRL ships. In a world of one
+                           Accelerate drops FSDP, and on CPUs too: there it is started by torchrun, and is plain DDP
+TRL, chunked loss          the same with `--loss_type chunked_nll`, which our recipe takes by itself
+transformers native        TRL's SFTTrainer on `from_pretrained(distributed_config=DistributedConfig(fsdp_size=…))`
+
+Each begins from the same checkpoint (random weights in the shape of real models), trains the same rows in the same
+order with AdamW, one row of `--seq-len` tokens per rank and step, and takes TRL's defaults for the rest; gradient
+checkpointing is on or off for all. `full` has fp32 master weights under bf16 mixed precision on GPUs and fp32 on CPUs;
+`lora` a frozen bf16 base (fp32 on CPUs) and rank 16 on all linear layers. Contestants take turns (A B C, B C A, …) in
+processes of their own, started by `accelerate launch`; the scripts run as they are, with one callback more.
+
+tokens/s       per rank, by the median step, after `--warm-up` steps
+÷ ours         median, over rounds, of their step time over ours in the same round
+MFU            counted operations of the model's step over the time and the GPU's peak; blank on CPUs
+peak           `torch.cuda.max_memory_allocated` during training, and what the allocator reserved; on CPUs the most that
+               was resident of the process, whole
+ready          seconds from the first import to the first step, the load included
+losses         of the first and the last step: the same data in the same order gives nearly the same
+
+What each of 8 or 64 ranks takes is measured on one GPU by `benchmarks/foresight.py memory --device cuda --gpus 8 64`.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.measuring.bars import Bar, at_least, over
+from benchmarks.measuring.rounds import OURS, Row, command, in_turn, median, ratios, where
+from benchmarks.measuring.tables import Page, table_of
+from hf_fsdp_tools import make_demo_model
+from hf_fsdp_tools.foresight.timing.hardware import gpu_named
+from tests._dist import num_gpus
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = "benchmarks/training.py"
+TRL, CHUNKED, NATIVE = "TRL", "TRL, chunked loss", "transformers native"
+CONTESTANTS = (OURS, TRL, CHUNKED, NATIVE)
+SMALL = {"hidden_size": 384, "num_layers": 8, "num_heads": 8, "num_key_value_heads": 4, "vocab_size": 8192}
+AUTOMODEL = 12_473
+"""Tokens/s of LoRA on Llama 3.1 8B at 4,096 tokens on one H100: NVIDIA NeMo Automodel's published figure."""
+
+
+def main() -> None:
+    args = parsed()
+    if args.report:
+        records = [json.loads(line) for line in args.report.read_text().splitlines()]
+        args.output.write_text(PAGE.render(records))
+        return
+    made = []
+    for record in cells(args):
+        made.append(record)
+        print("", f"## {title_of(record['cell'])}", "", *table(record["rows"]), sep="\n", flush=True)
+        if args.records:
+            with args.records.open("a") as stream:
+                stream.write(json.dumps(record) + "\n")
+        if args.output:
+            args.output.write_text(PAGE.render(made))
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if num_gpus() else "cpu")
+    parser.add_argument("--ranks", type=int, help="2 on CPUs, all GPUs otherwise")
+    parser.add_argument("--models", nargs="+", choices=["small", "1b", "4b", "8b"], help="small on CPUs, 1b on GPUs")
+    parser.add_argument("--tuning", nargs="+", choices=["full", "lora"], default=["full", "lora"])
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--seq-len", type=int, help="512 on CPUs, 4,096 on GPUs")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warm-up", type=int, default=4, help="steps that are not timed")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--limit-s", type=int, default=600, help="of one training")
+    parser.add_argument("--tiny", action="store_true", help="tiny layers, to try the programs")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "hf_fsdp_tools-training"))
+    parser.add_argument("--records", type=Path, help="JSON lines, one per cell, to which this run adds its own")
+    parser.add_argument("--report", type=Path, help="measure nothing; make --output of such a file")
+    parser.add_argument("--output", type=Path, help="Markdown file")
+    args = parser.parse_args()
+    on_gpu = args.device == "cuda"
+    args.ranks = args.ranks or (num_gpus() if on_gpu else 2)
+    args.models = args.models or (["1b"] if on_gpu else ["small"])
+    args.seq_len = args.seq_len or (4096 if on_gpu else 512)
+    return args
+
+
+def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One measured cell after another."""
+    for model in args.models:
+        folder = checkpoint(model, args)
+        data = dataset(args, folder)
+        for tuning in args.tuning:
+            cell = {"model": model, "tuning": tuning, "seq_len": args.seq_len, "ranks": args.ranks}
+            cell |= {"device": args.device, "recompute": args.gradient_checkpointing, "tiny": args.tiny}
+            rows: dict[str, Row] = {}
+            for name in in_turn(args.contestants, args.runs):
+                if "failed" in rows.get(name, {}):
+                    continue
+                found = one(name, cell, folder, data, args)
+                row = rows.setdefault(name, {"seconds": [], **found})
+                row |= found
+                if "failed" not in row:
+                    row["seconds"] = [*row["seconds"], found["step"]]
+            utilize(rows, cell, folder)
+            ordered = {name: rows[name] for name in args.contestants}
+            yield {"cell": cell, "rows": ordered, "about": {"where": where(args.device), "command": command(SCRIPT)}}
+
+
+def checkpoint(model: str, args: argparse.Namespace) -> Path:
+    """A folder with weights and the demo's tokenizer."""
+    folder: Path = args.folder / (f"{model}-tiny" if args.tiny else model)
+    if model == "small":
+        shape = {} if args.tiny else SMALL
+        return Path(make_demo_model(folder, max_length=max(1024, args.seq_len), max_shard_size="1GB", **shape))
+    if not folder.is_dir():
+        words = ["-m", "benchmarks.gpu.models", model, str(folder), *(["--small"] if args.tiny else [])]
+        subprocess.run([sys.executable, *words], check=True, cwd=ROOT)
+        words = make_demo_model(args.folder / "tokenizer")
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (words / name).is_file():
+                shutil.copy(words / name, folder)
+    return folder
+
+
+def dataset(args: argparse.Namespace, folder: Path) -> Path:
+    """Rows of text that are all longer than the sequence, so that every row is cut to the same number of tokens."""
+    from hf_fsdp_tools.cli.demo import demo_text
+    from transformers import AutoTokenizer
+
+    path = args.folder / f"text-{folder.name}-{args.seq_len}"
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    passages = [(text, len(tokenizer(text)["input_ids"])) for text in demo_text()]
+    wanted, at = args.ranks * (args.steps + 2), 0
+    with (path / "train.jsonl").open("w") as stream:
+        for row in range(wanted):
+            parts, length, at = [f"Row {row}."], 0, at
+            while length < args.seq_len + 16:
+                text, tokens = passages[at % len(passages)]
+                parts, length, at = [*parts, text], length + tokens, at + 1
+            stream.write(json.dumps({"text": "\n\n".join(parts)}) + "\n")
+    shutil.copy(path / "train.jsonl", path / "test.jsonl")  # or the recipe holds out some of the rows
+    return path
+
+
+def one(name: str, cell: dict[str, Any], model: Path, data: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """One training by one contestant: its figures, or why it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*launch(name, cell, Path(folder)), folder, *script(name, cell), *options(name, cell, args)]
+        words += ["--model_name_or_path", str(model), "--dataset_name", str(data)]
+        words += ["--output_dir", str(Path(folder, "out"))]
+        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        visible = {"CUDA_VISIBLE_DEVICES": ""} if cell["device"] == "cpu" else {}
+        variables = {**os.environ, **visible, "PYTHONPATH": paths, "HF_HOME": str(args.folder / "hf")}
+        try:
+            done = subprocess.run(
+                words, env=variables, cwd=folder, timeout=args.limit_s, capture_output=True, text=True, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not done after {args.limit_s} s"}
+        ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("[0-9]*.json"))]
+    if len(ranks) < cell["ranks"]:
+        errors = [line for line in done.stderr.splitlines() if line.split(":")[0].split(".")[-1].endswith("Error")]
+        told = [line for line in errors if "CalledProcessError" not in line and "ChildFailed" not in line]
+        return {"failed": [done.stderr[-160:].replace("\n", " "), *told][-1][:200].replace("|", "/")}
+    steps = [max(times) for times in zip(*(rank["steps"] for rank in ranks), strict=True)]
+    return {
+        "step": statistics.median(steps[args.warm_up :]),
+        "peak": max(rank["peak"] for rank in ranks),
+        "reserved": max(rank["reserved"] for rank in ranks),
+        "ready": max(rank["ready"] for rank in ranks),
+        "losses": [ranks[0]["losses"][0], ranks[0]["losses"][-1]],
+        "sharded": ranks[0]["shards"],
+        "tokens": cell["seq_len"],
+    }
+
+
+def launch(name: str, cell: dict[str, Any], folder: Path) -> list[str]:
+    """The launcher under the contestant's own config file."""
+    precision = "bf16" if cell["device"] == "cuda" else "no"
+    words = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", str(cell["ranks"])]
+    if name != OURS and cell["device"] == "cpu":
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(cell["ranks"])]
+    elif name == OURS:
+        config = folder / "ours.yaml"
+        making = ["--num-processes", str(cell["ranks"]), "--mixed-precision", precision, "--output", str(config)]
+        making += ["--gpu" if cell["device"] == "cuda" else "--cpu"]
+        making += ["--activation-checkpointing"] if cell["recompute"] else []
+        program = "import sys; from hf_fsdp_tools.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        subprocess.run([sys.executable, "-c", program, "config", *making], check=True, cwd=ROOT, capture_output=True)
+        words += ["--config_file", str(config)]
+    elif name == NATIVE:
+        words += ["--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision", precision]
+        words += ["--multi_gpu"] if cell["ranks"] > 1 else []
+    else:
+        shipped = Path(find_spec("trl").origin).with_name("accelerate_configs") / "fsdp2.yaml"
+        words += ["--config_file", str(shipped), "--mixed_precision", precision]
+    return [*words, "-m", "benchmarks.tuning.drive"]
+
+
+def script(name: str, cell: dict[str, Any]) -> list[str]:
+    if name == OURS:
+        return [str(ROOT / "recipes" / "finetune.py")]
+    if name == NATIVE:
+        return [str(ROOT / "benchmarks" / "tuning" / "native.py")]
+    return [str(Path(find_spec("trl").origin).with_name("scripts") / "sft.py")]
+
+
+def options(name: str, cell: dict[str, Any], args: argparse.Namespace) -> list[str]:
+    """What all contestants are told, and what only some take from the command line."""
+    on_cpu = cell["device"] == "cpu"
+    told = {"max_steps": args.steps, "max_length": cell["seq_len"], "per_device_train_batch_size": 1}
+    told |= {"logging_steps": 1, "save_strategy": "no", "eval_strategy": "no", "report_to": "none", "seed": 7}
+    told |= {"learning_rate": 1e-4, "disable_tqdm": "true", "shuffle_dataset": "false"}
+    if cell["tuning"] == "lora":
+        told |= {"lora_r": 16, "lora_alpha": 16, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
+    if name != OURS:  # which reads these from the config file, and keeps a frozen base as it is stored
+        told |= {"gradient_checkpointing": str(cell["recompute"]).lower(), "bf16": str(not on_cpu).lower()}
+        told |= {"dtype": "bfloat16" if cell["tuning"] == "lora" and not on_cpu else "float32"}
+        told |= {"use_cpu": str(on_cpu).lower()}
+    if name == CHUNKED:
+        told["loss_type"] = "chunked_nll"
+    words = [word for key, value in told.items() for word in (f"--{key}", str(value))]
+    return [*words, *(["--use_peft"] if cell["tuning"] == "lora" else [])]
+
+
+def utilize(rows: dict[str, Row], cell: dict[str, Any], folder: Path) -> None:
+    """Add the MFU, from the operations that foresight counts, where the GPU is one that it knows."""
+    if cell["device"] == "cpu":
+        return
+    import torch
+
+    from hf_fsdp_tools import estimate_throughput
+
+    known = {"H200": "h200", "H100": "h100-80gb", "A100": "a100-80gb"}
+    device = torch.cuda.get_device_name()
+    gpu = next((name for mark, name in known.items() if mark in device), None)
+    if gpu is None:
+        return
+    lora = {"lora_r": 16} if cell["tuning"] == "lora" else {}
+    about = estimate_throughput(folder, num_gpus=cell["ranks"], gpu=gpu, seq_len=cell["seq_len"], **lora)
+    flops = about.mfu * about.step_seconds * gpu_named(gpu).matmul_flops["bf16"]
+    for row in rows.values():
+        if "failed" not in row:
+            row["mfu"] = flops / row["step"] / gpu_named(gpu).matmul_flops["bf16"]
+
+
+# ---- the page ----
+
+
+def title_of(cell: dict[str, Any]) -> str:
+    ranks = f"{cell['ranks']} rank{'s' if cell['ranks'] > 1 else ''} on {cell['device']}"
+    how = {"full": "full fine-tuning", "lora": "LoRA"}[cell["tuning"]]
+    parts = [f"{cell['model']}{' (tiny)' if cell['tiny'] else ''}, {how}, {cell['seq_len']:,} tokens, {ranks}"]
+    return ", ".join([*parts, *(["gradient checkpointing"] if cell["recompute"] else [])])
+
+
+def table(rows: dict[str, Row]) -> list[str]:
+    columns = ["contestant", "step s: median (min–max)", "tokens/s per rank", "÷ ours", "MFU", "peak GB", "reserved GB"]
+    columns += ["ready s", "losses", "sharded"]
+    return table_of(columns, [cells_of(name, row, rows) for name, row in rows.items()])
+
+
+def cells_of(name: str, row: Row, rows: dict[str, Row]) -> list[str]:
+    if "failed" in row:
+        return [name, "fails", *[""] * 6, row["failed"], ""]
+    took = row["seconds"]
+    return [
+        name,
+        f"{statistics.median(took):.3f} ({min(took):.3f}–{max(took):.3f})",
+        f"{row['tokens'] / statistics.median(took):,.0f}",
+        median(ratios(rows, name, OURS)),
+        f"{row['mfu']:.1%}" if "mfu" in row else "",
+        f"{row['peak'] / 1e9:.2f}",
+        f"{row['reserved'] / 1e9:.2f}" if row["reserved"] else "",
+        f"{row['ready']:.0f}",
+        " → ".join(f"{loss:.3f}" for loss in row["losses"]),
+        "yes" if row["sharded"] else "no",
+    ]
+
+
+def beside(name: str) -> Bar:
+    return Bar(
+        figure=f"step time of {name} ÷ ours",
+        bar="at least 1",
+        cells=lambda cell: not cell["tiny"],
+        reached=over(name, OURS),
+        met=at_least(1.0),
+    )
+
+
+def tokens(rows: dict[str, Any]) -> float | None:
+    row = rows.get(OURS, {})
+    return row["tokens"] / statistics.median(row["seconds"]) if row.get("seconds") else None
+
+
+PAGE = Page(
+    title="Training",
+    script=SCRIPT,
+    title_of=title_of,
+    short=lambda cell: f"{cell['model']} {cell['tuning']}",
+    table=table,
+    bars=[
+        *(beside(name) for name in CONTESTANTS[1:]),
+        Bar(
+            figure="LoRA on 8B at 4,096 tokens on one H200, tokens/s",
+            bar=f"at least 12,500 ({AUTOMODEL:,} is what NeMo Automodel published for one H100)",
+            cells=lambda cell: (cell["model"], cell["tuning"], cell["seq_len"]) == ("8b", "lora", 4096),
+            reached=tokens,
+            met=at_least(12_500),
+            digits=0,
+        ),
+    ],
+)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Run a training script as it stands, and write down each of its steps.
+
+    accelerate launch … -m benchmarks.tuning.drive FOLDER SCRIPT ARGUMENTS…
+
+The script gets one callback of the Trainer more, by the list of those that every Trainer has. Each rank writes
+FOLDER/RANK.json when the training is over, and ends there: what scripts do afterwards is not measured, and the ends of
+some processes wait for ever.
+"""
+
+import json
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import TrainerCallback, trainer
+
+from benchmarks.measuring.process import begin, end_without_memory, usage
+
+_STARTED = time.perf_counter()
+
+
+class Recorder(TrainerCallback):
+    """Seconds of each step, losses, and what memory the training took."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.losses: list[float] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.device = args.device
+        self.before = begin(self.device)
+        self.ready = time.perf_counter() - _STARTED
+        self.last = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.steps.append(now - self.last)
+        self.last = now
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if "loss" in (logs or {}):
+            self.losses.append(float(logs["loss"]))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        after = usage(self.device)
+        reserved = torch.cuda.max_memory_reserved() if self.device.type == "cuda" else 0
+        figures = {
+            "steps": self.steps,
+            "losses": self.losses,
+            "ready": self.ready,
+            "resident": self.before["VmRSS"],
+            "peak": after["device_peak"] if self.device.type == "cuda" else after["VmHWM"],
+            "reserved": reserved,
+            "shards": any(hasattr(parameter, "to_local") for parameter in model.parameters()),
+        }
+        path = FOLDER / f"{os.environ.get('RANK', '0')}.json"
+        path.write_text(json.dumps(figures))
+        if dist.is_initialized():
+            dist.barrier()
+        os._exit(0)
+
+
+FOLDER = Path()
+
+
+def main() -> None:
+    global FOLDER
+    folder, script, *arguments = sys.argv[1:]
+    FOLDER = Path(folder)
+    end_without_memory()
+    trainer.DEFAULT_CALLBACKS.append(Recorder)
+    transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

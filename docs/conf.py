@@ -1,0 +1,82 @@
+"""The documentation as a web site, with the reference of all public names made from their docstrings.
+
+    pip install -e '.[recipes,docs]' && sphinx-build -W --keep-going -c docs . build/site
+
+The sources are the Markdown files as they stand in the repository: its root is the root of the site, so that links
+between the README, the documents and the records of measurements are checked, and lead somewhere in both.
+"""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+from sphinx.ext.napoleon import Config, GoogleDocstring
+
+project = "hf_fsdp_tools"
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+root_doc = "docs/index"
+include_patterns = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/*.md", "benchmarks/results/*.md"]
+exclude_patterns = ["benchmarks/results/*_preface.md"]
+html_theme = "furo"
+html_title = "hf_fsdp_tools"
+html_copy_source = html_show_sphinx = html_show_copyright = False
+
+myst_heading_anchors = 3
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 90
+autodoc_member_order = "bysource"
+GOOGLE = Config(napoleon_use_rtype=False, napoleon_use_param=False)
+SECTION = re.compile(r"\s*(Args|Raises|Returns|Yields|Example|Examples|Attributes):$")
+"""A line that opens a section of a docstring."""
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what is done to docstrings, and to the pictures."""
+    app.connect("autodoc-process-docstring", as_restructured_text)
+    app.connect("build-finished", copy_pictures)
+
+
+def as_restructured_text(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Write a docstring of the house as autodoc wants it: `code`, indented examples, `Args:` and `Raises:`."""
+    lines[:] = [line for code, run in runs_of(lines) for line in (as_code(run) if code else as_prose(run))]
+    if what in ("function", "class", "exception", "method"):
+        lines[:] = GoogleDocstring(lines, GOOGLE, app, what, name, obj, options).lines()
+
+
+def runs_of(lines: list[str]) -> list[tuple[bool, list[str]]]:
+    """Runs of lines, and whether each is code: what stands deeper than the paragraph above it, after an empty line."""
+    runs: list[tuple[bool, list[str]]] = [(False, [])]
+    depth, above = 0, ""
+    for number, line in enumerate(lines):
+        indent, after_gap = len(line) - len(line.lstrip()), number > 0 and not lines[number - 1].strip()
+        if line.strip():
+            if runs[-1][0] and indent <= depth:
+                runs.append((False, []))
+            elif not runs[-1][0] and after_gap and indent > depth and not SECTION.match(above):
+                runs.append((True, []))
+            if not runs[-1][0]:
+                depth, above = indent, line
+        runs[-1][1].append(line)
+    return runs
+
+
+def as_code(lines: list[str]) -> list[str]:
+    """A block of code that is indented like the paragraph above it."""
+    indent = " " * (len(lines[0]) - len(lines[0].lstrip()))
+    kind = "pycon" if lines[0].lstrip().startswith(">>>") else "python"
+    return [f"{indent[4:]}.. code-block:: {kind}", "", *lines, ""]
+
+
+def as_prose(lines: list[str]) -> list[str]:
+    """Lines whose code stands between double backticks and whose stars are stars."""
+    return re.sub(r"`+([^`]+)`+|\*", lambda found: f"``{found[1]}``" if found[1] else r"\*", "\n".join(lines)).split(
+        "\n"
+    )
+
+
+def copy_pictures(app: Sphinx, error: Exception | None) -> None:
+    """Put the pictures where the HTML in the documents looks for them."""
+    pictures = Path("docs", "pictures")
+    shutil.copytree(app.srcdir / pictures, app.outdir / pictures, dirs_exist_ok=True)

@@ -1,0 +1,146 @@
+"""The commands `hf-fsdp finetune`, `hf-fsdp dpo`, …: a recipe of the package, started by `accelerate launch`."""
+
+import argparse
+import ast
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_tools.cli.machine import add_machine_options, decide, launcher_words
+from hf_fsdp_tools.errors import ConfigError
+
+__all__ = ["add_recipes", "shipped"]
+
+_ALONE = ("dequantize",)
+"""Recipes that are one process, started as `python recipes/NAME.py`."""
+
+
+def shipped(folder: str) -> Path:
+    """The folder of the recipes (`recipes`) or of the configs (`accelerate_configs`): of the clone from which the
+    package is imported, otherwise inside the installed package."""
+    package = Path(__file__).parents[1]
+    clone = package.parent
+    return clone / folder if (clone / "pyproject.toml").is_file() and (clone / folder).is_dir() else package / folder
+
+
+def add_recipes(commands: Any) -> None:
+    """Add one command for each recipe that `accelerate launch` starts."""
+    for path in sorted(shipped("recipes").glob("[a-z]*.py")):
+        if path.stem in _ALONE:
+            continue
+        about = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or path.stem).splitlines()[0]
+        name = path.stem.replace("_", "-")
+        parser = commands.add_parser(
+            name,
+            help=about[:1].lower() + about[1:].rstrip("."),
+            usage=f"hf-fsdp {name} [--config_file YAML | --gpus N | --cpu] [ARGUMENT OF THE RECIPE ...]",
+            add_help=False,
+            allow_abbrev=False,
+        )
+        add = parser.add_argument_group("where it runs (everything else goes to the recipe)").add_argument
+        about = "config of `accelerate launch`: a file, or the name of one that comes with the package (default: "
+        add("--config_file", "--config-file", metavar="YAML", help=f"{about}one made for this machine)")
+        add("--cpu", action="store_true", help="run on CPU with gloo, whatever this machine has")
+        add_machine_options(add)
+        add("-h", "--help", action="store_true", help="show this, and all options of the recipe")
+        parser.set_defaults(run=_launch, recipe=path, rest=[], show=parser.format_help)
+
+
+def _launch(options: argparse.Namespace) -> int:
+    if options.help:
+        print(options.show(), flush=True)
+        return subprocess.call([sys.executable, str(options.recipe), "--help"])
+    # TrainingArguments have the option too; the launcher has to know it.
+    options.cpu |= any(word in ("--use_cpu", "--use-cpu") for word in options.rest)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    script = [str(options.recipe), *options.rest]
+    if options.config_file is not None:
+        path = _config_file(options.config_file)
+        return _run([*launch, str(path), *_overrides(options, path), *script])
+    config, _ = decide(options)
+    if options.gpus is not None and config.num_processes > 0:
+        _check_devices(config.num_processes // config.num_machines)
+    with tempfile.TemporaryDirectory(prefix="hf-fsdp-") as folder:
+        path = Path(folder, "config.yaml")
+        path.write_text(config.to_accelerate_yaml(), encoding="utf-8")
+        return _run([*launch, str(path), *launcher_words(config), *script])
+
+
+def _config_file(name: str) -> Path:
+    """The file of that path, or the one of that name that comes with the package.
+
+    Raises:
+        ConfigError: there is none, or it cannot be launched here.
+    """
+    from hf_fsdp_tools import FSDPConfig
+
+    own = {path.stem: path for path in sorted(shipped("accelerate_configs").glob("*.yaml"))}
+    path = Path(name)
+    if not path.is_file():
+        if path.name != name or path.stem not in own:
+            raise ConfigError(f"--config_file {name}: there is no such file; the package has {', '.join(own)}")
+        path = own[path.stem]
+    findings = FSDPConfig.check_file(path)
+    if problems := [f"{each.fact} {each.cure}" for each in findings if each.severity == "error"]:
+        raise ConfigError(f"{path}: {' '.join(problems)} `hf-fsdp config --from {path}` translates it.")
+    return path
+
+
+def _overrides(options: argparse.Namespace, path: Path) -> list[str]:
+    """What the command line says beside a file, as options of `accelerate launch`.
+
+    Raises:
+        ConfigError: both say whether the run is on GPUs, and differ; or this machine lacks the devices.
+    """
+    import yaml
+
+    file = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if options.cpu and not file.get("use_cpu"):
+        raise ConfigError(f"--cpu: {path} is for GPUs; leave --config_file out, which makes a config for the CPU")
+    words = []
+    names = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
+    given = {name: getattr(options, name) for name in names} | ({"num_processes": options.gpus} if options.gpus else {})
+    for name, value in given.items():
+        if value is not None:
+            words += [f"--{name}", str(value)]
+    if not file.get("use_cpu"):
+        found = {name: given[name] or file.get(name) or 1 for name in ("num_processes", "num_machines")}
+        _check_devices(found["num_processes"] // found["num_machines"])
+    return words
+
+
+def _check_devices(needed: int) -> None:
+    """Refuse a run on more GPUs than this machine has.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    import torch
+
+    from hf_fsdp_tools.accelerator import find_accelerator
+
+    count = torch.accelerator.device_count() if find_accelerator() is not None else 0
+    if count < needed:
+        raise ConfigError(
+            f"the run needs {needed} GPU{'s' * (needed > 1)} on this machine, and torch finds {count or 'none'}; "
+            + (f"use --gpus {count}" if count else "check the driver with nvidia-smi, or run on the CPU with --cpu")
+        )
+
+
+def _run(command: list[str]) -> int:
+    """The exit code of a command, which is ended with this process."""
+    print(f"accelerate launch {shlex.join(command[3:])}", file=sys.stderr, flush=True)
+    process = subprocess.Popen(command)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+    try:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:  # a terminal sends it to the launcher too, which ends its processes
+                continue
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,136 @@
+"""On which machines a run is: the options of `hf-fsdp config` and of the recipes, and the config that follows."""
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hf_fsdp_tools.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hf_fsdp_tools import FSDPConfig
+
+__all__ = ["PORT", "add_machine_options", "decide", "launcher_words"]
+
+PORT = 29500
+"""Port of several machines where none is given. Source: torch's own default (`torch.distributed.run`)."""
+
+ANY_ADDRESS = "ADDRESS-OF-MACHINE-0"
+"""In a file for several machines where no address is given: the command that starts each machine gives it."""
+
+
+def add_machine_options(place: Callable[..., Any]) -> None:
+    """Add how many machines and processes there are, and how machines find each other; with `-` and `_` alike.
+
+    Args:
+        place: adds an option (`add_argument` of a parser or a group).
+    """
+
+    def add(name: str, *others: str, **keywords: Any) -> None:
+        under = [each.replace("-", "_").replace("__", "--", 1) for each in (name, *others)]
+        place(*dict.fromkeys((name, *others, *under)), **keywords)
+
+    add("--gpus", "--num-gpus", dest="gpus", type=int, metavar="N", help="GPUs over all machines (default: all here)")
+    about = "processes over all machines (default: one per GPU; 2 on CPU)"
+    add("--num-processes", type=int, metavar="N", help=about)
+    add("--num-machines", type=int, metavar="N", help="machines with equally many processes each")
+    add("--machine-rank", type=int, metavar="R", help="the machine that is started, from 0")
+    add("--main-process-ip", metavar="ADDRESS", help="address of machine 0")
+    about = f"port on machine 0 (default: a free one; {PORT} for several machines)"
+    add("--main-process-port", type=int, metavar="PORT", help=about)
+
+
+def decide(options: argparse.Namespace) -> tuple["FSDPConfig", dict[str, str]]:
+    """The config from the options and this machine, and a reason for each field that is not a plain default.
+
+    Raises:
+        ConfigError: options contradict each other or this machine; the message names options.
+    """
+    from hf_fsdp_tools import FSDPConfig
+
+    given = {field: getattr(options, name, None) for name, field in _SETTINGS.items()}
+    gpus, is_elsewhere = given.pop("gpus"), bool(getattr(options, "gpu", None))
+    if None not in (gpus, given["num_processes"]) and gpus != given["num_processes"]:
+        raise ConfigError(f"--gpus {gpus} and --num-processes {given['num_processes']}: give one of them")
+    given["num_processes"] = gpus if gpus is not None else given["num_processes"]
+    count = given["num_processes"]
+    here, reasons = FSDPConfig.for_machine(gpu_count=0 if options.cpu else None)
+    if options.cpu and gpus is not None:
+        raise ConfigError("--cpu and --gpus: give one of them; --num-processes counts processes on CPUs")
+    if not options.cpu and count and (is_elsewhere or (gpus is not None and here.use_cpu)):
+        here, reasons = FSDPConfig.for_machine(gpu_count=count)
+    elif not options.cpu:
+        _check_gpus(here, count, given["num_machines"] or 1, is_elsewhere)
+    changes = {field: value for field, value in given.items() if value is not None and value is not False}
+    if given["num_machines"] and not count:
+        changes["num_processes"] = here.num_processes * given["num_machines"]
+    if getattr(options, "no_reshard_after_forward", False):
+        changes["reshard_after_forward"] = False
+    reasons |= dict.fromkeys(changes, "asked for")
+    if changes.get("num_machines", 1) > 1:
+        for field, value, reason in (
+            ("main_process_ip", ANY_ADDRESS, "the launch command gives it"),
+            ("main_process_port", PORT, "PyTorch's usual port"),
+        ):
+            if field not in changes:
+                changes[field], reasons[field] = value, reason
+    if given["fsdp_version"] == 1:  # with NO_WRAP it would gather the whole model at once
+        changes["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
+        reasons["auto_wrap_policy"] = "under FSDP1 it is Accelerate that wraps"
+    try:
+        return replace(here, **changes), reasons
+    except ConfigError as error:
+        raise ConfigError(_in_options(str(error), gpus is not None)) from error
+
+
+def launcher_words(config: "FSDPConfig") -> list[str]:
+    """Options of `accelerate launch` that say what a file cannot, or what differs between machines."""
+    words = []
+    if config.num_machines > 1:
+        words += ["--machine_rank", str(config.machine_rank)]
+    if config.main_process_ip == ANY_ADDRESS:
+        words += ["--main_process_ip", "ADDRESS"]
+    threads = (os.cpu_count() or 1) // config.num_processes
+    if config.use_cpu and threads > 1:  # has no YAML key, and the launcher warns when it has to choose
+        words += ["--num_cpu_threads_per_process", str(threads)]
+    return words
+
+
+_SETTINGS = {
+    "gpus": "gpus",
+    "num_processes": "num_processes",
+    "num_machines": "num_machines",
+    "machine_rank": "machine_rank",
+    "main_process_ip": "main_process_ip",
+    "main_process_port": "main_process_port",
+    "gpu_ids": "gpu_ids",
+    "mixed_precision": "mixed_precision",
+    "fsdp_version": "fsdp_version",
+    "hsdp": "dp_replicate_size",
+    "offload": "offload_params",
+    "activation_checkpointing": "activation_checkpointing",
+    "state_dict_type": "state_dict_type",
+}
+"""Field of FSDPConfig by option."""
+
+
+def _check_gpus(here: "FSDPConfig", count: int | None, machines: int, is_elsewhere: bool) -> None:
+    """Refuse options that need more GPUs than this machine has, unless they say that the config is for another one."""
+    if is_elsewhere and here.use_cpu:
+        raise ConfigError("--gpu: this machine has no GPU; say with --gpus how many the other machine has")
+    needed = (count or 0) // machines
+    if not here.use_cpu and needed > here.num_processes:
+        raise ConfigError(
+            f"{needed} processes on a machine with {here.num_processes} GPU(s): each needs its own; add --gpu if "
+            "the file is for another machine, or --cpu"
+        )
+
+
+def _in_options(message: str, counts_gpus: bool) -> str:
+    """A message about fields of FSDPConfig in the words of the command line."""
+    options = {field: f"--{name.replace('_', '-')}" for name, field in _SETTINGS.items() if name != "gpus"}
+    options |= {"use_cpu": "--cpu", "num_processes": "--gpus" if counts_gpus else "--num-processes"}
+    fields = re.compile(rf"\b({'|'.join(options)})\b")
+    return fields.sub(lambda found: options[found.group()], message)

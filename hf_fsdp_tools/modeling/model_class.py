@@ -1,0 +1,147 @@
+"""The class of a configuration's model: given, named by the configuration, or that which its kind is trained with."""
+
+import difflib
+import inspect
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.configs import text_config
+from hf_fsdp_tools.text import quoted
+
+__all__ = ["class_named", "model_class", "other_class_note"]
+
+
+_BASE = transformers.AutoModel
+
+
+def model_class(
+    config: PreTrainedConfig, auto_class: Any = None, *, trust_remote_code: bool = False, as_stored: bool = False
+) -> Any:
+    """The class with which a configuration's model is built: a model class, or an auto class that chooses it.
+
+    1. `auto_class`, if it is given.
+    2. The class in `architectures`, if the installed transformers has it for such a configuration, or code that comes
+       with the checkpoint. A base model without a loss (`LlamaModel`, `ViTModel`) is that of 3, whose head is new, as
+       `AutoModelFor…` has it; of a kind without such a class it is itself.
+    3. By the kind of the configuration: images with text, speech to text, text to text, classes of images, masked
+       tokens, next tokens; else the base model.
+
+    Args:
+        config: its `architectures` and `auto_map` are read, and its type.
+        auto_class: an `AutoModelFor…` class, a model class, or the name of one of these.
+        trust_remote_code: code that comes with the checkpoint goes before that of transformers.
+        as_stored: a base model is itself also where its kind has a class with a head.
+
+    Raises:
+        ConfigError: `auto_class` is no such class.
+    """
+    if auto_class is not None:
+        return class_named(auto_class) if isinstance(auto_class, str) else _checked(auto_class)
+    named = None
+    for name in _architectures(config):
+        remote = _remote_class(config, name)
+        named = (remote if trust_remote_code else None) or _own_class(config, name) or remote
+        if named is not None:
+            break
+    if named is not None and (as_stored or not _is_base(config, named)):
+        return named
+    usual = _class_of_kind(config)
+    if named is not None and usual in (None, _BASE):
+        return named
+    return usual or transformers.AutoModelForCausalLM
+
+
+def class_named(name: str) -> Any:
+    """The auto class or model class of transformers of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = getattr(transformers, name, None)
+    if isinstance(found, type) and (hasattr(found, "from_config") or hasattr(found, "_from_config")):
+        return found
+    near = difflib.get_close_matches(name, [entry for entry in dir(transformers) if entry[:1].isupper()])
+    cure = f"Did you mean {' or '.join(near)}?" if near else "Use AutoModelForCausalLM, AutoModel, …, or a model class."
+    raise ConfigError(f"auto_class {quoted(name)} is no model class of transformers. {cure}")
+
+
+def other_class_note(config: PreTrainedConfig, built: type) -> str | None:
+    """One sentence for the case that a configuration names another class than that of its model; None otherwise."""
+    named = _architectures(config)
+    if not named or built.__name__ in named or f"FSDP{built.__name__}" in named:
+        return None
+    have = any(_own_class(config, name) for name in named)
+    why = "--auto-class (auto_class) chooses" if have else "which the installed transformers does not have for it"
+    return f"the config names {', '.join(named)}; {built.__name__} is taken ({why})"
+
+
+def _checked(auto_class: Any) -> Any:
+    if isinstance(auto_class, type) and (hasattr(auto_class, "from_config") or hasattr(auto_class, "_from_config")):
+        return auto_class
+    raise ConfigError(
+        f"auto_class is {quoted(auto_class)}: give an AutoModelFor… class of transformers, a model class, or the name "
+        "of one of these."
+    )
+
+
+def _architectures(config: PreTrainedConfig) -> list[str]:
+    """The names in `architectures`, of which a damaged file may make anything."""
+    named = getattr(config, "architectures", None)
+    entries = named if isinstance(named, list | tuple) else [named]
+    return [name for name in entries if isinstance(name, str)]
+
+
+def _own_class(config: PreTrainedConfig, name: str) -> Any:
+    """The class of transformers of that name if it is made for such configurations.
+
+    FSDP puts its name before that of a class, and older saves of sharded models wrote the result.
+    """
+    found: Any = getattr(transformers, name.removeprefix("FSDP"), None)
+    is_model = isinstance(found, type) and issubclass(found, PreTrainedModel)
+    made_for: Any = getattr(found, "config_class", None) if is_model else None
+    return found if made_for is not None and isinstance(config, made_for) else None
+
+
+def _remote_class(config: PreTrainedConfig, name: str) -> Any:
+    """The auto class that finds the class of that name in the code that comes with a checkpoint."""
+    own_code = getattr(config, "auto_map", None)
+    for auto_class, remote in own_code.items() if isinstance(own_code, dict) else ():
+        if str(remote).rpartition(".")[2] == name and hasattr(transformers, auto_class):
+            return getattr(transformers, auto_class)
+    return None
+
+
+def _is_base(config: PreTrainedConfig, found: Any) -> bool:
+    """Whether a class is a model without a head that gives no loss; CLIP, which compares, gives one."""
+    bases = transformers.MODEL_MAPPING.get(type(config), None)
+    if found not in (bases if isinstance(bases, tuple) else (bases,)) or not issubclass(found, PreTrainedModel):
+        return False
+    return "For" not in found.__name__ and "return_loss" not in inspect.signature(found.forward).parameters
+
+
+def _class_of_kind(config: PreTrainedConfig) -> Any:
+    """The auto class with which such a configuration's model is trained; None for an unknown kind."""
+    kind, hf = type(config), transformers
+    base = hf.MODEL_MAPPING.get(kind, None)
+    if isinstance(base, type) and not _is_base(config, base):
+        return _BASE
+    kinds = [
+        (text_config(config) is not config, hf.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, hf.AutoModelForImageTextToText),
+        (config.is_encoder_decoder, hf.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, hf.AutoModelForSpeechSeq2Seq),
+        (config.is_encoder_decoder, hf.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, hf.AutoModelForSeq2SeqLM),
+        (True, hf.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, hf.AutoModelForImageClassification),
+        (not getattr(config, "is_decoder", False), hf.MODEL_FOR_MASKED_LM_MAPPING, hf.AutoModelForMaskedLM),
+        (True, hf.MODEL_FOR_CAUSAL_LM_MAPPING, hf.AutoModelForCausalLM),
+        (True, hf.MODEL_MAPPING, _BASE),
+    ]
+    for holds, mapping, auto_class in kinds:
+        if holds and kind in mapping:
+            return auto_class
+    own_code = getattr(config, "auto_map", None)
+    for name in own_code if isinstance(own_code, dict) else ():
+        if name.startswith("AutoModelFor") and hasattr(hf, name):
+            return getattr(hf, name)
+    return None

@@ -1,0 +1,44 @@
+"""What the recipes share: arguments, demo, data, checks before loading, progress, and what a run leaves behind."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the table below
+    from hf_fsdp_tools.scripting.arguments import ModelArguments as ModelArguments
+    from hf_fsdp_tools.scripting.arguments import parse_arguments as parse_arguments
+    from hf_fsdp_tools.scripting.checks import check_before_loading as check_before_loading
+    from hf_fsdp_tools.scripting.data import load_splits as load_splits
+    from hf_fsdp_tools.scripting.data import load_tokenizer as load_tokenizer
+    from hf_fsdp_tools.scripting.demo_data import make_demo as make_demo
+    from hf_fsdp_tools.scripting.progress import Progress as Progress
+    from hf_fsdp_tools.scripting.progress import peak_bytes as peak_bytes
+    from hf_fsdp_tools.scripting.running import finish as finish
+    from hf_fsdp_tools.scripting.running import load_model as load_model
+    from hf_fsdp_tools.scripting.running import run as run
+    from hf_fsdp_tools.scripting.running import train as train
+    from hf_fsdp_tools.scripting.streams import share_of_stream as share_of_stream
+
+_NAMES_OF = {
+    "arguments": ("ModelArguments", "parse_arguments"),
+    "checks": ("check_before_loading",),
+    "data": ("load_splits", "load_tokenizer"),
+    "demo_data": ("make_demo",),
+    "progress": ("Progress", "peak_bytes"),
+    "running": ("finish", "load_model", "run", "train"),
+    "streams": ("share_of_stream",),
+}
+
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)  # a list of names, made from the table
+
+
+def __getattr__(name: str) -> Any:
+    """Load the module that owns a name when the name is first used: `trl` and `datasets` come only then."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has: {', '.join(__all__)}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

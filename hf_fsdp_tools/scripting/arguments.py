@@ -1,0 +1,336 @@
+"""Arguments of a recipe: TRL's and the Trainer's own, from the command line over a YAML file."""
+
+import argparse
+import difflib
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from inspect import get_annotations
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import yaml
+from huggingface_hub import get_token
+from trl import ModelConfig, TrlParser
+
+from hf_fsdp_tools.distributed.mesh import rank_on_node
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.text import first_line, first_lines
+
+__all__ = ["ModelArguments", "parse_arguments"]
+
+
+@dataclass
+class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
+    """What is trained, and how long: TRL's own options and two more."""
+
+    merge_adapters: bool = field(
+        default=False, metadata={"help": "Write a checkpoint with the adapter merged in, beside the adapter (merged/)."}
+    )
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={
+            "help": "End when the evaluation loss has not fallen in so many evaluations in a row, and keep the best "
+            "checkpoint. Evaluates 20 times in the run, unless --eval_strategy says otherwise, and saves the best."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        """As TRL's; but one plain name of `--lora_target_modules` stays a name, which TRL makes a pattern."""
+        super().__post_init__()
+        asked = self.lora_target_modules  # type: ignore[has-type]
+        if isinstance(asked, str) and asked.replace("_", "").isalnum():
+            self.lora_target_modules = [asked]
+
+
+_EARLY_STOP = {
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+    "eval_strategy": "steps",
+    "eval_steps": 0.05,
+    "save_strategy": "best",
+}
+"""What early stopping needs of the Trainer."""
+
+
+def parse_arguments(
+    *dataclasses: type, defaults: Mapping[str, Any] | None = None, demo: Mapping[str, Any] | None = None
+) -> tuple[Any, ...]:
+    """One object of each dataclass, from the command line, else from the YAML file of `--config`, else from defaults.
+
+    A dataclass with `model_name_or_path` (`ModelArguments`) must be among them, one with `dataset_name` (TRL's
+    `ScriptArguments`) and one that extends `TrainingArguments` (`SFTConfig`) usually are. Without a model and a dataset
+    the recipe is a demo.
+
+    Where the output folder is the recipe's default and holds a run already, the next free number is used
+    ("outputs/finetune-2"); `--resume_from_checkpoint true` takes the last. Where standard error is no terminal, and
+    with `--disable_tqdm`, the bars of datasets, transformers and huggingface_hub are switched off. `--help` prints the
+    docstring of the running script and its options, those that TRL and transformers do not have first.
+
+    Args:
+        dataclasses: of TRL's parser.
+        defaults: of this recipe, before those of the dataclasses.
+        demo: defaults where neither the command line nor the file names a model; never with a model of the user's.
+
+    Each process calls it for itself; nothing is communicated, and the result is the same on all.
+
+    Raises:
+        ConfigError: an option or key is unknown (with the nearest name), a value has the wrong type, options
+            contradict each other, or a package that an option needs is absent.
+    """
+    parser = _Parser(dataclasses, allow_abbrev=True, formatter_class=_Help)
+    known = {action.dest for action in parser._actions}
+    chosen = _RECIPE_DEFAULTS | {"use_cpu": not torch.accelerator.is_available()} | dict(defaults or {})
+    parser.set_defaults(**{name: value for name, value in chosen.items() if name in known})
+    found = parser.parse()
+    again: dict[str, Any] = {}
+    if _value(found, "model_name_or_path") is None:
+        again |= dict(demo or {})
+    if _value(found, "early_stopping_patience") is not None:
+        again |= _EARLY_STOP
+    if again:
+        parser.set_defaults(**again)
+        found = parser.parse()
+    _complete(found)
+    _check(found)
+    _use_own_folder(found, str(chosen.get("output_dir")))
+    if not sys.stderr.isatty() or _value(found, "disable_tqdm"):
+        _show_no_bars()
+    return found
+
+
+_RECIPE_DEFAULTS: dict[str, Any] = {
+    # The launch config decides precision, device and activation checkpointing.
+    "bf16": False,
+    "dtype": None,
+    "gradient_checkpointing": False,
+    "activation_checkpointing": False,
+    "logging_steps": 5,
+    "report_to": "none",
+    # Ten checkpoints in a run of any length, of which two are kept.
+    "save_strategy": "steps",
+    "save_steps": 0.1,
+    "save_total_limit": 2,
+    "eval_strategy": "epoch",
+    "eval_on_start": True,
+}
+"""Defaults of all recipes where they differ from TRL's."""
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """One short line for each option: TRL's parser knows each by two names, and some have forty choices."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        value = "" if action.nargs == 0 else self._format_args(action, action.dest.upper())
+        return f"{action.option_strings[0]} {value if len(value) < 40 else '…'}".rstrip()
+
+
+class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
+    """TRL's parser with one-line errors and a help text that begins with the recipe's own options."""
+
+    def parse(self) -> tuple[Any, ...]:
+        """The dataclasses of `sys.argv` and its file; unknown options and keys are errors."""
+        arguments = [part for argument in sys.argv[1:] for part in _split_config(argument)]
+        names = [name for action in self._actions for name in action.option_strings]
+        config = arguments[arguments.index("--config") + 1 :][:1] if "--config" in arguments else None
+        if config is not None:
+            _check_file(config, names)
+        try:
+            *found, unknown = self.parse_args_and_config(arguments, return_remaining_strings=True)
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, ImportError) as error:
+            raise ConfigError(f"The options cannot be used: {first_lines(error, 4)}.") from error
+        if unknown:
+            asked = next((part for part in unknown if part.startswith("-")), unknown[0])
+            raise ConfigError(
+                f"{asked.split('=')[0]} is no option of this recipe{_nearest(asked.split('=')[0], names)}"
+            )
+        return tuple(found)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print after 150 lines of usage."""
+        option, _, rest = message.removeprefix("argument ").partition(": ")
+        raise ConfigError(f"{option.split('/')[0]}: {rest}." if rest else f"{message}.")
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help once for each machine."""
+        if rank_on_node()[0] == 0:
+            super().print_help(file)
+
+    def format_help(self) -> str:
+        """The script's docstring, its own options, then those of the classes that it takes them from."""
+        formatter = self._get_formatter()
+        sections: dict[str, list[Any]] = {"options of this recipe": []}
+        owner = {name: part.__name__ for kind in self.dataclass_types for name, part in _defined_in(kind)}
+        for action in self._actions:
+            title = owner.get(action.dest, "")
+            own = title == "" or action.dest in _FIRST or action.dest.startswith("dataset_")
+            sections.setdefault("options of this recipe" if own else f"options of {title}", []).append(action)
+        text = (getattr(sys.modules["__main__"], "__doc__", None) or "").strip()
+        for title, actions in sections.items():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        usage = f"usage: {self.prog} [--config FILE.yaml] [--OPTION VALUE …]"
+        return f"{usage}\n\n{text}\n\n{formatter.format_help()}".replace("\n\n\n", "\n\n")
+
+
+_FIRST = (
+    "model_name_or_path",
+    "output_dir",
+    "learning_rate",
+    "num_train_epochs",
+    "max_steps",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_length",
+    "packing",
+    "assistant_only_loss",
+    "use_peft",
+    "load_in_4bit",
+    "resume_from_checkpoint",
+    "report_to",
+    "push_to_hub",
+)
+"""Options of other classes that nearly every run sets."""
+
+
+def _defined_in(kind: type) -> Iterator[tuple[str, type]]:
+    """The options that a dataclass has from TRL or transformers, each with the class that defined it first."""
+    for part in kind.__mro__:
+        if part.__module__.startswith(("trl.", "transformers.")):
+            for name in get_annotations(part):
+                yield name, part
+
+
+def _split_config(argument: str) -> list[str]:
+    """`--config=FILE` as the two arguments that TRL's parser looks for."""
+    return ["--config", argument.partition("=")[2]] if argument.startswith("--config=") else [argument]
+
+
+def _check_file(paths: list[str], names: list[str]) -> None:
+    """Refuse a file of `--config` that is absent, no mapping in YAML, or has an unknown key."""
+    if not paths:
+        raise ConfigError("--config needs the path of a YAML file.")
+    path = Path(paths[0])
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}. Give the path of a YAML file.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f", line {mark.line + 1}"
+        raise ConfigError(f"--config {path}{where}: no YAML: {first_line(error)}.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: holds no `name: value` lines.")
+    known = {name.lstrip("-").replace("-", "_") for name in names} | {"env"}
+    for key in content:
+        if key not in known:
+            raise ConfigError(f"--config {path}: {key!r} is no option of this recipe{_nearest(str(key), names)}")
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    plain = {one.lstrip("-").replace("-", "_"): one for one in names if "-" not in one.lstrip("-")}
+    near = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), plain, n=1)
+    prefix = "--" if name.startswith("-") else ""
+    return f": did you mean {prefix}{near[0]}?" if near else "; --help lists all."
+
+
+def _value(found: Iterable[Any], name: str) -> Any:
+    """The value of an option in whichever object has it; None where none has."""
+    return next((getattr(one, name) for one in found if hasattr(one, name)), None)
+
+
+def _complete(found: tuple[Any, ...]) -> None:
+    """Values that the Trainer wants otherwise than people write them."""
+    for one in found:
+        if not hasattr(one, "resume_from_checkpoint"):
+            continue
+        asked = str(one.resume_from_checkpoint).lower()
+        if asked in ("true", "false", "none"):
+            one.resume_from_checkpoint = True if asked == "true" else None
+        if one.eval_strategy == "no":
+            one.eval_on_start = False
+
+
+def _use_own_folder(found: tuple[Any, ...], default: str) -> None:
+    """Where the folder is the recipe's default, take the next free number: a run must not mix with the one before.
+
+    A run that is resumed takes the last.
+    """
+    training = next((one for one in found if hasattr(one, "resume_from_checkpoint")), None)
+    if training is None or training.output_dir != default:
+        return
+    last = folder = Path(default)
+    for number in itertools.count(2):
+        if not any(folder.glob("checkpoint-*")):
+            break
+        last, folder = folder, Path(f"{default}-{number}")
+    training.output_dir = str(last if training.resume_from_checkpoint is True else folder)
+
+
+def _show_no_bars() -> None:
+    """Switch off the bars of loading, mapping and saving, which fill a log file with a line for each moment."""
+    import datasets
+    import huggingface_hub
+    import transformers
+
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]  # public, but not re-exported
+
+
+def _check(found: tuple[Any, ...]) -> None:
+    """Refuse options that contradict each other, and those whose package is absent."""
+
+    def given(name: str) -> Any:
+        return _value(found, name)
+
+    if given("load_in_8bit"):
+        raise ConfigError(
+            "--load_in_8bit: 8-bit layers of bitsandbytes cannot be sharded. Use --load_in_4bit, or neither."
+        )
+    if given("load_in_4bit") and not given("use_peft"):
+        raise ConfigError(
+            "--load_in_4bit freezes the base, so there is nothing to train without an adapter: add --use_peft."
+        )
+    if given("load_in_4bit") and given("merge_adapters"):
+        raise ConfigError(
+            "--merge_adapters would round merged weights to 4 bits. Merge into the plain base afterwards."
+        )
+    if given("merge_adapters") and not given("use_peft"):
+        raise ConfigError("--merge_adapters needs an adapter: add --use_peft.")
+    if given("model_name_or_path") is not None and given("dataset_name") is None:
+        raise ConfigError("--model_name_or_path needs --dataset_name: a hub name, a folder, or a .jsonl file.")
+    for option, asked, package in (
+        ("--use_peft", given("use_peft"), "peft"),
+        ("--load_in_4bit", given("load_in_4bit"), "bitsandbytes"),
+        ("--use_liger_kernel", given("use_liger_kernel"), "liger_kernel"),
+    ):
+        if asked and find_spec(package) is None:
+            raise ConfigError(f"{option} needs {package}: pip install {package.replace('_', '-')}.")
+    if given("early_stopping_patience") is not None and given("eval_strategy") == "no":
+        raise ConfigError("--early_stopping_patience needs evaluations: leave --eval_strategy no out.")
+    if given("push_to_hub") and not given("hub_token") and get_token() is None:
+        raise ConfigError("--push_to_hub needs a token of the hub: run `hf auth login`, or set HF_TOKEN.")
+    _check_reports(given("report_to") or [])
+
+
+def _check_reports(names: list[str]) -> None:
+    """Make each callback of `--report_to` once: it says itself which package it lacks."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            near = _nearest(name, INTEGRATION_TO_CALLBACK)
+            raise ConfigError(f"--report_to {name}: unknown{near}")
+        try:
+            INTEGRATION_TO_CALLBACK[name]()
+        except (RuntimeError, ImportError) as error:
+            raise ConfigError(
+                f"--report_to {name}: {first_line(error)}. Install it, or use --report_to none."
+            ) from error

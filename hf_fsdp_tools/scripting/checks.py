@@ -1,0 +1,249 @@
+"""Errors of a user that would end a run only after its model is loaded, found before."""
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.configs import text_config
+from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
+from hf_fsdp_tools.text import first_line, listed
+
+__all__ = ["check_before_loading"]
+
+_ROWS = 100
+"""Rows of which labels and lengths are looked at. (assumed: enough to see a mistake that all rows share)"""
+
+_WORDS = ("messages", "prompt", "chosen", "completion", "input_ids", "labels", "images")
+"""Columns of which a row needs one with something in it."""
+
+
+def check_before_loading(
+    model_args: Any, training: Any, tokenizer: Any, train: Any, evaluation: Any = None, *, auto_class: Any = None
+) -> None:
+    """Refuse what would fail, or train on nothing, only after the model is loaded.
+
+    Looked at: the model's config, the first 100 rows as the trainer will see them, and for adapters and packing the
+    model on meta. Prints one line where rows will be cut.
+
+    Args:
+        model_args: `ModelArguments`.
+        training: the Trainer's arguments.
+        tokenizer: of the model; None where rows hold no text (their labels and lengths are then not looked at).
+        train: the training split.
+        evaluation: the evaluation split.
+        auto_class: as for `load_model`.
+
+    Every rank must call. The ranks exchange errors alone.
+
+    Raises:
+        ConfigError: a sequence may be longer than the model has positions; a chat template is needed and absent; all
+            labels of the rows are masked; `--lora_target_modules` match nothing; bitsandbytes cannot compute on this
+            device; packed rows would see each other; there is nothing to resume from, or another run's checkpoints
+            lie in the output folder. On every rank alike.
+    """
+    with agreed("checking the settings"):
+        config = load_config(
+            model_args.model_name_or_path,
+            revision=model_args.model_revision,
+            trust_remote_code=getattr(training, "trust_remote_code", False),
+        )
+        _check_output(training)
+        _check_positions(config, training, model_args.model_name_or_path)
+        if tokenizer is not None:
+            _check_rows(training, tokenizer, train)
+        if model_args.load_in_4bit:
+            _check_4bit(model_args, training)
+        if model_args.use_peft or _packs(training):
+            model = _on_meta(config, model_args, training, auto_class)
+            if _packs(training):
+                _check_separate(model, model_args)
+            if model_args.use_peft:
+                _check_targets(model, model_args)
+
+
+def _check_output(training: Any) -> None:
+    """Refuse to resume from nothing, and to mix checkpoints of two runs: the older ones would be deleted as surplus."""
+    folder = Path(training.output_dir)
+    resume = training.resume_from_checkpoint
+    found = sorted(folder.glob("checkpoint-*"))
+    if resume and resume is not True and not Path(resume).is_dir():
+        raise ConfigError(f"--resume_from_checkpoint {resume}: no such folder. Give a checkpoint-N folder, or true.")
+    if resume is True and not found:
+        raise ConfigError(
+            f"--resume_from_checkpoint true: {folder} holds no checkpoint. Give the --output_dir of the run that is to "
+            "go on."
+        )
+    if not resume and found:
+        raise ConfigError(
+            f"{folder} holds checkpoints of another run ({listed([path.name for path in found], 2)}). Go on with it by "
+            "--resume_from_checkpoint true, give another --output_dir, or move them away."
+        )
+
+
+def _check_positions(config: Any, training: Any, name: str) -> None:
+    positions = getattr(text_config(config), "max_position_embeddings", None)
+    length = getattr(training, "max_length", None)
+    if isinstance(positions, int) and positions > 0 and length is not None and length > positions:
+        raise ConfigError(
+            f"--max_length {length}: {name} has {positions} positions (max_position_embeddings of its config). Use "
+            f"--max_length {positions}, or a model for longer sequences."
+        )
+
+
+# ---- what is trained on ----
+
+
+def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
+    """Refuse rows of which no token counts, and turns for which there is no template; say how many will be cut."""
+    from trl import get_training_chat_template, is_conversational
+    from trl.chat_template_utils import has_generation_markers
+
+    rows = list(islice(iter(train), _ROWS))
+    assistant_only = getattr(training, "assistant_only_loss", False)
+    is_chat = is_conversational(rows[0])
+    if is_chat and tokenizer.chat_template is None:
+        raise ConfigError(
+            f"The rows are chats ({listed(sorted(rows[0]))}), and the tokenizer of this model has no chat template. "
+            "Give --chat_template_path (a Jinja file, or a tokenizer that has one), or an instruct model."
+        )
+    template = tokenizer.chat_template
+    if assistant_only:
+        if not is_chat:
+            raise ConfigError(
+                f"--assistant_only_loss needs chats (`messages`), and the rows have {listed(sorted(rows[0]))}. Leave "
+                "it out, or use `prompt` and `completion`, of which the completion alone counts."
+            )
+        try:
+            template = template if has_generation_markers(template) else get_training_chat_template(tokenizer)
+        except ValueError as error:
+            raise ConfigError(
+                "--assistant_only_loss needs a chat template that marks the assistant's words with {% generation %}, "
+                "and this tokenizer's does not. Give one with --chat_template_path, or leave the option out."
+            ) from error
+    for number, row in enumerate(rows, 1):
+        if not any(row.get(name) for name in (*_WORDS, getattr(training, "dataset_text_field", "text"))):
+            raise ConfigError(
+                f"Row {number} of the training rows is empty: {listed(f'{name} is {row[name]!r}' for name in row)}. "
+                "Delete such rows."
+            )
+    lengths, counted = zip(*(_measured(row, tokenizer, template, training) for row in rows), strict=True)
+    most = getattr(training, "max_length", None)
+    if not any(counted):
+        cut = "" if most is None else f" Within --max_length {most} there is no answer; give more, or"
+        raise ConfigError(
+            f"All labels of the first {len(rows)} rows are masked, so nothing would be learnt.{cut or ' Give'} rows "
+            "with an answer (`completion`, or turns of the role assistant)."
+        )
+    longer = sum(length > most for length in lengths) if most is not None else 0
+    if longer and not _packs(training) and rank_and_size()[0] == 0:
+        print(f"{longer} of the first {len(rows)} rows are longer than --max_length {most} and are cut there")
+
+
+def _measured(row: Mapping[str, Any], tokenizer: Any, template: Any, training: Any) -> tuple[int, int]:
+    """Tokens of a row, and how many of them count in the loss once the row is cut."""
+    mask = list(_counted(row, tokenizer, template, training))
+    return len(mask), sum(mask[: getattr(training, "max_length", None)])
+
+
+def _counted(row: Mapping[str, Any], tokenizer: Any, template: Any, training: Any) -> Iterator[bool]:
+    """For each token of a row, whether it counts in the loss; of a preference, the preferred answer."""
+
+    def encode(value: Any, **keywords: Any) -> Any:
+        if isinstance(value, list):
+            keywords |= {"chat_template": template, "tokenize": True, "return_dict": True}
+            return tokenizer.apply_chat_template(value, **keywords)
+        return tokenizer(value)
+
+    answer = next((row[name] for name in ("completion", "chosen") if row.get(name) is not None), None)
+    if row.get("prompt") is not None and answer is not None:
+        prompt, whole = encode(row["prompt"])["input_ids"], encode(row["prompt"] + answer)["input_ids"]
+        every = getattr(training, "completion_only_loss", None) is False
+        yield from (every or place >= len(prompt) for place in range(len(whole)))
+        return
+    if getattr(training, "assistant_only_loss", False):
+        found = encode(row["messages"], return_assistant_tokens_mask=True)
+        yield from map(bool, found["assistant_masks"])
+        return
+    text = row.get("messages", answer)
+    if text is None:
+        text = row.get(getattr(training, "dataset_text_field", "text"))
+    if text is not None:
+        yield from (True for _ in encode(text)["input_ids"])
+    else:  # tokens already, or a format of the recipe's own
+        yield from (label != -100 for label in row.get("labels") or row.get("input_ids") or [0])
+
+
+# ---- the model ----
+
+
+def _on_meta(config: Any, model_args: Any, training: Any, auto_class: Any) -> Any:
+    options = {} if auto_class is None else {"auto_class": auto_class}
+    if model_args.attn_implementation:
+        options["attn_implementation"] = model_args.attn_implementation
+    return build_meta_model(config, trust_remote_code=getattr(training, "trust_remote_code", False), **options)
+
+
+def _packs(training: Any) -> bool:
+    return bool(getattr(training, "packing", False) or getattr(training, "padding_free", False))
+
+
+def _check_separate(model: Any, model_args: Any) -> None:
+    """Refuse to put rows behind each other where attention would see from one row into the next.
+
+    With flash attention the boundaries go to the kernel. Other attention gets a mask that transformers makes of the
+    positions (`create_causal_mask`), where the model asks for it.
+    """
+    if "flash" in str(model.config._attn_implementation):
+        return
+    source = inspect.getsource(sys.modules[type(model).__module__])
+    if "create_causal_mask" not in source or "position_ids" not in source:
+        raise ConfigError(
+            f"--packing: {type(model).__name__} makes no mask between rows that lie behind each other, so that each "
+            "would see the rows before it. Use --attn_implementation flash_attention_2, or leave packing out."
+        )
+
+
+def _check_targets(model: Any, model_args: Any) -> None:
+    """Put the adapter on the model on meta, by PEFT itself: it says what it finds nothing for."""
+    from peft import get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from trl import get_peft_config
+
+    asked = get_peft_config(replace(model_args, load_in_4bit=False))
+    linear = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
+    try:
+        adapted = get_peft_model(model, asked, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
+    except ValueError as error:
+        names = listed(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linear), 12)
+        raise ConfigError(
+            f"--lora_target_modules: {first_line(error).split('. ')[0]}. Linear layers of {type(model).__name__}: "
+            f"{names}; or use all-linear."
+        ) from error
+    head = adapted.get_output_embeddings()
+    if isinstance(head, BaseTunerLayer):
+        raise ConfigError(
+            "--lora_target_modules: an adapter on the head would not be trained, for the loss reads the head's weight "
+            "alone. Leave lm_head out, or train all of it with --lora_modules_to_save lm_head."
+        )
+
+
+def _check_4bit(model_args: Any, training: Any) -> None:
+    """Pack and multiply a small weight on the device that the run will use."""
+    import torch
+    from bitsandbytes.nn import Linear4bit
+
+    device = torch.device("cpu") if training.use_cpu else training.device
+    try:
+        layer = Linear4bit(64, 64, quant_type=model_args.bnb_4bit_quant_type, compute_dtype=torch.float32).to(device)
+        layer(torch.ones(1, 64, device=device))
+    except Exception as error:
+        raise ConfigError(
+            f"--load_in_4bit: bitsandbytes cannot compute with 4-bit weights on this {device.type}: "
+            f"{first_line(error)}. Use --use_peft without --load_in_4bit, or a GPU that it knows."
+        ) from error

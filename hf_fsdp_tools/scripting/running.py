@@ -1,0 +1,170 @@
+"""From a checkpoint to a trained one: load, train, save, say what was made, and end."""
+
+import atexit
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback
+
+from hf_fsdp_tools.distributed.agreement import wait_for_all_ranks
+from hf_fsdp_tools.distributed.mesh import rank_on_node
+from hf_fsdp_tools.errors import FSDPToolsError
+from hf_fsdp_tools.scripting.progress import Progress
+
+__all__ = ["finish", "load_model", "run", "train"]
+
+
+def load_model(model_args: Any, training: Any, accelerator: Any, *, auto_class: Any = None, **keywords: Any) -> Any:
+    """The sharded model, with a new adapter where the arguments ask for one; prints its units and the load report.
+
+    Args:
+        model_args: `ModelArguments`.
+        training: the Trainer's arguments.
+        accelerator: of `make_accelerator`.
+        auto_class: the `AutoModelFor…` class, or a model class; None means `AutoModelForCausalLM`.
+        keywords: of `from_pretrained`, before those that follow from the arguments.
+
+    Every rank must call; errors and what is communicated are those of `from_pretrained`.
+    """
+    from trl import get_peft_config
+
+    from hf_fsdp_tools import describe_sharding, from_pretrained
+
+    options = {
+        "accelerator": accelerator,
+        "peft_config": get_peft_config(model_args),
+        "dtype": model_args.dtype,
+        "trust_remote_code": getattr(training, "trust_remote_code", False),
+        "revision": model_args.model_revision,
+        "load_kwargs": {"seed": training.seed},
+        **({"attn_implementation": model_args.attn_implementation} if model_args.attn_implementation else {}),
+        **({"auto_class": auto_class} if auto_class is not None else {}),
+        **_four_bits(model_args, accelerator.mixed_precision),
+    }
+    model, report = from_pretrained(model_args.model_name_or_path, output_loading_info=True, **(options | keywords))
+    accelerator.print(f"\n{describe_sharding(model)}\n\n{report}\n")
+    return model
+
+
+def _four_bits(model_args: Any, mixed_precision: str) -> dict[str, Any]:
+    """TRL's options for 4-bit weights, with computation in the dtype of mixed precision."""
+    if not model_args.load_in_4bit:
+        return {}
+    from trl import get_quantization_config
+
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(mixed_precision, "float32")
+    return {"quantization_config": get_quantization_config(replace(model_args, dtype=dtype))}
+
+
+def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | None, float | None]:
+    """Train, and return the evaluation loss before and after; None where nothing is evaluated.
+
+    `Progress` takes the place of the Trainer's own bar. A resumed run goes on with the log of its checkpoint, so that
+    the loss before is that of the beginning.
+
+    Args:
+        trainer: a Trainer with `FSDPTrainerMixin`.
+        training: its arguments.
+        model_args: `ModelArguments`, for `--early_stopping_patience`.
+
+    Every rank must call; errors are those of `FSDPTrainerMixin.train`.
+    """
+    for kind in (ProgressCallback, PrinterCallback, Progress):
+        while trainer.pop_callback(kind) is not None:
+            continue
+    trainer.callback_handler.callbacks.insert(0, Progress())  # before those that report what is logged
+    if (patience := getattr(model_args, "early_stopping_patience", None)) is not None:
+        trainer.add_callback(EarlyStoppingCallback(patience))
+    resume = training.resume_from_checkpoint
+    training.eval_on_start = training.eval_on_start and not resume
+    trainer.train(resume_from_checkpoint=resume)
+    if trainer.eval_dataset is None or training.eval_strategy == "no":
+        return None, None
+    losses = _logged(trainer, "eval_loss")
+    if training.load_best_model_at_end and trainer.state.best_metric is not None:
+        after = trainer.state.best_metric
+    elif losses and losses[-1][0] == trainer.state.global_step:
+        after = losses[-1][1]
+    else:
+        after = trainer.evaluate()["eval_loss"]
+    return losses[0][1] if losses else None, after
+
+
+def _logged(trainer: Any, name: str) -> list[tuple[int, float]]:
+    """(step, value) of each log that holds it."""
+    return [(entry["step"], float(entry[name])) for entry in trainer.state.log_history if name in entry]
+
+
+def finish(trainer: Any, training: Any, model_args: Any, tokenizer: Any, *, says: Mapping[str, str]) -> None:
+    """Save the model, the log of the run and its picture, and print what was made.
+
+    In the output folder: the model or adapter, `trainer_state.json` with all that was logged, `loss.png` where
+    matplotlib is installed, `merged/` with `--merge_adapters`. With `--push_to_hub` the folder is uploaded.
+
+    Args:
+        trainer: after `train`.
+        training: its arguments.
+        model_args: `ModelArguments`.
+        tokenizer: saved beside the model.
+        says: lines of the summary, by their names.
+
+    Every rank must call; errors are those of `save_pretrained`.
+    """
+    from hf_fsdp_tools import save_pretrained
+
+    folder = Path(training.output_dir)
+    trainer.save_state()
+    made = {"log": f"{folder / 'trainer_state.json'}{_picture(trainer, folder)}"}
+    trainer.save_model()
+    if getattr(model_args, "merge_adapters", False):
+        save_pretrained(trainer.model, folder / "merged", tokenizer=tokenizer, merge_adapters=True)
+        made["merged"] = f"{folder / 'merged'} (opens without PEFT)"
+    lines = {**says, **made}
+    width = max(map(len, lines)) + 2
+    trainer.accelerator.print("\n" + "\n".join(f"{name:{width}}{text}" for name, text in lines.items()))
+    wait_for_all_ranks()
+    trainer.accelerator.end_training()
+
+
+def _picture(trainer: Any, folder: Path) -> str:
+    """Draw the losses of the run, on rank 0; return what to say of it."""
+    losses = {"training": _logged(trainer, "loss"), "evaluation": _logged(trainer, "eval_loss")}
+    losses = {name: points for name, points in losses.items() if points}
+    if not losses or find_spec("matplotlib") is None:
+        return ""
+    if trainer.accelerator.is_main_process:
+        from hf_fsdp_tools.plots.figure import save
+        from hf_fsdp_tools.plots.losses import draw_losses
+
+        args = trainer.args
+        setting = f"{args.world_size} processes, learning rate {args.learning_rate:g}, {trainer.state.max_steps} steps"
+        save(draw_losses(losses, setting=setting), folder / "loss.png")
+    return f", {folder / 'loss.png'}"
+
+
+def run(main: Callable[[], object], name: str) -> NoReturn:
+    """Run a recipe's `main` and end the process; an error of this package is one line on each machine.
+
+    The process ends without tearing the interpreter down: threads of gloo and Arrow may still ask for it then, and now
+    and then that aborts the process with "terminate called without an active exception" (pytorch issues 190489 and
+    179291, arrow issue 45017), so that the launcher reports a failure after hours of good work.
+
+    Args:
+        main: without arguments.
+        name: of the recipe, for the error's line.
+    """
+    try:
+        main()
+    except FSDPToolsError as error:  # the same on every rank, so one of each node says it
+        if rank_on_node()[0] == 0:
+            print(f"{name}: error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    atexit._run_exitfuncs()  # trackers write their last lines here
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,153 @@
+"""Train a classifier of texts under FSDP2: any pretrained model with a fresh head, one output for each class."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase, TrainingArguments
+from transformers import Trainer as PlainTrainer
+from trl import ScriptArguments
+
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator
+from hf_fsdp_tools.scripting import (
+    ModelArguments,
+    check_before_loading,
+    finish,
+    load_model,
+    load_splits,
+    load_tokenizer,
+    make_demo,
+    parse_arguments,
+    run,
+    train,
+)
+
+DEFAULTS = {"output_dir": "outputs/classify", "learning_rate": 2e-5, "lora_task_type": "SEQ_CLS"}
+"""The learning rate is usual for such a head; by the task type PEFT trains and saves it beside the adapter."""
+
+DEMO = {
+    "num_train_epochs": 2,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1e-3,
+    "max_length": 192,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 10,
+}
+"""Settings for the demo model where the command line gives none: measured to fit into 3 minutes on 2 CPU cores."""
+
+
+@dataclass
+class DataArguments(ScriptArguments):
+    text_column: str = field(default="text", metadata={"help": "The column with the text."})
+    label_column: str = field(default="label", metadata={"help": "The column with the class: a name or a number."})
+
+
+@dataclass
+class ClassifyConfig(TrainingArguments):
+    max_length: int = field(default=512, metadata={"help": "Tokens at which a text is cut."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run model code that comes with the checkpoint."})
+
+
+class Trainer(FSDPTrainerMixin, PlainTrainer):
+    """Transformers' Trainer on our shards."""
+
+
+def main() -> Trainer:
+    # 1. What is trained on what
+    script, training, model_args = parse_arguments(
+        DataArguments, ClassifyConfig, ModelArguments, defaults=DEFAULTS, demo=DEMO
+    )
+    accelerator = make_accelerator(mixed_precision=training.mixed_precision, cpu=training.use_cpu)
+    if model_args.model_name_or_path is None:
+        datasets.disable_progress_bars()  # many bars for short moments
+        model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, "classes")
+    data, held_out = load_splits(script, training, columns=[{script.text_column, script.label_column}])
+    tokenizer = load_tokenizer(model_args, training)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+
+    # 2. What would fail later
+    auto_class = AutoModelForSequenceClassification
+    names = class_names(script, data, held_out)
+    check_before_loading(model_args, training, tokenizer, data, held_out, auto_class=auto_class)
+
+    # 3. The model, straight into shards. Its head is in no file: it is drawn by the seed, equal on any number of ranks
+    id2label = dict(enumerate(names))
+    label2id = {name: number for number, name in id2label.items()}
+    model = load_model(model_args, training, accelerator, auto_class=auto_class, id2label=id2label, label2id=label2id)
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # the head reads the last token that is none
+
+    # 4. Train, with the evaluation loss before and after
+    trainer = Trainer(
+        model=model,
+        args=training,
+        train_dataset=encode(data, script, training, tokenizer, label2id),
+        eval_dataset=encode(held_out, script, training, tokenizer, label2id) if held_out is not None else None,
+        processing_class=tokenizer,
+        compute_metrics=lambda found: {"accuracy": float((found.predictions == found.label_ids).mean())},
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+    )
+    # Such a head takes the mean over its own rows. The Trainer (5.23) would multiply it by the number of processes.
+    trainer.model_accepts_loss_kwargs = False
+    before, after = train(trainer, training, model_args)
+
+    # 5. A normal Hugging Face checkpoint
+    right = [log["eval_accuracy"] for log in trainer.state.log_history if "eval_accuracy" in log]
+    says = {
+        "evaluation loss": f"{before:.3f} before, {after:.3f} after" if after is not None else "not evaluated",
+        "accuracy": f"{right[0]:.0%} before, {right[-1]:.0%} after" if right else "not evaluated",
+        "classes": ", ".join(names),
+        "checkpoint": f'{training.output_dir} (use it with pipeline("text-classification", "{training.output_dir}"))',
+    }
+    finish(trainer, training, model_args, tokenizer, says=says)
+    return trainer
+
+
+def class_names(script: DataArguments, data: datasets.Dataset, held_out: datasets.Dataset | None) -> list[str]:
+    """The names of the classes: those that the dataset declares, else its labels in order."""
+    column, where = script.label_column, f"Column {script.label_column!r} of {script.dataset_name!r}"
+    if script.dataset_streaming:
+        raise ConfigError("--dataset_streaming: the classes are known when all labels were seen. Leave it out.")
+    feature = data.features[column]
+    if not str(getattr(feature, "dtype", feature)).startswith(("string", "large_string", "int", "uint", "bool")):
+        raise ConfigError(
+            f"{where} holds {feature}, and classes are names or whole numbers. Name another column with "
+            "--label_column, or make classes of it."
+        )
+    seen, tested = (set(part.unique(column)) if part is not None else set() for part in (data, held_out))
+    declared = feature.names if isinstance(feature, datasets.ClassLabel) else None
+    if None in seen | tested or (declared and -1 in seen | tested):
+        raise ConfigError(f"{where} has rows without a class. Leave them out.")
+    if tested - seen and not declared:
+        raise ConfigError(
+            f"{where}: the class {min(tested - seen)!r} is in the evaluation split alone. Name a split "
+            "that has the classes of the training split with --dataset_test_split."
+        )
+    if len(seen) < 2 or len(seen) > len(data) // 2:
+        raise ConfigError(
+            f"{where} has {len(seen)} different labels in {len(data)} rows, so they are no classes. Name "
+            "another column with --label_column."
+        )
+    return declared or [str(label) for label in sorted(seen)]
+
+
+def encode(
+    rows: datasets.Dataset,
+    script: DataArguments,
+    training: ClassifyConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    numbers: dict[str, int],
+) -> datasets.Dataset:
+    """Tokens and the number of the class, in place of the dataset's own columns."""
+    feature = rows.features[script.label_column]
+    name_of = feature.int2str if isinstance(feature, datasets.ClassLabel) else str
+
+    def encode_batch(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        tokens = tokenizer(batch[script.text_column], truncation=True, max_length=training.max_length)
+        return {**tokens, "labels": [numbers[name_of(label)] for label in batch[script.label_column]]}
+
+    with training.main_process_first():  # the others read what it has written
+        return rows.map(encode_batch, batched=True, remove_columns=rows.column_names)
+
+
+if __name__ == "__main__":
+    run(main, "classify")

@@ -1,0 +1,110 @@
+"""What the documents say exists: messages, names, commands, files; and printed output is what was printed."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import hf_fsdp_tools
+from hf_fsdp_tools import scripting
+from hf_fsdp_tools.cli.main import _parser
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "hf_fsdp_tools"
+DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in DOCUMENTS}
+
+
+def text_of(node: ast.AST) -> str | None:
+    """A text of the source, with `…` for each value in it; None for anything else."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr():
+            return "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        case ast.BinOp(op=ast.Add()):
+            sides = text_of(node.left), text_of(node.right)
+            return "".join(each or "…" for each in sides) if any(sides) else None
+    return None
+
+
+def squeezed(text: str) -> str:
+    return " ".join(text.replace("`", "").replace("\\n", " ").split())
+
+
+def said(text: str) -> re.Pattern[str]:
+    """What matches a text of the source that says a message in which `…` stands for anything."""
+    return re.compile(".*".join(re.escape(part.strip()) for part in squeezed(text).split("…")))
+
+
+def test_every_message_of_troubleshooting_is_one_of_the_package():
+    sources = {
+        squeezed(text)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (text := text_of(node)) and len(text) > 10
+    }
+    own, _, _ = TEXTS["docs/troubleshooting.md"].partition("## Messages of other libraries")
+    messages = re.findall(r"^\| `([^|]+?)` \|", own, re.MULTILINE)
+    assert len(messages) > 50
+    absent = [message for message in messages if not any(said(message).search(text) for text in sources)]
+    assert not absent, f"no source says {absent}"
+
+
+@pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if "```python" in text])
+def test_code_of_documents_is_python_and_imports_public_names(name):
+    for code in re.findall(r"```python\n(.*?)```", TEXTS[name], re.DOTALL):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and node.module == "hf_fsdp_tools":
+                assert {alias.name for alias in node.names} <= set(hf_fsdp_tools.__all__), code
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """Every `hf-fsdp …` with arguments in a document's shell blocks, code spans and markers."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)) + re.findall(
+        r"<!-- (?:prints|recorded): (.+?) -->", text
+    )
+    found = [part for line in lines for part in re.split(r"&&|;|\|", line) if re.match(r"\s*(srun )?hf-fsdp \w", part)]
+    words = [shlex.split(part, comments=True) for part in found]
+    given = [each[each.index("hf-fsdp") + 1 :] for each in words if "…" not in "".join(each)]
+    return [each for each in given if len(each) > 1]
+
+
+@pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if commands_of(text)])
+def test_commands_of_documents_are_those_of_hf_fsdp(name, capsys):
+    for words in commands_of(TEXTS[name]):
+        given = ["1" if re.fullmatch(r"[NS]", word) else word for word in words]
+        try:
+            options, rest = _parser().parse_known_args(given)
+        except SystemExit as ended:
+            assert ended.code == 0 or words == ["COMMAND", "--help"], (words, capsys.readouterr().err)
+        else:
+            assert not rest or hasattr(options, "rest"), f"hf-fsdp {words}: unknown {rest}"
+
+
+@pytest.mark.parametrize("name", sorted(TEXTS))
+def test_files_that_documents_name_are_there(name):
+    named = re.findall(
+        r"(?:recipes|accelerate_configs|benchmarks|docs|tests)/[\w/.]+\.(?:py|yaml|md|sh|json|svg)", TEXTS[name]
+    )
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_the_reference_has_every_public_name():
+    named = re.findall(r"^\.\. auto\w+:: (\w+)$", TEXTS["docs/reference.md"], re.MULTILINE)
+    assert sorted(named) == sorted([*hf_fsdp_tools.__all__, *scripting.__all__])
+
+
+def test_the_readme_is_short_and_names_every_recipe():
+    text = TEXTS["README.md"]
+    assert len(text.splitlines()) <= 150
+    recipes = {path.stem for path in (ROOT / "recipes").glob("*.py")} - {"dequantize"}
+    assert recipes == set(re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE))
+
+
+def test_architecture_is_short():
+    assert len(TEXTS["ARCHITECTURE.md"].splitlines()) <= 150

@@ -1,0 +1,114 @@
+"""The class of a model: the one that its config names, where that can be trained, else that of its kind."""
+
+import json
+
+import pytest
+import transformers as hf
+
+from hf_fsdp_tools.cli.main import main
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.modeling.model_class import model_class
+
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+SMALL = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+         "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}  # fmt: skip
+
+BUILT = {
+    "T5ForConditionalGeneration": hf.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=64),
+    "T5EncoderModel": hf.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=64),
+    "WhisperForConditionalGeneration": hf.WhisperConfig(**SMALL, vocab_size=64, pad_token_id=0),
+    "BertForMaskedLM": hf.BertConfig(**TINY),
+    "BertForPreTraining": hf.BertConfig(**TINY),
+    "LlamaForSequenceClassification": hf.LlamaConfig(**TINY),
+    "LlamaForCausalLM": hf.LlamaConfig(**TINY),
+    "ViTForImageClassification": hf.ViTConfig(**{**TINY, "image_size": 32}),
+    "CLIPModel": hf.CLIPConfig(),
+    "CLIPTextModel": hf.CLIPTextConfig(),
+    "Qwen2_5_VLForConditionalGeneration": hf.Qwen2_5_VLConfig(),
+    "Gemma3ForConditionalGeneration": hf.Gemma3Config(),
+    "VisionEncoderDecoderModel": hf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        hf.ViTConfig(**{**TINY, "image_size": 32}), hf.BertConfig(**TINY, is_decoder=True, add_cross_attention=True)
+    ),
+}
+"""A class that a config names, and such a config."""
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_config_names_the_class_that_is_built(name):
+    config = BUILT[name]
+    config.architectures = [name]
+    assert type(build_meta_model(config)).__name__ == name
+    config.architectures = [f"FSDP{name}"]  # as sharded models were once saved
+    assert model_class(config) is getattr(hf, name)
+
+
+BY_KIND = [
+    (hf.LlamaConfig, hf.AutoModelForCausalLM),
+    (hf.Qwen3MoeConfig, hf.AutoModelForCausalLM),
+    (hf.GPT2Config, hf.AutoModelForCausalLM),
+    (hf.T5Config, hf.AutoModelForSeq2SeqLM),
+    (hf.BartConfig, hf.AutoModelForSeq2SeqLM),
+    (hf.WhisperConfig, hf.AutoModelForSpeechSeq2Seq),
+    (hf.BertConfig, hf.AutoModelForMaskedLM),
+    (hf.ViTConfig, hf.AutoModelForImageClassification),
+    (hf.Gemma3Config, hf.AutoModelForImageTextToText),
+    (hf.CLIPConfig, hf.AutoModel),
+    (hf.Wav2Vec2Config, hf.AutoModel),
+    (hf.CLIPTextConfig, hf.AutoModel),
+]
+
+
+@pytest.mark.parametrize(("config_class", "expected"), BY_KIND)
+def test_without_a_class_that_can_be_trained_the_kind_decides(config_class, expected):
+    config = config_class()
+    assert model_class(config) is expected
+    for damaged in ("Damaged", [None, 3], ["LlamaForCausalLMEagle"], ["AutoModel", "PreTrainedModel", "os"]):
+        config.architectures = damaged
+        assert model_class(config) is expected, damaged
+    base = hf.MODEL_MAPPING[config_class]
+    config.architectures = [base.__name__]
+    assert model_class(config) is (base if expected is hf.AutoModel else expected)
+    assert model_class(config, as_stored=True) is base
+
+
+def test_code_of_the_checkpoint_goes_first_where_it_is_trusted():
+    config = hf.LlamaConfig(**TINY, architectures=["LlamaForCausalLM"])
+    config.auto_map = {"AutoModel": "code.LlamaModel", "AutoModelForCausalLM": "code.LlamaForCausalLM"}
+    assert model_class(config) is hf.LlamaForCausalLM
+    assert model_class(config, trust_remote_code=True) is hf.AutoModelForCausalLM
+    config.architectures = ["Absent"]
+    config.auto_map = {"AutoModelForTokenClassification": "code.Absent"}
+    assert model_class(config) is hf.AutoModelForTokenClassification, "whose error says what to trust"
+
+
+def test_what_the_caller_says_goes_before_the_config():
+    config = hf.LlamaConfig(**TINY, architectures=["LlamaForSequenceClassification"])
+    for given in ("AutoModelForCausalLM", hf.AutoModelForCausalLM, "LlamaForCausalLM", hf.LlamaForCausalLM):
+        assert type(build_meta_model(config, auto_class=given)) is hf.LlamaForCausalLM
+    with pytest.raises(ConfigError, match=r"'LlamaForCausalML' is no model class.* mean LlamaForCausalLM"):
+        build_meta_model(config, auto_class="LlamaForCausalML")
+    for wrong in (7, hf.LlamaConfig, "Trainer", build_meta_model):
+        with pytest.raises(ConfigError, match="auto_class"):
+            build_meta_model(config, auto_class=wrong)
+    with pytest.raises(ConfigError, match=r"no model for LlamaConfig.*give LlamaForSequenceClassification as auto_cla"):
+        build_meta_model(config, auto_class="AutoModelForSpeechSeq2Seq")
+
+
+def test_commands_plan_the_named_class_and_say_where_it_is_another(capsys, tmp_path):
+    config = BUILT["WhisperForConditionalGeneration"]
+
+    def printed(*words, **fields):
+        (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | fields))
+        assert main([*words, str(tmp_path)]) == 0
+        return capsys.readouterr().out
+
+    named = {"architectures": ["WhisperForConditionalGeneration"]}
+    assert printed("plan", **named).startswith("WhisperForConditionalGeneration: ")
+    assert "encoder" in printed("blocks", **named)
+    assert printed("doctor", **named).startswith("WhisperForConditionalGeneration: ")
+    said = printed("plan", architectures=["WhisperModel"])
+    assert "note: the config names WhisperModel; WhisperForConditionalGeneration is taken" in said
+    said = printed("plan", architectures=["WhisperForPoems"])
+    assert "the installed transformers does not have" in said
+    assert "config names" not in printed("plan", "--auto-class", "AutoModel", architectures=["WhisperModel"])

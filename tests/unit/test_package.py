@@ -1,0 +1,149 @@
+"""What is installed: recipes and configs are in the wheel, and `hf-fsdp NAME` starts a recipe as a user expects."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import hf_fsdp_tools
+from hf_fsdp_tools.cli import launch
+from hf_fsdp_tools.cli.main import main
+from hf_fsdp_tools.integrations.config import FSDPConfig
+from tests._dist import imitate_gpus
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPES = {path.name for path in (REPOSITORY / "recipes").glob("*.py")}
+CONFIGS = {path.name for path in (REPOSITORY / "accelerate_configs").glob("fsdp*.yaml")}
+
+
+def names_in_the_wheel(folder: Path) -> set[str]:
+    """By building the wheel where the backend is installed; otherwise as pyproject.toml maps folders."""
+    if importlib.util.find_spec("hatchling") is not None:
+        code = f"import hatchling.build; print(hatchling.build.build_wheel({str(folder)!r}))"
+        built = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True, text=True)
+        with zipfile.ZipFile(folder / built.stdout.split()[-1]) as wheel:
+            return set(wheel.namelist())
+    target = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    found = set()
+    for pattern in target["include"]:
+        given = pattern.strip("/").split("/")[0]
+        folder = target.get("sources", {}).get(given, given)
+        paths = (REPOSITORY / given).rglob("*") if "/" not in pattern.strip("/") else REPOSITORY.glob(pattern[1:])
+        found |= {f"{folder}/{path.relative_to(REPOSITORY / given)}" for path in paths}
+    return found
+
+
+def test_the_wheel_has_the_package_the_recipes_and_the_configs(tmp_path):
+    names = names_in_the_wheel(tmp_path)
+    assert {"hf_fsdp_tools/py.typed", "hf_fsdp_tools/__main__.py", "hf_fsdp_tools/cli/main.py"} <= names
+    for folder, files in (("recipes", RECIPES), ("accelerate_configs", CONFIGS)):
+        assert files and {f"hf_fsdp_tools/{folder}/{name}" for name in files} <= names
+    assert not any(name.startswith(("tests/", "benchmarks/", "recipes/")) for name in names)
+
+
+def test_recipes_of_the_clone_come_first(tmp_path, monkeypatch):
+    assert launch.shipped("recipes") == REPOSITORY / "recipes"
+    installed = tmp_path / "hf_fsdp_tools"
+    monkeypatch.setattr(launch, "__file__", str(installed / "cli" / "launch.py"))
+    assert launch.shipped("recipes") == installed / "recipes"
+
+
+@pytest.mark.parametrize(
+    "program", [["-m", "hf_fsdp_tools"], ["-c", "from hf_fsdp_tools.cli.main import main; main()"]]
+)
+def test_the_version(program, tmp_path):
+    words = [sys.executable, *program, "--version"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout == f"hf-fsdp {hf_fsdp_tools.__version__}\n"
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Commands that would have been started, each with the config that it names."""
+    commands = []
+
+    def run(command):
+        commands.append((command, yaml.safe_load(Path(command[4]).read_text())))
+        return 7
+
+    monkeypatch.setattr(launch, "_run", run)
+    return commands
+
+
+def says(**fields):
+    return yaml.safe_load(FSDPConfig(**fields).to_accelerate_yaml())
+
+
+def test_a_recipe_is_launched_on_this_machine(started, monkeypatch):
+    imitate_gpus(monkeypatch, 4)
+    own = ["--learning_rate", "-1e-5", "--use_peft", "--config", "my run.yaml", "--num_train", "3"]
+    assert main(["finetune", *own]) == 7
+    assert main(["finetune", *own, "--gpus", "2"]) == 7
+    assert main(["finetune", "--use_cpu", *own]) == 7
+    (first, config), (_, two), (third, on_cpu) = started
+    assert first[1:4] == ["-m", "accelerate.commands.launch", "--config_file"]
+    assert first[-len(own) - 1 :] == [str(REPOSITORY / "recipes" / "finetune.py"), *own]
+    assert config == says(num_processes=4, mixed_precision="bf16")
+    assert two == says(num_processes=2, mixed_precision="bf16")
+    assert third[-len(own) - 1] == "--use_cpu" and on_cpu == says(num_processes=2, use_cpu=True)
+    assert not Path(first[4]).exists(), "a config made for one run goes with it"
+
+
+def test_a_recipe_is_launched_with_a_config(started, monkeypatch, tmp_path):
+    imitate_gpus(monkeypatch, 8)
+    path = tmp_path / "two.yaml"
+    path.write_text(
+        FSDPConfig(num_processes=16, num_machines=2, main_process_ip="a", main_process_port=1).to_accelerate_yaml()
+    )
+    words = ["finetune", "--config_file", path, "--machine_rank", "1", "--main_process_ip", "node7", "--seed", "3"]
+    assert main([*map(str, words)]) == 7
+    command = started[0][0]
+    assert command[4:] == [
+        str(path), "--machine_rank", "1", "--main_process_ip", "node7",
+        str(REPOSITORY / "recipes" / "finetune.py"), "--seed", "3",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [0, 4])
+@pytest.mark.parametrize("words", [["--gpus", "8"], ["--config_file", "eight.yaml"]])
+def test_a_run_on_gpus_that_are_not_there_is_not_started(started, monkeypatch, capsys, tmp_path, count, words):
+    monkeypatch.chdir(tmp_path)
+    imitate_gpus(monkeypatch, count)
+    Path("eight.yaml").write_text(FSDPConfig(num_processes=8).to_accelerate_yaml())
+    assert main(["finetune", *words]) == 1 and not started
+    said = capsys.readouterr().err
+    assert "--cpu" in said if count == 0 else ("--gpus 4" in said or "4 GPU(s)" in said)
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "cure"),
+    [
+        (None, "there is no such file; the package has fsdp2_"),
+        ("distributed_type: MULTI_GPU\nnum_processes: 2\n", "hf-fsdp config --from"),
+        ("distributed_type: FSDP\nnum_processes: 1\nnum_procs: 2\n", "num_processes"),
+    ],
+)
+def test_a_config_that_cannot_be_launched_is_not_started(started, monkeypatch, capsys, tmp_path, text, cure):
+    path = tmp_path / "own.yaml"
+    if text is not None:
+        path.write_text(text)
+    assert main(["finetune", "--config_file", str(path)]) == 1 and not started
+    assert cure in capsys.readouterr().err
+
+
+def test_the_help_of_a_recipe_ends_with_its_own(monkeypatch, capfd):
+    def call(words):
+        assert words[1:] == [str(REPOSITORY / "recipes" / "finetune.py"), "--help"]
+        return 0
+
+    monkeypatch.setattr(subprocess, "call", call)
+    assert main(["finetune", "--help"]) == 0
+    assert "--config_file YAML" in capfd.readouterr().out
