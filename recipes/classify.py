@@ -38,12 +38,10 @@ DEMO = {
 
 @dataclass
 class DataArguments(ScriptArguments):
-    text_column: str = field(default="text", metadata={"help": "The column with the text."})
-    label_column: str = field(default="label", metadata={"help": "The column with the class: a name or a number."})
+    """TRL's options for data, and which columns they are in."""
 
-
-@dataclass
-class ClassifyConfig(TrainingArguments):
+    dataset_text_field: str = field(default="text", metadata={"help": "The column with the text."})
+    label_column_name: str = field(default="label", metadata={"help": "The column with the class: a name or a number."})
     max_length: int = field(default=512, metadata={"help": "Tokens at which a text is cut."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run model code that comes with the checkpoint."})
 
@@ -55,13 +53,15 @@ class Trainer(FSDPTrainerMixin, PlainTrainer):
 def main() -> Trainer:
     # 1. What is trained on what
     script, training, model_args = parse_arguments(
-        DataArguments, ClassifyConfig, ModelArguments, defaults=DEFAULTS, demo=DEMO
+        DataArguments, TrainingArguments, ModelArguments, defaults=DEFAULTS, demo=DEMO
     )
+    for name in ("dataset_text_field", "max_length", "trust_remote_code"):  # of TRL's arguments, not of transformers'
+        setattr(training, name, getattr(script, name))
     accelerator = make_accelerator(mixed_precision=training.mixed_precision, cpu=training.use_cpu)
     if model_args.model_name_or_path is None:
         datasets.disable_progress_bars()  # many bars for short moments
         model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, "classes")
-    data, held_out = load_splits(script, training, columns=[{script.text_column, script.label_column}])
+    data, held_out = load_splits(script, training, columns=[{script.dataset_text_field, script.label_column_name}])
     tokenizer = load_tokenizer(model_args, training)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
@@ -104,14 +104,14 @@ def main() -> Trainer:
 
 def class_names(script: DataArguments, data: datasets.Dataset, held_out: datasets.Dataset | None) -> list[str]:
     """The names of the classes: those that the dataset declares, else its labels in order."""
-    column, where = script.label_column, f"Column {script.label_column!r} of {script.dataset_name!r}"
+    column, where = script.label_column_name, f"Column {script.label_column_name!r} of {script.dataset_name!r}"
     if script.dataset_streaming:
         raise ConfigError("--dataset_streaming: the classes are known when all labels were seen. Leave it out.")
     feature = data.features[column]
     if not str(getattr(feature, "dtype", feature)).startswith(("string", "large_string", "int", "uint", "bool")):
         raise ConfigError(
             f"{where} holds {feature}, and classes are names or whole numbers. Name another column with "
-            "--label_column, or make classes of it."
+            "--label_column_name, or make classes of it."
         )
     seen, tested = (set(part.unique(column)) if part is not None else set() for part in (data, held_out))
     declared = feature.names if isinstance(feature, datasets.ClassLabel) else None
@@ -125,7 +125,7 @@ def class_names(script: DataArguments, data: datasets.Dataset, held_out: dataset
     if len(seen) < 2 or len(seen) > len(data) // 2:
         raise ConfigError(
             f"{where} has {len(seen)} different labels in {len(data)} rows, so they are no classes. Name "
-            "another column with --label_column."
+            "another column with --label_column_name."
         )
     return declared or [str(label) for label in sorted(seen)]
 
@@ -133,17 +133,17 @@ def class_names(script: DataArguments, data: datasets.Dataset, held_out: dataset
 def encode(
     rows: datasets.Dataset,
     script: DataArguments,
-    training: ClassifyConfig,
+    training: TrainingArguments,
     tokenizer: PreTrainedTokenizerBase,
     numbers: dict[str, int],
 ) -> datasets.Dataset:
     """Tokens and the number of the class, in place of the dataset's own columns."""
-    feature = rows.features[script.label_column]
+    feature = rows.features[script.label_column_name]
     name_of = feature.int2str if isinstance(feature, datasets.ClassLabel) else str
 
     def encode_batch(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        tokens = tokenizer(batch[script.text_column], truncation=True, max_length=training.max_length)
-        return {**tokens, "labels": [numbers[name_of(label)] for label in batch[script.label_column]]}
+        tokens = tokenizer(batch[script.dataset_text_field], truncation=True, max_length=training.max_length)
+        return {**tokens, "labels": [numbers[name_of(label)] for label in batch[script.label_column_name]]}
 
     with training.main_process_first():  # the others read what it has written
         return rows.map(encode_batch, batched=True, remove_columns=rows.column_names)

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
 from transformers.utils.logging import is_progress_bar_enabled
 
-from hf_fsdp_tools.text import listed, show_bytes
+from hf_fsdp_tools.text import listed, show_bytes, table
 
 __all__ = ["LoadReport", "MemoryWatch", "SaveReport", "loading_bar", "log_dequantized", "log_keys"]
 
@@ -161,7 +161,7 @@ class LoadReport:
             rows.append(("other vocabulary", listed(key for key, _, _ in self.resized_keys)))
         if self.mismatched_keys:
             rows.append(("other shape", listed(key for key, _, _ in self.mismatched_keys)))
-        return _table(rows)
+        return "\n".join(table(rows))
 
     def show_dequantized(self) -> str:
         """What was dequantised: the method, bytes as stored and as floats."""
@@ -233,7 +233,7 @@ class SaveReport:
             rows.append(("pause", f"{self.pause_seconds:.2f} s, for a copy of {show_bytes(self.copied_bytes)}"))
         if self.commit_url:
             rows.append(("uploaded", self.commit_url))
-        return _table(rows)
+        return "\n".join(table(rows))
 
 
 class MemoryWatch:
@@ -267,11 +267,6 @@ def _resident(status: Path = Path("/proc/self/status")) -> tuple[int, int]:
 def _speed(num_bytes: int, seconds: float) -> str:
     """The speed as text, ", 1.23 GB/s"; "" for less than 1 MB, of which the speed says nothing."""
     return f", {num_bytes / seconds / 1e9:.2f} GB/s" if seconds > 0 and num_bytes > 1e6 else ""
-
-
-def _table(rows: list[tuple[str, Any]]) -> str:
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
 def log_keys(model: nn.Module, report: LoadReport) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_fsdp_tools.errors import WrapPlanError
-from hf_fsdp_tools.text import listed, merge_alike, merge_names, show_bytes, show_count
+from hf_fsdp_tools.text import listed, merge_alike, merge_names, show_bytes, show_count, table
 
 __all__ = ["WrapPlan", "WrapUnit"]
 
@@ -78,6 +78,7 @@ class WrapPlan:
             written = data.pop("format", None)
             if written != _FORMAT:
                 raise WrapPlanError(f"Wrap plan of format {written!r}; this version reads {_FORMAT}. {cure}")
+            data.pop("share", None)  # which `hf-fsdp plan --num-processes N --json` adds
             units = tuple(WrapUnit(**{**unit, "modules": tuple(unit["modules"])}) for unit in data.pop("units"))
             data |= {name: tuple(data[name]) for name in ("replicated", "notes")}
             return cls(units=units, **data)
@@ -114,11 +115,10 @@ class WrapPlan:
         return rows
 
     def __str__(self) -> str:
-        rows = self.table()
         total = sum(unit.num_bytes for unit in self.units)
         lines = [
             f"{self.model_class}: {show_count(self.num_params)} parameters in {len(self.units)} units",
-            *_aligned(rows),
+            *table(self.table(), right={1, 2, 3}),
         ]
         largest = self.largest_unit
         lines.append(
@@ -136,15 +136,3 @@ def _modules(units: list[WrapUnit]) -> str:
 
 def _short(unit: WrapUnit) -> str:
     return listed([unit.modules[0] or "the root", *unit.modules[1:]], 1)
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    right = {1, 2, 3}
-    return [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

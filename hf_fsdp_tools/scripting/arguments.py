@@ -253,7 +253,7 @@ def _complete(found: tuple[Any, ...]) -> None:
         asked = str(one.resume_from_checkpoint).lower()
         if asked in ("true", "false", "none"):
             one.resume_from_checkpoint = True if asked == "true" else None
-        if one.eval_strategy == "no":
+        if getattr(one, "eval_strategy", None) == "no":
             one.eval_on_start = False
 
 
