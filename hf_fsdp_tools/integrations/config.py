@@ -4,6 +4,7 @@
     FSDPConfig.for_machine()      ->  a config that fits this machine, and the reasons
     .to_accelerate_yaml()         ->  text for `accelerate launch --config_file`
     FSDPConfig.check_file(path)   ->  findings about a file
+    .translate_file(path)         ->  what a file of FSDP1, DDP or DeepSpeed means here
 
 Imports neither torch nor Accelerate before a machine or a file is looked at.
 """
@@ -27,6 +28,7 @@ from hf_fsdp_tools.integrations.settings import (
 
 if TYPE_CHECKING:
     from hf_fsdp_tools.diagnostics.findings import Finding
+    from hf_fsdp_tools.integrations.translation import Translation
 
 __all__ = ["FSDPConfig"]
 
@@ -171,6 +173,20 @@ class FSDPConfig:
         from hf_fsdp_tools.integrations.config_file import check_config_file
 
         return check_config_file(path, {field.name: field.default for field in fields(cls)})
+
+    @staticmethod
+    def translate_file(path: str | os.PathLike[str]) -> "Translation":
+        """What a user's own file means here: fields of this class, arguments of the Trainer, a sentence for each key.
+
+        Reads files of `accelerate launch` for FSDP1, FSDP2, DDP and DeepSpeed (with the JSON that they point to), and
+        DeepSpeed's JSON alone. Starts and communicates nothing. Imports Accelerate, for its own list of general keys.
+
+        Raises:
+            ConfigError: the file cannot be read, or asks for what has no meaning here.
+        """
+        from hf_fsdp_tools.integrations.translation import translate_file
+
+        return translate_file(path)
 
 
 def _to_accelerate(config: FSDPConfig) -> dict[str, Any]:
