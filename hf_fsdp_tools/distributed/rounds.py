@@ -41,6 +41,7 @@ __all__ = [
     "Rounds",
     "Scope",
     "StoppedElsewhere",
+    "frames_of_package",
     "patience",
     "patience_of_at_least",
 ]
@@ -327,7 +328,7 @@ class _Others:
             if is_first and longest_s > self._warn_s[kind]:
                 self._warn_s[kind] = 2 * longest_s
                 text = f"Still {doing}, {longest_s:.0f} s without progress. {told}."
-                warnings.warn(text, stacklevel=_frames_of_package())
+                warnings.warn(text, stacklevel=frames_of_package())
                 break
         return ""
 
@@ -387,7 +388,7 @@ def _since(seen: dict[int, tuple[int, float]], rank: int, value: int) -> float:
     return now_s - seen[rank][1]
 
 
-def _frames_of_package() -> int:
+def frames_of_package() -> int:
     """The `stacklevel` with which a caller's warning names the line outside of this package that called it."""
     own = (str(Path(__file__).parents[1]), contextlib.__file__)
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1))]

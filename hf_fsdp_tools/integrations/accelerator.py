@@ -41,6 +41,7 @@ from hf_fsdp_tools.integrations.saved_state import (
     save_state_to,
 )
 from hf_fsdp_tools.integrations.saving import former_of, saveable
+from hf_fsdp_tools.sharding.shard import sharded_module
 from hf_fsdp_tools.sharding.whole import by_kind, step_kinds_apart
 
 __all__ = ["ShardedAccelerator", "ShardedScaler", "adopt"]
@@ -310,7 +311,8 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
         check_precision(model, accelerator)
         prepare_for_training(model, accelerator)
     accelerator._models.append(model)
-    model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's own mark
+    for prepared in (model, sharded_module(model) or model):  # the base, of a PEFT model
+        prepared._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's own mark
 
 
 @contextmanager

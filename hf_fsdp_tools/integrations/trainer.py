@@ -45,6 +45,8 @@ from hf_fsdp_tools.integrations.saving import saveable
 from hf_fsdp_tools.integrations.settings import plugin_arguments
 from hf_fsdp_tools.integrations.state import start_state, use_one_device
 from hf_fsdp_tools.integrations.unwritten import Unwritten, finish_state
+from hf_fsdp_tools.modeling.peft_view import is_adapted
+from hf_fsdp_tools.sharding.adapter_files import ADAPTER_CONFIG
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
 from hf_fsdp_tools.sharding.shard import sharded_module
 
@@ -297,7 +299,8 @@ class FSDPTrainerMixin(PushingMixin):
         """Load weights into the shards, from a checkpoint of this mixin or of the plain Trainer."""
         model = model if model is not None else self.model
         folder = Path(resume_from_checkpoint)
-        if (folder / WEIGHTS).is_file() or (folder / WEIGHTS_INDEX).is_file():
+        is_adapter = is_adapted(model) and (folder / ADAPTER_CONFIG).is_file()  # an earlier run's full weights may stay
+        if not is_adapter and ((folder / WEIGHTS).is_file() or (folder / WEIGHTS_INDEX).is_file()):
             _load_weights(model, folder)
             return
         refuse_damage(folder)

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
@@ -17,7 +18,9 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, part_of
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class
+from hf_fsdp_tools.modeling.peft_view import is_adapted
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
+from hf_fsdp_tools.text import listed
 
 __all__ = ["answer_for_shards", "mark_for_transformers", "turn_cache_off", "with_cache_as_found"]
 
@@ -43,6 +46,7 @@ def mark_for_transformers(model: nn.Module) -> None:
             if module is model:
                 mark: Any = property(_accelerates_mark, _set_accelerates_mark)
                 cls._is_accelerate_prepared = mark  # type: ignore[attr-defined]  # a name of Accelerate
+                cls.__reduce_ex__ = _refuse_pickle  # type: ignore[assignment]
     answer_for_shards(model)
 
 
@@ -140,6 +144,7 @@ def _save_pretrained(
             )
         if not state_dict or not kwargs.get("is_main_process", True):
             return None
+        _refuse_other_kind(model, Path(save_directory))
         with original_classes(model), with_cache_as_found(model):
             return plain(save_directory, state_dict=state_dict, **kwargs)
     passed = {name: kwargs.pop(name) for name in ("max_shard_size", "blocking", *_OF_AN_UPLOAD) if name in kwargs}
@@ -158,6 +163,26 @@ def _save_pretrained(
 
     save: Any = hf_fsdp_tools.save_pretrained
     return save(model, save_directory, **passed)
+
+
+def _refuse_other_kind(model: nn.Module, folder: Path) -> None:
+    """Refuse a folder with files of another kind of model, which would be opened with what plain methods write."""
+    others = ("config.json",) if is_adapted(model) else ("adapter_config.json", "adapter_model.safetensors")
+    if found := [name for name in others if (folder / name).is_file()]:
+        raise ConfigError(
+            f"{str(folder)!r} holds another kind of model, whose {listed(found)} would be opened with what is saved "
+            "there. Leave state_dict out and call it on every rank, which puts them aside, or give another folder."
+        )
+
+
+def _refuse_pickle(module: nn.Module, protocol: Any) -> Any:
+    """Answer `torch.save(model)`, which pickles by protocol 2; copies use a later one."""
+    if int(protocol) == 2:
+        raise ConfigError(
+            f"torch.save would pickle this rank's shards of {type(module).__name__}, which no other process could "
+            "open. Call save_pretrained(model, folder) on every rank."
+        )
+    return object.__reduce_ex__(module, protocol)
 
 
 def _push_to_hub(

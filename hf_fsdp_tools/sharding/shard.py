@@ -24,6 +24,7 @@ from hf_fsdp_tools.planning.rules import check_wrap_plan
 from hf_fsdp_tools.planning.stacks import lists_of_experts
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.compile import check_options, compile_blocks
+from hf_fsdp_tools.sharding.first_pass import check_first_pass
 from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, count_units, reshard_units
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks
@@ -168,6 +169,7 @@ def shard_model(
         compile=options,
     )
     apply_sharding(model, sharding)
+    check_first_pass(model, sharding.device)
     return model
 
 
