@@ -7,7 +7,7 @@ Quick start, nothing to download (a small Llama made on the spot, trained on CPy
 
 A real one; every option of TRL's SFTConfig works (`--help` lists them):
 
-    accelerate launch --config_file accelerate_configs/fsdp2_gpu_8_bf16.yaml recipes/finetune.py \
+    accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/finetune.py \
         --model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/Capybara --learning_rate 1e-5 --max_length 4096
 
 LoRA: `--use_peft --lora_target_modules all-linear --lora_r 16` (TRL's options; the base stays in its stored dtype). The

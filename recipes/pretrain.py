@@ -14,14 +14,14 @@ about two minutes:
 
 One node of eight GPUs, a model of your own, files of text on disk or a data set of the hub:
 
-    accelerate launch --config_file accelerate_configs/fsdp2_gpu_8_bf16.yaml recipes/pretrain.py \
+    accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/pretrain.py \
         --model_name_or_path NAME --dataset_name TEXT --dataset_streaming --max_steps 10000 \
         --max_length 4096 --per_device_train_batch_size 1 --learning_rate 1e-5
 
 `--from_scratch` takes config.json and tokenizer of the model alone and draws the weights on each rank's shards, the
 same whatever the number of ranks; give such a run a learning rate of 1e-4 or more and `--warmup_steps`.
 
-Two nodes: the same on both, with fsdp2_gpu_2x8_bf16_hsdp.yaml, `--main_process_ip HOST` and `--machine_rank` 0 and 1.
+Two nodes: the same on both, with 2x8x80gb.yaml, `--main_process_ip HOST` and `--machine_rank` 0 and 1.
 
 Predicted by `hf-fsdp estimate --loss chunked` for 1 x 4,096 tokens per GPU and step on H100s of 80 GB:
 
