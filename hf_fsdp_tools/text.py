@@ -1,8 +1,10 @@
 """Texts for messages: sizes, names, dtypes, errors, and the first few of many items."""
 
 import re
-from collections.abc import Iterable
-from itertools import islice
+import shutil
+import textwrap
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice, zip_longest
 from reprlib import Repr
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,13 @@ __all__ = [
     "quoted",
     "show_bytes",
     "show_count",
+    "table",
+    "terminal_width",
+    "within",
 ]
+
+_NARROWEST = 12
+"""Characters to which a column of a table is narrowed at most."""
 
 
 def cut(text: str, most: int) -> str:
@@ -66,6 +74,8 @@ class _BoundedRepr(Repr):
 
     def repr_instance(self, x: Any, level: int) -> str:
         """An object may hold anything, so only plain values are written out."""
+        if isinstance(x, type):
+            return f"the class {x.__name__}"
         if isinstance(x, tuple):
             return self.repr_list(list(x), level)
         if isinstance(x, bytes):
@@ -131,3 +141,69 @@ def _numbers(parts: Iterable[str]) -> str:
         return f"{{{numbers[0]}..{numbers[-1]}}}"
     shown = ",".join(map(str, numbers[:4]))
     return f"{{{shown}{',…' if len(numbers) > 4 else ''}}}"
+
+
+def terminal_width() -> int | None:
+    """Characters in a line of the terminal, or what the variable COLUMNS says; None where the output is no terminal."""
+    return shutil.get_terminal_size(fallback=(0, 0)).columns or None
+
+
+def within(text: object, most: int | None = None) -> str:
+    """A text whose lines fit the terminal; what is left of a longer line follows below, indented by 4 more.
+
+    Args:
+        text: or a value that is printed as one.
+        most: characters that a line has at most, also where the terminal is wider or there is none.
+    """
+    widths = [width for width in (most, terminal_width()) if width]
+    return "\n".join(part for line in str(text).splitlines() for part in _folded(line, min(widths, default=None)))
+
+
+def table(rows: Iterable[Sequence[object]], *, right: Collection[int] = (), indent: str = "") -> list[str]:
+    """The lines of a table with aligned columns that fits the terminal; cells of its widest columns go on below.
+
+    Args:
+        rows: cells, a row of titles included; shorter rows end early.
+        right: columns that are aligned to the right, which stay as wide as they are.
+        indent: before every line.
+    """
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip_longest(*texts, fillvalue="")]
+    most, gaps = terminal_width(), len(indent) + 2 * (len(widths) - 1)
+    free = [column for column in range(len(widths)) if column not in right]
+    while most and sum(widths) + gaps > most and any(widths[column] > _NARROWEST for column in free):
+        widths[max(free, key=widths.__getitem__)] -= 1
+    lines = []
+    for row in texts:
+        cells = [_cell_lines(cell, width) for cell, width in zip(row, widths, strict=False)]
+        for parts in zip_longest(*cells, fillvalue=""):
+            aligned = (
+                part.rjust(width) if column in right else part.ljust(width)
+                for column, (part, width) in enumerate(zip(parts, widths, strict=False))
+            )
+            lines.append((indent + "  ".join(aligned)).rstrip())
+    return lines
+
+
+def _folded(line: str, most: int | None) -> list[str]:
+    if most is None or len(line) <= most:
+        return [line]
+    margin = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.wrap(line, max(most, len(margin) + _NARROWEST), subsequent_indent=margin) or [""]
+
+
+_WORDS = re.compile(r"\s+|(?:\{[^}]*\}|[^\s.,/])+[.,/]*|[.,/]+")
+"""Parts of a cell between which a line may end: words, and the parts of names; `{0..31}` stays whole."""
+
+
+def _cell_lines(cell: str, width: int) -> list[str]:
+    if len(cell) <= width:
+        return [cell]
+    lines = [""]
+    for word in _WORDS.findall(cell):
+        if len(lines[-1] + word.rstrip()) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += word if lines[-1] else word.lstrip()
+        while len(lines[-1].rstrip()) > width:
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return [line.rstrip() for line in lines]

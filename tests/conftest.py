@@ -1,6 +1,7 @@
 """Tests see no GPU, unless they run ranks on one (`run_ranks(…, device="cuda")`): they pass alike with and without
 GPUs. Checkpoints that are read alone are made once. No test leaves a process group, or silence, to the next."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from tests._dist import hide_gpus
 
 hide_gpus()
+os.environ.pop("COLUMNS", None)  # tables are as wide as they are
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,12 @@
 """Reports of loading and saving, as values that can be printed and stored; and the progress bar of loading."""
 
 import json
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from logging import LoggerAdapter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from transformers.utils import logging
 from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
 from transformers.utils.logging import is_progress_bar_enabled
 
-from hf_fsdp_tools.text import listed, show_bytes
+from hf_fsdp_tools.text import listed, show_bytes, table
 
 __all__ = ["LoadReport", "MemoryWatch", "SaveReport", "loading_bar", "log_dequantized", "log_keys"]
 
@@ -161,7 +164,7 @@ class LoadReport:
             rows.append(("other vocabulary", listed(key for key, _, _ in self.resized_keys)))
         if self.mismatched_keys:
             rows.append(("other shape", listed(key for key, _, _ in self.mismatched_keys)))
-        return _table(rows)
+        return "\n".join(table(rows))
 
     def show_dequantized(self) -> str:
         """What was dequantised: the method, bytes as stored and as floats."""
@@ -233,7 +236,7 @@ class SaveReport:
             rows.append(("pause", f"{self.pause_seconds:.2f} s, for a copy of {show_bytes(self.copied_bytes)}"))
         if self.commit_url:
             rows.append(("uploaded", self.commit_url))
-        return _table(rows)
+        return "\n".join(table(rows))
 
 
 class MemoryWatch:
@@ -269,9 +272,11 @@ def _speed(num_bytes: int, seconds: float) -> str:
     return f", {num_bytes / seconds / 1e9:.2f} GB/s" if seconds > 0 and num_bytes > 1e6 else ""
 
 
-def _table(rows: list[tuple[str, Any]]) -> str:
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+class _WithoutColours(LoggerAdapter):  # type: ignore[type-arg]  # over transformers' own logger
+    """A logger that leaves out the escape codes of a terminal, for files that are read later."""
+
+    def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
+        return re.sub(r"\x1b\[[0-9;]*m", "", str(msg)), kwargs
 
 
 def log_keys(model: nn.Module, report: LoadReport) -> None:
@@ -280,7 +285,9 @@ def log_keys(model: nn.Module, report: LoadReport) -> None:
         return
     info = LoadStateDictInfo(**report.loading_info(), conversion_errors={}, skipped_pp_keys=set())
     info.mismatched_keys = {(key, torch.Size(a), torch.Size(b)) for key, a, b in report.mismatched_keys}
-    logger = logging.get_logger("transformers.modeling_utils")  # the one that its from_pretrained uses
+    logger: Any = logging.get_logger("transformers.modeling_utils")  # the one that its from_pretrained uses
+    if not sys.stderr.isatty():
+        logger = _WithoutColours(logger)
     log_state_dict_report(model, report.checkpoint, ignore_mismatched_sizes=True, loading_info=info, logger=logger)
 
 

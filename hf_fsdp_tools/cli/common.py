@@ -1,7 +1,6 @@
 """What several commands share: names of classes and dtypes, quiet libraries, files that are written."""
 
 import logging
-import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from hf_fsdp_tools.errors import ConfigError
 
-__all__ = ["add_model_class", "parse_dtype", "quiet", "within", "write"]
+__all__ = ["add_model_class", "parse_dtype", "quiet", "write"]
 
 
 _CLASSES = (
@@ -59,12 +58,6 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
 
 
-def within(text: object, width: int = 100) -> str:
-    """A text with lines of at most `width` characters; what is left of a longer one follows on the next, indented."""
-    wrapped = (textwrap.wrap(line, width, subsequent_indent="    ") or [""] for line in str(text).splitlines())
-    return "\n".join(part for parts in wrapped for part in parts)
-
-
 def write(path: Path, text: str) -> None:
     """Write a text file, in a new folder if need be.
 
@@ -75,4 +68,4 @@ def write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file with --output") from error
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file with --output") from None

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.cli.common import within
 from hf_fsdp_tools.cli.forecasts import Estimate, estimate
 from hf_fsdp_tools.cli.pictures import check_picture, draw_estimate
 from hf_fsdp_tools.cli.training import (
@@ -19,6 +18,7 @@ from hf_fsdp_tools.cli.training import (
     setup_of,
 )
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.text import show_bytes, table, within
 
 if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -69,11 +69,11 @@ def _estimate(options: argparse.Namespace) -> None:
         print(json.dumps(_value(options, shown), indent=1))
         return
     first = shown[setup.wrapping]
-    print(within(first.memory))
+    print(within(first.memory, 100))
     if options.compare:
         print("", *_table(shown, options), sep="\n")
     else:
-        print(f"\n{within(first.time)}")
+        print(f"\n{within(first.time, 100)}")
         if options.tokens:
             print(f"  {_cost_words(first.time, options)}")
     if options.plot:
@@ -114,8 +114,6 @@ def _cost_words(time: "ThroughputEstimate", options: argparse.Namespace) -> str:
 
 def _table(found: Mapping[str, Estimate], options: argparse.Namespace) -> list[str]:
     """One row per figure, one column per wrapping."""
-    from hf_fsdp_tools.text import show_bytes
-
     every = list(found.values())
     kinds = dict.fromkeys(kind for each in every for kind in each.memory.at_peak)
     rows = [("", *(_WRAPPINGS[wrapping] for wrapping in found))]
@@ -134,5 +132,4 @@ def _table(found: Mapping[str, Estimate], options: argparse.Namespace) -> list[s
     row("MFU", lambda each: f"{100 * each.time.mfu:.1f} %", only_fitting=True)
     if options.tokens:
         row("cost", lambda each: f"{each.time.cost(options.tokens, options.price):,.0f}", only_fitting=True)
-    widths = [max(len(line[column]) for line in rows) for column in range(len(rows[0]))]
-    return ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in rows]
+    return table(rows, right=range(1, len(rows[0])))

@@ -19,7 +19,7 @@ from hf_fsdp_tools.cli.training import (
     setup_of,
 )
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.text import cut, merge_names
+from hf_fsdp_tools.text import merge_names, table
 
 if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.streams import Bar, Schedule
@@ -109,8 +109,11 @@ _COLUMNS = (
 )
 """Pass and what happens in it, of each unit."""
 
+_OVER = tuple(place if title == "gather" else "" for place, title in _COLUMNS)
+"""The line above the titles."""
 
-def _table(schedule: "Schedule") -> Iterator[str]:
+
+def _table(schedule: "Schedule") -> list[str]:
     """A line per kind of unit, with mean times of one of them in one micro-step, and a line per other phase."""
     spent: dict[str, dict[tuple[str, str], float]] = defaultdict(lambda: defaultdict(float))
     others: dict[str, float] = defaultdict(float)
@@ -126,18 +129,12 @@ def _table(schedule: "Schedule") -> Iterator[str]:
     groups: dict[str, list[str]] = defaultdict(list)
     for unit in spent:
         groups[re.sub(r"\d+", "#", unit)].append(unit)
-    rows = [("", *(place for place, _ in _COLUMNS)), ("unit", *(title for _, title in _COLUMNS))]
+    rows: list[tuple[str, ...]] = [("", *_OVER), ("unit", *(title for _, title in _COLUMNS))]
     for units in groups.values():
         means = (sum(spent[unit][column] for unit in units) / len(units) for column in _COLUMNS)
-        rows.append((cut(merge_names(units), 40), *(_ms(mean) if mean else "" for mean in means)))
-    width = max(len(row[0]) for row in rows)
-    heads = " " * width + f"{'forward':>{3 * 8}}   {'backward':>{4 * 8}}"
-    yield heads
-    for name, *cells in rows[1:]:
-        texts = [f"{cell:>8}" for cell in cells]
-        yield f"{name:<{width}}{''.join(texts[:3])}   {''.join(texts[3:])}"
-    for phase, seconds in others.items():
-        yield f"{phase:<{width}}{'':>8}{_ms(seconds):>8}"
+        rows.append((merge_names(units), *(_ms(mean) if mean else "" for mean in means)))
+    rows += [(phase, "", _ms(seconds)) for phase, seconds in others.items()]
+    return table(rows, right=range(1, 1 + len(_COLUMNS)))
 
 
 _PASSES = {"forward": "forward", "loss": "forward", "backward": "backward"}

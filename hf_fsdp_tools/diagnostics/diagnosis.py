@@ -21,14 +21,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.diagnostics.findings import Finding, check_model
-from hf_fsdp_tools.diagnostics.live import LiveModel, describe_units, local_part, read_live_model
+from hf_fsdp_tools.diagnostics.live import LiveModel, UnitTree, local_part, read_live_model, unit_tree
 from hf_fsdp_tools.distributed.agreement import all_ranks, rank_and_size
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
+from hf_fsdp_tools.modeling.given import as_flag, as_model, taking
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of
+from hf_fsdp_tools.sharding.share import RankShare
 from hf_fsdp_tools.text import dtype_name, listed
 
 __all__ = ["Diagnosis", "diagnose"]
@@ -44,8 +46,10 @@ class Diagnosis:
 
     findings: tuple[Finding, ...]
     """Errors first, then warnings, then infos; empty for a model without problems."""
-    units: str
-    """The model's units as text, nested and with sizes; equal siblings share a line."""
+    units: UnitTree
+    """The model's units, nested and with sizes, equal siblings as one; `str(…)` is a tree."""
+    share: RankShare | None = None
+    """What each rank keeps, of a model that was sharded for a rehearsal; None otherwise."""
 
     @property
     def has_errors(self) -> bool:
@@ -59,9 +63,11 @@ class Diagnosis:
     def __str__(self) -> str:
         counts: Counter[str] = Counter(finding.severity for finding in self.findings)
         summary = ", ".join(f"{counts[s]} {s}{'s' * (counts[s] != 1)}" for s in _SEVERITIES if counts[s])
-        return "\n".join([self.units, "", summary or "no findings", *map(str, self.findings)])
+        share = [] if self.share is None else ["", str(self.share)]
+        return "\n".join([str(self.units), *share, "", summary or "no findings", *map(str, self.findings)])
 
 
+@taking(model=as_model, policy=as_policy, values=as_flag)
 def diagnose(
     model: nn.Module, *, plan: WrapPlan | None = None, policy: HybridPolicy | None = None, values: bool = False
 ) -> Diagnosis:
@@ -127,8 +133,8 @@ class _Report:
     """Checksums of non-persistent buffers by name, which must be equal on all ranks."""
     num_parameters: int
     """Number of parameter tensors."""
-    units: str
-    """The tree of units as text."""
+    units: UnitTree
+    """The tree of units."""
 
 
 def _inspect(
@@ -149,7 +155,7 @@ def _inspect(
         structure=_structure(live, plan),
         buffers=_buffer_checksums(live),
         num_parameters=len({id(parameter.tensor) for parameter in live.parameters.values()}),
-        units=describe_units(live),
+        units=unit_tree(live),
     )
 
 

@@ -20,19 +20,28 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.shard import shard_model
+from hf_fsdp_tools.sharding.share import share_of
+from hf_fsdp_tools.text import table
 
 __all__ = ["Environment", "check_environment", "rehearse", "untried_versions"]
 
 _REQUIRED = {
-    "torch": ("2.11", "2.13"),
+    "torch": ("2.11", "2.15"),
     "transformers": ("5.17", "5.23"),
     "accelerate": ("1.15", "1.15"),
     "safetensors": ("0.6", None),
     "huggingface_hub": ("1.0", None),
 }
-"""(oldest, newest tested) version of each required package, as in pyproject.toml; None accepts any later version."""
+"""(oldest, newest) version of each required package with which the tests have run, as in pyproject.toml; None accepts
+any later version."""
 
-_OPTIONAL = ("peft", "trl", "datasets")
+_OPTIONAL: dict[str, tuple[str, str | None]] = {
+    "peft": ("0.21", "0.21"),
+    "trl": ("1.16", "1.16"),
+    "datasets": ("5.2", "5.2"),
+    "bitsandbytes": ("0.50", "0.50"),
+}
+"""The same of packages that are used where they are installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +50,8 @@ class Environment:
 
     versions: dict[str, str | None]
     """Version by package; None where the package is not installed."""
+    tried: dict[str, tuple[str, str | None]]
+    """(oldest, newest) version with which the tests have run, by package; None accepts any later version."""
     devices: tuple[str, ...]
     """Accelerators that this process sees, with their memory; the CPU where there is none."""
     backends: tuple[str, ...]
@@ -58,15 +69,13 @@ class Environment:
         return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:
-        width = max(map(len, self.versions))
-        lines = [
-            f"{name:<{width}}  {found or 'not installed'}"
-            + (f"  (needs {_REQUIRED[name][0]})" if name in _REQUIRED else "")
-            for name, found in self.versions.items()
+        rows: list[tuple[str, ...]] = [
+            (name, found or "not installed", _tried_words(*self.tried[name])) for name, found in self.versions.items()
         ]
-        lines += [f"{'device' if not index else '':<{width}}  {device}" for index, device in enumerate(self.devices)]
-        lines.append(f"{'backends':<{width}}  {', '.join(self.backends) or 'none'}")
-        return "\n".join([*lines, "", *map(str, self.findings)]).rstrip()
+        about = [("device" if not index else "", device) for index, device in enumerate(self.devices)]
+        about.append(("backends", ", ".join(self.backends) or "none"))
+        lines = [*table(rows), "", *table(about), "", *(map(str, self.findings) if self.findings else ["no findings"])]
+        return "\n".join(lines)
 
 
 def check_environment() -> Environment:
@@ -82,6 +91,7 @@ def check_environment() -> Environment:
     findings = [*_check_packages(versions), *_check_devices(backends), *_check_network()]
     return Environment(
         versions=versions,
+        tried={**_REQUIRED, **_OPTIONAL},
         devices=_devices(),
         backends=backends,
         findings=tuple(sorted(findings, key=lambda finding: order.index(finding.severity))),
@@ -113,12 +123,20 @@ def rehearse(model: nn.Module, *, num_processes: int = 8, policy: HybridPolicy |
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_processes)
     try:
         plan = make_wrap_plan(model, policy=policy or HybridPolicy())
+        share = share_of(model, plan, num_processes)
         shard_model(model, plan, mesh=ParallelDims().build_mesh("cpu"))
         diagnosis = diagnose(model)
     finally:
         dist.destroy_process_group()
     # No weights are loaded here, so this finding says nothing. (Some models have a few small parameters with values.)
-    return replace(diagnosis, findings=tuple(f for f in diagnosis.findings if f.code != "meta-parameters"))
+    findings = tuple(finding for finding in diagnosis.findings if finding.code != "meta-parameters")
+    return replace(diagnosis, findings=findings, share=share)
+
+
+def _tried_words(least: str, last: str | None) -> str:
+    if last is None:
+        return f"tried from {least} on"
+    return f"tried {least}" if least == last else f"tried {least} to {last}"
 
 
 def _version(name: str) -> str | None:
@@ -143,9 +161,9 @@ def _described(device: torch.device) -> str:
 
 
 def untried_versions(*names: str) -> Iterator[Finding]:
-    """Yield a warning for each of the required packages `names` whose version is later than all tested ones."""
+    """Yield a warning for each of the packages `names` whose version is later than all tested ones."""
     for name in names:
-        (least, last), found = _REQUIRED[name], _version(name)
+        (least, last), found = (_REQUIRED | _OPTIONAL)[name], _version(name)
         if found and last and Version(found).release[:2] > Version(last).release:
             tried = last if least == last else f"{least} to {last}"
             yield Finding(
@@ -166,7 +184,7 @@ def _check_packages(versions: dict[str, str | None]) -> Iterator[Finding]:
                 fact=f"{name} is {'not installed' if found is None else found}; {least} or later is needed.",
                 cure=f'pip install "{name}>={least}"',
             )
-    yield from untried_versions(*_REQUIRED)
+    yield from untried_versions(*versions)
 
 
 def _check_devices(backends: tuple[str, ...]) -> Iterator[Finding]:

@@ -20,7 +20,16 @@ from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, c
 from hf_fsdp_tools.sharding.fsdp2_internals import parameters_of_unit, unit_modules
 from hf_fsdp_tools.text import listed, merge_names, show_bytes, show_count
 
-__all__ = ["LiveModel", "LiveParameter", "LiveUnit", "describe_units", "local_part", "read_live_model"]
+__all__ = [
+    "LiveModel",
+    "LiveParameter",
+    "LiveUnit",
+    "UnitGroup",
+    "UnitTree",
+    "local_part",
+    "read_live_model",
+    "unit_tree",
+]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -104,39 +113,95 @@ def read_live_model(model: nn.Module) -> LiveModel:
     return LiveModel(tree=tree, units=_placed(tree, found, copy.originals, parameters), parameters=parameters)
 
 
-def describe_units(live: LiveModel) -> str:
-    """The units as a tree with their sizes; siblings whose names differ in numbers only share a line."""
-    head = f"{class_name(live.tree.root.module)}: {show_count(live.tree.num_params)} parameters"
-    if not live.units:
-        return f"{head}, not sharded"
+@dataclass(frozen=True, kw_only=True)
+class UnitGroup:
+    """Units side by side that differ in the numbers of their names only, and the units inside them."""
+
+    modules: str
+    """Fqns of their modules, in one text for all: `model.layers.{0..31}`."""
+    classes: tuple[str, ...]
+    """Classes of the first modules of a unit."""
+    count: int
+    """How many units these are."""
+    num_params: int
+    """Parameters that one of them gathers."""
+    num_bytes: int
+    """Bytes of these, in the dtype in which they are kept."""
+    inside: tuple["UnitGroup", ...]
+    """Units inside them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitTree:
+    """The units of a live model, those that are alike grouped; printed, a tree with sizes."""
+
+    model_class: str
+    """Class of the model."""
+    num_params: int
+    """Parameters of the model, tied ones once."""
+    num_units: int
+    """How many units there are; 0 for a model that is not sharded."""
+    fsdp_version: Literal[1, 2] | None
+    """Of the units; None without any."""
+    groups: tuple[UnitGroup, ...]
+    """The outermost units."""
+    outside: tuple[int, int, int]
+    """Tensors, parameters and bytes that lie in no unit of a sharded model."""
+
+    def __str__(self) -> str:
+        head = f"{self.model_class}: {show_count(self.num_params)} parameters"
+        if not self.num_units:
+            return f"{head}, not sharded"
+        lines = [f"{head} in {self.num_units} units (FSDP{self.fsdp_version})", *_branches(self.groups, "")]
+        count, num_params, num_bytes = self.outside
+        if count:
+            lines.append(f"in no unit: {count} tensors, {show_count(num_params)} parameters, {show_bytes(num_bytes)}")
+        return "\n".join(lines)
+
+
+def unit_tree(live: LiveModel) -> UnitTree:
+    """The units of a model as a tree; siblings whose names differ in numbers only are one."""
     below: dict[int, list[LiveUnit]] = {}
     for unit in live.units:
         below.setdefault(id(unit.parent), []).append(unit)
-    lines = [f"{head} in {len(live.units)} units (FSDP{live.units[0].version})"]
-    lines += _branches(below[id(None)], below, "")
-    outside = [weight for weight in live.tree.weights if live.parameters[weight.names[0]].unit is None]
-    if outside:
-        count, size = sum(weight.numel for weight in outside), sum(weight.nbytes for weight in outside)
-        lines.append(f"in no unit: {len(outside)} tensors, {show_count(count)} parameters, {show_bytes(size)}")
-    return "\n".join(lines)
+    outside = [w for w in live.tree.weights if live.units and live.parameters[w.names[0]].unit is None]
+    return UnitTree(
+        model_class=class_name(live.tree.root.module),
+        num_params=live.tree.num_params,
+        num_units=len(live.units),
+        fsdp_version=live.units[0].version if live.units else None,
+        groups=_groups(below.get(id(None), []), below),
+        outside=(len(outside), sum(weight.numel for weight in outside), sum(weight.nbytes for weight in outside)),
+    )
 
 
-def _branches(units: list[LiveUnit], below: dict[int, list[LiveUnit]], margin: str) -> Iterator[str]:
-    groups: dict[object, list[LiveUnit]] = {}
+def _groups(units: list[LiveUnit], below: dict[int, list[LiveUnit]]) -> tuple[UnitGroup, ...]:
+    alike: dict[object, list[LiveUnit]] = {}
     for unit in units:
-        groups.setdefault(_shape(unit, below), []).append(unit)
-    for index, group in enumerate(groups.values()):
+        alike.setdefault(_shape(unit, below), []).append(unit)
+    return tuple(_group(units, below) for units in alike.values())
+
+
+def _group(units: list[LiveUnit], below: dict[int, list[LiveUnit]]) -> UnitGroup:
+    one = units[0]
+    columns = zip(*([node.fqn for node in unit.nodes] for unit in units), strict=True)
+    return UnitGroup(
+        modules=listed([merge_names(column) for column in columns], 3, separator=" + "),
+        classes=tuple(dict.fromkeys(class_name(node.module) for node in one.nodes[:3])),
+        count=len(units),
+        num_params=one.num_params,
+        num_bytes=one.num_bytes,
+        inside=_groups([child for unit in units for child in below.get(id(unit), ())], below),
+    )
+
+
+def _branches(groups: tuple[UnitGroup, ...], margin: str) -> Iterator[str]:
+    for index, group in enumerate(groups):
         is_last = index == len(groups) - 1
-        one = group[0]
-        columns = zip(*([node.fqn for node in unit.nodes] for unit in group), strict=True)
-        names = [merge_names(column) for column in columns]
-        name = listed(names, 3, separator=" + ")
-        classes = "/".join(dict.fromkeys(class_name(node.module) for node in one.nodes[:3]))
-        times = f"{len(group)} × " if len(group) > 1 else ""
-        size = f"{times}{show_count(one.num_params)} parameters, {show_bytes(one.num_bytes)}"
-        yield f"{margin}{'└─' if is_last else '├─'} {name}  {classes}  {size}"
-        inner = [child for unit in group for child in below.get(id(unit), ())]
-        yield from _branches(inner, below, margin + ("   " if is_last else "│  "))
+        times = f"{group.count} × " if group.count > 1 else ""
+        size = f"{times}{show_count(group.num_params)} parameters, {show_bytes(group.num_bytes)}"
+        yield f"{margin}{'└─' if is_last else '├─'} {group.modules}  {'/'.join(group.classes)}  {size}"
+        yield from _branches(group.inside, margin + ("   " if is_last else "│  "))
 
 
 def _shape(unit: LiveUnit, below: dict[int, list[LiveUnit]]) -> object:

@@ -12,20 +12,17 @@ from transformers import PreTrainedConfig
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.modeling.clone import copy_tree
-from hf_fsdp_tools.modeling.configs import text_config
+from hf_fsdp_tools.modeling.configs import max_positions
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.modeling.peft_view import base_of, is_adapted
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.adapter_plan import plan_with_adapters
 from hf_fsdp_tools.sharding.adapters import add_lora
 
-__all__ = ["DTYPES", "build", "max_positions"]
+__all__ = ["DTYPES", "build"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """The dtypes of a `TrainingSetup`."""
-
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
-"""How configurations name the number of positions."""
 
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
 
@@ -50,11 +47,14 @@ def build(
     Raises:
         CheckpointError: as `build_meta_model`.
         ConfigError: as `build_meta_model`; sequences are longer than the model's positions; PEFT or bitsandbytes are
-            needed and not installed.
+            needed and not installed; a vision tower is to be frozen and there is none.
         WrapPlanError: the policy does not fit the model.
     """
     given = name_or_model if isinstance(name_or_model, nn.Module) else None
     model = _built(name_or_model, setup, model_kwargs) if given is None else given
+    if setup.freeze_vision_tower:
+        model = model if given is None else _on_meta(model)
+        _image_encoder(model).requires_grad_(False)
     if setup.lora_r is not None and not is_adapted(model):
         model = model if given is None else _on_meta(model)
         targets = setup.lora_target_modules
@@ -73,6 +73,14 @@ def build(
     return base, plan
 
 
+def _image_encoder(model: nn.Module) -> nn.Module:
+    find = getattr(base_of(model), "get_encoder", None)
+    encoder = find(modality="image") if find is not None else None
+    if not isinstance(encoder, nn.Module) or encoder is base_of(model):
+        raise ConfigError(f"{type(model).__name__} has no vision tower to freeze. Leave out freeze_vision_tower.")
+    return encoder
+
+
 def _on_meta(model: nn.Module) -> nn.Module:
     """A copy of a model with parameters of its own, on meta."""
     own = {
@@ -84,17 +92,6 @@ def _on_meta(model: nn.Module) -> nn.Module:
         return {key: None if value is None else own[value] for key, value in module._parameters.items()}
 
     return copy_tree(model, parameters=parameters).model
-
-
-def max_positions(config: PreTrainedConfig) -> int | None:
-    """The longest sequence of a model; None where its configuration sets no limit (relative positions)."""
-    if hasattr(config, "relative_attention_num_buckets"):
-        return None
-    for part in (text_config(config), config):
-        for name in _POSITIONS:
-            if isinstance(limit := getattr(part, name, None), int) and limit > 0:
-                return limit
-    return None
 
 
 def _check_length(model: nn.Module, setup: TrainingSetup) -> None:

@@ -152,7 +152,7 @@ class MemoryEstimate:
     def _row(self, name: str, num_bytes: int, width: int) -> str:
         """One line of the table: bytes, share of the GPU's memory as a number and as a bar."""
         share = num_bytes / self.limit_bytes
-        bar = "█" * min(40, round(40 * share)) if name in self.at_peak else ""
+        bar = "█" * min(30, round(30 * share)) if name in self.at_peak else ""
         head = "=" if name in ("allocated at the peak", "in all") else " "
         return f"{head} {name:<{width}} {show_bytes(num_bytes):>9} {share:>6.1%} {bar}".rstrip()
 

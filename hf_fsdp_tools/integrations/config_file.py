@@ -41,9 +41,9 @@ def check_config_file(path: str | os.PathLike[str], defaults: Mapping[str, Any])
     try:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; make a file with `hf-fsdp config`") from error
+        raise ConfigError(f"{path} cannot be read: {error}; make a file with `hf-fsdp config`") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} is not an Accelerate config: expected `key: value` lines, found {str(data)[:60]!r}")
     said: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Iterable, Mapping
+from inspect import signature
 from typing import Any
 
 import accelerate
@@ -10,7 +11,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DataLoaderConfiguration, DynamoBackend, InitProcessGroupKwargs, TorchDynamoPlugin
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DynamoBackend,
+    InitProcessGroupKwargs,
+    PrecisionType,
+    TorchDynamoPlugin,
+)
 
 from hf_fsdp_tools.distributed.cpu_backend import GROUP_TIMEOUT
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device, rank_on_node
@@ -19,6 +26,7 @@ from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt
 from hf_fsdp_tools.integrations.launched import check_gpus
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_set
+from hf_fsdp_tools.modeling.given import as_count, as_dtype, did_you_mean
 
 __all__ = ["make_accelerator", "start_state", "use_one_device"]
 
@@ -56,6 +64,7 @@ def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerat
             f"fsdp_plugin is a {type(plugin).__name__}; make_accelerator needs a HybridFSDPPlugin, which takes the "
             "same arguments and a policy."
         )
+    _read_arguments(accelerate_kwargs)
     start_state(
         plugin,
         mixed_precision=accelerate_kwargs.get("mixed_precision"),
@@ -69,6 +78,30 @@ def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerat
     accelerate_kwargs.setdefault("dataloader_config", DataLoaderConfiguration(use_seedable_sampler=True))
     accelerator = ShardedAccelerator(fsdp_plugin=plugin, **accelerate_kwargs)
     return adopt(accelerator, sync_each_batch="gradient_accumulation_plugin" not in accelerate_kwargs)
+
+
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
+
+
+def _read_arguments(given: dict[str, Any]) -> None:
+    """Replace arguments for `Accelerator` by what they mean, in place.
+
+    Raises:
+        ConfigError: an argument is unknown, or cannot be honoured.
+    """
+    known = signature(Accelerator.__init__).parameters.keys() - {"self"}
+    for name in given.keys() - known:
+        raise ConfigError(f"make_accelerator has no argument {name!r}{did_you_mean(name, known)}")
+    precision = given.get("mixed_precision")
+    if precision is not None and str(precision) not in PrecisionType.list():
+        given["mixed_precision"] = precision = _PRECISIONS.get(as_dtype(precision, "mixed_precision"), precision)
+    if str(precision) == "fp16" and (given.get("cpu") or local_device().type == "cpu"):
+        raise ConfigError(
+            "mixed_precision 'fp16' needs a scaled loss, which Accelerate has for GPUs and not for cpu. Use 'bf16', "
+            "which needs none, or 'no'."
+        )
+    if (steps := "gradient_accumulation_steps") in given:
+        given[steps] = as_count(given[steps], steps)
 
 
 def start_state(

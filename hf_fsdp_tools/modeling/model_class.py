@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 import transformers
@@ -40,16 +41,14 @@ def model_class(
     """
     if auto_class is not None:
         return class_named(auto_class) if isinstance(auto_class, str) else _checked(auto_class)
-    named = None
-    for name in _architectures(config):
-        remote = _remote_class(config, name)
-        named = (remote if trust_remote_code else None) or _own_class(config, name) or remote
-        if named is not None:
-            break
-    if named is not None and (as_stored or not _is_base(config, named)):
-        return named
+    names = _architectures(config)
+    remote = _remote_class(config, names)
+    own = next(filter(None, (_own_class(config, name) for name in names)), None)
     usual = _class_of_kind(config)
-    if named is not None and usual in (None, _BASE):
+    if trust_remote_code and remote is None and usual is not None and usual.__name__ in _own_code(config):
+        remote = usual  # as transformers does, whatever class the config names
+    named = (remote or own) if trust_remote_code else (own or remote)
+    if named is not None and (as_stored or usual in (None, _BASE) or not _is_base(config, named)):
         return named
     return usual or transformers.AutoModelForCausalLM
 
@@ -63,7 +62,8 @@ def class_named(name: str) -> Any:
     found = getattr(transformers, name, None)
     if isinstance(found, type) and (hasattr(found, "from_config") or hasattr(found, "_from_config")):
         return found
-    near = difflib.get_close_matches(name, [entry for entry in dir(transformers) if entry[:1].isupper()])
+    alike = [entry for entry in dir(transformers) if entry[:3].lower() == name[:3].lower()]  # of all, it takes seconds
+    near = difflib.get_close_matches(name, alike)
     cure = f"Did you mean {' or '.join(near)}?" if near else "Use AutoModelForCausalLM, AutoModel, …, or a model class."
     raise ConfigError(f"auto_class {quoted(name)} is no model class of transformers. {cure}")
 
@@ -105,13 +105,17 @@ def _own_class(config: PreTrainedConfig, name: str) -> Any:
     return found if made_for is not None and isinstance(config, made_for) else None
 
 
-def _remote_class(config: PreTrainedConfig, name: str) -> Any:
-    """The auto class that finds the class of that name in the code that comes with a checkpoint."""
+def _own_code(config: PreTrainedConfig) -> dict[str, Any]:
+    """Names of classes in the code that comes with a checkpoint, by the auto class that finds them."""
     own_code = getattr(config, "auto_map", None)
-    for auto_class, remote in own_code.items() if isinstance(own_code, dict) else ():
-        if str(remote).rpartition(".")[2] == name and hasattr(transformers, auto_class):
-            return getattr(transformers, auto_class)
-    return None
+    known = own_code if isinstance(own_code, dict) else {}
+    return {name: remote for name, remote in known.items() if hasattr(transformers, str(name))}
+
+
+def _remote_class(config: PreTrainedConfig, names: Collection[str]) -> Any:
+    """The auto class that finds a class of such a name in the code that comes with a checkpoint."""
+    found = (auto_class for auto_class, remote in _own_code(config).items() if str(remote).rpartition(".")[2] in names)
+    return getattr(transformers, next(found, ""), None)
 
 
 def _is_base(config: PreTrainedConfig, found: Any) -> bool:
@@ -140,8 +144,5 @@ def _class_of_kind(config: PreTrainedConfig) -> Any:
     for holds, mapping, auto_class in kinds:
         if holds and kind in mapping:
             return auto_class
-    own_code = getattr(config, "auto_map", None)
-    for name in own_code if isinstance(own_code, dict) else ():
-        if name.startswith("AutoModelFor") and hasattr(hf, name):
-            return getattr(hf, name)
-    return None
+    remote = next((name for name in _own_code(config) if name.startswith("AutoModelFor")), "")
+    return getattr(hf, remote, None)

@@ -13,9 +13,10 @@ from itertools import takewhile
 
 from torch import nn
 
+from hf_fsdp_tools.modeling.given import as_model, taking
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name
 from hf_fsdp_tools.planning.stacks import MAJOR_SHARE, find_blocks, is_list, lists_of_experts
-from hf_fsdp_tools.text import listed, listed_lines, merge_names, show_count
+from hf_fsdp_tools.text import listed, listed_lines, merge_names, show_count, table
 
 __all__ = ["BlockStack", "ModelBlocks", "ModulePart", "TiedSet", "describe_blocks", "detect_blocks"]
 
@@ -111,22 +112,25 @@ class ModelBlocks:
         return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:
-        lines = [f"{self.model_class}: {show_count(self.num_params)} parameters"]
+        rows: list[tuple[str, str]] = []
         for stack in self.stacks:
-            kind = "blocks" if stack.is_major else "blocks (minor)"
-            lines.append(
-                f"  {kind:<15} {stack.fqn}  {stack.count} × {' | '.join(stack.class_names)}  "
+            about = (
+                f"{stack.fqn}  {stack.count} × {' | '.join(stack.class_names)}  "
                 f"largest {show_count(stack.largest_block_params)}, {stack.share:.1%} of the model"
             )
+            rows.append(("blocks" if stack.is_major else "blocks (minor)", about))
         parts = [("embedding", part) for part in self.embeddings]
         parts += [(role, part) for role, part in (("final norm", self.final_norm), ("head", self.head)) if part]
-        lines += [f"  {role:<15} {part.fqn}  {part.class_name}  {show_count(part.num_params)}" for role, part in parts]
+        rows += [(role, f"{part.fqn}  {part.class_name}  {show_count(part.num_params)}") for role, part in parts]
         ties = [listed(tie.names, separator=" = ") for tie in self.ties]
-        tables = {"tied": ties, "0-d parameter": self.scalars, "rejected": self.rejected, "note": self.evidence}
-        lines += [listed_lines(rows, 8, head=f"  {name:<15} ") for name, rows in tables.items() if rows]
-        return "\n".join(lines)
+        named = {"tied": ties, "0-d parameter": self.scalars, "rejected": self.rejected, "note": self.evidence}
+        for name, texts in named.items():
+            rows += [(name, line) for line in listed_lines(texts, 8, head="").splitlines()]
+        head = f"{self.model_class}: {show_count(self.num_params)} parameters"
+        return "\n".join([head, *table(rows, indent="  ")])
 
 
+@taking(model=as_model)
 def detect_blocks(model: nn.Module) -> ModelBlocks:
     """Find the repeated blocks of `model`, and the embeddings, final norm, head and ties around them.
 

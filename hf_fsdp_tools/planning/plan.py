@@ -6,10 +6,10 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_fsdp_tools.errors import WrapPlanError
-from hf_fsdp_tools.text import listed, merge_alike, merge_names, show_bytes, show_count
+from hf_fsdp_tools.errors import ConfigError, WrapPlanError
+from hf_fsdp_tools.text import listed, merge_alike, merge_names, quoted, show_bytes, show_count, table
 
-__all__ = ["WrapPlan", "WrapUnit"]
+__all__ = ["WrapPlan", "WrapUnit", "as_plan"]
 
 _RESHARD = {"True": "yes", "False": "no", "None": "auto"}
 _FORMAT = 1
@@ -78,13 +78,14 @@ class WrapPlan:
             written = data.pop("format", None)
             if written != _FORMAT:
                 raise WrapPlanError(f"Wrap plan of format {written!r}; this version reads {_FORMAT}. {cure}")
+            data.pop("share", None)  # which `hf-fsdp plan --num-processes N --json` adds
             units = tuple(WrapUnit(**{**unit, "modules": tuple(unit["modules"])}) for unit in data.pop("units"))
             data |= {name: tuple(data[name]) for name in ("replicated", "notes")}
             return cls(units=units, **data)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, WrapPlanError):
                 raise
-            raise WrapPlanError(f"Not a wrap plan: {error}. {cure}") from error
+            raise WrapPlanError(f"Not a wrap plan: {error}. {cure}") from None
 
     @property
     def alike(self) -> list[list[WrapUnit]]:
@@ -114,11 +115,10 @@ class WrapPlan:
         return rows
 
     def __str__(self) -> str:
-        rows = self.table()
         total = sum(unit.num_bytes for unit in self.units)
         lines = [
             f"{self.model_class}: {show_count(self.num_params)} parameters in {len(self.units)} units",
-            *_aligned(rows),
+            *table(self.table(), right={1, 2, 3}),
         ]
         largest = self.largest_unit
         lines.append(
@@ -129,6 +129,17 @@ class WrapPlan:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
+def as_plan(value: Any, name: str) -> WrapPlan:
+    """The plan itself.
+
+    Raises:
+        ConfigError: the value is none.
+    """
+    if isinstance(value, WrapPlan):
+        return value
+    raise ConfigError(f"{name} is {quoted(value)}: it must be a WrapPlan. Make one with make_wrap_plan(model).")
+
+
 def _modules(units: list[WrapUnit]) -> str:
     names = [merge_names(column) for column in zip(*(unit.modules for unit in units), strict=True)]
     return listed(names, 3, separator=" + ")
@@ -136,15 +147,3 @@ def _modules(units: list[WrapUnit]) -> str:
 
 def _short(unit: WrapUnit) -> str:
     return listed([unit.modules[0] or "the root", *unit.modules[1:]], 1)
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    right = {1, 2, 3}
-    return [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

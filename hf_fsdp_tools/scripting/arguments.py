@@ -1,6 +1,8 @@
 """Arguments of a recipe: TRL's and the Trainer's own, from the command line over a YAML file."""
 
+import argparse
 import difflib
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +11,6 @@ from inspect import get_annotations
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 import yaml
 from huggingface_hub import get_token
 from trl import ModelConfig, TrlParser
@@ -61,9 +62,12 @@ def parse_arguments(
 
     A dataclass with `model_name_or_path` (`ModelArguments`) must be among them, one with `dataset_name` (TRL's
     `ScriptArguments`) and one that extends `TrainingArguments` (`SFTConfig`) usually are. Without a model and a dataset
-    the recipe is a demo. Where standard error is no terminal, and with `--disable_tqdm`, the bars of datasets,
-    transformers and huggingface_hub are switched off. `--help` prints the docstring of the running script and its
-    options, those that TRL and transformers do not have first.
+    the recipe is a demo.
+
+    Where the output folder is the recipe's default and holds a run already, the next free number is used
+    ("outputs/finetune-2"); `--resume_from_checkpoint true` takes the last. Where standard error is no terminal, and
+    with `--disable_tqdm`, the bars of datasets, transformers and huggingface_hub are switched off. `--help` prints the
+    docstring of the running script and its options, those that TRL and transformers do not have first.
 
     Args:
         dataclasses: of TRL's parser.
@@ -76,9 +80,9 @@ def parse_arguments(
         ConfigError: an option or key is unknown (with the nearest name), a value has the wrong type, options
             contradict each other, or a package that an option needs is absent.
     """
-    parser = _Parser(dataclasses, allow_abbrev=True)
+    parser = _Parser(dataclasses, allow_abbrev=True, formatter_class=_Help)
     known = {action.dest for action in parser._actions}
-    chosen = _RECIPE_DEFAULTS | {"use_cpu": not torch.accelerator.is_available()} | dict(defaults or {})
+    chosen = _RECIPE_DEFAULTS | dict(defaults or {})
     parser.set_defaults(**{name: value for name, value in chosen.items() if name in known})
     found = parser.parse()
     again: dict[str, Any] = {}
@@ -91,6 +95,7 @@ def parse_arguments(
         found = parser.parse()
     _complete(found)
     _check(found)
+    _use_own_folder(found, str(chosen.get("output_dir")))
     if not sys.stderr.isatty() or _value(found, "disable_tqdm"):
         _show_no_bars()
     return found
@@ -112,6 +117,14 @@ _RECIPE_DEFAULTS: dict[str, Any] = {
     "eval_on_start": True,
 }
 """Defaults of all recipes where they differ from TRL's."""
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """One short line for each option: TRL's parser knows each by two names, and some have forty choices."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        value = "" if action.nargs == 0 else self._format_args(action, action.dest.upper())
+        return f"{action.option_strings[0]} {value if len(value) < 40 else '…'}".rstrip()
 
 
 class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
@@ -154,7 +167,7 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         owner = {name: part.__name__ for kind in self.dataclass_types for name, part in _defined_in(kind)}
         for action in self._actions:
             title = owner.get(action.dest, "")
-            own = title in ("", "ScriptArguments") or action.dest in _FIRST
+            own = title == "" or action.dest in _FIRST or action.dest.startswith("dataset_")
             sections.setdefault("options of this recipe" if own else f"options of {title}", []).append(action)
         text = (getattr(sys.modules["__main__"], "__doc__", None) or "").strip()
         for title, actions in sections.items():
@@ -239,8 +252,24 @@ def _complete(found: tuple[Any, ...]) -> None:
         asked = str(one.resume_from_checkpoint).lower()
         if asked in ("true", "false", "none"):
             one.resume_from_checkpoint = True if asked == "true" else None
-        if one.eval_strategy == "no":
+        if getattr(one, "eval_strategy", None) == "no":
             one.eval_on_start = False
+
+
+def _use_own_folder(found: tuple[Any, ...], default: str) -> None:
+    """Where the folder is the recipe's default, take the next free number: a run must not mix with the one before.
+
+    A run that is resumed takes the last.
+    """
+    training = next((one for one in found if hasattr(one, "resume_from_checkpoint")), None)
+    if training is None or training.output_dir != default:
+        return
+    last = folder = Path(default)
+    for number in itertools.count(2):
+        if not any(folder.glob("checkpoint-*")):
+            break
+        last, folder = folder, Path(f"{default}-{number}")
+    training.output_dir = str(last if training.resume_from_checkpoint is True else folder)
 
 
 def _show_no_bars() -> None:

@@ -1,7 +1,7 @@
 """Private parts of FSDP2 that this package needs, behind named functions; no other file uses private names of FSDP2.
 
 torch has no public way to ask which unit gathers a parameter, to take `fully_shard` off a model, or to give a unit a
-parameter of another shape. The private names are those of torch 2.11, 2.12 and 2.13: `_fsdp_state.py`,
+parameter of another shape. The private names are those of torch 2.11 to 2.15: `_fsdp_state.py`,
 `_fsdp_param_group.py` and `_fsdp_param.py` of `torch/distributed/fsdp/_fully_shard`, and `_composable/contract.py`.
 
 Words, as in torch's own files:
@@ -267,9 +267,11 @@ def replace_parameter(model: nn.Module, name: str, old: DTensor, shape: torch.Si
     )
     made._param_fqn = entry._param_fqn
     made.sharded_param.__dict__.update(old.__dict__)
-    made.init_dtype_attrs(group.mp_policy)
+    if hasattr(entry, "keep_unsharded_storage"):  # since torch 2.14: a setting of the user's
+        made.keep_unsharded_storage = entry.keep_unsharded_storage
     entry._post_load_hook_handle.remove()
     group.fsdp_params[i] = made
+    group._init_mp_dtypes()
 
 
 # ---- torch's records ----

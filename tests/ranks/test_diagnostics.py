@@ -71,7 +71,7 @@ def _healthy(kind: str) -> str:
         assert not _codes(diagnose(model))
         loss.backward()
         assert not _codes(diagnose(nn.Sequential(model))), "below a wrapper"
-    return diagnosis.units
+    return str(diagnosis.units)
 
 
 def empty_shards() -> None:
@@ -111,8 +111,8 @@ def _under_fsdp1(use_orig_params: bool) -> None:
     old = _blocks_under_fsdp1(make_model("llama"), use_orig_params=use_orig_params)
     diagnosis = diagnose(old, values=True)
     assert not diagnosis.findings, diagnosis
-    assert re.search(r"LlamaDecoderLayer  2 × 16\.7 K parameters", diagnosis.units), diagnosis.units
-    assert diagnosis.units.startswith("LlamaForCausalLM: 45.9 K parameters in 3 units (FSDP1)")
+    assert re.search(r"LlamaDecoderLayer  2 × 16\.7 K parameters", str(diagnosis.units)), str(diagnosis.units)
+    assert str(diagnosis.units).startswith("LlamaForCausalLM: 45.9 K parameters in 3 units (FSDP1)")
     plan = make_wrap_plan(make_model("llama"))
     assert _codes(diagnose(old, plan=plan)) == ["plan-mismatch"], "the embedding has no unit"
     diagnosis = diagnose(wrap_fsdp1(make_model("llama"), plan, use_orig_params=use_orig_params), plan=plan)

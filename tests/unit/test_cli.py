@@ -93,6 +93,16 @@ def test_plan_prints_the_table_and_the_working_set(capsys, llama):
     assert "largest gathered unit" in out
 
 
+@pytest.mark.parametrize("command", ["plan", "blocks", "doctor"])
+def test_tables_fit_the_terminal(capsys, llama, monkeypatch, command):
+    words = [command, llama, *(["--num-processes", "64"] if command != "blocks" else [])]
+    wide = run(capsys, *words)[1]
+    monkeypatch.setenv("COLUMNS", "66")
+    narrow = run(capsys, *words)[1]
+    assert max(map(len, narrow.splitlines())) <= 66 < max(map(len, wide.splitlines()))
+    assert sorted("".join(narrow.split())) == sorted("".join(wide.split())), "nothing is lost"
+
+
 def test_plan_as_json_is_a_plan(capsys, llama, tmp_path):
     code, out, err = run(capsys, "plan", llama, "--json", "--output", tmp_path / "deep" / "plan.json")
     assert (code, err) == (0, "")
@@ -321,7 +331,15 @@ def test_doctor_of_a_model(capsys, llama):
     assert "model.layers.{0..1}  LlamaDecoderLayer  2 × " in out and "no findings" in out
     code, out, err = run(capsys, "doctor", llama, "--json")
     assert (code, err) == (0, "")
-    assert json.loads(out)["findings"] == []
+    told = json.loads(out)
+    assert told["findings"] == [] and told["units"]["fsdp_version"] == 2
+    root = told["units"]["groups"][0]
+    blocks = next(group for group in root["inside"] if group["modules"] == "model.layers.{0..1}")
+    assert (blocks["count"], blocks["classes"], root["classes"]) == (2, ["LlamaDecoderLayer"], ["LlamaForCausalLM"])
+    assert told["share"]["num_processes"] == 8 and told["share"]["splits"][0]["dim"] == 0
+    planned = json.loads(run(capsys, "plan", llama, "--json", "--num-processes", "8")[1])
+    assert planned["share"] == told["share"] and WrapPlan.from_json(json.dumps(planned)).num_params
+    assert "each of 8 ranks keeps" in run(capsys, "plan", llama, "--num-processes", "8")[1]
     code, out, err = run(capsys, "doctor", llama, "--num-processes", "0")
     assert (code, out) == (1, "") and "num_processes is 0; it must be 1 or more" in err
 

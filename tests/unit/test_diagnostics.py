@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
@@ -22,6 +23,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     CLIPConfig,
     DiffLlamaConfig,
+    MixtralConfig,
 )
 
 from hf_fsdp_tools.diagnostics import environment
@@ -29,12 +31,18 @@ from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis, diagnose
 from hf_fsdp_tools.diagnostics.environment import check_environment, rehearse
 from hf_fsdp_tools.diagnostics.findings import Finding
 from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import BlockDetectionError, ConfigError
+from hf_fsdp_tools.foresight.memory import estimate_memory
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.shard import shard_model
+from hf_fsdp_tools.sharding.share import share_of
+from hf_fsdp_tools.text import show_bytes
 from tests._checkpoints import KINDS, make_model
+
+ROOT = Path(__file__).parents[2]
 
 FINDING = Finding(code="some-code", severity="warning", fact="2 of 3 are wrong.", cure="Do the other thing.")
 
@@ -72,7 +80,7 @@ def test_without_a_process_group_an_unsharded_model_is_no_error():
     (finding,) = diagnosis.findings
     assert (finding.code, finding.severity) == ("not-sharded", "info")
     assert "this process holds all 183.7 kB" in finding.fact and "shard_model" in finding.cure
-    assert diagnosis.units == "LlamaForCausalLM: 45.9 K parameters, not sharded"
+    assert str(diagnosis.units) == "LlamaForCausalLM: 45.9 K parameters, not sharded"
     with pytest.raises(ConfigError, match="give one of the two"):
         diagnose(model, plan=make_wrap_plan(model), policy=HybridPolicy())
     with pytest.raises(BlockDetectionError, match="no parameters"):
@@ -97,9 +105,39 @@ def test_healthy_architectures_rehearsed_on_eight_ranks(kind):
         setattr(config, name, value)
     diagnosis = rehearse(build_meta_model(config, auto_class=auto_class))
     assert {finding.code for finding in diagnosis.findings} <= {"empty-shards"}, diagnosis
-    blocks = [line for line in diagnosis.units.splitlines() if " × " in line]
+    blocks = [line for line in str(diagnosis.units).splitlines() if " × " in line]
     assert 1 <= len(blocks) <= 4, "equal units share a line"
     assert not dist.is_initialized()
+    share = diagnosis.share
+    assert (share.num_processes, sum(split.bytes_per_rank for split in share.splits)) == (8, share.bytes_per_rank)
+    assert f"each of 8 ranks keeps {show_bytes(share.bytes_per_rank)} of" in str(diagnosis)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8, 64])
+def test_the_share_of_a_rank_is_what_fsdp2_stores_and_foresight_expects(ranks):
+    """Experts of few rows are split along another dimension, and shorter shards are padded to the longest."""
+    wide = {"hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 131}
+    config = MixtralConfig(**wide, num_local_experts=6, num_attention_heads=4, num_key_value_heads=2)
+    model = build_meta_model(config)
+    plan = make_wrap_plan(model)
+    share = share_of(model, plan, ranks)
+    by_dim = {split.dim: split for split in share.splits}
+    experts = by_dim.get(1)
+    assert (experts is None) is (ranks <= 8), "6 experts on 3 ranks are even, on 8 they are padded by less than 1 MB"
+    assert experts is None or all(".experts." in name for name in experts.parameters)
+    memory = estimate_memory(config, num_gpus=ranks, seq_len=16, optimizer="adamw_foreach", reshard_after_forward=True)
+    kept = memory.at_peak
+    assert kept["parameters"] == pytest.approx(share.bytes_per_rank, rel=0.01)
+    assert 2 * kept["parameters"] == pytest.approx(kept["optimizer"], rel=0.01)
+    assert share.training_bytes_per_rank == 4 * share.bytes_per_rank
+    dist.init_process_group("fake", rank=0, world_size=ranks)
+    try:
+        shard_model(model, plan, mesh=ParallelDims().build_mesh("cpu"))
+        assert sum(local_tensor(parameter).nbytes for parameter in model.parameters()) == share.bytes_per_rank
+    finally:
+        dist.destroy_process_group()
+    even = -(-share.total_bytes // ranks)
+    assert share.padding_bytes == share.bytes_per_rank - even
 
 
 def test_parameters_that_are_real_even_on_meta_are_no_fault_of_a_rehearsal():
@@ -140,7 +178,7 @@ def test_what_our_plan_replicates_is_averaged_and_by_hand_it_is_not(fake_group):
     plan = make_wrap_plan(model)
     assert plan.replicated == ("logit_scale",)
     diagnosis = diagnose(shard_model(model, plan, mesh=mesh))
-    assert not diagnosis.has_errors and "in no unit: 1 tensors, 1 parameters, 4 B" in diagnosis.units
+    assert not diagnosis.has_errors and "in no unit: 1 tensors, 1 parameters, 4 B" in str(diagnosis.units)
     by_hand = build_meta_model(config, auto_class=AutoModel)
     for tower in (by_hand.text_model, by_hand.vision_model):
         for block in tower.encoder.layers:
@@ -158,7 +196,7 @@ def test_units_inside_units_print_as_a_tree(fake_group):
         fully_shard(block, mesh=mesh)
     fully_shard([model.model.norm, model.lm_head], mesh=mesh)
     fully_shard(model, mesh=mesh, ignored_params={model.model.embed_tokens.weight.requires_grad_(False)})
-    assert diagnose(model).units.splitlines() == [
+    assert str(diagnose(model).units).splitlines() == [
         "LlamaForCausalLM: 45.9 K parameters in 6 units (FSDP2)",
         "└─ (root)  LlamaForCausalLM  0 parameters, 0 B",
         "   ├─ model.layers.{0..1}  LlamaDecoderLayer  2 × 7.0 K parameters, 28.0 kB",
@@ -169,7 +207,7 @@ def test_units_inside_units_print_as_a_tree(fake_group):
 
 
 def test_the_doctor_needs_what_the_package_needs():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = dict(requirement.split(">=") for requirement in project["dependencies"])
     least = {name: versions[0] for name, versions in environment._REQUIRED.items()}
     assert least.items() <= declared.items()
@@ -201,7 +239,12 @@ def test_the_environment_of_the_tests_is_fit():
     )  # as packaged: "+cu130" may be left out
     assert "gloo" in environment.backends
     assert json.loads(environment.to_json())["versions"] == environment.versions
-    assert re.search(r"^torch +2\.\S+  \(needs 2\.11\)$", str(environment), re.MULTILINE)
+    assert re.search(r"^torch +2\.\S+ +tried 2\.11 to 2\.\d+$", str(environment), re.MULTILINE)
+    assert environment.tried["torch"][0] == "2.11" and str(environment).endswith("\nno findings")
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for name, (least, last) in environment.tried.items():
+        if last is not None:
+            assert Version(least) <= Version(pinned[name]) < Version(f"{last}.99"), "CI runs with these"
 
 
 @pytest.mark.parametrize(

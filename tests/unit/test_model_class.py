@@ -77,6 +77,9 @@ def test_code_of_the_checkpoint_goes_first_where_it_is_trusted():
     config.auto_map = {"AutoModel": "code.LlamaModel", "AutoModelForCausalLM": "code.LlamaForCausalLM"}
     assert model_class(config) is hf.LlamaForCausalLM
     assert model_class(config, trust_remote_code=True) is hf.AutoModelForCausalLM
+    config.auto_map = {"AutoModelForCausalLM": "code.MyLlama"}
+    assert model_class(config) is hf.LlamaForCausalLM
+    assert model_class(config, trust_remote_code=True) is hf.AutoModelForCausalLM, "as transformers does"
     config.architectures = ["Absent"]
     config.auto_map = {"AutoModelForTokenClassification": "code.Absent"}
     assert model_class(config) is hf.AutoModelForTokenClassification, "whose error says what to trust"

@@ -1,6 +1,7 @@
 """What recipes share, in one process: options, data in its forms, and each mistake of a user in one line."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -119,14 +120,28 @@ def test_the_command_line_goes_before_the_file_and_a_checkpoint_may_be_true(tmp_
     assert training.load_best_model_at_end and training.save_strategy == "best"
 
 
+def test_a_run_in_the_default_folder_does_not_meet_the_one_before(tmp_path, monkeypatch):
+    folders = []
+    for number in range(3):
+        _, training, _ = parsed(monkeypatch)
+        folders.append(training.output_dir)
+        (tmp_path / training.output_dir / f"checkpoint-{number}").mkdir(parents=True)
+    assert folders == ["outputs/x", "outputs/x-2", "outputs/x-3"]
+    assert parsed(monkeypatch, "--resume_from_checkpoint", "true")[1].output_dir == "outputs/x-3"
+    assert parsed(monkeypatch, "--output_dir", "outputs/x-2")[1].output_dir == "outputs/x-2", "what was asked for"
+
+
 def test_the_help_begins_with_the_options_of_the_recipe(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         parsed(monkeypatch, "--help")
     shown = capsys.readouterr().out
-    own = shown[: shown.index("options of TrainingArguments")]
+    own, *others = re.split(
+        r"^options of (?:TrainingArguments|SFTConfig|ModelConfig|ScriptArguments):$", shown, flags=re.M
+    )
     for option in ("--dataset_name", "--model_name_or_path", "--merge_adapters", "--early_stopping_patience"):
-        assert option in own.split("options of SFTConfig")[0].split("options of ModelConfig")[0], option
-    assert "--adam_beta1" not in own and shown.count("\n  --learning_rate ") == 1
+        assert f"\n  {option}" in own, option
+    assert "--adam_beta1" not in own and len(own.splitlines()) < 120 and len(others) >= 3
+    assert shown.count("\n  --learning_rate ") == 1
 
 
 def test_the_errors_of_a_recipe_are_one_line_and_a_status(capsys):

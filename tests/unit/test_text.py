@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_fsdp_tools.text import dtype_name, listed, listed_lines, merge_alike, show_bytes, show_count
+from hf_fsdp_tools.text import dtype_name, listed, listed_lines, merge_alike, show_bytes, show_count, table, within
 
 
 def test_a_few_of_many_are_followed_by_the_number_of_the_others() -> None:
@@ -27,3 +27,38 @@ def test_a_dtype_is_named_without_its_module(dtype: torch.dtype, name: str) -> N
 def test_names_that_differ_in_numbers_are_one_and_sizes_are_decimal() -> None:
     assert merge_alike(["layers.0.w", "layers.1.w", "head"]) == ["layers.{0..1}.w", "head"]
     assert (show_bytes(1_234_567), show_count(999), show_count(1_234_567)) == ("1.2 MB", "999", "1.2 M")
+
+
+WIDE = [
+    ("unit", "count", "why"),
+    ("model.vision_tower.encoder.layers.{0..11}", "12", "block " + "Siglip" * 8),
+    ("a", "1"),
+]
+
+
+def test_a_table_is_as_wide_as_its_cells_where_there_is_no_terminal():
+    lines = table(WIDE, right={1})
+    assert lines[0] == f"{'unit':<41}  count  why" and lines[2] == f"{'a':<41}      1"
+    assert lines[1].endswith("   12  block " + "Siglip" * 8)
+    assert len(within("word " * 100).splitlines()) == 1
+    assert max(map(len, within("word " * 100, 60).splitlines())) <= 60
+
+
+@pytest.mark.parametrize("columns", [50, 60, 80])
+def test_lines_fit_the_terminal_and_nothing_is_lost(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = table(WIDE, right={1}, indent="  ")
+    assert max(map(len, lines)) <= columns
+    middle = lines[0].index("why")
+    left = "".join(line[:middle] for line in lines[1:]).replace(" ", "")
+    assert left.replace("12", "", 1) == "model.vision_tower.encoder.layers.{0..11}a1"
+    assert "".join(line[middle:] for line in lines[1:]).replace(" ", "") == "block" + "Siglip" * 8
+    assert any("{0..11}" in line for line in lines), "numbers of blocks stay together"
+    text = within("  note  " + "word " * 50)
+    assert max(map(len, text.splitlines())) <= columns and text.splitlines()[1].startswith("      word")
+    assert "".join(text.split()) == "note" + "word" * 50
+
+
+def test_columns_stay_readable_where_the_terminal_is_too_narrow(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "10")
+    assert "encoder." in "\n".join(table(WIDE, right={1}))

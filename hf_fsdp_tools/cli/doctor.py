@@ -1,0 +1,61 @@
+"""The command `hf-fsdp doctor`: whether a machine, an Accelerate config or the sharding of a model is sound."""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_tools.cli.plan import add_named_model, class_note, meta_model
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.text import within
+
+__all__ = ["add_doctor"]
+
+
+def add_doctor(commands: Any) -> None:
+    """Add the command `doctor`."""
+    about = (
+        "check this machine, an Accelerate config (--config_file), or with NAME how a model would be sharded on N "
+        "processes: units, bytes per rank, what is split along which dimension (no weights, no GPUs)"
+    )
+    more = "The exit status is 1 where a finding is an error, so that a job script can stop; else it is 0."
+    parser = commands.add_parser("doctor", help=about, description=f"{about}. {more}")
+    add_named_model(parser, optional=True)
+    parser.add_argument(
+        "--config-file", "--config_file", type=Path, metavar="FILE", help="check this file for `accelerate launch`"
+    )
+    parser.add_argument(
+        "--num-processes", type=int, default=8, metavar="N", help="with NAME: processes to shard over (default: 8)"
+    )
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    if options.config_file is not None:
+        return _doctor_of_file(options)
+    from hf_fsdp_tools.diagnostics.environment import check_environment, rehearse
+
+    note = ""
+    if options.model is None:
+        found: Any = check_environment()
+    else:
+        model = meta_model(options)
+        note = class_note(options, model)
+        found = rehearse(model, num_processes=options.num_processes)
+    print(found.to_json() if options.json else within(f"{found}{note}"))
+    return int(found.has_errors)
+
+
+def _doctor_of_file(options: argparse.Namespace) -> int:
+    from hf_fsdp_tools import FSDPConfig
+
+    if options.model is not None:
+        raise ConfigError("doctor looks at a model or at a config; give NAME or --config_file, not both")
+    findings = FSDPConfig.check_file(options.config_file)
+    if options.json:
+        value = {"config_file": str(options.config_file), "findings": [asdict(finding) for finding in findings]}
+        print(json.dumps(value, indent=1))
+    else:
+        print(within("\n".join([str(options.config_file), "", *map(str, findings or ["no findings"])])))
+    return int(any(finding.severity == "error" for finding in findings))
