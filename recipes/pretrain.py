@@ -9,15 +9,15 @@ On data made on the spot, with a small Llama: nothing to download, about two min
 process; the evaluation loss falls from 7.6 to below 5.0:
 
     python recipes/pretrain.py                                                                 # one process
-    accelerate launch --config_file accelerate_configs/fsdp2_cpu_2.yaml recipes/pretrain.py    # two
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/pretrain.py    # two
 
 A model and text of your own, on one node of 8 GPUs:
 
-    accelerate launch --config_file accelerate_configs/fsdp2_gpu_8_bf16.yaml recipes/pretrain.py \
+    accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/pretrain.py \
         --model_name_or_path NAME --dataset_name TEXT --dataset_streaming --max_steps 10000 \
         --max_length 4096 --per_device_train_batch_size 1 --learning_rate 1e-5
 
-On two nodes the same on both, with fsdp2_gpu_2x8_bf16_hsdp.yaml, `--main_process_ip HOST` and `--machine_rank` 0 and 1.
+On two nodes the same on both, with 2x8x80gb.yaml, `--main_process_ip HOST` and `--machine_rank` 0 and 1.
 `hf-fsdp estimate --loss chunked` predicts for these settings on H100s:
 
     Llama of 1B on one GPU          32 GB, 129 ms for each step, 31,800 tokens/s
