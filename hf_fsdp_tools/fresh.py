@@ -4,7 +4,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_fsdp_tools.checkpoint.load import rolled_back
 from hf_fsdp_tools.distributed.agreement import agreed, same_on_all_ranks, shared_seed
@@ -25,7 +25,7 @@ def from_config(
     *,
     accelerator: Any = None,
     seed: int | None = None,
-    auto_class: Any = AutoModelForCausalLM,
+    auto_class: Any = None,
     dtype: torch.dtype | str | None = None,
     trust_remote_code: bool = False,
     **model_kwargs: Any,
@@ -45,7 +45,7 @@ def from_config(
             over all processes, in the dtype of the weights.
         seed: of the whole model. None: it follows from rank 0's generator, that is from `torch.manual_seed` or
             `set_seed`.
-        auto_class: the `AutoModelFor…` class, or a model class.
+        auto_class: as in `build_meta_model`.
         dtype: of the shards (the master weights), also by its name. None means float32 where computation is in a lower
             precision, else the config's dtype, or float32 if it has none.
         trust_remote_code: run model code that comes with the configuration.
@@ -56,6 +56,11 @@ def from_config(
     Raises:
         CheckpointError: there is no such configuration, or the model's own code leaves a tensor without values.
         ConfigError, WrapPlanError, MeshError: as for `from_pretrained`.
+
+    Example:
+        >>> model = from_config("checkpoint/config.json", seed=0)
+        >>> model.training, model.lm_head.weight.placements
+        (False, (Shard(dim=0),))
     """
     mesh = ParallelDims().build_mesh() if accelerator is None else None
     with agreed("checking the arguments of from_config"):

@@ -94,6 +94,10 @@ def patience(seconds: float) -> Iterator[None]:
 
     Args:
         seconds: the same on every rank.
+
+    Example:
+        >>> with patience(3600):
+        ...     model = from_pretrained("checkpoint", load_kwargs={"progress": False})
     """
     token = _patience_s.set(seconds)
     try:
