@@ -63,11 +63,14 @@ def pictures_of_a_plan() -> Iterator[tuple[str, Draw]]:
 def pictures_of_a_run() -> Iterator[tuple[str, Draw]]:
     """Yield the name and the picture of the losses of the recorded run."""
     history = json.loads(RUN.read_text())
-    losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
-    held_out = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
-    title = f"Training loss {losses[0][1]:.2f} to {losses[-1][1]:.2f}; held out {held_out[0]:.2f} to {held_out[-1]:.2f}"
+    runs = {
+        name: [(entry["step"], entry[key]) for entry in history if key in entry]
+        for name, key in (("training", "loss"), ("held out", "eval_loss"))
+    }
+    first, last = ([points[end][1] for points in runs.values()] for end in (0, -1))
+    title = f"Loss: training {first[0]:.2f} to {last[0]:.2f}, held out {first[1]:.2f} to {last[1]:.2f}"
     setting = "hf-fsdp finetune: a Llama of 1.3 M parameters on CPython's documentation, 2 CPU processes"
-    yield "loss", lambda theme: draw_losses({"training": losses}, title=title, setting=setting, theme=theme)
+    yield "loss", lambda theme: draw_losses(runs, title=title, setting=setting, theme=theme)
 
 
 def pictures_of_a_step() -> Iterator[tuple[str, Draw]]:

@@ -7,8 +7,9 @@
 Where a document says `<!-- prints: hf-fsdp plan NAME … -->`, the block of text after it becomes the command and its
 output. Names of the hub stand for configurations in `models.py` of the same last part: no network is needed.
 
-Where it says `<!-- recorded: hf-fsdp finetune -->`, the output is the one that was recorded; `| tail -n 5` after the
-command leaves its last lines. The losses of the run are kept beside it, for `make_pictures.py`.
+Where it says `<!-- recorded: hf-fsdp finetune -->`, the output is the one that was recorded; `| head -n 5` or `| tail
+-n 5` after the command leaves its first or last lines. The losses of the run are kept beside it, for
+`make_pictures.py`. `<!-- file: NAME -->` stands before a file of the repository.
 """
 
 import argparse
@@ -29,8 +30,10 @@ from hf_fsdp_tools.cli.main import main as hf_fsdp
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "docs" / "records"
-_BLOCK = re.compile(r"(<!-- (?P<kind>prints|recorded): (?P<command>.+?) -->\n)```text\n.*?```\n", re.DOTALL)
-_TAIL = re.compile(r" \| tail -n (\d+)$")
+_BLOCK = re.compile(r"(<!-- (?P<kind>prints|recorded|file): (?P<command>.+?) -->\n)```(text|bash)\n.*?```\n", re.DOTALL)
+_PART = re.compile(r" \| (head|tail) -n (\d+)$")
+KEPT = ("step", "loss", "eval_loss", "learning_rate", "tokens_per_second")
+"""What is kept of the log of a recorded run."""
 
 
 def main() -> int:
@@ -42,7 +45,7 @@ def main() -> int:
     documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     found = [each for path in documents for each in _BLOCK.finditer(path.read_text())]
     if arguments.record:
-        for command in dict.fromkeys(_TAIL.sub("", each["command"]) for each in found if each["kind"] == "recorded"):
+        for command in dict.fromkeys(_PART.sub("", each["command"]) for each in found if each["kind"] == "recorded"):
             record(command)
     for path in documents:
         text = path.read_text()
@@ -56,7 +59,9 @@ def main() -> int:
 
 
 def block(kind: str, command: str) -> str:
-    """The block of text for one command: as it is typed, and what it prints or printed."""
+    """The block for one command, as it is typed, and what it prints or printed; or for a file."""
+    if kind == "file":
+        return f"```bash\n{(ROOT / command).read_text()}```\n"
     lines = (printed if kind == "prints" else recorded)(command)
     return "\n".join(["```text", f"$ {command}", *(line.rstrip() for line in lines), "```", ""])
 
@@ -78,13 +83,14 @@ def printed(command: str) -> list[str]:
 
 
 def recorded(command: str) -> list[str]:
-    """What a command printed when it was recorded, or the last lines of it."""
-    tail = _TAIL.search(command)
-    record = record_of(_TAIL.sub("", command), ".txt")
-    if not record.exists():
+    """What a command printed when it was recorded, or the first or last lines of it."""
+    part, path = _PART.search(command), record_of(_PART.sub("", command), ".txt")
+    if not path.exists():
         raise SystemExit(f"{command!r} was not recorded: python docs/paste.py --record")
-    lines = record.read_text().splitlines()
-    return lines[-int(tail[1]) :] if tail else lines
+    lines = path.read_text().splitlines()
+    if part is None:
+        return lines
+    return lines[: int(part[2])] if part[1] == "head" else lines[-int(part[2]) :]
 
 
 def record_of(command: str, suffix: str) -> Path:
@@ -107,7 +113,8 @@ def record(command: str) -> None:
         record_of(command, ".txt").write_text(re.sub(rf"{tempfile.gettempdir()}/[\w-]+/", "", text))
         for state in sorted(Path(folder).rglob("trainer_state.json"), key=lambda path: len(path.parts))[:1]:
             history = json.loads(state.read_text())["log_history"]
-            record_of(command, ".json").write_text(json.dumps(history, indent=1) + "\n")
+            kept = [json.dumps({key: entry[key] for key in KEPT if key in entry}) for entry in history]
+            record_of(command, ".json").write_text("[\n" + ",\n".join(kept) + "\n]\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_fsdp_tools.checkpoint.load import rolled_back
 from hf_fsdp_tools.distributed.agreement import agreed, same_on_all_ranks, shared_seed
 from hf_fsdp_tools.distributed.mesh import ParallelDims
-from hf_fsdp_tools.modeling.arguments import as_dtype
+from hf_fsdp_tools.modeling.arguments import one_dtype
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
@@ -45,7 +45,7 @@ def from_config(
             over all processes, in the dtype of the weights.
         seed: of the whole model. None: it follows from rank 0's generator, that is from `torch.manual_seed` or
             `set_seed`.
-        auto_class: as in `build_meta_model`.
+        auto_class: as in `from_pretrained`.
         dtype: of the shards (the master weights), also by its name. None means float32 where computation is in a lower
             precision, else the config's dtype, or float32 if it has none.
         trust_remote_code: run model code that comes with the configuration.
@@ -64,7 +64,7 @@ def from_config(
     """
     mesh = ParallelDims().build_mesh() if accelerator is None else None
     with agreed("checking the arguments of from_config"):
-        chosen = as_dtype(dtype, None)
+        chosen = one_dtype(dtype, None)
         check_accelerator(accelerator)
     given: dict[str, Any] = {"mesh": mesh} if accelerator is None else shard_arguments(accelerator)
     computed = getattr(given.get("mp_policy"), "param_dtype", None)

@@ -114,9 +114,9 @@ def _list_files(name: str, revision: str | None, token: str | bool | None, cache
         try:
             snapshot = _cached_snapshot(name, revision, cache)
         except CheckpointError:
-            raise _refusal(name, revision, error) from error
+            raise _refusal(name, revision, error) from None
         if isinstance(error, RevisionNotFoundError):  # deleted since
-            raise _refusal(name, revision, error) from error
+            raise _refusal(name, revision, error) from None
         reason = f"{type(error).__name__}: {first_line(error)}"
         warnings.warn(f"The hub did not give {name!r} ({reason}). Using what is cached, in {snapshot}.", stacklevel=3)
         return None
@@ -138,7 +138,7 @@ def _download(name: str, file: str, **where: Any) -> None:
             return
         except Exception as error:  # as above: a reset connection is a ReadError of httpx or of httpx2
             if pause_s is None or not (_status(error) >= 500 or type(error).__name__ == "ReadError"):
-                raise _refusal(name, where["revision"], error, file) from error
+                raise _refusal(name, where["revision"], error, file) from None
             time.sleep(pause_s)
 
 
@@ -156,7 +156,7 @@ def _cached_snapshot(name: str, revision: str | None, cache: str) -> Path:
             f"No checkpoint {name!r}{where} in the cache of the hub, and the network is not to be used "
             f"({first_line(error)}). Check the name, the revision and cache_dir, or download it first and "
             "give the folder."
-        ) from error
+        ) from None
 
 
 def _new_snapshot(name: str, revision: str | None, cache: str, commit: str) -> Path:
@@ -256,7 +256,7 @@ class HubTarget:
             raise ConfigError(
                 f"repo_id={self.repo_id!r} is no name of a repository on the hub: {first_line(error)}. Give repo_id as "
                 '"organization/name" or "name".'
-            ) from error
+            ) from None
 
 
 def upload(
@@ -362,7 +362,7 @@ def upload_errors(target: HubTarget, kept: str) -> Iterator[None]:
         then = f"Then upload it: `hf upload {target.repo_id} {kept}`."
         if not kept:
             fact, then = f"{target.repo_id!r} on the hub cannot be written to", ""
-        raise CheckpointError(f"{fact} ({_told(error)}). {_upload_cure(target, error)} {then}".rstrip()) from error
+        raise CheckpointError(f"{fact} ({_told(error)}). {_upload_cure(target, error)} {then}".rstrip()) from None
 
 
 def _told(error: BaseException) -> str:

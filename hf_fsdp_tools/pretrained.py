@@ -17,14 +17,25 @@ from hf_fsdp_tools.checkpoint.vocabulary import resize_vocabulary
 from hf_fsdp_tools.distributed.agreement import agreed, same_on_all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.arguments import as_dtype, sort_arguments
+from hf_fsdp_tools.modeling.arguments import one_dtype, refuse_misspelt, sort_arguments
 from hf_fsdp_tools.modeling.generation import set_generation_config
+from hf_fsdp_tools.modeling.given import (
+    as_config,
+    as_count,
+    as_flag,
+    as_mapping,
+    as_path,
+    taking,
+)
 from hf_fsdp_tools.modeling.linear4bit import has_4bit_layers
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.sharding.adapters import add_adapter, load_adapter
+from hf_fsdp_tools.sharding.first_pass import expect_prepare
+from hf_fsdp_tools.sharding.settings import as_compile, as_mesh, as_mp_policy, as_offload_policy, as_peft_config
 from hf_fsdp_tools.sharding.shard import shard_model
+from hf_fsdp_tools.text import quoted
 
 __all__ = ["PretrainedOptions", "check_accelerator", "from_pretrained", "policy_from", "shard_arguments"]
 
@@ -80,6 +91,25 @@ def from_pretrained(
 ) -> PreTrainedModel: ...
 
 
+@taking(
+    name_or_path=as_path,
+    peft_config=as_peft_config,
+    is_trainable=as_flag,
+    policy=as_policy,
+    mesh=as_mesh,
+    mp_policy=as_mp_policy,
+    offload_policy=as_offload_policy,
+    activation_checkpointing=as_flag,
+    compile=as_compile,
+    num_tokens=as_count,
+    pad_to_multiple_of=as_count,
+    mean_resizing=as_flag,
+    allow_pickle=as_flag,
+    output_loading_info=as_flag,
+    trust_remote_code=as_flag,
+    config=as_config,
+    load_kwargs=as_mapping,
+)
 def from_pretrained(
     name_or_path: str | PathLike[str],
     *,
@@ -120,25 +150,28 @@ def from_pretrained(
             `HuggingFaceStorageWriter` (torchtitan) write it, with `config.json` in it or up to two folders above; or a
             PEFT adapter (hub name or folder), whose base is loaded first. A state of a `PeftModel`, with its
             `adapter_config.json` in it or up to two folders above, gives the adapter, and the base if that was saved.
-        peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`: adds a new adapter to the
-            loaded shards (`add_adapter`) and returns the `PeftModel`, of which only the adapter is trainable. Where a
-            training state holds values of an adapter, this is the config of that adapter, which gets these values.
+        peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`, or a dict of its arguments
+            (`{"r": 16}`; LoRA where it names no `peft_type`): adds a new adapter to the loaded shards (`add_adapter`)
+            and returns the `PeftModel`, of which only the adapter is trainable. Where a training state holds values of
+            an adapter, this is the config of that adapter, which gets these values.
         is_trainable: whether an adapter that is loaded is trainable; it is frozen otherwise, as in PEFT. With
             `peft_config` it is trainable.
         auto_class: the `AutoModelFor…` class, a model class, or the name of one. None means the class that the config's
             `architectures` name; of a base model (`LlamaModel`), or where they name none, that which its kind is
             trained with, so that causal LMs are as `AutoModelForCausalLM` has them.
-        policy: what becomes a unit; None means the accelerator's, or `HybridPolicy()`.
-        mesh: one axis for FSDP, two for HSDP; None means the accelerator's, or FSDP over all processes.
+        policy: what becomes a unit; None means the accelerator's, or `HybridPolicy()`. The name or class of a block, or
+            several, mean a policy with these `block_types`.
+        mesh: one axis for FSDP, two for HSDP, or the `ParallelDims` that make it; None means the accelerator's, or FSDP
+            over all processes.
         accelerator: its FSDP plugin gives mesh, precision, offload and activation checkpointing, unless they are given
             here.
-        dtype: of the shards (the master weights), also by its name. None means float32 where computation is in a lower
-            precision (`mp_policy.param_dtype`, or the accelerator's mixed precision), else the checkpoint's dtype,
-            which "auto" means always. For a base with an adapter, which is frozen, None means the checkpoint's dtype;
-            adapters are float32. Quantised weights (FP8, MXFP4, 8-bit compressed-tensors) are dequantised straight to
-            it; of such a checkpoint, the config's dtype is meant.
-        mp_policy: dtypes of computation and reduction.
-        offload_policy: `CPUOffloadPolicy()` keeps the shards on the CPU between uses.
+        dtype: of the shards (the master weights), also by its name ("bfloat16", "bf16"). None means float32 where
+            computation is in a lower precision (`mp_policy.param_dtype`, or the accelerator's mixed precision), else
+            the checkpoint's dtype, which "auto" means always. For a base with an adapter, which is frozen, None means
+            the checkpoint's dtype; adapters are float32. Quantised weights (FP8, MXFP4, 8-bit compressed-tensors) are
+            dequantised straight to it; of such a checkpoint, the config's dtype is meant.
+        mp_policy: dtypes of computation and reduction; a dtype or its name ("bf16") computes in it and reduces in fp32.
+        offload_policy: `CPUOffloadPolicy()` (or True) keeps the shards on the CPU between uses.
         activation_checkpointing: recompute each block's activations in the backward pass; None means the plugin's
             choice.
         compile: compile each block in place, as in `shard_model`. An accelerator made to compile does so in `prepare`.
@@ -177,7 +210,7 @@ def from_pretrained(
         mesh = ParallelDims().build_mesh()
     with agreed("checking the arguments of from_pretrained"):
         given = sort_arguments(kwargs)
-        dtype = as_dtype(dtype, torch_dtype)
+        dtype = one_dtype(dtype, torch_dtype)
         check_accelerator(accelerator)
     load_kwargs = {**given.load, **(load_kwargs or {})}
     mesh, mp_policy, offload_policy, activation_checkpointing = _from_accelerator(
@@ -216,6 +249,8 @@ def from_pretrained(
             f"{checkpoint.adapter!r} is an adapter, and peft_config asks for another. "
             "Give the base, or leave peft_config out."
         )
+    with agreed("checking the arguments of from_pretrained"):
+        refuse_misspelt(given.model, checkpoint.config, PretrainedOptions.__annotations__)
     # 3 the model without storage
     is_frozen = any(a is not None for a in (checkpoint.adapter, checkpoint.adapter_state, peft_config))
     with agreed("building the model"):
@@ -244,6 +279,8 @@ def from_pretrained(
         activation_checkpointing=bool(activation_checkpointing),
         compile=compile,
     )
+    if accelerator is not None:
+        expect_prepare(model)
     # 6 this rank's bytes of the files
     report = load_weights(model, checkpoint.index, **load_kwargs)
     # 7 the adapter, which PEFT reads or makes
@@ -297,6 +334,10 @@ def check_accelerator(accelerator: Any) -> None:
     """Refuse an accelerator that does not run FSDP2, or whose plugin cannot be honoured."""
     if accelerator is None:
         return
+    if not hasattr(accelerator, "state"):
+        raise ConfigError(
+            f"accelerator is {quoted(accelerator)}: it must be an Accelerator. Make one with make_accelerator()."
+        )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if not hasattr(accelerator.state, "distributed_type"):
         raise ConfigError(
@@ -311,9 +352,9 @@ def check_accelerator(accelerator: Any) -> None:
         )
     if plugin.fsdp_version != 2:
         raise ConfigError(
-            "The accelerator runs FSDP1: `accelerate launch` takes fsdp_version 1 where its config file names none, as "
-            "files of `accelerate config` did for years. Write `fsdp_version: 2` under `fsdp_config`, or pass "
-            "fsdp_plugin=HybridFSDPPlugin(fsdp_version=2). Settings of FSDP1 in the file are translated."
+            "The accelerator runs FSDP1, which the plugin, FSDP_VERSION or the launch config asks for, and "
+            "from_pretrained shards with FSDP2. Write `fsdp_version: 2` under `fsdp_config`, "
+            "or pass fsdp_plugin=HybridFSDPPlugin(fsdp_version=2). Settings of FSDP1 are translated."
         )
     if hasattr(plugin, "adopt"):
         plugin.adopt(accelerator)

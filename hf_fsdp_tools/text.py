@@ -74,6 +74,8 @@ class _BoundedRepr(Repr):
 
     def repr_instance(self, x: Any, level: int) -> str:
         """An object may hold anything, so only plain values are written out."""
+        if isinstance(x, type):
+            return f"the class {x.__name__}"
         if isinstance(x, tuple):
             return self.repr_list(list(x), level)
         if isinstance(x, bytes):

@@ -1,4 +1,34 @@
-"""Train a classifier of texts under FSDP2: any pretrained model with a fresh head, one output for each class."""
+"""Train a classifier of texts under FSDP2: any pretrained model with a new head that has one output for each class.
+
+Nothing to download: a small Llama learns which part of CPython's own documentation a passage comes from. On two CPU
+processes the accuracy rises from a third to three quarters, and the evaluation loss falls from 1.4 to below 0.9, in two
+minutes:
+
+    hf-fsdp config --output here.yaml
+    accelerate launch --config_file here.yaml recipes/classify.py
+
+A model of your own; every option of transformers' TrainingArguments works (`--help` lists them). One GPU with LoRA; two
+CPU processes the same with `accelerate launch --config_file accelerate_configs/fsdp2_cpu_2.yaml`:
+
+    python recipes/classify.py --model_name_or_path Qwen/Qwen3-8B --dataset_name fancyzhx/ag_news --use_peft --bf16
+
+One node of eight GPUs, all weights; two nodes the same on both, with fsdp2_gpu_2x8_bf16_hsdp.yaml, `--main_process_ip
+HOST` and `--machine_rank` 0 and 1:
+
+    accelerate launch --config_file accelerate_configs/fsdp2_gpu_8_bf16.yaml recipes/classify.py \
+        --model_name_or_path Qwen/Qwen3-8B --dataset_name fancyzhx/ag_news --learning_rate 1e-5 --max_length 512
+
+Predicted by `hf-fsdp estimate --auto-class AutoModelForSequenceClassification --batch-size 8 --seq-len 512` on H100s of
+80 GB, per GPU and step of eight full texts:
+
+    8B Llama, LoRA, on one GPU  42 GB       397 ms     10,300 tokens/s
+    8B Llama on eight           47 GB each  533 ms     61,400 tokens/s
+    8B Llama on two nodes       47 GB each  553 ms    118,500 tokens/s
+
+`--dataset_name` is a hub name, a folder, or a .jsonl/.json/.csv/.parquet file with a text and its class, a name or a
+whole number, in the columns `text` and `label` or those of `--dataset_text_field` and `--label_column_name`. With LoRA
+the head is trained too, and saved beside the adapter.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,12 +68,10 @@ DEMO = {
 
 @dataclass
 class DataArguments(ScriptArguments):
-    text_column: str = field(default="text", metadata={"help": "The column with the text."})
-    label_column: str = field(default="label", metadata={"help": "The column with the class: a name or a number."})
+    """TRL's options for data, and which columns they are in."""
 
-
-@dataclass
-class ClassifyConfig(TrainingArguments):
+    dataset_text_field: str = field(default="text", metadata={"help": "The column with the text."})
+    label_column_name: str = field(default="label", metadata={"help": "The column with the class: a name or a number."})
     max_length: int = field(default=512, metadata={"help": "Tokens at which a text is cut."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run model code that comes with the checkpoint."})
 
@@ -55,13 +83,15 @@ class Trainer(FSDPTrainerMixin, PlainTrainer):
 def main() -> Trainer:
     # 1. What is trained on what
     script, training, model_args = parse_arguments(
-        DataArguments, ClassifyConfig, ModelArguments, defaults=DEFAULTS, demo=DEMO
+        DataArguments, TrainingArguments, ModelArguments, defaults=DEFAULTS, demo=DEMO
     )
+    for name in ("dataset_text_field", "max_length", "trust_remote_code"):  # of TRL's arguments, not of transformers'
+        setattr(training, name, getattr(script, name))
     accelerator = make_accelerator(mixed_precision=training.mixed_precision, cpu=training.use_cpu)
     if model_args.model_name_or_path is None:
         datasets.disable_progress_bars()  # many bars for short moments
         model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, "classes")
-    data, held_out = load_splits(script, training, columns=[{script.text_column, script.label_column}])
+    data, held_out = load_splits(script, training, columns=[{script.dataset_text_field, script.label_column_name}])
     tokenizer = load_tokenizer(model_args, training)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
@@ -104,14 +134,14 @@ def main() -> Trainer:
 
 def class_names(script: DataArguments, data: datasets.Dataset, held_out: datasets.Dataset | None) -> list[str]:
     """The names of the classes: those that the dataset declares, else its labels in order."""
-    column, where = script.label_column, f"Column {script.label_column!r} of {script.dataset_name!r}"
+    column, where = script.label_column_name, f"Column {script.label_column_name!r} of {script.dataset_name!r}"
     if script.dataset_streaming:
         raise ConfigError("--dataset_streaming: the classes are known when all labels were seen. Leave it out.")
     feature = data.features[column]
     if not str(getattr(feature, "dtype", feature)).startswith(("string", "large_string", "int", "uint", "bool")):
         raise ConfigError(
             f"{where} holds {feature}, and classes are names or whole numbers. Name another column with "
-            "--label_column, or make classes of it."
+            "--label_column_name, or make classes of it."
         )
     seen, tested = (set(part.unique(column)) if part is not None else set() for part in (data, held_out))
     declared = feature.names if isinstance(feature, datasets.ClassLabel) else None
@@ -125,7 +155,7 @@ def class_names(script: DataArguments, data: datasets.Dataset, held_out: dataset
     if len(seen) < 2 or len(seen) > len(data) // 2:
         raise ConfigError(
             f"{where} has {len(seen)} different labels in {len(data)} rows, so they are no classes. Name "
-            "another column with --label_column."
+            "another column with --label_column_name."
         )
     return declared or [str(label) for label in sorted(seen)]
 
@@ -133,17 +163,17 @@ def class_names(script: DataArguments, data: datasets.Dataset, held_out: dataset
 def encode(
     rows: datasets.Dataset,
     script: DataArguments,
-    training: ClassifyConfig,
+    training: TrainingArguments,
     tokenizer: PreTrainedTokenizerBase,
     numbers: dict[str, int],
 ) -> datasets.Dataset:
     """Tokens and the number of the class, in place of the dataset's own columns."""
-    feature = rows.features[script.label_column]
+    feature = rows.features[script.label_column_name]
     name_of = feature.int2str if isinstance(feature, datasets.ClassLabel) else str
 
     def encode_batch(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        tokens = tokenizer(batch[script.text_column], truncation=True, max_length=training.max_length)
-        return {**tokens, "labels": [numbers[name_of(label)] for label in batch[script.label_column]]}
+        tokens = tokenizer(batch[script.dataset_text_field], truncation=True, max_length=training.max_length)
+        return {**tokens, "labels": [numbers[name_of(label)] for label in batch[script.label_column_name]]}
 
     with training.main_process_first():  # the others read what it has written
         return rows.map(encode_batch, batched=True, remove_columns=rows.column_names)

@@ -47,7 +47,7 @@ def storage_errors(doing: str, folder: Path) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(
             f"Cannot {doing} {str(folder)!r}: {error}. Check space, permissions and names, or give another folder."
-        ) from error
+        ) from None
 
 
 @contextmanager

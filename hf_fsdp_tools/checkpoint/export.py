@@ -31,6 +31,7 @@ from hf_fsdp_tools.checkpoint.unfinished import CONFIG
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import local_path
+from hf_fsdp_tools.modeling.given import as_config, as_dtype, as_flag, as_path, taking
 from hf_fsdp_tools.text import listed
 
 __all__ = ["export_checkpoint", "merge_adapter"]
@@ -53,6 +54,18 @@ _OF_TRAININGS = (
 """Files and folders that lie beside weights in states of a training, and that a new checkpoint is not put between."""
 
 
+_ARGUMENTS: dict[str, Any] = {
+    "folder": as_path,
+    "config": as_config,
+    "dtype": as_dtype,
+    "allow_pickle": as_flag,
+    "trust_remote_code": as_flag,
+    "progress": as_flag,
+}
+"""What reads the arguments of both functions."""
+
+
+@taking(**_ARGUMENTS, state=as_path)
 def export_checkpoint(
     state: str | PathLike[str],
     folder: str | PathLike[str],
@@ -122,6 +135,7 @@ def export_checkpoint(
     return _write(blank, FilesBeside(homes=homes), folder, dtype, max_shard_size, progress, start_s)
 
 
+@taking(**_ARGUMENTS, adapter=as_path)
 def merge_adapter(
     adapter: str | PathLike[str],
     folder: str | PathLike[str],
@@ -190,7 +204,7 @@ def merge_adapter(
             raise
         raise CheckpointError(
             f"The base of the adapter {source!r} cannot be opened: {error} Or name another with --base (base)."
-        ) from error
+        ) from None
     if checkpoint.adapter_state is not None:
         raise ConfigError(
             f"{(source if base is None else fspath(base))!r} is the training state of a PeftModel. Write its adapter "

@@ -36,6 +36,7 @@ from hf_fsdp_tools.checkpoint.weight_files import (
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import fetch, local_path
+from hf_fsdp_tools.modeling.given import as_flag, as_path, taking
 
 __all__ = ["WEIGHTS", "WEIGHTS_INDEX", "CheckpointIndex"]
 
@@ -168,6 +169,7 @@ class CheckpointIndex:
         return (rest if base else None), self._with(adapter)
 
     @classmethod
+    @taking(path_or_repo=as_path, allow_pickle=as_flag)
     def open(
         cls,
         path_or_repo: str | PathLike[str],
@@ -229,7 +231,7 @@ class CheckpointIndex:
         except OSError as error:
             raise CheckpointError(
                 f"Cannot read checkpoint {name!r}: {error}. Check the path and its permissions."
-            ) from error
+            ) from None
 
     @classmethod
     def _from_folder(cls, name: str, folder: Path, allow_pickle: bool) -> "CheckpointIndex":

@@ -32,6 +32,7 @@ from hf_fsdp_tools.distributed.agreement import (
 )
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.given import as_count, as_dtype, as_flag, as_model, as_path, did_you_mean, taking
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.quantization import forget_quantization
@@ -42,6 +43,16 @@ from hf_fsdp_tools.text import dtype_name
 __all__ = ["load_weights", "rolled_back", "state_after_failure"]
 
 
+@taking(
+    model=as_model,
+    dtype=as_dtype,
+    ignore_mismatched_sizes=as_flag,
+    strict=as_flag,
+    check_finite=as_flag,
+    staging_bytes=as_count,
+    requests_in_flight=as_count,
+    progress=as_flag,
+)
 def load_weights(
     model: nn.Module,
     path_or_repo: str | PathLike[str] | CheckpointIndex,
@@ -194,9 +205,15 @@ def _refuse_arguments(
     if requests_in_flight < 1:
         raise ConfigError(f"requests_in_flight is {requests_in_flight}; it must be 1 or more.")
     is_open = isinstance(path_or_repo, CheckpointIndex)
-    if unknown := sorted(hub_kwargs.keys() - (() if is_open else signature(CheckpointIndex.open).parameters)):
+    if not is_open:
+        as_path(path_or_repo, "path_or_repo")
+    of_files = signature(CheckpointIndex.open).parameters
+    if unknown := sorted(hub_kwargs.keys() - (() if is_open else of_files)):
         of = " for a checkpoint that is open" if is_open else ""
-        raise ConfigError(f"load_weights has no argument {', '.join(unknown)}{of}. Correct the name.")
+        known = signature(load_weights).parameters.keys() | of_files.keys()
+        raise ConfigError(
+            f"load_weights has no argument {', '.join(unknown)}{of}{did_you_mean(unknown[0], known - {*unknown})}"
+        )
 
 
 def _opened(path_or_repo: str | PathLike[str] | CheckpointIndex, hub_kwargs: dict[str, Any]) -> CheckpointIndex:

@@ -100,7 +100,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({first_line(error)}). {_CURE}") from error
+        raise CheckpointError(f"{file}: cannot be read ({first_line(error)}). {_CURE}") from None
     files = text.get("files") if isinstance(text, dict) else None
     ranks = text.get("ranks") if isinstance(text, dict) else None
     if not isinstance(files, dict) or type(ranks) is not int or text.get("format") != _FORMAT:

@@ -81,7 +81,7 @@ def mergeable(model: nn.Module) -> list[nn.Module]:
         if check is not None:
             check()
     except ValueError as error:
-        raise ConfigError(f"PEFT cannot merge these adapters: {error}") from error
+        raise ConfigError(f"PEFT cannot merge these adapters: {error}") from None
     return [wrapper for wrapper in wrappers if "modules_to_save" not in wrapper._modules]
 
 
@@ -142,7 +142,7 @@ def _merged_by_peft(twin: Any) -> nn.Module:
             twin.merge(safe_merge=False, adapter_names=None)
             inside = twin.get_base_layer()
     except ValueError as error:
-        raise ConfigError(f"PEFT cannot merge these adapters: {error}") from error
+        raise ConfigError(f"PEFT cannot merge these adapters: {error}") from None
     return inside
 
 

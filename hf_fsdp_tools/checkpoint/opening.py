@@ -21,9 +21,11 @@ from hf_fsdp_tools.distributed.agreement import agreed, opened, rank_and_size
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import fetch, local_path
+from hf_fsdp_tools.modeling.given import as_config, as_flag, as_path, taking
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.modeling.untrusted import load_generation_config
 from hf_fsdp_tools.sharding.adapter_files import ADAPTER_CONFIG, read_adapter_config
+from hf_fsdp_tools.sharding.settings import as_peft_config
 from hf_fsdp_tools.text import quoted
 
 __all__ = ["Checkpoint", "open_checkpoint"]
@@ -61,6 +63,9 @@ class Checkpoint:
     """Arguments that fetch more files of the same commit."""
 
 
+@taking(
+    name_or_path=as_path, config=as_config, peft_config=as_peft_config, trust_remote_code=as_flag, allow_pickle=as_flag
+)
 def open_checkpoint(
     name_or_path: str | PathLike[str],
     *,

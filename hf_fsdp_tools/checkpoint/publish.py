@@ -35,6 +35,7 @@ from hf_fsdp_tools.checkpoint.draft import Draft
 from hf_fsdp_tools.checkpoint.durable import storage_errors, sync
 from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.checkpoint.unfinished import CONFIG
+from hf_fsdp_tools.distributed.rounds import frames_of_package
 from hf_fsdp_tools.text import listed
 
 __all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "WEIGHTS_OF_A_SAVE", "publish_adapter", "publish_weights"]
@@ -96,7 +97,7 @@ class _Renames:
             warnings.warn(
                 f"{str(found[0].parent)!r} held another kind of model, whose {listed(path.name for path in found)} "
                 "would be opened with what is saved there now. Renamed to *.former.",
-                stacklevel=2,
+                stacklevel=frames_of_package(),
             )
 
 

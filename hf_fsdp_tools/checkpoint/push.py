@@ -13,8 +13,15 @@ from hf_fsdp_tools.checkpoint.report import SaveReport
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.hub import CARD, HubTarget, local_path, upload, upload_errors
+from hf_fsdp_tools.modeling.given import did_you_mean
 
 __all__ = ["hub_target", "is_outdated", "model_card_of", "push_saved"]
+
+
+_OF_A_SAVE = (
+    "blocking", "dtype", "max_shard_size", "merge_adapters", "model_card", "push_to_hub", "staging_bytes", "tokenizer",
+)  # fmt: skip
+"""The other arguments of `save_pretrained`."""
 
 
 def hub_target(folder: Path, push_to_hub: bool, asked: Mapping[str, Any]) -> HubTarget | None:
@@ -31,8 +38,8 @@ def hub_target(folder: Path, push_to_hub: bool, asked: Mapping[str, Any]) -> Hub
     known = set(HubTarget.__dataclass_fields__)
     if unknown := sorted(set(asked) - known):
         raise ConfigError(
-            f"save_pretrained has no argument {unknown[0]!r}. Those for an upload are push_to_hub and "
-            f"{', '.join(sorted(known))}."
+            f"save_pretrained has no argument {unknown[0]!r}{did_you_mean(unknown[0], {*known, *_OF_A_SAVE})} Those "
+            f"for an upload are push_to_hub and {', '.join(sorted(known))}."
         )
     if push_to_hub:
         return HubTarget(**{"repo_id": folder.resolve().name, **asked})

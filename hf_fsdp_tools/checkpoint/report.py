@@ -1,9 +1,12 @@
 """Reports of loading and saving, as values that can be printed and stored; and the progress bar of loading."""
 
 import json
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from logging import LoggerAdapter
 from pathlib import Path
 from typing import Any
 
@@ -281,13 +284,22 @@ def _speed(num_bytes: int, seconds: float) -> str:
     return f", {num_bytes / seconds / 1e9:.2f} GB/s" if seconds > 0 and num_bytes > 1e6 else ""
 
 
+class _WithoutColours(LoggerAdapter):  # type: ignore[type-arg]  # over transformers' own logger
+    """A logger that leaves out the escape codes of a terminal, for files that are read later."""
+
+    def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
+        return re.sub(r"\x1b\[[0-9;]*m", "", str(msg)), kwargs
+
+
 def log_keys(model: nn.Module, report: LoadReport) -> None:
     """Warn of missing, unexpected and mismatched keys on rank 0, in transformers' own table, through its own logger."""
     if report.rank != 0:
         return
     info = LoadStateDictInfo(**report.loading_info(), conversion_errors={}, skipped_pp_keys=set())
     info.mismatched_keys = {(key, torch.Size(a), torch.Size(b)) for key, a, b in report.mismatched_keys}
-    logger = logging.get_logger("transformers.modeling_utils")  # the one that its from_pretrained uses
+    logger: Any = logging.get_logger("transformers.modeling_utils")  # the one that its from_pretrained uses
+    if not sys.stderr.isatty():
+        logger = _WithoutColours(logger)
     log_state_dict_report(model, report.checkpoint, ignore_mismatched_sizes=True, loading_info=info, logger=logger)
 
 

@@ -24,7 +24,7 @@ def create_files(layout: Layout, folder: Path) -> None:
         raise CheckpointError(
             f"Cannot save to {str(folder)!r}: {error}. {layout.num_bytes} bytes are to be written there; check "
             "space and permissions, or give another folder."
-        ) from error
+        ) from None
 
 
 def _reserve(descriptor: int, size: int) -> None:

@@ -15,6 +15,7 @@ from hf_fsdp_tools.distributed.agreement import shared_seed
 from hf_fsdp_tools.distributed.shards import gather_on_device, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.configs import text_config
+from hf_fsdp_tools.modeling.given import as_count, as_flag, as_model, taking
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.sharding.adapter_plan import measured
 from hf_fsdp_tools.sharding.allocate import allocate, with_data
@@ -25,6 +26,7 @@ from hf_fsdp_tools.text import listed
 __all__ = ["resize_token_embeddings"]
 
 
+@taking(model=as_model, num_tokens=as_count, pad_to_multiple_of=as_count, mean_resizing=as_flag)
 def resize_token_embeddings(
     model: PreTrainedModel,
     num_tokens: int | None = None,

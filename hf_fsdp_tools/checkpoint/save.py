@@ -36,6 +36,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.modeling.generation import whole_generation_config
+from hf_fsdp_tools.modeling.given import as_count, as_dtype, as_flag, as_model, as_path, taking
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.peft_view import is_adapted, is_wrapper
@@ -45,6 +46,16 @@ from hf_fsdp_tools.text import dtype_name
 __all__ = ["BegunSave", "begin_save", "prepare_save", "save_pretrained"]
 
 
+@taking(
+    model=as_model,
+    folder=as_path,
+    dtype=as_dtype,
+    staging_bytes=as_count,
+    merge_adapters=as_flag,
+    blocking=as_flag,
+    model_card=as_flag,
+    push_to_hub=as_flag,
+)
 def save_pretrained(
     model: nn.Module,
     folder: str | PathLike[str],

@@ -45,8 +45,6 @@ def resize_vocabulary(model: PreTrainedModel, num_tokens: int | None, pad_to_mul
     Raises:
         CheckpointError: the model's class cannot be resized, or not to this size.
     """
-    if num_tokens is not None and num_tokens < 1:
-        raise ConfigError(f"num_tokens is {num_tokens}; it must be at least 1. Give len(tokenizer).")
     try:
         with torch.device("meta"):
             model.resize_token_embeddings(num_tokens, pad_to_multiple_of, mean_resizing=False)
@@ -54,7 +52,7 @@ def resize_vocabulary(model: PreTrainedModel, num_tokens: int | None, pad_to_mul
         raise ConfigError(
             f"The vocabulary of {type(model).__name__} cannot be resized: {first_line(error)}. Load it with the "
             "vocabulary that its checkpoint has."
-        ) from error
+        ) from None
 
 
 def resized_twin(

@@ -68,4 +68,4 @@ def write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file with --output") from error
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file with --output") from None

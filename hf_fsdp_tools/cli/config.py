@@ -18,6 +18,7 @@ from hf_fsdp_tools.errors import ConfigError
 
 if TYPE_CHECKING:
     from hf_fsdp_tools import FSDPConfig
+    from hf_fsdp_tools.integrations.translation import Translation
 
 __all__ = ["add_config"]
 
@@ -27,6 +28,8 @@ def add_config(commands: Any) -> None:
     about = "write an Accelerate config for FSDP: with NAME the fastest that fits, else one for this machine"
     parser = commands.add_parser("config", help=about, description=about)
     add_model_options(parser, optional=True)
+    about = "translate this file: of `accelerate config` (FSDP1, FSDP2, DDP, DeepSpeed), or DeepSpeed's JSON"
+    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help=about)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the YAML there instead of to stdout")
     parser.add_argument("--force", action="store_true", help="write over a file that says something else")
     parser.add_argument("--json", action="store_true", help="print one JSON value instead of text")
@@ -62,24 +65,39 @@ def add_config(commands: Any) -> None:
 
 
 def _config(options: argparse.Namespace) -> None:
-    config, reasons = decide(options)
+    old = None if options.source is None else _translated(options)
+    config, reasons = decide(options, None if old is None else old.fields)
     found = None if options.model is None else recommend(options, config)
     if found is not None:
         config = replace(config, **found.config)
     text = config.to_accelerate_yaml(command=options.command_line, notes=() if found is None else found.notes)
-    launch = _launch_command(config, options.output, () if found is None else found.arguments)
+    arguments = () if found is None else found.arguments
+    if old is not None and old.arguments:
+        words = (word for name, value in old.arguments.items() for word in (f"--{name}", value))
+        arguments = ("your_script.py", *words)
+    launch = _launch_command(config, options.output, arguments)
     if options.output:
         _check_replaceable(options.output, text, options.force)
         is_new = not options.output.parent.exists()
         write(options.output, text)
     if options.json:
         output = str(options.output) if options.output else None
-        value = {"config": asdict(config), "reasons": reasons, "launch": launch, "output": output, "yaml": text}
+        value: dict[str, Any] = {
+            "config": asdict(config),
+            "reasons": reasons,
+            "launch": launch,
+            "output": output,
+            "yaml": text,
+        }
         if found is not None:
             value["recommendation"] = json.loads(found.recommendation.to_json())
+        if old is not None:
+            value["translated"] = [dict(zip(("key", "value", "became"), row, strict=True)) for row in old.rows]
         print(json.dumps(value, indent=1))
         return
     decisions = _decisions(config, reasons) if found is None else [str(found.recommendation), ""]
+    if old is not None:
+        decisions = [*_translation_lines(old.rows), "", *decisions]
     report = [*decisions, f"launch  {launch}"]
     if options.output:
         where = f"{options.output}{' (a new folder)' if is_new else ''}"
@@ -96,6 +114,26 @@ def _decisions(config: "FSDPConfig", reasons: dict[str, str]) -> list[str]:
     rows[0] = ("device", "CPU, gloo" if config.use_cpu else "CUDA, NCCL", rows[0][2])
     widths = [max(len(str(row[column])) for row in rows) for column in range(2)]
     return [f"{name:<{widths[0]}}  {value!s:<{widths[1]}}  {reason}" for name, value, reason in rows]
+
+
+def _translated(options: argparse.Namespace) -> "Translation":
+    """What the file of `--from` means here.
+
+    Raises:
+        ConfigError: it cannot be read, or another option says the same.
+    """
+    from hf_fsdp_tools import FSDPConfig
+
+    if options.model is not None:
+        raise ConfigError(f"{options.model} is searched for what --from gives; leave one of them out")
+    return FSDPConfig.translate_file(options.source)
+
+
+def _translation_lines(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Aligned lines of key, value and what became of it; long values are shortened."""
+    short = [(key, value if len(value) <= 24 else f"{value[:23]}…", became) for key, value, became in rows]
+    widths = [max((len(row[column]) for row in short), default=0) for column in range(2)]
+    return [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {became}" for key, value, became in short]
 
 
 def _launch_command(config: "FSDPConfig", path: Path | None, arguments: Sequence[str] = ()) -> str:

@@ -3,7 +3,7 @@
 import argparse
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,41 +42,46 @@ def add_machine_options(place: Callable[..., Any]) -> None:
     add("--main-process-port", type=int, metavar="PORT", help=about)
 
 
-def decide(options: argparse.Namespace) -> tuple["FSDPConfig", dict[str, str]]:
+def decide(options: argparse.Namespace, said: Mapping[str, Any] | None = None) -> tuple["FSDPConfig", dict[str, str]]:
     """The config from the options and this machine, and a reason for each field that is not a plain default.
+
+    Args:
+        options: of the command line.
+        said: fields that a translated file gives, and the command line may override.
 
     Raises:
         ConfigError: options contradict each other or this machine; the message names options.
     """
     from hf_fsdp_tools import FSDPConfig
 
-    given = {field: getattr(options, name, None) for name, field in _SETTINGS.items()}
-    gpus, is_elsewhere = given.pop("gpus"), bool(getattr(options, "gpu", None))
-    if None not in (gpus, given["num_processes"]) and gpus != given["num_processes"]:
-        raise ConfigError(f"--gpus {gpus} and --num-processes {given['num_processes']}: give one of them")
-    given["num_processes"] = gpus if gpus is not None else given["num_processes"]
-    count = given["num_processes"]
-    here, reasons = FSDPConfig.for_machine(gpu_count=0 if options.cpu else None)
+    asked = {field: getattr(options, name, None) for name, field in _SETTINGS.items()}
+    asked = {field: value for field, value in asked.items() if value is not None and value is not False}
+    gpus, is_elsewhere = asked.pop("gpus", None), bool(getattr(options, "gpu", None))
+    if gpus is not None and asked.setdefault("num_processes", gpus) != gpus:
+        raise ConfigError(f"--gpus {gpus} and --num-processes {asked['num_processes']}: give one of them")
     if options.cpu and gpus is not None:
         raise ConfigError("--cpu and --gpus: give one of them; --num-processes counts processes on CPUs")
-    if not options.cpu and count and (is_elsewhere or (gpus is not None and here.use_cpu)):
+    changes = dict(said or {}) | asked
+    on_cpu = options.cpu or (bool(changes.pop("use_cpu", False)) and gpus is None and not is_elsewhere)
+    count, machines = changes.get("num_processes"), changes.get("num_machines", 1)
+    here, reasons = FSDPConfig.for_machine(gpu_count=0 if on_cpu else None)
+    if not on_cpu and count and (is_elsewhere or said is not None or (gpus is not None and here.use_cpu)):
         here, reasons = FSDPConfig.for_machine(gpu_count=count)
-    elif not options.cpu:
-        _check_gpus(here, count, given["num_machines"] or 1, is_elsewhere)
-    changes = {field: value for field, value in given.items() if value is not None and value is not False}
-    if given["num_machines"] and not count:
-        changes["num_processes"] = here.num_processes * given["num_machines"]
+    elif not on_cpu:
+        _check_gpus(here, count, machines, is_elsewhere)
+    if "num_machines" in changes and not count:
+        changes["num_processes"] = asked["num_processes"] = here.num_processes * machines
     if getattr(options, "no_reshard_after_forward", False):
-        changes["reshard_after_forward"] = False
-    reasons |= dict.fromkeys(changes, "asked for")
-    if changes.get("num_machines", 1) > 1:
+        changes["reshard_after_forward"] = asked["reshard_after_forward"] = False
+    reasons |= dict.fromkeys(said or {}, "as the file says") | dict.fromkeys(asked, "asked for")
+    if machines > 1:
         for field, value, reason in (
             ("main_process_ip", ANY_ADDRESS, "the launch command gives it"),
             ("main_process_port", PORT, "PyTorch's usual port"),
         ):
             if field not in changes:
                 changes[field], reasons[field] = value, reason
-    if given["fsdp_version"] == 1:  # with NO_WRAP it would gather the whole model at once
+    if changes.get("fsdp_version") == 1:  # with NO_WRAP it would gather the whole model at once
         changes["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
         reasons["auto_wrap_policy"] = "under FSDP1 it is Accelerate that wraps"
     try:

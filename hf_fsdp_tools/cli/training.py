@@ -139,8 +139,8 @@ def model_of(options: argparse.Namespace) -> dict[str, Any]:
 def positions_of(options: argparse.Namespace) -> int | None:
     """The most tokens per sequence of the model; None where its config names no limit."""
     quiet()
-    from hf_fsdp_tools.foresight.build import max_positions
     from hf_fsdp_tools.hub import local_path
+    from hf_fsdp_tools.modeling.configs import max_positions
     from hf_fsdp_tools.modeling.meta import load_config
 
     if sys.stderr.isatty() and local_path(options.model) is None:

@@ -24,10 +24,11 @@ from hf_fsdp_tools.diagnostics.findings import Finding, check_model
 from hf_fsdp_tools.diagnostics.live import LiveModel, UnitTree, local_part, read_live_model, unit_tree
 from hf_fsdp_tools.distributed.agreement import all_ranks, rank_and_size
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
+from hf_fsdp_tools.modeling.given import as_flag, as_model, taking
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of
 from hf_fsdp_tools.sharding.share import RankShare
 from hf_fsdp_tools.text import dtype_name, listed
@@ -72,6 +73,7 @@ class Diagnosis:
         return "\n".join([str(self.units), *share, "", summary or "no findings", *map(str, self.findings)])
 
 
+@taking(model=as_model, policy=as_policy, values=as_flag)
 def diagnose(
     model: nn.Module, *, plan: WrapPlan | None = None, policy: HybridPolicy | None = None, values: bool = False
 ) -> Diagnosis:

@@ -130,7 +130,10 @@ def agreed(doing: str, where: str | PathLike[str] = "", *, ranks: Sequence[int] 
     kind = getattr(errors, next(iter(failed.values()))[0])
     texts = list(dict.fromkeys(text for _, text in failed.values()))
     if len(failed) == len(told) and len(texts) == 1:
-        raise kind(texts[0]) from failure
+        assert failure is not None
+        if type(failure) is kind:
+            raise failure  # its traceback says where; a second error would say the same once more
+        raise kind(texts[0]) from None
     lines = [f"rank {listed([str(r) for r in failed if failed[r][1] == text], 8)}: {text}" for text in texts]
     what = f"{doing[:1].upper()}{doing[1:]}{f' ({str(where)!r})' if where else ''}"
     raise kind(f"{what} failed on {len(failed)} of {len(told)} ranks.\n{listed_lines(lines, head='')}") from failure

@@ -2,13 +2,16 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from hf_fsdp_tools.distributed.watch import progress_made, waited_for
 
-__all__ = ["Beat"]
+__all__ = ["Beat", "Place", "conflict"]
+
+Place = Sequence[str]
+"""What a rank does, and the path of the round in which it does it; of a scope, with a slash at its end."""
 
 _BEAT_S = 2.0
 """Between two beats, and before the first: most rounds are over by then."""
@@ -22,16 +25,16 @@ class Beat:
 
     def __init__(self, store: Any, key: str) -> None:
         self._store, self._key = store, key
-        self._doing: list[str] = []
+        self._places: list[Place] = []
         self._count = 0
         self._changed, self._stopped = threading.Condition(), threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def telling(self, doing: str) -> Iterator[None]:
-        """While this block runs, the rank does this."""
+    def telling(self, doing: str, path: str) -> Iterator[None]:
+        """While this block runs, the rank does this, there (see `Place`)."""
         with self._changed:
-            self._doing.append(doing)
+            self._places.append((doing, path))
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
                 with suppress(RuntimeError):  # the interpreter is ending, and begins no thread any more
@@ -41,7 +44,12 @@ class Beat:
             yield
         finally:
             with self._changed:
-                self._doing.pop()
+                self._places.pop()
+
+    @property
+    def places(self) -> list[Place]:
+        """Where the rank is: in a scope, within it in another, and in a round."""
+        return list(self._places)
 
     def stop(self) -> None:
         """End the thread, which holds the store of a group that is over."""
@@ -55,14 +63,33 @@ class Beat:
         with suppress(RuntimeError):  # the store is gone: whoever waits for it says so
             while not self._stopped.wait(_BEAT_S):
                 with self._changed:
-                    if not self._doing and not told:
+                    if not self._places and not told:
                         if self._changed.wait(_IDLE_S):
                             continue
                         self._thread = None  # the next call starts another one
                         return
-                doing = list(self._doing)
-                if doing or told:
+                at = self.places
+                if at or told:
                     self._count += 1
-                    text = {"count": self._count, "progress": progress_made(), "doing": doing, "for": waited_for()}
-                    store.set(self._key, json.dumps(text))
-                    told = bool(doing)
+                    text = {"count": self._count, "progress": progress_made(), "at": at, "for": waited_for()}
+                    store.set(self._key, json.dumps(text | {"doing": [doing for doing, _ in at]}))
+                    told = bool(at)
+
+
+def conflict(own: Iterable[Place], other: Iterable[Place]) -> tuple[str, str] | None:
+    """What two ranks do that are in different calls and would wait for each other for ever; None if they may meet.
+
+    They are, if one waits in a round where the other has entered a scope, if they do different things in one place, or
+    if one waits at the end of a scope for the other, which waits within it.
+    """
+    for doing, path in own:
+        for said, place in other:
+            is_other = path.rstrip("/") == place.rstrip("/") and (doing, path) != (said, place)
+            if is_other or _is_within(path, place) or _is_within(place, path):
+                return doing, said
+    return None
+
+
+def _is_within(path: str, end: str) -> bool:
+    """Whether a path lies in the scope of which the other is the last round."""
+    return end.endswith("/end") and path.startswith(f"{end.removesuffix('/end')}.")

@@ -47,8 +47,8 @@ class ParallelDims:
 
     def __post_init__(self) -> None:
         for name, size in (("dp_replicate_size", self.dp_replicate_size), ("dp_shard_size", self.dp_shard_size)):
-            if size is not None and size < 1:
-                raise MeshError(f"{name} is {size}; it must be 1 or more.")
+            if size is not None and (not isinstance(size, int) or size < 1):
+                raise MeshError(f"{name} is {size!r}; it must be a whole number, 1 or more.")
 
     def resolve(self, world_size: int) -> "ParallelDims":
         """The same degrees with `dp_shard_size` filled in for `world_size` processes.

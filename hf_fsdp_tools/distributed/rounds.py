@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,8 +31,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_fsdp_tools.distributed.beat import Beat
-from hf_fsdp_tools.errors import RanksError
+from hf_fsdp_tools.distributed.beat import Beat, Place, conflict
+from hf_fsdp_tools.distributed.passes import PassWatch, behind, of_ended, passes_run
+from hf_fsdp_tools.errors import ConfigError, RanksError
 from hf_fsdp_tools.text import listed
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "Rounds",
     "Scope",
     "StoppedElsewhere",
+    "frames_of_package",
     "patience",
     "patience_of_at_least",
 ]
@@ -95,10 +97,15 @@ def patience(seconds: float) -> Iterator[None]:
     Args:
         seconds: the same on every rank.
 
+    Raises:
+        ConfigError: it is no number above 0.
+
     Example:
         >>> with patience(3600):
         ...     model = from_pretrained("checkpoint", load_kwargs={"progress": False})
     """
+    if not isinstance(seconds, int | float) or not seconds > 0:
+        raise ConfigError(f"patience is {seconds!r}; it must be a number of seconds above 0.")
     token = _patience_s.set(seconds)
     try:
         yield
@@ -143,22 +150,34 @@ class Rounds:
         self._counts = [0]  # rounds and scopes so far, in the whole and in each open scope
         self._former: str | None = None
         self._beat = Beat(store, f"{self._prefix}/beat/{rank}")
+        self._passes = PassWatch(store, self._prefix, rank, ranks)
         store.set(f"{self._prefix}/who/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
 
     def goodbye(self) -> Callable[[], None]:
         """A function that tells those that wait for this rank that its group or its script is over."""
-        store, beat, key = self._store, self._beat, f"{self._prefix}/ended/{self.rank}"
+        store, key = self._store, f"{self._prefix}/ended/{self.rank}"
 
         def say() -> None:
-            beat.stop()
+            self._beat.stop()
+            self._passes.stop()
             usual = store.timeout
             store.set_timeout(timedelta(seconds=5))  # a file store whose folder is gone would try for five minutes
             with suppress(RuntimeError):  # the store is gone: nobody waits
-                store.set(key, b"")
+                store.set(key, passes_run())
                 self.wait_for_readers()
             store.set_timeout(usual)
 
         return say
+
+    def watch_passes(self) -> None:
+        """Name ranks of which a forward pass of a sharded model waits for others; see `PassWatch`."""
+        self._passes.start()
+
+    def explain(self, error: BaseException) -> None:
+        """Add to the error of a forward pass which ranks have ended without it, if any."""
+        with suppress(RuntimeError):  # the store is gone, too
+            if said := of_ended(self._store, self._prefix, self.ranks):
+                error.add_note(said)
 
     @contextmanager
     def scope(self, doing: str) -> Iterator[Scope]:
@@ -167,7 +186,7 @@ class Rounds:
         self._scopes.append(scope)
         self._counts.append(0)
         try:
-            with self._beat.telling(doing):
+            with self._beat.telling(doing, f"{scope.path}/"):
                 yield scope
         finally:
             self._scopes.pop()
@@ -197,7 +216,7 @@ class Rounds:
         """
         path = f"{ends.path}/end" if ends is not None else self._next_path()
         around = [scope for scope in self._scopes if scope is not ends]
-        with _store_errors(), self._beat.telling(doing):
+        with _store_errors(), self._beat.telling(doing, path):
             self._store.set(f"{path}/{self.rank}", pickle.dumps((doing, value)))
             place = self._store.add(f"{path}/count", 1)
             self._refuse_given_up(path)
@@ -216,11 +235,7 @@ class Rounds:
                 self._store.delete_key(f"{path}/{self.rank}")
         self._former = path
         if len({other for other, _ in said}) > 1:
-            raise RanksError(
-                "The ranks are in different calls: "
-                + listed((f"rank {r} is {other}" for r, (other, _) in zip(self.ranks, said, strict=True)), 8)
-                + ". Call the same functions in the same order on every rank."
-            )
+            raise RanksError(_different_calls(zip(self.ranks, (other for other, _ in said), strict=True)))
         return [value for _, value in said]
 
     def wait_for_readers(self) -> None:
@@ -245,7 +260,7 @@ class Rounds:
     def _wait(self, path: str, place: int, doing: str, around: list[Scope]) -> None:
         """Return when the round is joined."""
         since_s, pause_s, looked_s = time.monotonic(), _POLL_S[0], time.monotonic()
-        others = _Others(self._store, self._prefix, path, self.ranks)
+        others = _Others(self._store, self._prefix, path, self.ranks, self.rank)
         while not self._store.check([f"{path}/joined"]):
             for scope in around:
                 if self._store.check([f"{scope.path}/failed"]):
@@ -254,13 +269,22 @@ class Rounds:
             if now_s - looked_s > 1:
                 looked_s = now_s
                 self._refuse_given_up(path)
-                if place <= _WATCHERS and (problem := others.problem(doing, is_first=place == 1)):
+                if place <= _WATCHERS and (problem := others.problem(doing, self._beat.places, is_first=place == 1)):
+                    if any(self._store.check([f"{scope.path}/failed"]) for scope in self._scopes):
+                        continue  # which is why one rank is elsewhere
                     self._store.set(f"{path}/gave up", problem)
                     raise RanksError(problem)
                 if now_s - since_s > 4 * max(_patience_s.get(), _LOST_S):  # who should have looked is gone, too
                     raise RanksError(f"While {doing}: the other ranks have not come, and those that look are gone.")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, max(_POLL_S[1], len(self.ranks) / _POLLS_PER_S))
+
+
+def _different_calls(doing: Iterable[tuple[int, str]]) -> str:
+    return (
+        f"The ranks are in different calls: {listed((f'rank {rank} is {what}' for rank, what in doing), 8)}. Call the "
+        "same functions in the same order on every rank."
+    )
 
 
 def _join(told: list[bytes]) -> bytes:
@@ -279,20 +303,24 @@ def _split(joined: bytes) -> list[Any]:
 class _Others:
     """What is known of the ranks that a round waits for."""
 
-    def __init__(self, store: Any, prefix: str, path: str, ranks: tuple[int, ...]) -> None:
-        self._store, self._prefix, self._path, self.ranks = store, prefix, path, ranks
+    def __init__(self, store: Any, prefix: str, path: str, ranks: tuple[int, ...], rank: int) -> None:
+        self._store, self._prefix, self._path, self.ranks, self._rank = store, prefix, path, ranks, rank
         self._begin_s = time.monotonic()
         self._counts: dict[int, tuple[int, float]] = {}
         self._progress: dict[int, tuple[int, float]] = {}
         self._warn_s = {"absent": _ABSENT_S, "slow": _WARN_S}
 
-    def problem(self, doing: str, *, is_first: bool) -> str:
+    def problem(self, doing: str, own: list[Place], *, is_first: bool) -> str:
         """Why the round is given up; empty where it is not. The first rank that waits warns of what takes long."""
         missing = [rank for rank in self.ranks if not self._store.check([f"{self._path}/{rank}"])]
         missing = missing or list(self.ranks)  # all have come, and the last of them has not joined their values
         beats = {rank: self._beat_of(rank) for rank in missing}
         if lost := [text for rank, beat in beats.items() if (text := self._lost(rank, beat))]:
             return f"While {doing}: {listed(lost)}. The others stop."
+        if apart := next(filter(None, (self._apart(rank, own, beat) for rank, beat in beats.items())), ""):
+            return apart
+        if alone := next(filter(None, map(self._in_a_pass, missing)), ""):
+            return f"While {doing}: {alone}. All ranks stop."
         quiet = {rank: self._quiet_s(rank, beat) for rank, beat in beats.items()}
         late = {rank: seconds for rank, seconds in quiet.items() if seconds > _patience_s.get()}
         told = listed((self._told(rank, beats[rank], quiet[rank]) for rank in late or missing), 8)
@@ -304,7 +332,7 @@ class _Others:
             if is_first and longest_s > self._warn_s[kind]:
                 self._warn_s[kind] = 2 * longest_s
                 text = f"Still {doing}, {longest_s:.0f} s without progress. {told}."
-                warnings.warn(text, stacklevel=_frames_of_package())
+                warnings.warn(text, stacklevel=frames_of_package())
                 break
         return ""
 
@@ -333,6 +361,19 @@ class _Others:
         what = "is stopped (SIGSTOP)" if state == "T" else "gives no sign of life"
         return f"rank {rank} {what} for {silent_s:.0f} s" if silent_s > _LOST_S else ""
 
+    def _apart(self, rank: int, own: list[Place], beat: dict[str, Any] | None) -> str:
+        """Why a rank and this one never meet; empty if they may."""
+        found = conflict(own, (beat or {}).get("at", ()))
+        return _different_calls(sorted(zip((self._rank, rank), found, strict=True))) if found else ""
+
+    def _in_a_pass(self, rank: int) -> str:
+        """Why a rank waits for this one for ever, in a forward pass; empty if it does not. The rank is told."""
+        key = f"{self._prefix}/passes/{rank}"
+        why = behind(self._store.get(key), rank, self._rank) if self._store.check([key]) else ""
+        if why:
+            self._store.set(f"{self._prefix}/alone/{rank}", why)
+        return why
+
     def _told(self, rank: int, beat: dict[str, Any] | None, quiet_s: float) -> str:
         if beat is None or not beat["doing"]:
             return f"rank {rank} is in no call of hf_fsdp_tools; every rank must call"
@@ -351,7 +392,7 @@ def _since(seen: dict[int, tuple[int, float]], rank: int, value: int) -> float:
     return now_s - seen[rank][1]
 
 
-def _frames_of_package() -> int:
+def frames_of_package() -> int:
     """The `stacklevel` with which a caller's warning names the line outside of this package that called it."""
     own = (str(Path(__file__).parents[1]), contextlib.__file__)
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1))]

@@ -12,20 +12,17 @@ from transformers import PreTrainedConfig
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.modeling.clone import copy_tree
-from hf_fsdp_tools.modeling.configs import text_config
+from hf_fsdp_tools.modeling.configs import max_positions
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.modeling.peft_view import base_of, is_adapted
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.adapter_plan import plan_with_adapters
 from hf_fsdp_tools.sharding.adapters import add_lora
 
-__all__ = ["DTYPES", "build", "max_positions"]
+__all__ = ["DTYPES", "build"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """The dtypes of a `TrainingSetup`."""
-
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
-"""How configurations name the number of positions."""
 
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
 
@@ -84,17 +81,6 @@ def _on_meta(model: nn.Module) -> nn.Module:
         return {key: None if value is None else own[value] for key, value in module._parameters.items()}
 
     return copy_tree(model, parameters=parameters).model
-
-
-def max_positions(config: PreTrainedConfig) -> int | None:
-    """The longest sequence of a model; None where its configuration sets no limit (relative positions)."""
-    if hasattr(config, "relative_attention_num_buckets"):
-        return None
-    for part in (text_config(config), config):
-        for name in _POSITIONS:
-            if isinstance(limit := getattr(part, name, None), int) and limit > 0:
-                return limit
-    return None
 
 
 def _check_length(model: nn.Module, setup: TrainingSetup) -> None:

@@ -6,9 +6,20 @@ from typing import Any, Literal, Self, get_args, get_type_hints
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.modeling.given import as_count, as_flag
+from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 
 __all__ = ["TrainingSetup"]
+
+
+_COUNTS = (
+    "num_gpus",
+    "gpus_per_node",
+    "dp_replicate_size",
+    "batch_size",
+    "seq_len",
+    "gradient_accumulation_steps",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +95,11 @@ class TrainingSetup:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        for name in ("num_gpus", "gpus_per_node", "batch_size", "seq_len", "gradient_accumulation_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
+        for name in (*_COUNTS, *(["lora_r"] if self.lora_r is not None else [])):
+            object.__setattr__(self, name, as_count(getattr(self, name), name))
+        for name in ("load_in_4bit", "activation_checkpointing", "reshard_after_forward", "offload", "compile"):
+            as_flag(getattr(self, name), name)
+        object.__setattr__(self, "policy", as_policy(self.policy, "policy") or HybridPolicy())
         hints = get_type_hints(type(self))
         for name in ("precision", "master_dtype", "reduce_dtype", "wrapping", "loss", "attn_implementation"):
             if getattr(self, name) not in (allowed := get_args(hints[name])):

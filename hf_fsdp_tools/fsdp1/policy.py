@@ -21,10 +21,11 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from hf_fsdp_tools.errors import WrapPlanError
+from hf_fsdp_tools.modeling.given import as_model, taking
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.planning.rules import check_wrap_plan
 from hf_fsdp_tools.text import dtype_name, listed
 
@@ -146,6 +147,7 @@ class HybridAutoWrapPolicy:
             )
 
 
+@taking(model=as_model, policy=as_policy)
 def hybrid_auto_wrap_policy(
     model: nn.Module, *, plan: WrapPlan | None = None, policy: HybridPolicy | None = None
 ) -> HybridAutoWrapPolicy:

@@ -28,8 +28,9 @@ from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view, replicas_of
 from hf_fsdp_tools.fsdp1.policy import HybridAutoWrapPolicy, hybrid_auto_wrap_policy
 from hf_fsdp_tools.fsdp1.precision import cast_where_computed
+from hf_fsdp_tools.modeling.given import as_model, taking
 from hf_fsdp_tools.modeling.initialize import initialize_missing
-from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.planning.plan import WrapPlan, as_plan
 from hf_fsdp_tools.sharding.allocate import with_storage
 from hf_fsdp_tools.sharding.whole import average_gradients
 from hf_fsdp_tools.text import listed
@@ -43,6 +44,7 @@ _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 """Strategies that shard within a group and replicate between groups."""
 
 
+@taking(model=as_model, plan=as_plan)
 def wrap_fsdp1(
     model: nn.Module,
     plan: WrapPlan,
@@ -145,6 +147,7 @@ def wrap_fsdp1(
     return wrapped
 
 
+@taking(model=as_model)
 def load_weights_fsdp1(
     model: nn.Module, path_or_repo: str | PathLike[str] | CheckpointIndex, **options: Any
 ) -> LoadReport:

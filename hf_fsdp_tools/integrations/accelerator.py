@@ -41,6 +41,7 @@ from hf_fsdp_tools.integrations.saved_state import (
     save_state_to,
 )
 from hf_fsdp_tools.integrations.saving import former_of, saveable
+from hf_fsdp_tools.sharding.shard import sharded_module
 from hf_fsdp_tools.sharding.whole import by_kind, step_kinds_apart
 
 __all__ = ["ShardedAccelerator", "ShardedScaler", "adopt"]
@@ -248,6 +249,11 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             base.generator = torch.Generator()  # torch draws a seed for workers from it, used or not
         return loader
 
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """Gather as `Accelerator.get_state_dict` does, whole on rank 0; every rank must call."""
+        all_ranks(None, "gathering the state dict")
+        return super().get_state_dict(model, unwrap)
+
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Save as `Accelerator.save` does; shards are refused, of which it would write rank 0's alone.
 
@@ -305,7 +311,8 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
         check_precision(model, accelerator)
         prepare_for_training(model, accelerator)
     accelerator._models.append(model)
-    model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's own mark
+    for prepared in (model, sharded_module(model) or model):  # the base, of a PEFT model
+        prepared._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's own mark
 
 
 @contextmanager

@@ -190,7 +190,7 @@ def _check_weights(folder: Path) -> None:
             with safe_open(file, "pt"):
                 pass
         except SafetensorError as error:
-            raise CheckpointError(f"{file}: is damaged ({first_line(error)}). Use another checkpoint.") from error
+            raise CheckpointError(f"{file}: is damaged ({first_line(error)}). Use another checkpoint.") from None
 
 
 # ---- what is deleted ----

@@ -4,6 +4,7 @@
     FSDPConfig.for_machine()      ->  a config that fits this machine, and the reasons
     .to_accelerate_yaml()         ->  text for `accelerate launch --config_file`
     FSDPConfig.check_file(path)   ->  findings about a file
+    .translate_file(path)         ->  what a file of FSDP1, DDP or DeepSpeed means here
 
 Imports neither torch nor Accelerate before a machine or a file is looked at.
 """
@@ -27,6 +28,7 @@ from hf_fsdp_tools.integrations.settings import (
 
 if TYPE_CHECKING:
     from hf_fsdp_tools.diagnostics.findings import Finding
+    from hf_fsdp_tools.integrations.translation import Translation
 
 __all__ = ["FSDPConfig"]
 
@@ -180,6 +182,20 @@ class FSDPConfig:
 
         return check_config_file(path, {field.name: field.default for field in fields(cls)})
 
+    @staticmethod
+    def translate_file(path: str | os.PathLike[str]) -> "Translation":
+        """What a user's own file means here: fields of this class, arguments of the Trainer, a sentence for each key.
+
+        Reads files of `accelerate launch` for FSDP1, FSDP2, DDP and DeepSpeed (with the JSON that they point to), and
+        DeepSpeed's JSON alone. Starts and communicates nothing. Imports Accelerate, for its own list of general keys.
+
+        Raises:
+            ConfigError: the file cannot be read, or asks for what has no meaning here.
+        """
+        from hf_fsdp_tools.integrations.translation import translate_file
+
+        return translate_file(path)
+
 
 def _to_accelerate(config: FSDPConfig) -> dict[str, Any]:
     data: dict[str, Any] = {
@@ -220,8 +236,9 @@ def _fsdp_section(config: FSDPConfig) -> dict[str, Any]:
         if config.fsdp_version in row.versions and value not in (None, "", ()):
             section[key] = ",".join(value) if isinstance(value, tuple) else value
     if config.fsdp_version == 1:
-        del section["fsdp_reshard_after_forward"]
-        section["fsdp_sharding_strategy"] = STRATEGIES[config.reshard_after_forward, config.dp_replicate_size > 1]
+        strategy = STRATEGIES[config.reshard_after_forward, config.dp_replicate_size > 1]
+        # The launcher reads the second; the first, so written, says that FSDP1 is meant (`integrations.launched`).
+        section |= {"fsdp_reshard_after_forward": strategy, "fsdp_sharding_strategy": strategy}
         if config.sync_module_states is None:
             section["fsdp_sync_module_states"] = config.cpu_ram_efficient_loading
     return section

@@ -16,9 +16,9 @@ from accelerate.commands.launch import launch_command_parser
 from hf_fsdp_tools.diagnostics.findings import Finding
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.contradictions import contradictions
-from hf_fsdp_tools.integrations.settings import YAML_KEYS, nearest, read_value, reshards
+from hf_fsdp_tools.integrations.settings import HYBRID, YAML_KEYS, nearest, read_value, reshards, strategy_of
 
-__all__ = ["check_config_file"]
+__all__ = ["check_config_file", "is_fsdp1"]
 
 _MIN_NUM_PARAMS = 100_000_000
 """The launcher's value where a file has no fsdp_min_num_params; source: accelerate 1.15, commands/launch.py."""
@@ -41,9 +41,9 @@ def check_config_file(path: str | os.PathLike[str], defaults: Mapping[str, Any])
     try:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; make a file with `hf-fsdp config`") from error
+        raise ConfigError(f"{path} cannot be read: {error}; make a file with `hf-fsdp config`") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} is not an Accelerate config: expected `key: value` lines, found {str(data)[:60]!r}")
     said: dict[str, Any] = {}
@@ -85,12 +85,15 @@ def _check(data: Mapping[str, Any], said: dict[str, Any], defaults: Mapping[str,
         cure = "Write distributed_type: FSDP, or make a file with `hf-fsdp config`."
         yield _error(code="not-fsdp", fact=f"distributed_type is {kind}: no setting of FSDP is passed on.", cure=cure)
         return
-    if version == 2:
+    if is_fsdp1(said):
+        yield _warning(code="fsdp1", fact="fsdp_version is 1: deprecated in PyTorch.", cure="Write fsdp_version: 2.")
+    elif version in (1, 2, None):
+        said["fsdp_version"] = 2
+        if version != 2:
+            fact = f"fsdp_version is {version or 'absent'} and the keys are of old files: read as FSDP2."
+            yield _warning(code="fsdp1", fact=fact, cure="Write fsdp_version: 2.")
+            _read_hybrid(said)
         yield from _check_fsdp2(said)
-    elif version in (1, None):
-        said["fsdp_version"] = 1
-        fact = f"fsdp_version is {version or 'absent, which the launcher takes for 1'}: deprecated in PyTorch."
-        yield _warning(code="fsdp1", fact=fact, cure="Write fsdp_version: 2.")
     if data.get("mixed_precision") is False:
         said["mixed_precision"] = "no"
         fact = "mixed_precision is no, which YAML reads as false: the launcher stops at it."
@@ -107,6 +110,24 @@ def _check(data: Mapping[str, Any], said: dict[str, Any], defaults: Mapping[str,
         for fact, cure in contradictions(config):
             yield _error(code="contradiction", fact=f"{fact}.", cure=_sentence(cure))
         yield from _check_devices(config)
+
+
+def is_fsdp1(said: Mapping[str, Any]) -> bool:
+    """Whether a file asks for FSDP1 in the words of files that know of versions; others are read as FSDP2.
+
+    Args:
+        said: values by the full names of their keys.
+    """
+    word = said.get("fsdp_reshard_after_forward")
+    return said.get("fsdp_version") == 1 and word is not None and str(word).lower() not in ("true", "false")
+
+
+def _read_hybrid(said: dict[str, Any]) -> None:
+    """Replace FSDP1's strategies with a copy per machine, in place, by what they do within one."""
+    word = strategy_of(said.get("fsdp_sharding_strategy", "FULL_SHARD"))
+    if word in HYBRID:
+        said["fsdp_sharding_strategy"] = HYBRID[word]
+        said.setdefault("parallelism_config_dp_replicate_size", said.get("num_machines", 1))
 
 
 def _check_fsdp2(said: dict[str, Any]) -> Iterator[Finding]:

@@ -32,7 +32,7 @@ def check_hooks(own: type, base: Any) -> None:
     if gone := [name for name in overridden(own) if not hasattr(base, name)]:
         raise ConfigError(
             f"{own.__name__} overrides {', '.join(gone)}, which the class that it extends does not have: nobody would "
-            "call it. Install a version that was tested (`hf-fsdp doctor`); write FSDPTrainerMixin before the Trainer."
+            "call it. Install a version that was tested (`hf-fsdp doctor`)."
         )
 
 

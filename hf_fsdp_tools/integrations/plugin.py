@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
@@ -18,11 +18,13 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
 from hf_fsdp_tools.fsdp1.under_accelerate import check_settings
 from hf_fsdp_tools.integrations.accelerator import adopt
+from hf_fsdp_tools.integrations.launched import read_unversioned, read_version
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
 from hf_fsdp_tools.integrations.settings import (
     drop_fsdp1_settings,
     is_set,
     reshard_after_forward,
+    warn_of_fsdp1_settings,
     warn_of_idle_wrap_settings,
     warn_of_unknown_variables,
 )
@@ -63,12 +65,15 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
 
     def __post_init__(self) -> None:
         warn_of_unknown_variables()
-        self.fsdp_version = int(self.fsdp_version or os.environ.get("FSDP_VERSION", "2"))
+        self.fsdp_version, unversioned = read_version(self.fsdp_version)
+        self.copies: ParallelismConfig | None = None  # that the launch config asks for by HYBRID_SHARD
         on_cpu = local_device().type == "cpu"
-        if self.fsdp_version == 2:
+        if unversioned:
+            self.copies = read_unversioned(self)
+        elif self.fsdp_version == 2:
             self.reshard_after_forward = reshard_after_forward(self)
             self.sharding_strategy = None
-            drop_fsdp1_settings(self)
+            warn_of_fsdp1_settings(drop_fsdp1_settings(self))
         else:
             self._prefer_what_fsdp1_can(on_cpu=on_cpu)
         self.mixed_precision_policy = _as_given(self.mixed_precision_policy, self.fsdp_version)

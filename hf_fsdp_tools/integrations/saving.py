@@ -160,13 +160,13 @@ def _take_place(staging: Path, folder: Path) -> None:
     except OSError as error:
         raise CheckpointError(
             f"Cannot finish {str(folder)!r}: {error}. What was saved there before is still there."
-        ) from error
+        ) from None
     try:
         shutil.rmtree(former)
     except OSError as error:
         raise CheckpointError(
             f"{str(folder)!r} is saved, but the former state cannot be deleted: {error}. Delete {str(former)!r}."
-        ) from error
+        ) from None
 
 
 def _bring_own_files(source: Path, target: Path) -> None:

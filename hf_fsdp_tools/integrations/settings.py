@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from hf_fsdp_tools.errors import ConfigError
 
 __all__ = [
+    "HYBRID",
     "SETTINGS",
     "TRAINING_KEYS",
     "VARIABLES",
@@ -32,6 +33,8 @@ __all__ = [
     "read_value",
     "reshard_after_forward",
     "reshards",
+    "strategy_of",
+    "warn_of_fsdp1_settings",
     "warn_of_idle_wrap_settings",
     "warn_of_unknown_variables",
 ]
@@ -214,7 +217,7 @@ def reshards(value: Any) -> bool:
     Raises:
         ConfigError: FSDP2 has no such strategy; the message says what to use.
     """
-    word = _word(str(getattr(value, "name", value)), get_args(_Strategy))
+    word = strategy_of(value)
     known = {"TRUE": True, "FULL_SHARD": True, "FALSE": False, "SHARD_GRAD_OP": False}
     if word in known:
         return known[word]
@@ -226,8 +229,17 @@ def reshards(value: Any) -> bool:
     raise ConfigError(f"FSDP2 has no sharding strategy {value}. {cure}.")
 
 
-def drop_fsdp1_settings(plugin: Any) -> None:
-    """Unset the plugin's settings of FSDP1 alone, in place; warn of values that differ from what FSDP2 does."""
+def strategy_of(value: Any) -> str:
+    """FSDP1's name of a sharding strategy that is given by its name in any case, its number or torch's enum."""
+    return _word(str(getattr(value, "name", value)), get_args(_Strategy))
+
+
+HYBRID = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
+"""What strategies with copies do within one machine."""
+
+
+def drop_fsdp1_settings(plugin: Any) -> str:
+    """Unset the plugin's settings of FSDP1 alone, in place; return those whose values differ from what FSDP2 does."""
     asked = []
     for row in SETTINGS:
         if not row.argument or 2 in row.versions:
@@ -239,10 +251,15 @@ def drop_fsdp1_settings(plugin: Any) -> None:
         if (said.upper() if isinstance(said, str) else said) not in (None, row.fsdp2):
             asked.append(f"{row.argument}={said}")
         setattr(plugin, row.argument, True if row.argument == "limit_all_gathers" else None)
-    if asked:
+    return ", ".join(asked)
+
+
+def warn_of_fsdp1_settings(left_out: str) -> None:
+    """Warn of settings that `drop_fsdp1_settings` left out, if any."""
+    if left_out:
         warnings.warn(
-            f"Only FSDP1 has {', '.join(asked)}. FSDP2 gathers ahead, keeps original parameters and limits memory by "
-            "itself: left out.",
+            f"Only FSDP1 has {left_out}. FSDP2 gathers ahead, keeps original parameters and limits memory by itself: "
+            "left out.",
             stacklevel=4,
         )
 

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Iterable, Mapping
+from inspect import signature
 from typing import Any
 
 import accelerate
@@ -10,14 +11,22 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DataLoaderConfiguration, DynamoBackend, InitProcessGroupKwargs, TorchDynamoPlugin
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DynamoBackend,
+    InitProcessGroupKwargs,
+    PrecisionType,
+    TorchDynamoPlugin,
+)
 
 from hf_fsdp_tools.distributed.cpu_backend import GROUP_TIMEOUT
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt
+from hf_fsdp_tools.integrations.launched import check_gpus
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_set
+from hf_fsdp_tools.modeling.given import as_count, as_dtype, did_you_mean
 
 __all__ = ["make_accelerator", "start_state", "use_one_device"]
 
@@ -46,7 +55,8 @@ def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerat
     Every rank must call; starts the process group if none is running.
 
     Raises:
-        ConfigError: an Accelerator without FSDP exists already in this process, or a setting cannot be honoured.
+        ConfigError: an Accelerator without FSDP exists already in this process, a setting cannot be honoured, or
+            `accelerate launch` was given a config for GPUs on a machine without.
 
     Example:
         >>> accelerator = make_accelerator(cpu=True)
@@ -62,6 +72,7 @@ def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerat
             f"fsdp_plugin is a {type(plugin).__name__}; make_accelerator needs a HybridFSDPPlugin, which takes the "
             "same arguments and a policy."
         )
+    _read_arguments(accelerate_kwargs)
     start_state(
         plugin,
         mixed_precision=accelerate_kwargs.get("mixed_precision"),
@@ -75,6 +86,30 @@ def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerat
     accelerate_kwargs.setdefault("dataloader_config", DataLoaderConfiguration(use_seedable_sampler=True))
     accelerator = ShardedAccelerator(fsdp_plugin=plugin, **accelerate_kwargs)
     return adopt(accelerator, sync_each_batch="gradient_accumulation_plugin" not in accelerate_kwargs)
+
+
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
+
+
+def _read_arguments(given: dict[str, Any]) -> None:
+    """Replace arguments for `Accelerator` by what they mean, in place.
+
+    Raises:
+        ConfigError: an argument is unknown, or cannot be honoured.
+    """
+    known = signature(Accelerator.__init__).parameters.keys() - {"self"}
+    for name in given.keys() - known:
+        raise ConfigError(f"make_accelerator has no argument {name!r}{did_you_mean(name, known)}")
+    precision = given.get("mixed_precision")
+    if precision is not None and str(precision) not in PrecisionType.list():
+        given["mixed_precision"] = precision = _PRECISIONS.get(as_dtype(precision, "mixed_precision"), precision)
+    if str(precision) == "fp16" and (given.get("cpu") or local_device().type == "cpu"):
+        raise ConfigError(
+            "mixed_precision 'fp16' needs a scaled loss, which Accelerate has for GPUs and not for cpu. Use 'bf16', "
+            "which needs none, or 'no'."
+        )
+    if (steps := "gradient_accumulation_steps") in given:
+        given[steps] = as_count(given[steps], steps)
 
 
 def start_state(
@@ -104,9 +139,10 @@ def start_state(
     Every rank must call; starts the process group if none is running.
 
     Raises:
-        ConfigError: an Accelerator without FSDP exists already, Accelerate did not take the state up, or the
-            parallelism config has axes other than data parallelism.
+        ConfigError: an Accelerator without FSDP exists already, Accelerate did not take the state up, the
+            parallelism config has axes other than data parallelism, or the launch config is for GPUs and there is none.
     """
+    check_gpus(cpu=cpu)
     cpu = cpu or local_device().type == "cpu"
     if AcceleratorState._shared_state:
         state = AcceleratorState()
@@ -132,6 +168,7 @@ def start_state(
         torch.accelerator.set_device_index(device.index)  # PartialState sets the one of LOCAL_RANK
     if parallelism_config is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
         parallelism_config = ParallelismConfig()  # fills itself from the variables beside that one
+    parallelism_config = parallelism_config or plugin.copies
     state = AcceleratorState(
         mixed_precision=mixed_precision,
         cpu=cpu,

@@ -45,6 +45,8 @@ from hf_fsdp_tools.integrations.saving import saveable
 from hf_fsdp_tools.integrations.settings import plugin_arguments
 from hf_fsdp_tools.integrations.state import start_state, use_one_device
 from hf_fsdp_tools.integrations.unwritten import Unwritten, finish_state
+from hf_fsdp_tools.modeling.peft_view import is_adapted
+from hf_fsdp_tools.sharding.adapter_files import ADAPTER_CONFIG
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
 from hf_fsdp_tools.sharding.shard import sharded_module
 
@@ -83,8 +85,8 @@ class FSDPTrainerMixin(PushingMixin):
     writes it; they start anew with a warning, where otherwise an error says what is absent.
 
     Raises:
-        ConfigError: when a trainer class is defined: this version of transformers lacks a method that is overridden
-            here. When a frozen model is set: it is sharded as one unit.
+        ConfigError: when a trainer class is defined: the mixin stands after the Trainer, or this version of
+            transformers lacks a method that is overridden here. When a frozen model is set: it is sharded as one unit.
 
     Example:
         >>> from transformers import Trainer, TrainingArguments
@@ -109,6 +111,13 @@ class FSDPTrainerMixin(PushingMixin):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Check for each trainer class that transformers still has the methods that are overridden here."""
         if issubclass(cls, Trainer):
+            if cls.__mro__.index(Trainer) < cls.__mro__.index(FSDPTrainerMixin):
+                bases = [base.__name__ for base in cls.__bases__]
+                ordered = ["FSDPTrainerMixin", *(base for base in bases if base != "FSDPTrainerMixin")]
+                raise ConfigError(
+                    f"class {cls.__name__}({', '.join(bases)}): the Trainer stands first, so that nothing of the mixin "
+                    f"would run. Write class {cls.__name__}({', '.join(ordered)})."
+                )
             check_hooks(FSDPTrainerMixin, super())
         super().__init_subclass__(**kwargs)
 
@@ -301,7 +310,8 @@ class FSDPTrainerMixin(PushingMixin):
         """Load weights into the shards, from a checkpoint of this mixin or of the plain Trainer."""
         model = model if model is not None else self.model
         folder = Path(resume_from_checkpoint)
-        if (folder / WEIGHTS).is_file() or (folder / WEIGHTS_INDEX).is_file():
+        is_adapter = is_adapted(model) and (folder / ADAPTER_CONFIG).is_file()  # an earlier run's full weights may stay
+        if not is_adapter and ((folder / WEIGHTS).is_file() or (folder / WEIGHTS_INDEX).is_file()):
             _load_weights(model, folder)
             return
         refuse_damage(folder)

@@ -1,21 +1,25 @@
 """The arguments of `AutoModel….from_pretrained`, sorted: what is honoured, what asks for nothing, what is refused."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.text import dtype_name
+from hf_fsdp_tools.modeling.given import as_dtype, did_you_mean
 
-__all__ = ["LoadingArguments", "as_dtype", "sort_arguments"]
+__all__ = ["LoadingArguments", "one_dtype", "refuse_misspelt", "sort_arguments"]
 
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 """Where and how a checkpoint is fetched."""
 
 _LOAD = ("ignore_mismatched_sizes",)
 """What `load_weights` takes."""
+
+_OF_LOADING = {"added_tokens", "check_finite", "progress", "requests_in_flight", "seed", "staging_bytes", "strict"}
+"""Arguments of `load_weights` that stand in `load_kwargs`."""
 
 _ANY = object()
 
@@ -49,6 +53,14 @@ _ELSEWHERE: dict[str, tuple[tuple[object, ...], str]] = {
     "use_auth_token": ((None,), "Pass token"),
     "code_revision": ((None,), "Pass revision, which the code of the checkpoint is taken from too"),
     "adapter_kwargs": ((None, {}), "Give the adapter's own name, and is_trainable"),
+    "_fast_init": ((_ANY,), ""),
+    "mirror": ((_ANY,), ""),
+    "load_in_8bit": ((None, False), "Give quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)"),
+    "load_in_4bit": ((None, False), "Give quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)"),
+    "device": ((None,), "The mesh decides where the shards are: mesh, or make_accelerator(cpu=True) for the CPU"),
+    "gradient_checkpointing": ((None, False), "Pass activation_checkpointing=True"),
+    "max_seq_length": ((None,), "It belongs to the trainer (max_length of SFTConfig)"),
+    "tokenizer": ((None,), "Pass num_tokens=len(tokenizer), and the tokenizer to the trainer or to save_pretrained"),
     "use_kernels": ((None, False), "Call kernelize on the model before it is sharded"),
 }
 """Arguments of transformers (5.23) that have another answer here: values that ask for nothing, and what to do
@@ -90,25 +102,41 @@ def sort_arguments(keywords: Mapping[str, Any]) -> LoadingArguments:
     )
 
 
-def as_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None) -> torch.dtype | str | None:
+def refuse_misspelt(keywords: Iterable[str], config: PreTrainedConfig, known: Iterable[str]) -> None:
+    """Refuse keywords that are neither the config's nor known, where they look like one of these or have a cure.
+
+    Others may be arguments of a model's own class, which has the last word.
+
+    Args:
+        keywords: for the config or the model.
+        config: of the model.
+        known: keywords of the function.
+
+    Raises:
+        ConfigError: names the keyword, and what to write.
+    """
+    names = {*known, *_HUB, *_LOAD, *_ELSEWHERE, *_OF_LOADING}
+    for keyword in keywords:
+        if hasattr(config, keyword) or keyword in names - _OF_LOADING or keyword.endswith("_implementation"):
+            continue
+        if keyword in _OF_LOADING:
+            raise ConfigError(
+                f"from_pretrained has no argument {keyword!r}, load_weights has: pass load_kwargs={{{keyword!r}: …}}."
+            )
+        if (end := did_you_mean(keyword, names | config.to_dict().keys())) != ".":
+            raise ConfigError(f"from_pretrained has no argument {keyword!r}{end}")
+
+
+def one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None) -> torch.dtype | str | None:
     """The dtype that `dtype` or, by its older name, `torch_dtype` means; "auto" stays as it is.
 
     Raises:
         ConfigError: they differ, or are no floating-point dtype.
     """
-    found = [_parsed(given) for given in (dtype, torch_dtype) if given is not None]
+    asked = {"dtype": dtype, "torch_dtype": torch_dtype}
+    found = [given if given == "auto" else as_dtype(given, name) for name, given in asked.items() if given is not None]
     if len(set(found)) > 1:
         raise ConfigError(
             f"dtype={dtype!r} and torch_dtype={torch_dtype!r} are two names of one thing. Give dtype only."
         )
     return found[0] if found else None
-
-
-def _parsed(given: torch.dtype | str) -> torch.dtype | str:
-    if given == "auto":
-        return "auto"
-    dtype = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        name = given if isinstance(given, str) else dtype_name(given)
-        raise ConfigError(f"dtype={name!r} is no floating-point dtype. Use float32, bfloat16, float16 or 'auto'.")
-    return dtype

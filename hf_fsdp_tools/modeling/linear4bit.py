@@ -92,7 +92,7 @@ def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> An
     stored = _stored_in(config)
     if asked is not None and not _is_4bit(asked):
         raise ConfigError(
-            f"quantization_config={asked!r} cannot be applied shard by shard. "
+            f"quantization_config={_named(asked)} cannot be applied shard by shard. "
             f"{_WHY_NOT_8BIT if _is_8bit(asked) else _ONLY_4BIT} {_CURE}"
         )
     if asked is None and not _is_4bit(stored):
@@ -104,9 +104,9 @@ def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> An
     except ImportError as error:
         raise ConfigError(
             f"4-bit weights need bitsandbytes and accelerate: pip install bitsandbytes. ({error})"
-        ) from error
+        ) from None
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"This quantisation cannot be had: {error}") from error
+        raise ConfigError(f"This quantisation cannot be had: {error}") from None
     return quantizer
 
 
@@ -259,6 +259,15 @@ def _is_4bit(config: Any) -> bool:
 
 def _is_8bit(config: Any) -> bool:
     return bool(config.get("load_in_8bit") if isinstance(config, Mapping) else getattr(config, "load_in_8bit", False))
+
+
+def _named(config: Any) -> str:
+    """A quantisation in a few words: its class and what it switches on, or its method."""
+    content = dict(config) if isinstance(config, Mapping) else config.to_dict()
+    bits = [f"{name}=True" for name in ("load_in_8bit", "load_in_4bit") if content.get(name)]
+    method = content.get("quant_method")
+    told = bits or [f"quant_method={str(getattr(method, 'value', method))!r}"]
+    return f"{'dict' if isinstance(config, Mapping) else type(config).__name__}({', '.join(told)})"
 
 
 def _linear4bits(model: nn.Module) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from os import PathLike, fspath
 from pathlib import Path
@@ -16,11 +16,12 @@ from transformers import initialization as init
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.configs import text_config
+from hf_fsdp_tools.modeling.given import as_dtype, as_flag, as_path, did_you_mean, taking
 from hf_fsdp_tools.modeling.linear4bit import make_quantizer, pack_weights, replace_linears
 from hf_fsdp_tools.modeling.model_class import model_class
 from hf_fsdp_tools.modeling.quantization import note_quantization, set_aside_quantization
 from hf_fsdp_tools.modeling.untrusted import read_json_object, understood
-from hf_fsdp_tools.text import first_line, first_lines, listed, quoted
+from hf_fsdp_tools.text import dtype_name, first_line, first_lines, listed, quoted
 
 __all__ = [
     "build_meta_model",
@@ -56,7 +57,7 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
     if isinstance(name_or_config, PreTrainedConfig):
         with understood(_of_config(name_or_config), _CURE):
             return copy.deepcopy(name_or_config)
-    name = fspath(name_or_config)
+    name = fspath(as_path(name_or_config, "name_or_config"))
     path = local_path(name)
     if path is None:
         hub_kwargs = _fetch_config(name, hub_kwargs)
@@ -69,9 +70,9 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(name, **hub_kwargs)
         except ValueError as error:
-            raise ConfigError(f"The configuration of {name!r} cannot be used: {first_lines(error)}.") from error
+            raise ConfigError(f"The configuration of {name!r} cannot be used: {first_lines(error)}.") from None
         except OSError as error:
-            raise CheckpointError(f"The configuration in {name!r} cannot be read: {first_lines(error)}.") from error
+            raise CheckpointError(f"The configuration in {name!r} cannot be read: {first_lines(error)}.") from None
     config._commit_hash = commit  # older versions of transformers set it; never written to a file
     return config
 
@@ -113,6 +114,7 @@ def config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
     return None
 
 
+@taking(dtype=as_dtype, trust_remote_code=as_flag)
 def build_meta_model(
     name_or_config: str | PathLike[str] | PreTrainedConfig,
     *,
@@ -160,6 +162,11 @@ def build_meta_model(
     quantization = set_aside_quantization(config)
     quantizer = make_quantizer(config, model_kwargs)
     dtype = dtype or config_dtype(config) or torch.float32
+    if dtype.itemsize == 1:
+        raise ConfigError(
+            f"A model cannot be built in {dtype_name(dtype)}, which needs scales beside its values. Use bfloat16; "
+            "checkpoints in FP8 are dequantised to it while they are read."
+        )
     for name in [name for name in model_kwargs if hasattr(config, name) and not name.endswith("_implementation")]:
         setattr(config, name, model_kwargs.pop(name))
     auto_class = model_class(config, auto_class, trust_remote_code=trust_remote_code)
@@ -174,21 +181,12 @@ def build_meta_model(
                     model = auto_class.from_config(
                         config, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
                     )
-        except TypeError as error:
-            if not model_kwargs:
-                raise
-            raise ConfigError(
-                f"{', '.join(model_kwargs)} fit neither the config nor the model: {first_line(error)}."
-            ) from error
         except FSDPToolsError:
             raise
-        except ValueError as error:
-            usual = model_class(config, trust_remote_code=trust_remote_code)
-            cure = "Give the model's class as" if usual is auto_class else f"Leave out, or give {usual.__name__} as"
-            raise ConfigError(
-                f"{auto_class.__name__} has no model for {type(config).__name__}: {first_line(error)}. {cure} "
-                "auto_class (--auto-class)."
-            ) from error
+        except (TypeError, ValueError) as error:
+            if (problem := _misused(error, config, auto_class, trust_remote_code, model_kwargs)) is None:
+                raise
+            raise ConfigError(problem) from None  # it repeats the library's, at length
     if quantizer is not None:
         replace_linears(model, quantizer, dtype)
     _keep_in_fp32(model, dtype)
@@ -198,6 +196,29 @@ def build_meta_model(
     assert isinstance(model, PreTrainedModel)
     note_quantization(model, quantization)
     return model
+
+
+def _misused(
+    error: TypeError | ValueError,
+    config: PreTrainedConfig,
+    auto_class: Any,
+    trust_remote_code: bool,
+    keywords: Mapping[str, Any],
+) -> str | None:
+    """What is wrong with the arguments of a model that could not be built; None where it may be the config's fault."""
+    kind = getattr(auto_class, "__name__", str(auto_class))
+    if isinstance(error, TypeError) and keywords:
+        names, fits = ", ".join(keywords), "fits" if len(keywords) == 1 else "fit"
+        known = [*config.to_dict(), "attn_implementation", "quantization_config"]
+        end = did_you_mean(next(iter(keywords)), known)
+        return f"{names} {fits} neither the config nor the model, {kind}{end}"
+    if isinstance(error, TypeError):
+        return None
+    if str(error).startswith("Unrecognized configuration class"):
+        usual = model_class(config, trust_remote_code=trust_remote_code)
+        cure = "Give the model's class as" if usual is auto_class else f"Leave out, or give {usual.__name__} as"
+        return f"{kind} has no model for {type(config).__name__}. {cure} auto_class (--auto-class)."
+    return f"{kind} cannot make a model of this {type(config).__name__}: {first_line(error)}."
 
 
 def _built_by_transformers(config: PreTrainedConfig, auto_class: Any) -> AbstractContextManager[None]:

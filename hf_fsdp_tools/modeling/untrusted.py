@@ -46,7 +46,7 @@ def understood(what: str, cure: str, kind: type[FSDPToolsError] = CheckpointErro
     except (FSDPToolsError, MemoryError):
         raise
     except ImportError as error:
-        raise ConfigError(f"{what}: {first_lines(error)}. Install what is missing.") from error
+        raise ConfigError(f"{what}: {first_lines(error)}. Install what is missing.") from None
     except Exception as error:
         raise kind(f"{what}: {type(error).__name__}: {first_lines(error)}. {cure}") from error
 
@@ -65,7 +65,7 @@ def read_json_object(file: Path) -> Mapping[str, Any]:
                 )
             text = file.read_bytes()
         except OSError as error:
-            raise CheckpointError(f"{file}: cannot be read: {error}. Check the path and its permissions.") from error
+            raise CheckpointError(f"{file}: cannot be read: {error}. Check the path and its permissions.") from None
     with understood(f"{file}: is not JSON", "Copy or save it again."):
         content = json.loads(text)
     if not isinstance(content, dict):

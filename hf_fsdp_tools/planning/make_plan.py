@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from hf_fsdp_tools.errors import WrapPlanError
+from hf_fsdp_tools.modeling.given import as_model, taking
 from hf_fsdp_tools.planning.draft import PlanDraft
 from hf_fsdp_tools.planning.plan import WrapPlan
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.planning.rules import broken_rules
 from hf_fsdp_tools.planning.steps import (
     add_blocks,
@@ -24,8 +25,6 @@ from hf_fsdp_tools.planning.steps import (
 )
 
 __all__ = ["STEPS", "make_wrap_plan"]
-
-_DEFAULT_POLICY = HybridPolicy()
 
 STEPS: tuple[Callable[[PlanDraft], None], ...] = (
     # the user's choices come first: a module keeps the first unit that it gets
@@ -47,10 +46,11 @@ STEPS: tuple[Callable[[PlanDraft], None], ...] = (
 """The steps that make a plan, in the order in which they change the draft."""
 
 
+@taking(model=as_model, policy=as_policy)
 def make_wrap_plan(
     model: nn.Module,
     *,
-    policy: HybridPolicy = _DEFAULT_POLICY,
+    policy: HybridPolicy | None = None,
     steps: Sequence[Callable[[PlanDraft], None]] = STEPS,
 ) -> WrapPlan:
     """Decide which parameters of `model` FSDP gathers together, and why; return the plan.
@@ -60,7 +60,8 @@ def make_wrap_plan(
 
     Args:
         model: any module, before FSDP is applied. Names in the plan are names in this model.
-        policy: changes to the defaults.
+        policy: changes to the defaults; None for none. The name or class of a block, or several, mean a policy with
+            these `block_types`.
         steps: functions that change the draft, in order; `STEPS` with your own among them (`docs/extending.md`). Every
             rank must give the same steps, and each step must do the same on every rank.
 
@@ -75,7 +76,7 @@ def make_wrap_plan(
         LlamaForCausalLM: 45.9 K parameters in 5 units
         unit ...
     """
-    draft = PlanDraft(model, policy)
+    draft = PlanDraft(model, policy or HybridPolicy())
     for step in steps:
         step(draft)
     plan = draft.finish()

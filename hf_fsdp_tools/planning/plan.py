@@ -6,10 +6,10 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_fsdp_tools.errors import WrapPlanError
-from hf_fsdp_tools.text import listed, merge_alike, merge_names, show_bytes, show_count, table
+from hf_fsdp_tools.errors import ConfigError, WrapPlanError
+from hf_fsdp_tools.text import listed, merge_alike, merge_names, quoted, show_bytes, show_count, table
 
-__all__ = ["WrapPlan", "WrapUnit"]
+__all__ = ["WrapPlan", "WrapUnit", "as_plan"]
 
 _RESHARD = {"True": "yes", "False": "no", "None": "auto"}
 _FORMAT = 1
@@ -97,7 +97,7 @@ class WrapPlan:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, WrapPlanError):
                 raise
-            raise WrapPlanError(f"Not a wrap plan: {error}. {cure}") from error
+            raise WrapPlanError(f"Not a wrap plan: {error}. {cure}") from None
 
     @property
     def alike(self) -> list[list[WrapUnit]]:
@@ -139,6 +139,17 @@ class WrapPlan:
         )
         lines += [f"replicated on every rank: {names}" for names in merge_alike(self.replicated)]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def as_plan(value: Any, name: str) -> WrapPlan:
+    """The plan itself.
+
+    Raises:
+        ConfigError: the value is none.
+    """
+    if isinstance(value, WrapPlan):
+        return value
+    raise ConfigError(f"{name} is {quoted(value)}: it must be a WrapPlan. Make one with make_wrap_plan(model).")
 
 
 def _modules(units: list[WrapUnit]) -> str:

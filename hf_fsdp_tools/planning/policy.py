@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from hf_fsdp_tools.errors import WrapPlanError
+from hf_fsdp_tools.errors import ConfigError, WrapPlanError
+from hf_fsdp_tools.modeling.given import did_you_mean
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, class_name
-from hf_fsdp_tools.text import listed
+from hf_fsdp_tools.text import listed, quoted
 
-__all__ = ["HybridPolicy", "UnitPredicate", "matching_nodes", "nearest_names"]
+__all__ = ["HybridPolicy", "UnitPredicate", "as_policy", "matching_nodes", "nearest_names"]
 
 UnitPredicate = Callable[[str, nn.Module], bool | Mapping[str, Any] | None]
 """`(fqn, module) -> True | {"reshard_after_forward": ..., "reason": ...}` for a unit, False or None otherwise."""
@@ -55,17 +56,56 @@ class HybridPolicy:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name} is {value!r}: it must be a number of parameters, 0 or more."
+            f"{name} is {getattr(self, name)!r}: it must be a number of parameters, 0 or more."
             for name in ("min_unit_params", "floor_params", "expert_unit_params")
-            if (value := getattr(self, name)) is not None and not value >= 0
+            if not _is_number(getattr(self, name))
         ]
         problems += [
             f"{name} is {value!r}: it must be a tuple; write ({value!r},)."
             for name in ("block_types", "units", "replicate")
             if isinstance(value := getattr(self, name), str | type) or callable(value)
         ]
+        problems += [
+            f"block_types holds {one!r}: it must hold classes of modules, names of classes or fqn patterns."
+            for one in (self.block_types if isinstance(self.block_types, tuple | list) else ())
+            if not isinstance(one, str | type)
+        ]
+        if not isinstance(self.reshard_after_forward, Mapping):
+            problems.append(
+                f"reshard_after_forward is {self.reshard_after_forward!r}: it must be a dict from fqn patterns of "
+                f"units; for all units, write {{'*': {self.reshard_after_forward!r}}}."
+            )
         if problems:
             raise WrapPlanError("HybridPolicy: " + " ".join(problems))
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value >= 0)
+
+
+def as_policy(value: Any, name: str) -> HybridPolicy | None:
+    """A policy; of a class, a name or several, one with these `block_types`; of a mapping, one with these wishes.
+
+    None where the function decides.
+
+    Raises:
+        ConfigError: the value is none of these.
+        WrapPlanError: a wish has no meaning.
+    """
+    if value is None or isinstance(value, HybridPolicy):
+        return value
+    given = value if isinstance(value, tuple | list) else (value,)
+    if given and all(isinstance(one, str) or (isinstance(one, type) and issubclass(one, nn.Module)) for one in given):
+        return HybridPolicy(block_types=tuple(given))
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{name} is {quoted(value)}: it must be a HybridPolicy(…), or names or classes of blocks, as "
+            "'LlamaDecoderLayer'."
+        )
+    known = HybridPolicy.__dataclass_fields__
+    for key in value.keys() - known.keys():
+        raise ConfigError(f"{name} has no {key!r}{did_you_mean(str(key), known)} It has {', '.join(known)}.")
+    return HybridPolicy(**value)
 
 
 def matching_nodes(tree: ModuleTree, wanted: type[nn.Module] | str, *, problems: list[str]) -> list[ModuleNode]:

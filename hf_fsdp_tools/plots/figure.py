@@ -80,10 +80,10 @@ def check_matplotlib() -> None:
     """
     try:
         import matplotlib.figure  # noqa: F401
-    except ImportError as error:
+    except ImportError:
         raise ConfigError(
             "Pictures are drawn by matplotlib, which is not installed. Run: pip install 'hf-fsdp-tools[plots]'"
-        ) from error
+        ) from None
 
 
 @dataclass(frozen=True)

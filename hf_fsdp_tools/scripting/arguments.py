@@ -1,6 +1,8 @@
 """Arguments of a recipe: TRL's and the Trainer's own, from the command line over a YAML file."""
 
+import argparse
 import difflib
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,13 +11,13 @@ from inspect import get_annotations
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 import yaml
+from huggingface_hub import get_token
 from trl import ModelConfig, TrlParser
 
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.text import first_line
+from hf_fsdp_tools.text import first_line, first_lines
 
 __all__ = ["ModelArguments", "parse_arguments"]
 
@@ -31,9 +33,16 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
         default=None,
         metadata={
             "help": "End when the evaluation loss has not fallen in so many evaluations in a row, and keep the best "
-            "checkpoint. Evaluates and saves 20 times in the run, unless --eval_strategy says otherwise."
+            "checkpoint. Evaluates 20 times in the run, unless --eval_strategy says otherwise, and saves the best."
         },
     )
+
+    def __post_init__(self) -> None:
+        """As TRL's; but one plain name of `--lora_target_modules` stays a name, which TRL makes a pattern."""
+        super().__post_init__()
+        asked = self.lora_target_modules  # type: ignore[has-type]
+        if isinstance(asked, str) and asked.replace("_", "").isalnum():
+            self.lora_target_modules = [asked]
 
 
 _EARLY_STOP = {
@@ -41,8 +50,7 @@ _EARLY_STOP = {
     "metric_for_best_model": "eval_loss",
     "eval_strategy": "steps",
     "eval_steps": 0.05,
-    "save_strategy": "steps",
-    "save_steps": 0.05,
+    "save_strategy": "best",
 }
 """What early stopping needs of the Trainer."""
 
@@ -54,8 +62,12 @@ def parse_arguments(
 
     A dataclass with `model_name_or_path` (`ModelArguments`) must be among them, one with `dataset_name` (TRL's
     `ScriptArguments`) and one that extends `TrainingArguments` (`SFTConfig`) usually are. Without a model and a dataset
-    the recipe is a demo. `--help` prints the docstring of the running script and its options, those that TRL and
-    transformers do not have first.
+    the recipe is a demo.
+
+    Where the output folder is the recipe's default and holds a run already, the next free number is used
+    ("outputs/finetune-2"); `--resume_from_checkpoint true` takes the last. Where standard error is no terminal, and
+    with `--disable_tqdm`, the bars of datasets, transformers and huggingface_hub are switched off. `--help` prints the
+    docstring of the running script and its options, those that TRL and transformers do not have first.
 
     Args:
         dataclasses: of TRL's parser.
@@ -68,9 +80,9 @@ def parse_arguments(
         ConfigError: an option or key is unknown (with the nearest name), a value has the wrong type, options
             contradict each other, or a package that an option needs is absent.
     """
-    parser = _Parser(dataclasses, allow_abbrev=True)
+    parser = _Parser(dataclasses, allow_abbrev=True, formatter_class=_Help)
     known = {action.dest for action in parser._actions}
-    chosen = _RECIPE_DEFAULTS | {"use_cpu": not torch.accelerator.is_available()} | dict(defaults or {})
+    chosen = _RECIPE_DEFAULTS | dict(defaults or {})
     parser.set_defaults(**{name: value for name, value in chosen.items() if name in known})
     found = parser.parse()
     again: dict[str, Any] = {}
@@ -83,6 +95,9 @@ def parse_arguments(
         found = parser.parse()
     _complete(found)
     _check(found)
+    _use_own_folder(found, str(chosen.get("output_dir")))
+    if not sys.stderr.isatty() or _value(found, "disable_tqdm"):
+        _show_no_bars()
     return found
 
 
@@ -104,6 +119,14 @@ _RECIPE_DEFAULTS: dict[str, Any] = {
 """Defaults of all recipes where they differ from TRL's."""
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """One short line for each option: TRL's parser knows each by two names, and some have forty choices."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        value = "" if action.nargs == 0 else self._format_args(action, action.dest.upper())
+        return f"{action.option_strings[0]} {value if len(value) < 40 else '…'}".rstrip()
+
+
 class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
     """TRL's parser with one-line errors and a help text that begins with the recipe's own options."""
 
@@ -119,7 +142,7 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         except ConfigError:
             raise
         except (ValueError, TypeError, ImportError) as error:
-            raise ConfigError(f"The options cannot be used: {first_line(error)}.") from error
+            raise ConfigError(f"The options cannot be used: {first_lines(error, 4)}.") from error
         if unknown:
             asked = next((part for part in unknown if part.startswith("-")), unknown[0])
             raise ConfigError(
@@ -144,7 +167,7 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         owner = {name: part.__name__ for kind in self.dataclass_types for name, part in _defined_in(kind)}
         for action in self._actions:
             title = owner.get(action.dest, "")
-            own = title in ("", "ScriptArguments") or action.dest in _FIRST
+            own = title == "" or action.dest in _FIRST or action.dest.startswith("dataset_")
             sections.setdefault("options of this recipe" if own else f"options of {title}", []).append(action)
         text = (getattr(sys.modules["__main__"], "__doc__", None) or "").strip()
         for title, actions in sections.items():
@@ -229,8 +252,35 @@ def _complete(found: tuple[Any, ...]) -> None:
         asked = str(one.resume_from_checkpoint).lower()
         if asked in ("true", "false", "none"):
             one.resume_from_checkpoint = True if asked == "true" else None
-        if str(getattr(one.eval_strategy, "value", one.eval_strategy)) == "no":
+        if getattr(one, "eval_strategy", None) == "no":
             one.eval_on_start = False
+
+
+def _use_own_folder(found: tuple[Any, ...], default: str) -> None:
+    """Where the folder is the recipe's default, take the next free number: a run must not mix with the one before.
+
+    A run that is resumed takes the last.
+    """
+    training = next((one for one in found if hasattr(one, "resume_from_checkpoint")), None)
+    if training is None or training.output_dir != default:
+        return
+    last = folder = Path(default)
+    for number in itertools.count(2):
+        if not any(folder.glob("checkpoint-*")):
+            break
+        last, folder = folder, Path(f"{default}-{number}")
+    training.output_dir = str(last if training.resume_from_checkpoint is True else folder)
+
+
+def _show_no_bars() -> None:
+    """Switch off the bars of loading, mapping and saving, which fill a log file with a line for each moment."""
+    import datasets
+    import huggingface_hub
+    import transformers
+
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]  # public, but not re-exported
 
 
 def _check(found: tuple[Any, ...]) -> None:
@@ -262,6 +312,10 @@ def _check(found: tuple[Any, ...]) -> None:
     ):
         if asked and find_spec(package) is None:
             raise ConfigError(f"{option} needs {package}: pip install {package.replace('_', '-')}.")
+    if given("early_stopping_patience") is not None and given("eval_strategy") == "no":
+        raise ConfigError("--early_stopping_patience needs evaluations: leave --eval_strategy no out.")
+    if given("push_to_hub") and not given("hub_token") and get_token() is None:
+        raise ConfigError("--push_to_hub needs a token of the hub: run `hf auth login`, or set HF_TOKEN.")
     _check_reports(given("report_to") or [])
 
 

@@ -19,6 +19,9 @@ __all__ = ["check_before_loading"]
 _ROWS = 100
 """Rows of which labels and lengths are looked at. (assumed: enough to see a mistake that all rows share)"""
 
+_WORDS = ("messages", "prompt", "chosen", "completion", "input_ids", "labels", "images")
+"""Columns of which a row needs one with something in it."""
+
 
 def check_before_loading(
     model_args: Any, training: Any, tokenizer: Any, train: Any, evaluation: Any = None, *, auto_class: Any = None
@@ -123,6 +126,12 @@ def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
                 "--assistant_only_loss needs a chat template that marks the assistant's words with {% generation %}, "
                 "and this tokenizer's does not. Give one with --chat_template_path, or leave the option out."
             ) from error
+    for number, row in enumerate(rows, 1):
+        if not any(row.get(name) for name in (*_WORDS, getattr(training, "dataset_text_field", "text"))):
+            raise ConfigError(
+                f"Row {number} of the training rows is empty: {listed(f'{name} is {row[name]!r}' for name in row)}. "
+                "Delete such rows."
+            )
     lengths, counted = zip(*(_measured(row, tokenizer, template, training) for row in rows), strict=True)
     most = getattr(training, "max_length", None)
     if not any(counted):

@@ -58,7 +58,7 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
         parts = [_converted(part, name, columns) for name, part in zip(names, parts, strict=True)]
         train = parts[0] if len(parts) == 1 else _mixed(parts, names, streaming=script.dataset_streaming)
         evaluation = None
-        if _evaluates(training):
+        if training.eval_strategy != "no":
             train, evaluation = _held_out(train, script, training, names, loaded, columns)
         _check_sizes(script, training, train, evaluation)
     if rank_and_size()[0] == 0:
@@ -66,10 +66,6 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
         rest = "" if evaluation is None or script.dataset_streaming else f", {len(evaluation):,} to evaluate"
         print(f"{script.dataset_name}: {rows}{rest}")
     return train, evaluation
-
-
-def _evaluates(training: Any) -> bool:
-    return str(getattr(training.eval_strategy, "value", training.eval_strategy)) != "no"
 
 
 def _splits_of(name: str, script: Any) -> Any:
@@ -108,7 +104,6 @@ def _first_bad_line(file: Path) -> str | None:
     if file.suffix != ".jsonl":
         return None
     with open(file, encoding="utf-8", errors="replace") as lines:
-        first: set[str] | None = None
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -118,9 +113,6 @@ def _first_bad_line(file: Path) -> str | None:
                 return f"{file.name}, line {number} is no JSON: {first_line(error)}"
             if not isinstance(row, dict):
                 return f"{file.name}, line {number} is no JSON object"
-            first = first or set(row)
-            if strange := set(row) ^ first:
-                return f"{file.name}, line {number} has other keys than line 1: {listed(sorted(strange))}"
     return None
 
 

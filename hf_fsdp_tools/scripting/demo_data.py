@@ -34,16 +34,19 @@ def make_demo(accelerator: Any, kind: str) -> tuple[str, str]:
         accelerator: of `make_accelerator`.
         kind: "text", "instructions", "preferences", "classes", or "images" (a vision-language model and its data).
 
-    Every rank must call. The other ranks wait, and stop if it fails.
+    The bars of datasets are switched off. Every rank must call. The other ranks wait, and stop if it fails.
 
     Raises:
         ConfigError: the folder holds something else, or this Python has no `pydoc_data`; on every rank alike.
     """
+    import datasets
+
     model, data = _FOLDER / ("vision_model" if kind == "images" else "model"), _FOLDER / kind
     accelerator.print(
         f"Quick start: a small model and its data ({kind}), made on the spot in {_FOLDER}. Give --model_name_or_path "
         "and --dataset_name for your own."
     )
+    datasets.disable_progress_bars()  # seven bars for seven short moments
     is_first = rank_on_node()[0] == 0
     with going_first(is_first):
         if is_first and kind == "images":

@@ -14,6 +14,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallbac
 from hf_fsdp_tools.distributed.agreement import wait_for_all_ranks
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import FSDPToolsError
+from hf_fsdp_tools.scripting.packing import check_documents_apart
 from hf_fsdp_tools.scripting.progress import Progress
 
 __all__ = ["finish", "load_model", "run", "train"]
@@ -72,7 +73,8 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
         training: its arguments.
         model_args: `ModelArguments`, for `--early_stopping_patience`.
 
-    Every rank must call; errors are those of `FSDPTrainerMixin.train`.
+    Every rank must call; errors are those of `FSDPTrainerMixin.train`, and of `check_documents_apart` where rows are
+    packed.
     """
     for kind in (ProgressCallback, PrinterCallback, Progress):
         while trainer.pop_callback(kind) is not None:
@@ -80,10 +82,12 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     trainer.callback_handler.callbacks.insert(0, Progress())  # before those that report what is logged
     if (patience := getattr(model_args, "early_stopping_patience", None)) is not None:
         trainer.add_callback(EarlyStoppingCallback(patience))
+    if getattr(training, "packing", False):
+        check_documents_apart(trainer)
     resume = training.resume_from_checkpoint
     training.eval_on_start = training.eval_on_start and not resume
     trainer.train(resume_from_checkpoint=resume)
-    if trainer.eval_dataset is None or str(getattr(training.eval_strategy, "value", training.eval_strategy)) == "no":
+    if trainer.eval_dataset is None or training.eval_strategy == "no":
         return None, None
     losses = _logged(trainer, "eval_loss")
     if training.load_best_model_at_end and trainer.state.best_metric is not None:

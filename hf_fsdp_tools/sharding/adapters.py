@@ -23,6 +23,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from hf_fsdp_tools.distributed.agreement import agreed, opened, same_on_all_ranks, shared_rng_state
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, fill_from_first, gather_on_device, local_tensor
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.given import as_flag, as_model, as_path, taking
 from hf_fsdp_tools.modeling.linear4bit import mark_weights, packed_linears, refuse_cast_weights
 from hf_fsdp_tools.modeling.peft_view import is_wrapper
 from hf_fsdp_tools.sharding.adapter_files import open_adapter
@@ -30,6 +31,7 @@ from hf_fsdp_tools.sharding.adapter_plan import laid_over
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters, release
 from hf_fsdp_tools.sharding.hf_interface import answer_for_shards
+from hf_fsdp_tools.sharding.settings import as_peft_config
 from hf_fsdp_tools.sharding.shard import Sharding, apply_again, sharded_module, sharding_of
 from hf_fsdp_tools.sharding.whole import average_gradients, is_averaged
 from hf_fsdp_tools.text import first_line, first_lines
@@ -43,6 +45,7 @@ _OF_SHARDS = ("DTensor", "sharding strategy", "size mismatch", "size of tensor",
 """Words in torch's errors about whole tensors and shards in one operation."""
 
 
+@taking(model=as_model, peft_config=as_peft_config)
 def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "default", seed: int | None = None) -> Any:
     """Add a PEFT adapter to a sharded, loaded model; return the `PeftModel`, sharded in the units of its base.
 
@@ -53,7 +56,8 @@ def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "defa
     Args:
         model: sharded by `shard_model` and loaded; changed in place. Modules that PEFT trains whole (`modules_to_save`)
             are copied shard by shard.
-        peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`.
+        peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`, or a dict of its arguments
+            (`{"r": 16}`; LoRA where it names no `peft_type`).
         adapter_name: name of the adapter in PEFT.
         seed: of the adapter's initial values, as in `torch.manual_seed`; None takes the random state of rank 0.
 
@@ -80,6 +84,7 @@ def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "defa
     return adapted.eval()
 
 
+@taking(model=as_model, name_or_path=as_path, is_trainable=as_flag)
 def load_adapter(
     model: nn.Module, name_or_path: str | PathLike[str], *, is_trainable: bool = False, **hub_kwargs: Any
 ) -> Any:
@@ -127,6 +132,7 @@ def load_adapter(
     return adapted.eval()
 
 
+@taking(model=as_model)
 def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     """Shard adapters and heads that were added to a sharded model, in place, in the units of its plan.
 
@@ -205,8 +211,8 @@ def add_lora(model: nn.Module, *, r: int, target_modules: str | list[str]) -> nn
 def _peft() -> Any:
     try:
         import peft
-    except ImportError as error:
-        raise ConfigError("Adapters need PEFT, which is not installed: pip install 'peft>=0.19'.") from error
+    except ImportError:
+        raise ConfigError("Adapters need PEFT, which is not installed: pip install 'peft>=0.19'.") from None
     return peft
 
 
@@ -256,7 +262,7 @@ def _on_shards(config: Any) -> Iterator[None]:
     except (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError):
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError(f"PEFT cannot make this {kind} adapter: {error}") from error
+        raise ConfigError(f"PEFT cannot make this {kind} adapter: {error}") from None
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
         if type(error) is RuntimeError and not any(word in str(error) for word in _OF_SHARDS):
             raise

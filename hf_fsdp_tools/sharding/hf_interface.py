@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
@@ -17,7 +18,9 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, part_of
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class
+from hf_fsdp_tools.modeling.peft_view import is_adapted
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
+from hf_fsdp_tools.text import listed
 
 __all__ = ["answer_for_shards", "mark_for_transformers", "turn_cache_off", "with_cache_as_found"]
 
@@ -29,7 +32,8 @@ def mark_for_transformers(model: nn.Module) -> None:
       decides whether to shift labels under label smoothing, and writes model cards.
     - With transformers' own mark, `generate` goes on until every rank has finished, and layer drop runs every layer.
     - Methods that need whole weights work on shards (`answer_for_shards`).
-    - `DistributedDataParallel`, in which a plain Trainer or Accelerator wraps it, raises an error that names the cure.
+    - `DistributedDataParallel`, in which a plain Trainer or Accelerator wraps it, raises an error that names the cure;
+      so does such an Accelerator itself, which in one process would go on without a word.
     """
     for module in model.modules():
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
@@ -39,15 +43,42 @@ def mark_for_transformers(model: nn.Module) -> None:
             # The first thing that DDP asks a model for. Scripts of TRL set it; it means nothing to shards.
             refusing: Any = property(_refuse_ddp, lambda module, names: None)
             cls._ddp_params_and_buffers_to_ignore = refusing  # type: ignore[attr-defined]  # a name of DDP
+            if module is model:
+                mark: Any = property(_accelerates_mark, _set_accelerates_mark)
+                cls._is_accelerate_prepared = mark  # type: ignore[attr-defined]  # a name of Accelerate
+                cls.__reduce_ex__ = _refuse_pickle  # type: ignore[assignment]
     answer_for_shards(model)
+
+
+_CURE = (
+    "In a Trainer, put FSDPTrainerMixin before the Trainer: class MyTrainer(FSDPTrainerMixin, Trainer). In a loop, "
+    "make the Accelerator with make_accelerator(), after TrainingArguments, which reset it."
+)
 
 
 def _refuse_ddp(module: nn.Module) -> None:
     raise ConfigError(
         f"{type(module).__name__} is sharded and would be wrapped with DistributedDataParallel, which needs whole "
-        "weights. In a Trainer, put FSDPTrainerMixin before the Trainer: class MyTrainer(FSDPTrainerMixin, Trainer). "
-        "In a loop, make the Accelerator with make_accelerator(), after TrainingArguments, which reset it."
+        f"weights. {_CURE}"
     )
+
+
+def _accelerates_mark(module: nn.Module) -> bool:
+    """Whether the model was prepared. Accelerate asks before it prepares a model for anything but FSDP2.
+
+    Raises:
+        ConfigError: it was not, and what asks would train or save shards as if they were the whole model.
+    """
+    if not module.__dict__.get("_is_prepared", False):
+        raise ConfigError(
+            f"{type(module).__name__} is sharded, and is about to be prepared by a Trainer or an Accelerator that does "
+            f"not run FSDP2. {_CURE}"
+        )
+    return True
+
+
+def _set_accelerates_mark(module: nn.Module, is_prepared: bool) -> None:
+    module.__dict__["_is_prepared"] = is_prepared
 
 
 def answer_for_shards(model: nn.Module) -> None:
@@ -113,6 +144,7 @@ def _save_pretrained(
             )
         if not state_dict or not kwargs.get("is_main_process", True):
             return None
+        _refuse_other_kind(model, Path(save_directory))
         with original_classes(model), with_cache_as_found(model):
             return plain(save_directory, state_dict=state_dict, **kwargs)
     passed = {name: kwargs.pop(name) for name in ("max_shard_size", "blocking", *_OF_AN_UPLOAD) if name in kwargs}
@@ -131,6 +163,26 @@ def _save_pretrained(
 
     save: Any = hf_fsdp_tools.save_pretrained
     return save(model, save_directory, **passed)
+
+
+def _refuse_other_kind(model: nn.Module, folder: Path) -> None:
+    """Refuse a folder with files of another kind of model, which would be opened with what plain methods write."""
+    others = ("config.json",) if is_adapted(model) else ("adapter_config.json", "adapter_model.safetensors")
+    if found := [name for name in others if (folder / name).is_file()]:
+        raise ConfigError(
+            f"{str(folder)!r} holds another kind of model, whose {listed(found)} would be opened with what is saved "
+            "there. Leave state_dict out and call it on every rank, which puts them aside, or give another folder."
+        )
+
+
+def _refuse_pickle(module: nn.Module, protocol: Any) -> Any:
+    """Answer `torch.save(model)`, which pickles by protocol 2; copies use a later one."""
+    if int(protocol) == 2:
+        raise ConfigError(
+            f"torch.save would pickle this rank's shards of {type(module).__name__}, which no other process could "
+            "open. Call save_pretrained(model, folder) on every rank."
+        )
+    return object.__reduce_ex__(module, protocol)
 
 
 def _push_to_hub(

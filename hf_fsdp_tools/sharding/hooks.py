@@ -11,12 +11,14 @@
   their memory.
 - After the forward pass of a list of experts: make every expert part of the result, so that all ranks reduce the same
   gradients, whichever experts their tokens chose.
+- Before the forward pass of the root: count it (`distributed.passes`).
 - Before torch 2.13: complete units with a module that did not run. These versions run FSDP2's hooks at the first and
   the last module of a unit; 2.13 runs them at each module, and completes the unit after the pass of the whole model
   (`_register_group_forward_hooks`, `_force_complete_incomplete_states`). Delete this with the support of 2.11 and 2.12.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +27,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.distributed.current import rounds_of
+from hf_fsdp_tools.distributed.passes import begin_pass, group_of
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     complete_unit,
     make_gathered_memory,
@@ -42,6 +46,7 @@ def add_hooks(
     param_dtype: torch.dtype | None,
     kept: Collection[nn.Module] = (),
     experts: Mapping[nn.Module, nn.Module] | None = None,
+    shard_ranks: Sequence[int] = (),
 ) -> None:
     """Give a model with all its units the hooks named above, each once; call again when units are made anew.
 
@@ -52,6 +57,7 @@ def add_hooks(
         param_dtype: dtype to which inputs are cast; None leaves inputs as they are.
         kept: modules of units that stay gathered after an evaluation too, as the user asked (`reshard_after_forward`).
         experts: lists of experts, by the modules that run them.
+        shard_ranks: all of which a forward pass needs.
     """
     for module in model.modules():  # hooks of modules that are in no unit any more are removed
         for hook in (_make_gathered_memory, cast_inputs, _use_dtype, _use_dtype_of_statistics):
@@ -67,6 +73,12 @@ def add_hooks(
         whole = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
         add_casts(model, param_dtype, units=units, whole=whole)
     reach_experts(experts or {})
+    _drop_hook(model._forward_pre_hooks, begin_pass)
+    _drop_hook(model._forward_hooks, _explain_failure)
+    if len(shard_ranks) > 1 and (rounds := rounds_of()) is not None:
+        model.register_forward_pre_hook(partial(begin_pass, group=group_of(shard_ranks)), prepend=True)
+        model.register_forward_hook(_explain_failure, always_call=True)
+        rounds.watch_passes()
     # These must come after FSDP2's own hooks, which may be new.
     _drop_hook(model._forward_hooks, _complete_units)
     _drop_hook(model._forward_hooks, _reshard_after_evaluation)
@@ -269,6 +281,13 @@ class _ReachAll(torch.autograd.Function):
 
 
 _reach_all: Callable[..., torch.Tensor] = _ReachAll.apply
+
+
+def _explain_failure(model: nn.Module, args: object, output: object) -> None:
+    """Say, where a forward pass has failed, which ranks have ended and so did not run it."""
+    error = sys.exc_info()[1]
+    if output is None and isinstance(error, RuntimeError) and (rounds := rounds_of()) is not None:
+        rounds.explain(error)
 
 
 def _complete_units(model: nn.Module, args: object, output: Any) -> Any:

@@ -16,17 +16,20 @@ from hf_fsdp_tools.distributed.agreement import agreed, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
+from hf_fsdp_tools.modeling.given import as_flag, as_model, taking
 from hf_fsdp_tools.modeling.linear4bit import refuse_cast
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward
-from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.planning.plan import WrapPlan, as_plan
 from hf_fsdp_tools.planning.rules import check_wrap_plan
 from hf_fsdp_tools.planning.stacks import lists_of_experts
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.compile import check_options, compile_blocks
+from hf_fsdp_tools.sharding.first_pass import check_first_pass
 from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, count_units, reshard_units
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks
 from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement
+from hf_fsdp_tools.sharding.settings import as_compile, as_mesh, as_mp_policy, as_offload_policy
 from hf_fsdp_tools.sharding.whole import average_gradients
 from hf_fsdp_tools.text import dtype_name
 
@@ -82,6 +85,15 @@ class Sharding:
         return torch.device("cpu" if offloaded else self.mesh.device_type)
 
 
+@taking(
+    model=as_model,
+    plan=as_plan,
+    mesh=as_mesh,
+    mp_policy=as_mp_policy,
+    offload_policy=as_offload_policy,
+    activation_checkpointing=as_flag,
+    compile=as_compile,
+)
 def shard_model(
     model: nn.Module,
     plan: WrapPlan,
@@ -101,7 +113,8 @@ def shard_model(
         model: not sharded yet, on meta or with real weights on any device.
         plan: from `make_wrap_plan` of this model or of one of the same structure.
         mesh: one axis for FSDP, two (replicate, shard) for HSDP; None means FSDP over all processes.
-        mp_policy: dtypes of computation and reduction; None computes in each parameter's own dtype and reduces in fp32.
+        mp_policy: dtypes of computation and reduction; None computes in each parameter's own dtype and reduces in fp32,
+            a dtype or its name ("bf16") computes in it and reduces in fp32.
         offload_policy: `CPUOffloadPolicy()` keeps shards on the CPU between uses, pinned where the mesh is on a device;
             None keeps them on the device.
         activation_checkpointing: recompute each block's activations in the backward pass (non-reentrant), which saves
@@ -168,9 +181,11 @@ def shard_model(
         compile=options,
     )
     apply_sharding(model, sharding)
+    check_first_pass(model, sharding.device)
     return model
 
 
+@taking(model=as_model)
 def sharding_of(model: nn.Module) -> Sharding | None:
     """How `shard_model` sharded a model; None if it did not. Any rank may call; nothing is communicated.
 
@@ -298,6 +313,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
         param_dtype=sharding.mp_policy.param_dtype if sharding.mp_policy.cast_forward_inputs else None,
         kept={modules[fqn] for unit in kept for fqn in unit.modules} if is_asked else set(),
         experts=experts,
+        shard_ranks=dist.get_process_group_ranks(sharding.mesh.get_group(-1)),
     )
     made = count_units(model)
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"

@@ -218,8 +218,10 @@ def a_forgotten_mixin_is_named(folder: Path) -> None:
     model = sharded(folder)
     model._ddp_params_and_buffers_to_ignore = ["bias"]  # a script of TRL does
     trainer = Trainer(model=model, args=arguments(folder / "out"), train_dataset=ROWS)
-    with pytest.raises(ConfigError, match=r"DistributedDataParallel.*class MyTrainer\(FSDPTrainerMixin, Trainer\)"):
+    with pytest.raises(ConfigError, match=r"does not run FSDP2.*class MyTrainer\(FSDPTrainerMixin, Trainer\)"):
         trainer.train()
+    with pytest.raises(ConfigError, match=r"DistributedDataParallel.*class MyTrainer\(FSDPTrainerMixin, Trainer\)"):
+        torch.nn.parallel.DistributedDataParallel(model)
 
 
 def a_plugin_that_accelerate_drops_is_named(folder: Path) -> None:

@@ -1,55 +1,63 @@
 """DPO as a user starts it: the loss falls, an adapter needs no reference, a resumed run has the same end."""
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
+from hf_fsdp_tools.scripting.demo import make_demo_model
 from hf_fsdp_tools.scripting.demo_data import demo_rows
-from tests.recipes._series import Series, run_series, write_rows
+from tests.recipes._launch import Series, launch_series, three_runs, write_split
 
 pytest.importorskip("trl")
+
+NO_PREFERENCE = pytest.approx(0.6931, abs=1e-4)
+"""log 2, the loss of a model that equals its reference."""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Series:
     folder = tmp_path_factory.mktemp("dpo")
+    turns = demo_rows("preferences")[:512:32]
     same = [{"prompt": "Say", "chosen": " a", "rejected": " a"}] * 8
-    turns = demo_rows("preferences")[:8]
     implicit = [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in turns]
-    options = ["--learning_rate", "3e-3", "--max_length", "128", "--lr_scheduler_type", "constant"]
-    more = {
-        "lora": ["--use_peft", "--lora_r", "4", "--max_steps", "4", "--merge_adapters"],
-        "precomputed": ["--precompute_ref_log_probs", "--max_steps", "2"],
-        "implicit": ["--dataset_name", write_rows(folder / "implicit_rows", implicit), "--max_steps", "1"],
-        "same": ["--dataset_name", write_rows(folder / "same_rows", same)],
-        "wrong": ["--dataset_name", write_rows(folder / "wrong_rows", [{"question": "?", "answer": "!"}] * 8)],
-        "long": ["--max_length", "4096"],
-        "streamed": ["--precompute_ref_log_probs", "--dataset_streaming", "--max_steps", "2"],
+    rows = {"turns": turns, "same": same, "implicit": implicit, "wrong": [{"question": "?", "answer": "!"}] * 8}
+    data = {name: ["--dataset_name", write_split(folder / f"{name}_rows", part)] for name, part in rows.items()}
+    model = str(make_demo_model(folder / "model", hidden_size=64, num_layers=2))
+    bare = ["--model_name_or_path", model, "--per_device_train_batch_size", "2", "--logging_steps", "1"]
+    bare += ["--max_length", "128", "--lr_scheduler_type", "constant"]
+    common = [*bare, *data["turns"]]
+    runs = three_runs(folder, 8, *common, learning_rate=3e-3)
+    short = [*common, "--learning_rate", "3e-3", "--max_steps"]
+    runs["lora"] = [*short, "4", "--use_peft", "--lora_r", "4", "--merge_adapters"]
+    runs["precomputed"] = [*short, "2", "--precompute_ref_log_probs", "--eval_strategy", "no"]
+    runs["implicit"] = [*bare, *data["implicit"], "--max_steps", "1", "--eval_strategy", "no"]
+    refused = {
+        "same": [*bare, *data["same"]],
+        "wrong": [*bare, *data["wrong"]],
+        "long": [*common, "--max_length", "4096"],
+        "streamed": [*short, "2", "--precompute_ref_log_probs", "--dataset_streaming"],
     }
-    return run_series("dpo", folder, "preferences", options, more)
+    return launch_series(folder, "dpo.py", runs, refused=refused)
 
 
 def test_the_loss_falls_and_the_result_opens_in_transformers(runs):
     losses = runs.log("trained", "eval_loss")
-    assert losses[0] == pytest.approx(0.6931, abs=1e-4) and losses[-1] < 0.3
-    assert runs.log("trained", "eval_rewards/accuracies")[-1] > 0.9
-    assert runs.log("still", "eval_loss") == pytest.approx([0.6931] * 2, abs=1e-4), "without a learning rate"
-    runs.same_logits("trained", AutoModelForCausalLM.from_pretrained(runs.folder / "trained"))
-    assert "chosen preferred" in runs.printed["trained"]
+    assert losses[0] == NO_PREFERENCE and losses[-1] < 0.45
+    assert runs.log("trained", "eval_rewards/accuracies")[-1] > 0.8
+    assert all(loss == NO_PREFERENCE for loss in runs.log("still", "eval_loss")), "without a learning rate"
+    runs.check_opened("trained", AutoModelForCausalLM.from_pretrained(runs.folder / "trained"))
+    assert "chosen preferred" in runs.of("trained")
 
 
 def test_a_run_resumed_in_the_middle_has_the_same_end(runs):
-    for name, weight in runs.weights("trained").items():
-        assert torch.equal(weight, runs.weights("resumed")[name]), name
-    assert runs.log("resumed", "loss") == runs.log("trained", "loss")
+    runs.check_resumed()
 
 
 def test_an_adapter_is_its_own_reference(runs):
     before, after = runs.log("lora", "eval_loss")
-    assert before == pytest.approx(0.6931, abs=1e-4) and after < before
-    assert runs.printed["lora"].count("read per rank") == 1 and runs.printed["trained"].count("read per rank") == 2
+    assert before == NO_PREFERENCE and after < before
+    assert runs.of("lora").count("read per rank") == 1 and runs.of("trained").count("read per rank") == 2
     for folder in (runs.folder / "lora", runs.folder / "lora" / "merged"):
-        runs.same_logits("lora", AutoModelForCausalLM.from_pretrained(folder))
+        runs.check_opened("lora", AutoModelForCausalLM.from_pretrained(folder))
 
 
 def test_values_of_the_reference_computed_before_are_the_same(runs):
@@ -57,7 +65,7 @@ def test_values_of_the_reference_computed_before_are_the_same(runs):
 
 
 def test_a_prompt_may_stand_in_both_answers(runs):
-    assert runs.log("implicit", "loss") == pytest.approx([0.6931], abs=1e-4)
+    assert runs.log("implicit", "loss") == [NO_PREFERENCE]
 
 
 @pytest.mark.parametrize(

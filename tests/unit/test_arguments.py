@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_fsdp_tools import ConfigError, from_pretrained
-from hf_fsdp_tools.modeling.arguments import as_dtype, sort_arguments
+from hf_fsdp_tools.modeling.arguments import one_dtype, sort_arguments
 from tests._checkpoints import make_checkpoint
 
 IDLE = {
@@ -71,7 +71,7 @@ def test_a_config_by_name_and_another_shape(folder, tmp_path):
         ({"dtype": "float99"}, "dtype='float99' is no floating-point dtype"),
         ({"dtype": torch.int8}, "dtype='int8' is no floating-point dtype"),
         ({"dtype": "float32", "torch_dtype": "bfloat16"}, "two names of one thing"),
-        ({"nonsense": 3}, "nonsense fit neither the config nor the model"),
+        ({"nonsense": 3}, "nonsense fits neither the config nor the model"),
         ({"load_kwargs": {"stagin_bytes": 3}}, "load_weights has no argument stagin_bytes"),
     ],
 )
@@ -85,4 +85,4 @@ def test_arguments_are_sorted_without_a_model():
     given = sort_arguments({"revision": "v1", "ignore_mismatched_sizes": True, "num_labels": 3, "device_map": None})
     assert (given.hub, given.load) == ({"revision": "v1"}, {"ignore_mismatched_sizes": True})
     assert given.model == {"num_labels": 3}
-    assert as_dtype(None, None) is None and as_dtype("auto", None) == "auto"
+    assert one_dtype(None, None) is None and one_dtype("auto", None) == "auto"

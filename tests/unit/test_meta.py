@@ -70,7 +70,7 @@ def test_errors_name_the_cure(tmp_path):
         build_meta_model(BertConfig(), auto_class=transformers.AutoModelForSpeechSeq2Seq)
     with pytest.raises(ConfigError, match=r"load_in_4bit=True .*quantization_config=BitsAndBytesConfig"):
         build_meta_model(LlamaConfig(**TINY), load_in_4bit=True)
-    with pytest.raises(ConfigError, match=r"flash fit neither the config nor the model"):
+    with pytest.raises(ConfigError, match=r"flash fits neither the config nor the model"):
         build_meta_model(LlamaConfig(**TINY), flash=True)
 
 

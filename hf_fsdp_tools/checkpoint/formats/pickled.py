@@ -48,7 +48,7 @@ def parse_pickled(file: Path) -> tuple[list[StoredTensor], int]:
             content = _unpickle(file, window)
             num_bytes = window.bytes_read
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}. Check the path and its permissions.") from error
+        raise CheckpointError(f"{file}: cannot be read: {error}. Check the path and its permissions.") from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise _damaged(file, f"holds a {type(content).__name__}, expected a dict from names to tensors")
     others = [f"{quoted(key)} ({type(value).__name__})" for key, value in content.items() if not torch.is_tensor(value)]
@@ -74,7 +74,7 @@ def locate_chunk(chunk: TensorChunk, dtype: torch.dtype) -> StoredTensor:
             records = _records(chunk.file, window)
             tensor = _unpickle(chunk.file, window)
     except OSError as error:
-        raise CheckpointError(f"{chunk.file}: cannot be read: {error}. Check the path and its permissions.") from error
+        raise CheckpointError(f"{chunk.file}: cannot be read: {error}. Check the path and its permissions.") from None
     if not torch.is_tensor(tensor) or tuple(tensor.shape) != chunk.box.length or tensor.dtype != dtype:
         found = f"{tensor.dtype} {list(tensor.shape)}" if torch.is_tensor(tensor) else type(tensor).__name__
         raise _damaged(chunk.file, f"{chunk.name!r}: expected {dtype} {list(chunk.box.length)}, found {found}")
@@ -98,9 +98,9 @@ def check_value(file: Path, key: str, offset: int, num_bytes: int) -> None:
             _records(file, window)
             _unpickle(file, window)
     except OSError as error:
-        raise CheckpointError(f"{file}: {quoted(key)} cannot be read: {error}. Save it again.") from error
+        raise CheckpointError(f"{file}: {quoted(key)} cannot be read: {error}. Save it again.") from None
     except CheckpointError as error:
-        raise CheckpointError(f"{quoted(key)}: {error}") from error
+        raise CheckpointError(f"{quoted(key)}: {error}") from None
 
 
 class _Window(io.RawIOBase):

@@ -72,7 +72,7 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
                 sane = len(prefix) == 8 and 8 + length <= size and length <= MAX_HEADER_BYTES
                 text = stream.read(length) if sane else b""
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}. Check the path and its permissions.") from error
+        raise CheckpointError(f"{file}: cannot be read: {error}. Check the path and its permissions.") from None
     refuse_pointer(file, prefix)
     if len(prefix) < 8:
         raise _damaged(file, f"is {size} bytes long; a safetensors file has at least 8")
@@ -127,11 +127,11 @@ def parse_json(
     try:
         entries = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except UnicodeDecodeError as error:
-        raise _damaged(file, f"{what} is not UTF-8: {error}") from error
+        raise _damaged(file, f"{what} is not UTF-8: {error}") from None
     except json.JSONDecodeError as error:
-        raise _damaged(file, f"{what} is not valid JSON: {error}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
-        raise _damaged(file, f"{what} is not valid JSON: a number is too long, or it is nested too deeply") from error
+        raise _damaged(file, f"{what} is not valid JSON: {error}") from None
+    except (ValueError, RecursionError):  # a number of thousands of digits; thousands of brackets
+        raise _damaged(file, f"{what} is not valid JSON: a number is too long, or it is nested too deeply") from None
     if not isinstance(entries, dict):
         raise _damaged(file, f"{what} is a JSON {type(entries).__name__}, expected an object")
     return entries
@@ -159,7 +159,7 @@ def _starts(file: Path, metadata: Any) -> Mapping[str, Any]:
     try:
         return parse_json(file, said.encode())
     except CheckpointError as error:
-        raise CheckpointError(f"{_DCP_INFO} of {error}") from error
+        raise CheckpointError(f"{_DCP_INFO} of {error}") from None
 
 
 def _start(file: Path, key: str, shape: tuple[int, ...], info: Any) -> tuple[int, ...]:

@@ -383,4 +383,4 @@ def _io_errors(file: Path, verb: str, cure: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be {verb}: {error}. Check {cure}, then try again.") from error
+        raise CheckpointError(f"{file}: cannot be {verb}: {error}. Check {cure}, then try again.") from None

@@ -1,0 +1,145 @@
+"""Forward passes of sharded models, counted, so that a rank that runs one alone is named and not waited for.
+
+A forward pass gathers weights from all ranks of a shard group. Where some of them do not run it, the others wait inside
+a collective, which knows nobody. So each rank counts its passes; one that has begun none for a few seconds tells the
+number to the key-value store, and ranks that wait in a round compare it with their own.
+"""
+
+import hashlib
+import json
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["PassWatch", "begin_pass", "behind", "group_of", "of_ended", "passes_run"]
+
+_QUIET_S = 5.0
+"""After the beginning of a pass, its number is told: most steps are over by then. (assumed)"""
+
+_LOOK_S = 1.0
+"""Between two looks at the clock."""
+
+_CURE = (
+    "A sharded model gathers its weights from all ranks: call it, generate and evaluate on every rank, equally often"
+)
+
+_run: dict[str, int] = {}
+"""Passes that this rank has begun, by group of ranks."""
+
+_latest: dict[str, Any] = {"since": 0.0, "of": ""}
+"""When the latest pass began, and of which class of model."""
+
+
+def group_of(ranks: Sequence[int]) -> str:
+    """The name of a group of ranks whose passes are counted, from now on."""
+    name = hashlib.sha256(json.dumps(list(ranks)).encode()).hexdigest()[:16]
+    _run.setdefault(name, 0)
+    return name
+
+
+def passes_run() -> bytes:
+    """What this rank tells of its passes."""
+    return json.dumps({"run": _run, "of": _latest["of"]}).encode()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+def begin_pass(module: torch.nn.Module, args: object, *, group: str) -> None:
+    """Count a pass: a forward pre-hook of the root of a sharded model. Nothing is communicated."""
+    _run[group] += 1
+    _latest.update(since=time.monotonic(), of=type(module).__name__)
+
+
+def behind(told: bytes, teller: int, rank: int) -> str:
+    """Why a rank that waits in a round waits for ever; empty if it may not.
+
+    Args:
+        told: by another rank, by its `PassWatch`.
+        teller: that rank.
+        rank: this one.
+    """
+    said = json.loads(told)
+    for group, number in said["run"].items():
+        own = _run.get(group)
+        if own is not None and own < number:
+            return (
+                f"rank {teller} waits in forward pass {number} of {said['of']} for rank {rank}, which has run {own}. "
+                f"{_CURE}"
+            )
+    return ""
+
+
+class PassWatch:
+    """A thread that tells the number of this rank's passes, and warns of ranks that do not come.
+
+    Args:
+        store: of the process group; a connection of its own is made.
+        prefix: of the keys of the ranks' rounds.
+        rank: this one.
+        ranks: all that take part in the rounds.
+    """
+
+    def __init__(self, store: Any, prefix: str, rank: int, ranks: Sequence[int]) -> None:
+        self._store, self._prefix, self._rank, self._ranks = store, prefix, rank, ranks
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin, unless it has begun."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="passes", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End: the store is over."""
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        store: Any = None
+        told: dict[str, int] = {}
+        next_look_s = 0.0
+        while not self._stopped.wait(_LOOK_S):
+            quiet_s = time.monotonic() - _latest["since"]
+            now = dict(_run)
+            if quiet_s < _QUIET_S or not any(now.values()):
+                continue
+            try:
+                store = store or self._store.clone()
+                if now != told:
+                    store.set(f"{self._prefix}/passes/{self._rank}", passes_run())
+                    told, next_look_s = now, 2 * _QUIET_S
+                if store.check([key := f"{self._prefix}/alone/{self._rank}"]):
+                    self._warn(f"{store.get(key).decode()}.")
+                    store.delete_key(key)
+                if quiet_s > next_look_s:
+                    next_look_s = 2 * quiet_s
+                    if said := of_ended(store, self._prefix, self._ranks):
+                        self._warn(said)
+            except RuntimeError:  # the store is gone: whoever waits for it says so
+                return
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(text, stacklevel=1)
+
+
+def of_ended(store: Any, prefix: str, ranks: Sequence[int]) -> str:
+    """A sentence on ranks that have ended without passes that this rank has begun; empty if none has.
+
+    Args:
+        store: of the process group.
+        prefix: of the keys of the ranks' rounds.
+        ranks: that may have ended.
+    """
+    for rank in ranks:
+        if store.check([key := f"{prefix}/ended/{rank}"]):
+            run = json.loads(store.get(key))["run"]
+            for group, number in _run.items():
+                if run.get(group, number) < number:
+                    return (
+                        f"rank {rank} has ended and run {run[group]} of the {number} forward passes of "
+                        f"{_latest['of']} that this rank has begun. {_CURE}."
+                    )
+    return ""

@@ -1,0 +1,91 @@
+"""A classifier as a user trains it: names of the classes from the rows, a fresh head, accuracy, and a pipeline."""
+
+import pytest
+from peft import PeftModel
+from transformers import AutoModelForSequenceClassification, pipeline
+
+from hf_fsdp_tools.scripting.demo import make_demo_model
+from hf_fsdp_tools.scripting.demo_data import demo_rows
+from tests.recipes._launch import Series, launch_series, three_runs, write_split
+
+pytest.importorskip("trl")
+
+CLASSES = ["language", "special methods", "statements", "types"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Series:
+    folder = tmp_path_factory.mktemp("classify")
+    texts = [row["text"] for row in demo_rows("classes")[:512:32]]
+    labels = {
+        "scores": [n / 7 for n in range(16)],
+        "alone": ["a"] * 16,
+        "ids": [f"row {n}" for n in range(16)],
+        "holes": ["a", "b", None, "a"] * 4,
+    }
+    rows = {
+        "classes": demo_rows("classes")[:512:32],
+        "numbers": [{"sentence": text, "stars": n % 3} for n, text in enumerate(texts)],
+        **{
+            name: [{"text": text, "label": label} for text, label in zip(texts, column, strict=True)]
+            for name, column in labels.items()
+        },
+    }
+    data = {name: ["--dataset_name", write_split(folder / f"{name}_rows", part)] for name, part in rows.items()}
+    model = str(make_demo_model(folder / "model", hidden_size=64, num_layers=2))
+    bare = ["--model_name_or_path", model, "--per_device_train_batch_size", "2", "--logging_steps", "1"]
+    bare += ["--max_length", "64", "--lr_scheduler_type", "constant"]
+    common = [*bare, *data["classes"]]
+    runs = three_runs(folder, 8, *common, learning_rate=3e-3)
+    lora = ["--use_peft", "--lora_r", "4", "--merge_adapters", "--max_steps", "4", "--learning_rate", "3e-3"]
+    runs["lora"] = [*common, *lora]
+    numbers = [*bare, *data["numbers"], "--dataset_text_field", "sentence", "--label_column_name"]
+    runs["numbers"] = [*numbers, "stars", "--max_steps", "1", "--gradient_accumulation_steps", "2"]
+    refused = {"unnamed": [*numbers, "star"], **{name: [*bare, *data[name]] for name in labels}}
+    return launch_series(folder, "classify.py", runs, refused=refused)
+
+
+def test_the_loss_falls_and_the_result_opens_as_a_pipeline(runs):
+    losses = runs.log("trained", "eval_loss")
+    assert losses[0] > 1.2 and losses[-1] < 0.9
+    assert runs.log("trained", "eval_accuracy")[-1] > 0.6
+    assert runs.log("still", "eval_loss") == pytest.approx([losses[0]] * len(losses)), "without a learning rate"
+    model = AutoModelForSequenceClassification.from_pretrained(runs.folder / "trained")
+    assert model.config.architectures == ["LlamaForSequenceClassification"]
+    assert list(model.config.id2label.values()) == CLASSES
+    runs.check_opened("trained", model)
+    row = demo_rows("classes")[0]
+    classify = pipeline("text-classification", str(runs.folder / "trained"), device="cpu")
+    assert classify(row["text"], truncation=True, max_length=64)[0]["label"] == row["label"]
+
+
+def test_a_run_resumed_in_the_middle_has_the_same_end(runs):
+    runs.check_resumed()
+
+
+def test_the_loss_is_a_mean_over_ranks_and_micro_batches(runs):
+    # three classes of which the fresh head prefers none
+    assert runs.log("numbers", "loss") == pytest.approx([1.1], abs=0.2)
+    assert "0, 1, 2" in runs.of("numbers")
+
+
+def test_an_adapter_is_saved_with_the_head(runs):
+    before, after = runs.log("lora", "eval_loss")
+    assert after < before
+    runs.check_opened("lora", AutoModelForSequenceClassification.from_pretrained(runs.folder / "lora" / "merged"))
+    base = AutoModelForSequenceClassification.from_pretrained(runs.folder / "model", num_labels=len(CLASSES))
+    runs.check_opened("lora", PeftModel.from_pretrained(base, runs.folder / "lora"))
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ("unnamed", "Needed: `sentence` and `star`"),
+        ("scores", "float64"),
+        ("alone", "1 different labels in 16 rows"),
+        ("ids", "16 different labels in 16 rows"),
+        ("holes", "rows without a class"),
+    ],
+)
+def test_errors_come_before_the_model(runs, run, said):
+    assert said in runs.error(run)

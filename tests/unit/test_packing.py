@@ -1,0 +1,68 @@
+"""Documents in a packed row know nothing of each other, or the model is refused; on plain models of one process."""
+
+from contextlib import nullcontext
+from itertools import chain
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers as hf
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.scripting.packing import check_documents_apart
+
+SIZES = {
+    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+APART = ("llama", "qwen3", "gpt2", "gemma3_text", "mixtral")
+"""Their masks follow from positions that begin anew."""
+
+TOGETHER = ("gpt_oss", "opt", "falcon", "mamba")
+"""The first three make masks without positions, though they have them; the last carries its state on."""
+
+
+def trainer(kind: str, *, dtype: torch.dtype = torch.float32, **options: object) -> SimpleNamespace:
+    config = type(hf.AutoConfig.for_model(kind))(**SIZES)
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config, **options).to(dtype).train()
+    return SimpleNamespace(
+        model=model,
+        data_collator=DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True),
+        accelerator=SimpleNamespace(device=torch.device("cpu")),
+        compute_loss_context_manager=nullcontext,
+    )
+
+
+def logits_of(one: SimpleNamespace, *documents: list[int]) -> torch.Tensor:
+    row = {"input_ids": list(chain(*documents)), "seq_lengths": [len(document) for document in documents]}
+    batch = {name: value for name, value in one.data_collator([row]).items() if name != "labels"}
+    with torch.no_grad():
+        return one.model.eval()(**batch, use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_document_has_the_logits_that_it_has_alone(attention):
+    one = trainer("llama", attn_implementation=attention)
+    before, document, after = list(range(3, 12)), list(range(40, 55)), list(range(90, 101))
+    packed = logits_of(one, before, document, after)[len(before) : len(before) + len(document)]
+    torch.testing.assert_close(packed, logits_of(one, document), rtol=1e-5, atol=1e-6)
+    together = logits_of(one, before + document)[len(before) :]
+    assert (together - packed).abs().max() > 1e-2, "without its own positions, it sees what stands before it"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", APART)
+def test_models_whose_documents_are_apart_pass(kind, dtype):
+    one = trainer(kind, dtype=dtype)
+    check_documents_apart(one)
+    assert one.model.training, "as it was"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", TOGETHER)
+def test_models_that_see_the_documents_before_are_refused(kind, dtype):
+    with pytest.raises(ConfigError, match=r"--packing: \w+ForCausalLM with .* sees the documents before"):
+        check_documents_apart(trainer(kind, dtype=dtype))

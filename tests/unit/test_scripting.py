@@ -1,0 +1,323 @@
+"""What recipes share, in one process: options, data in its forms, and each mistake of a user in one line."""
+
+import json
+import re
+import sys
+
+import pytest
+
+pytest.importorskip("trl")
+
+from transformers import AutoTokenizer
+from trl import ScriptArguments, SFTConfig
+
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.scripting import (
+    ModelArguments,
+    check_before_loading,
+    load_splits,
+    load_tokenizer,
+    parse_arguments,
+    run,
+)
+from hf_fsdp_tools.scripting.demo import make_demo_model
+
+SFT = [{"text"}, {"messages"}, {"prompt", "completion"}]
+CHAT = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "!"}]} for n in range(40)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_key_value_heads": 1, "vocab_size": 400}
+    return str(make_demo_model(tmp_path_factory.mktemp("model") / "demo", **sizes, max_length=256))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def parsed(monkeypatch, *options: str):
+    monkeypatch.setattr(sys, "argv", ["recipe.py", "--use_cpu", "true", *options])
+    return parse_arguments(ScriptArguments, SFTConfig, ModelArguments, defaults={"output_dir": "outputs/x"})
+
+
+def lines(path, rows) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def script(name: str, **options):
+    return ScriptArguments(dataset_name=name, **options)
+
+
+def trainer_arguments(**options):
+    given = {"output_dir": "out", "max_length": 64, "use_cpu": True, "bf16": False, "eval_strategy": "epoch"}
+    return SFTConfig(**(given | options))
+
+
+# ---- options ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--learnin_rate", "1"], "--learnin_rate is no option of this recipe: did you mean --learning_rate?"),
+        (["--learning_rate", "fast"], "--learning_rate: invalid float value: 'fast'."),
+        (["--dtype", "bf16"], r"--dtype: invalid choice: 'bf16' \(choose from .*bfloat16"),
+        (["--load_in_8bit"], "8-bit layers of bitsandbytes cannot be sharded. Use --load_in_4bit"),
+        (["--load_in_4bit"], "add --use_peft"),
+        (["--use_peft", "--load_in_4bit", "--merge_adapters"], "Merge into the plain base afterwards"),
+        (["--merge_adapters"], "--merge_adapters needs an adapter: add --use_peft"),
+        (["--model_name_or_path", "x"], "--model_name_or_path needs --dataset_name"),
+        (["--report_to", "wandb"], "--report_to wandb: .*pip install wandb.*, or use --report_to none"),
+        (["--report_to", "wandbb"], "--report_to wandbb: unknown: did you mean wandb"),
+        (["--use_liger_kernel"], "--use_liger_kernel needs liger_kernel: pip install liger-kernel"),
+        (["--config", "nope.yaml"], "--config nope.yaml: No such file or directory. Give the path of a YAML file"),
+        (
+            ["--early_stopping_patience", "2", "--eval_strategy", "no"],
+            "needs evaluations: leave --eval_strategy no out",
+        ),
+        (["--push_to_hub"], "--push_to_hub needs a token"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistaken_option_is_one_line_with_the_cure(options, message, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None) if "liger" in options[0] else None
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("hf_fsdp_tools.scripting.arguments.get_token", lambda: None)
+    with pytest.raises(ConfigError, match=message) as caught:
+        parsed(monkeypatch, *options)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lerning_rate: 1e-4", "run.yaml: 'lerning_rate' is no option of this recipe: did you mean learning_rate?"),
+        ("learning_rate: fast", "--learning_rate: invalid float value: 'fast'"),
+        ("learning_rate: [", "run.yaml, line [12]: no YAML"),
+        ("just words", "holds no `name: value` lines"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line_too(text, message, tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text(text + "\n")
+    for way in (["--config", "run.yaml"], ["--config=run.yaml"]):
+        with pytest.raises(ConfigError, match=message):
+            parsed(monkeypatch, *way)
+
+
+def test_the_command_line_goes_before_the_file_and_a_checkpoint_may_be_true(tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text("learning_rate: 1e-4\nmax_steps: 7\nenv: {A_NAME: b}\n")
+    options = ["--config", "run.yaml", "--max_steps", "3", "--resume_from_checkpoint", "true", "--eval_strategy", "no"]
+    monkeypatch.delenv("A_NAME", raising=False)
+    _, training, _ = parsed(monkeypatch, *options)
+    assert (training.learning_rate, training.max_steps, training.resume_from_checkpoint) == (1e-4, 3, True)
+    assert not training.eval_on_start, "nothing is evaluated"
+    _, training, _ = parsed(monkeypatch, "--early_stopping_patience", "2")
+    assert training.load_best_model_at_end and training.save_strategy == "best"
+
+
+def test_a_run_in_the_default_folder_does_not_meet_the_one_before(tmp_path, monkeypatch):
+    folders = []
+    for number in range(3):
+        _, training, _ = parsed(monkeypatch)
+        folders.append(training.output_dir)
+        (tmp_path / training.output_dir / f"checkpoint-{number}").mkdir(parents=True)
+    assert folders == ["outputs/x", "outputs/x-2", "outputs/x-3"]
+    assert parsed(monkeypatch, "--resume_from_checkpoint", "true")[1].output_dir == "outputs/x-3"
+    assert parsed(monkeypatch, "--output_dir", "outputs/x-2")[1].output_dir == "outputs/x-2", "what was asked for"
+
+
+def test_the_help_begins_with_the_options_of_the_recipe(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        parsed(monkeypatch, "--help")
+    shown = capsys.readouterr().out
+    own, *others = re.split(
+        r"^options of (?:TrainingArguments|SFTConfig|ModelConfig|ScriptArguments):$", shown, flags=re.M
+    )
+    for option in ("--dataset_name", "--model_name_or_path", "--merge_adapters", "--early_stopping_patience"):
+        assert f"\n  {option}" in own, option
+    assert "--adam_beta1" not in own and len(own.splitlines()) < 120 and len(others) >= 3
+    assert shown.count("\n  --learning_rate ") == 1
+
+
+def test_the_errors_of_a_recipe_are_one_line_and_a_status(capsys):
+    def main():
+        raise ConfigError("this is wrong")
+
+    with pytest.raises(SystemExit, match="1"):
+        run(main, "finetune")
+    assert capsys.readouterr().err == "finetune: error: this is wrong\n"
+
+
+# ---- data ----
+
+
+def test_a_twentieth_is_held_out_unless_nothing_is_evaluated(tmp_path, capsys):
+    data = lines(tmp_path / "text.jsonl", [{"text": str(n)} for n in range(52)])
+    training, held_out = load_splits(script(data), trainer_arguments(), columns=SFT)
+    assert (len(training), len(held_out)) == (49, 3) and not set(training["text"]) & set(held_out["text"])
+    assert "49 rows to train on, 3 to evaluate" in capsys.readouterr().out
+    training, held_out = load_splits(script(data), trainer_arguments(eval_strategy="no"), columns=SFT)
+    assert len(training) == 52 and held_out is None
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "message"),
+    [
+        ("empty.jsonl", [], "empty.jsonl is empty"),
+        ("bad.jsonl", ['{"text": "a"}', '{"text": '], r"bad.jsonl, line 2 is no JSON: .* Mend or delete that row"),
+        ("one.jsonl", [{"text": "a"}], "has 1 row, and evaluation needs one of its own"),
+        ("qa.jsonl", [{"q": 1, "a": 2}] * 9, "has the columns a, q; none can be trained on. Needed: `text`; or"),
+        ("x.jsonl,y.jsonl", None, "x.jsonl: no such file"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_named(name, rows, message, tmp_path):
+    if rows is not None:
+        lines(tmp_path / name, rows)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_splits(script(name), trainer_arguments(), columns=SFT)
+    assert "\n" not in str(caught.value)
+
+
+def test_fewer_rows_than_ranks(tmp_path, monkeypatch):
+    data = lines(tmp_path / "few.jsonl", [{"text": "a"}] * 4)
+    monkeypatch.setattr("hf_fsdp_tools.scripting.data.rank_and_size", lambda: (0, 8))
+    with pytest.raises(ConfigError, match=r"3 row\(s\) for training on 8 processes, and each needs one"):
+        load_splits(script(data), trainer_arguments(), columns=SFT)
+
+
+def test_alpaca_and_sharegpt_become_what_the_trainer_reads(tmp_path):
+    alpaca = lines(tmp_path / "a.jsonl", [{"instruction": "Add.", "input": "1 2", "output": "3"}] * 40)
+    training, _ = load_splits(script(alpaca), trainer_arguments(), columns=SFT)
+    assert training[0] == {
+        "prompt": [{"role": "user", "content": "Add.\n\n1 2"}],
+        "completion": [{"role": "assistant", "content": "3"}],
+    }
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
+    shared = lines(tmp_path / "s.jsonl", [{"conversations": turns, "id": n} for n in range(40)])
+    training, _ = load_splits(script(shared), trainer_arguments(), columns=SFT)
+    said = [(turn["role"], turn["content"]) for turn in training[0]["messages"]]
+    assert said == [("user", "Hi"), ("assistant", "Ho")]
+    chats = lines(tmp_path / "c.jsonl", CHAT)
+    mixed, held_out = load_splits(script(f"{shared}, {chats}"), trainer_arguments(), columns=SFT)
+    assert mixed.column_names == ["messages"] and len(mixed) + len(held_out) == 80
+    with pytest.raises(ConfigError, match="no column in common"):
+        load_splits(script(f"{alpaca},{chats}"), trainer_arguments(), columns=SFT)
+
+
+def test_a_stream_is_read_in_turn_and_needs_a_number_of_steps(tmp_path):
+    one, two = (lines(tmp_path / f"{n}.jsonl", [{"text": f"{n}"}] * 400) for n in "ab")
+    streamed = script(f"{one},{two}", dataset_streaming=True)
+    with pytest.raises(ConfigError, match="--max_steps"):
+        load_splits(streamed, trainer_arguments(), columns=SFT)
+    training, held_out = load_splits(streamed, trainer_arguments(max_steps=4), columns=SFT)
+    assert [row["text"] for row, _ in zip(training, range(4), strict=False)] == ["a", "b", "a", "b"]
+    assert len(list(held_out)) == 160
+
+
+# ---- before the model is loaded ----
+
+
+def check(model, rows, tokenizer=None, model_options=None, **options):
+    from datasets import Dataset
+
+    arguments = ModelArguments(model_name_or_path=model, dtype=None, **(model_options or {}))
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
+    check_before_loading(arguments, trainer_arguments(**options), tokenizer, Dataset.from_list(rows))
+
+
+def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsys):
+    text = [{"text": "some words " * 30}] * 8
+    check(model, CHAT)
+    check(model, CHAT, assistant_only_loss=True)
+    check(model, text)
+    assert "8 of the first 8 rows are longer than --max_length 64 and are cut there" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"--max_length 512: .* has 256 positions"):
+        check(model, text, max_length=512)
+    bare = AutoTokenizer.from_pretrained(model)
+    bare.chat_template = None
+    with pytest.raises(ConfigError, match=r"no chat template. Give --chat_template_path"):
+        check(model, CHAT, bare)
+    bare.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    check(model, CHAT, bare)
+    with pytest.raises(ConfigError, match="marks the assistant's words"):
+        check(model, CHAT, bare, assistant_only_loss=True)
+    with pytest.raises(ConfigError, match="--assistant_only_loss needs chats"):
+        check(model, text, assistant_only_loss=True)
+    pairs = [{"prompt": "many words " * 60, "completion": " end"}] * 8
+    with pytest.raises(ConfigError, match=r"All labels of the first 8 rows are masked.*--max_length 64"):
+        check(model, pairs)
+    check(model, pairs, completion_only_loss=False)
+    with pytest.raises(ConfigError, match=r"Row 2 of the training rows is empty: text is None. Delete such rows"):
+        check(model, [text[0], {"text": None}])
+    questions = [{"messages": [{"role": "user", "content": "?"}]}] * 8
+    with pytest.raises(ConfigError, match="All labels of the first 8 rows are masked"):
+        check(model, questions, assistant_only_loss=True)
+
+
+def test_an_adapter_that_would_train_nothing_is_found(model, monkeypatch):
+    adapter = {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}
+    check(model, CHAT, model_options=adapter)
+    check(model, CHAT, model_options=adapter | {"lora_target_modules": ["all-linear"]})
+    with pytest.raises(ConfigError, match=r"'c_attn'.* not found .*Linear layers of LlamaForCausalLM: q_proj, k_proj"):
+        check(model, CHAT, model_options=adapter | {"lora_target_modules": ["c_attn"]})
+    with pytest.raises(ConfigError, match="an adapter on the head would not be trained"):
+        check(model, CHAT, model_options=adapter | {"lora_target_modules": ["q_proj", "lm_head"]})
+
+
+def test_4_bits_on_a_device_that_cannot(model, monkeypatch):
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    adapter = {"use_peft": True, "lora_target_modules": ["q_proj"], "load_in_4bit": True}
+    check(model, CHAT, model_options=adapter)
+
+    def forward(self, x):
+        raise NotImplementedError("no kernel for this device")
+
+    monkeypatch.setattr(bitsandbytes.nn.Linear4bit, "forward", forward)
+    with pytest.raises(ConfigError, match=r"4-bit weights on this cpu: no kernel for this device. Use --use_peft with"):
+        check(model, CHAT, model_options=adapter)
+
+
+def test_packed_rows_need_attention_that_keeps_them_apart(model, monkeypatch):
+    check(model, CHAT, packing=True)
+    monkeypatch.setattr("inspect.getsource", lambda module: "def forward(self, input_ids): ...")
+    with pytest.raises(ConfigError, match=r"each would see the rows before it. Use --attn_implementation flash"):
+        check(model, CHAT, packing=True)
+
+
+def test_a_run_does_not_mix_its_checkpoints_with_anothers(model, tmp_path):
+    with pytest.raises(ConfigError, match="no such folder"):
+        check(model, CHAT, resume_from_checkpoint="nope")
+    with pytest.raises(ConfigError, match="out holds no checkpoint"):
+        check(model, CHAT, resume_from_checkpoint=True)
+    (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
+    check(model, CHAT, resume_from_checkpoint=True)
+    with pytest.raises(ConfigError, match=r"another run \(checkpoint-5\)"):
+        check(model, CHAT)
+
+
+def test_a_wrong_model_and_a_model_without_a_tokenizer(model, tmp_path):
+    with pytest.raises(CheckpointError, match="'nope'"):
+        load_tokenizer(ModelArguments(model_name_or_path="nope"), trainer_arguments())
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointError, match="has a config and no tokenizer that can be loaded"):
+        load_tokenizer(ModelArguments(model_name_or_path=str(tmp_path / "bare")), trainer_arguments())
+
+
+def test_a_chat_template_from_a_file_or_another_tokenizer(model, tmp_path):
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    arguments = ModelArguments(model_name_or_path=model)
+    assert (
+        load_tokenizer(arguments, trainer_arguments(chat_template_path="chat.jinja")).chat_template == "{{ messages }}"
+    )
+    other = AutoTokenizer.from_pretrained(model)
+    other.chat_template = "<|start|>{{ messages }}"
+    other.add_special_tokens({"additional_special_tokens": ["<|start|>"]})
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"uses <\|start\|>, which the tokenizer of the model does not have"):
+        load_tokenizer(arguments, trainer_arguments(chat_template_path=str(tmp_path / "other")))
