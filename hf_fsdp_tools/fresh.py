@@ -56,6 +56,11 @@ def from_config(
     Raises:
         CheckpointError: there is no such configuration, or the model's own code leaves a tensor without values.
         ConfigError, WrapPlanError, MeshError: as for `from_pretrained`.
+
+    Example:
+        >>> model = from_config("checkpoint/config.json", seed=0)
+        >>> model.training, model.lm_head.weight.placements
+        (False, (Shard(dim=0),))
     """
     mesh = ParallelDims().build_mesh() if accelerator is None else None
     with agreed("checking the arguments of from_config"):

@@ -92,6 +92,13 @@ def wrap_fsdp1(
             honour it wrongly.
         CheckpointError: the model's own code leaves a parameter uninitialised; pass `initialize=False` and load a
             checkpoint.
+
+    Example:
+        >>> model = build_meta_model("checkpoint")
+        >>> mesh = ParallelDims().build_mesh("cpu")  # starts a process group where there is none
+        >>> wrapped = wrap_fsdp1(model, make_wrap_plan(model), seed=0)
+        >>> type(wrapped).__name__
+        'FullyShardedDataParallel'
     """
     _warn_deprecated()
     device = device_id or local_device()
@@ -159,6 +166,13 @@ def load_weights_fsdp1(
         CheckpointError: as in `load_weights`.
         ConfigError: the model is not wrapped with FSDP1, a unit is gathered at the moment, or `options` holds `dtype`
             or `device`.
+
+    Example:
+        >>> model = build_meta_model("checkpoint")
+        >>> mesh = ParallelDims().build_mesh("cpu")  # starts a process group where there is none
+        >>> wrapped = wrap_fsdp1(model, make_wrap_plan(model), initialize=False)
+        >>> load_weights_fsdp1(wrapped, "checkpoint", progress=False).missing_keys
+        ()
     """
     if needless := sorted({"dtype", "device"} & options.keys()):
         raise ConfigError(

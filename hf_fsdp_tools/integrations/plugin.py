@@ -53,6 +53,11 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
 
     Raises:
         ConfigError: torch cannot honour a setting here, or would silently honour it wrongly.
+
+    Example:
+        >>> plugin = HybridFSDPPlugin(policy=HybridPolicy(min_unit_params=2e7), activation_checkpointing=True)
+        >>> accelerator = make_accelerator(fsdp_plugin=plugin, cpu=True)
+        >>> model = from_pretrained("checkpoint", accelerator=accelerator, load_kwargs={"progress": False})
     """
 
     policy: HybridPolicy | None = field(default=None, metadata={"help": "What becomes a unit."})

@@ -87,6 +87,17 @@ class FSDPTrainerMixin(PushingMixin):
     Raises:
         ConfigError: when a trainer class is defined: the mixin stands after the Trainer, or this version of
             transformers lacks a method that is overridden here. When a frozen model is set: it is sharded as one unit.
+
+    Example:
+        >>> from transformers import Trainer, TrainingArguments
+        >>> class MyTrainer(FSDPTrainerMixin, Trainer): ...
+        >>> arguments = TrainingArguments("run", max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
+        >>> rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
+        >>> model = from_pretrained("checkpoint", accelerator=make_accelerator(cpu=True))
+        >>> trainer = MyTrainer(model, arguments, train_dataset=rows)
+        >>> trained = trainer.train()
+        {'train_runtime': ...}
+        >>> trainer.save_model("trained")
     """
 
     blocking: bool = True
