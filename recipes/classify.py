@@ -1,4 +1,34 @@
-"""Train a classifier of texts under FSDP2: any pretrained model with a fresh head, one output for each class."""
+"""Train a classifier of texts under FSDP2: any pretrained model with a new head that has one output for each class.
+
+Nothing to download: a small Llama learns which part of CPython's own documentation a passage comes from. On two CPU
+processes the accuracy rises from a third to three quarters, and the evaluation loss falls from 1.4 to below 0.9, in two
+minutes:
+
+    hf-fsdp config --output here.yaml
+    accelerate launch --config_file here.yaml recipes/classify.py
+
+A model of your own; every option of transformers' TrainingArguments works (`--help` lists them). One GPU with LoRA; two
+CPU processes the same with `accelerate launch --config_file accelerate_configs/fsdp2_cpu_2.yaml`:
+
+    python recipes/classify.py --model_name_or_path Qwen/Qwen3-8B --dataset_name fancyzhx/ag_news --use_peft --bf16
+
+One node of eight GPUs, all weights; two nodes the same on both, with fsdp2_gpu_2x8_bf16_hsdp.yaml, `--main_process_ip
+HOST` and `--machine_rank` 0 and 1:
+
+    accelerate launch --config_file accelerate_configs/fsdp2_gpu_8_bf16.yaml recipes/classify.py \
+        --model_name_or_path Qwen/Qwen3-8B --dataset_name fancyzhx/ag_news --learning_rate 1e-5 --max_length 512
+
+Predicted by `hf-fsdp estimate --auto-class AutoModelForSequenceClassification --batch-size 8 --seq-len 512` on H100s of
+80 GB, per GPU and step of eight full texts:
+
+    8B Llama, LoRA, on one GPU  42 GB       397 ms     10,300 tokens/s
+    8B Llama on eight           47 GB each  533 ms     61,400 tokens/s
+    8B Llama on two nodes       47 GB each  553 ms    118,500 tokens/s
+
+`--dataset_name` is a hub name, a folder, or a .jsonl/.json/.csv/.parquet file with a text and its class, a name or a
+whole number, in the columns `text` and `label` or those of `--dataset_text_field` and `--label_column_name`. With LoRA
+the head is trained too, and saved beside the adapter.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any

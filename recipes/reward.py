@@ -1,4 +1,36 @@
-"""Train a reward model under FSDP2: a causal language model with a head of one output, on pairs of answers."""
+"""Train a reward model under FSDP2: a pretrained model with a new head of one output learns which answer is preferred.
+
+Nothing to download: a small Llama learns to tell passages of CPython's own documentation from the same words shuffled,
+and from passages on something else. On two CPU processes the evaluation loss falls from 0.69 to below 0.5 in two
+minutes:
+
+    hf-fsdp config --output here.yaml
+    accelerate launch --config_file here.yaml recipes/reward.py
+
+A model of your own; every option of TRL's RewardConfig works (`--help` lists them). One GPU with LoRA; two CPU
+processes the same with `accelerate launch --config_file accelerate_configs/fsdp2_cpu_2.yaml`:
+
+    python recipes/reward.py --model_name_or_path meta-llama/Llama-3.1-8B-Instruct \
+        --dataset_name trl-lib/ultrafeedback_binarized --use_peft --bf16 --per_device_train_batch_size 2
+
+One node of eight GPUs, all weights; two nodes the same on both, with fsdp2_gpu_2x8_bf16_hsdp.yaml, `--main_process_ip
+HOST` and `--machine_rank` 0 and 1:
+
+    accelerate launch --config_file accelerate_configs/fsdp2_gpu_8_bf16.yaml recipes/reward.py \
+        --model_name_or_path meta-llama/Llama-3.1-8B-Instruct --dataset_name trl-lib/ultrafeedback_binarized \
+        --learning_rate 1e-5 --per_device_train_batch_size 2 --max_length 1024
+
+Predicted by `hf-fsdp estimate --auto-class AutoModelForSequenceClassification --batch-size 4 --seq-len 1024` on H100s
+of 80 GB, for two pairs, which are four sequences, per GPU and step:
+
+    8B Llama, LoRA, on one GPU  42 GB       403 ms     10,200 tokens/s
+    8B Llama on eight           47 GB each  540 ms     60,700 tokens/s
+    8B Llama on two nodes       47 GB each  559 ms    117,200 tokens/s
+
+`--dataset_name` is a hub name, a folder, or a .jsonl/.json/.parquet file with the columns `prompt`, `chosen` and
+`rejected`, text or turns of a chat; without `prompt`, it stands in both answers. Pairs longer than `--max_length` are
+left out. With LoRA the head is trained too, and saved beside the adapter.
+"""
 
 import datasets
 from transformers import AutoModelForSequenceClassification

@@ -189,7 +189,7 @@ PRIVATE = {
         _modules_to_run_forward _post_forward _pre_forward_hook_handle _post_forward_hook_handle _fsdp_param_group
         _fsdp_param_groups _all_gather_process_group _module_to_pre_save_state_dict_hook_handle
         _module_to_pre_load_state_dict_hook_handle fsdp_params _module_info sharded_param fsdp_placement mesh_info
-        post_forward_mesh_info init_dtype_attrs _param_fqn _post_load_hook_handle _sharded_local_tensor
+        post_forward_mesh_info _init_mp_dtypes _param_fqn _post_load_hook_handle _sharded_local_tensor
         _sharded_param_data init_all_gather_outputs padded_sharded_param_size""",
     "fsdp1": """
         _handle flat_param uses_sharded_strategy _params _param_infos _shapes _shard_param_infos

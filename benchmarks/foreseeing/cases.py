@@ -120,6 +120,49 @@ def _qwen2_5_vl(size: Size) -> PreTrainedConfig:
     return hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens)
 
 
+def _vision(size: Size) -> dict[str, Any]:
+    """A tower for images of 56 × 56 in patches of 14."""
+    return {
+        "hidden_size": size.hidden // 2,
+        "intermediate_size": size.hidden,
+        "num_hidden_layers": max(2, size.layers // 2),
+        "num_attention_heads": size.heads // 2,
+        "image_size": 56,
+        "patch_size": 14,
+    }
+
+
+def _llava(size: Size) -> PreTrainedConfig:
+    """Hidden states of a block before the last, without its first token, through two layers to the text."""
+    text = _of_decoder(size) | {"model_type": "llama"}
+    vision = _vision(size) | {"model_type": "clip_vision_model", "projection_dim": size.hidden}
+    return hf.LlavaConfig(text_config=text, vision_config=vision, image_token_index=9, tie_word_embeddings=False)
+
+
+def _gemma3_vl(size: Size) -> PreTrainedConfig:
+    """Images whose tokens attend to each other, in text of windows."""
+    text = _of_decoder(size) | {"sliding_window": size.seq_len // 2, "query_pre_attn_scalar": size.head_dim}
+    vision = _vision(size)
+    return hf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=9)
+
+
+def _idefics3(size: Size) -> PreTrainedConfig:
+    """Images cut into tiles, those that are empty left out."""
+    text = _of_decoder(size) | {"model_type": "llama"}
+    return hf.Idefics3Config(text_config=text, vision_config=_vision(size), image_token_id=9, scale_factor=2)
+
+
+def _mllama(size: Size) -> PreTrainedConfig:
+    """Text that attends to images in layers of its own."""
+    layers = max(4, size.layers)
+    text = _of_decoder(size) | {"num_hidden_layers": layers, "cross_attention_layers": [1, 3], "model_type": "mllama"}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "pad_token_id": 1}
+    text.pop("head_dim")
+    vision = _vision(size) | {"num_global_layers": 1, "intermediate_layers_indices": [0, 1], "max_num_tiles": 4}
+    vision |= {"attention_heads": vision.pop("num_attention_heads"), "vision_output_dim": 3 * size.hidden // 2}
+    return hf.MllamaConfig(text_config=text, vision_config=vision, image_token_index=9)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One training."""
@@ -153,7 +196,29 @@ CASES = (
     Case(name="GPT-2", config=_gpt2),
     Case(name="MoE", config=_qwen3_moe),
     Case(name="encoder-decoder", config=_t5, auto_class=hf.AutoModelForSeq2SeqLM),
-    Case(name="VLM, text alone", config=_qwen2_5_vl, auto_class=hf.AutoModelForImageTextToText),
+    Case(
+        name="VLM, text alone",
+        config=_qwen2_5_vl,
+        auto_class=hf.AutoModelForImageTextToText,
+        settings=dict(images=0),
+    ),
+    *(
+        Case(
+            name=f"VLM, {name}",
+            config=config,
+            auto_class=hf.AutoModelForImageTextToText,
+            settings=dict(images=1, image_size=(56, 84)) | settings,
+        )
+        for name, config, settings in (
+            ("Qwen2.5-VL", _qwen2_5_vl, {}),
+            ("Qwen2.5-VL, 2 images, tower frozen", _qwen2_5_vl, dict(images=2, freeze_vision_tower=True)),
+            ("LLaVA", _llava, {}),
+            ("LLaVA, LoRA, checkpointing", _llava, dict(lora_r=16, activation_checkpointing=True)),
+            ("Gemma 3", _gemma3_vl, {}),
+            ("Idefics 3", _idefics3, {}),
+            ("Llama 3.2 Vision", _mllama, {}),
+        )
+    ),
     Case(name="LoRA", config=_llama, settings=dict(lora_r=16)),
     Case(name="LoRA, checkpointing", config=_qwen3, settings=dict(lora_r=16, activation_checkpointing=True)),
     Case(name="checkpointing", config=_llama, settings=dict(activation_checkpointing=True)),

@@ -102,21 +102,25 @@ def foreseen_on_cpus(case: Case, size: str, world: int) -> Step:
 
 
 def requested(step: Step) -> tuple[int, int]:
-    """(bytes before a step, bytes at its peak), as requested, without any allocator's rounding.
+    """(bytes before a step with the batch, bytes at its peak), as requested, without any allocator's rounding.
 
     Args:
         step: from `compose`.
     """
-    sizes = {alloc.block: alloc.num_bytes for alloc in step.resident}
-    total = peak = held = sum(sizes.values())
+    live = {alloc.block: alloc for alloc in step.resident}
+    total = peak = held = sum(alloc.num_bytes for alloc in step.resident)
+    batch = most = 0
     for event in step.events:
         if isinstance(event, Alloc):
-            sizes[event.block] = event.num_bytes
+            live[event.block] = event
             total += event.num_bytes
+            batch += event.num_bytes if event.kind == "inputs" else 0
         elif isinstance(event, Free):
-            total -= sizes.pop(event.block)
-        peak = max(peak, total)
-    return held, peak
+            freed = live.pop(event.block)
+            total -= freed.num_bytes
+            batch -= freed.num_bytes if freed.kind == "inputs" else 0
+        peak, most = max(peak, total), max(most, batch)
+    return held + most, peak
 
 
 def case_named(name: str) -> Case:

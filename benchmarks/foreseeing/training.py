@@ -18,7 +18,9 @@ from hf_fsdp_tools import (
     make_wrap_plan,
     shard_model,
 )
+from hf_fsdp_tools.foresight.build import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.tracing.images import Images, images_of
 from hf_fsdp_tools.foresight.tracing.inputs import make_batch
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.shard import apply_sharding
@@ -45,7 +47,8 @@ class Training:
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = _optimizer(self.setup, self.trained)
         base = self.model.get_base_model() if self.setup.lora_r else self.model
-        self.batch = _batch(base, self.setup, device)
+        plain, _ = build(case.config(SIZES[size]), self.setup, auto_class=case.auto_class)
+        self.batch = _batch(base, self.setup, images_of(plain, self.setup), device)
 
     def step(self, phase: Any) -> None:
         """One optimizer step.
@@ -76,6 +79,8 @@ def _model(case: Case, size: Size, setup: TrainingSetup, device: torch.device) -
     )
     for part in (model.config, model.config.get_text_config()):
         part.use_cache = False  # as the Trainer does
+    if setup.freeze_vision_tower:
+        model.get_encoder(modality="image").requires_grad_(False)
     model = _sharded(model, setup, device)
     allocate(model, device=torch.device("cpu") if setup.offload else device)
     _fill(model)
@@ -131,10 +136,11 @@ def _optimizer(setup: TrainingSetup, parameters: list[nn.Parameter]) -> torch.op
     raise ValueError(f"no case runs {setup.optimizer}")
 
 
-def _batch(model: nn.Module, setup: TrainingSetup, device: torch.device) -> dict[str, Any]:
+def _batch(model: nn.Module, setup: TrainingSetup, images: Images | None, device: torch.device) -> dict[str, Any]:
     """The batch of which the dry run assumes the shapes, with random words."""
-    batch = make_batch(model, setup)
-    for value in batch.values():
-        if value.dtype == torch.int64 and value.dim() > 1:
-            value.random_(20, 200)
-    return {name: value.to(device) for name, value in batch.items()}
+    batch = make_batch(model, setup, images)
+    for name in {"input_ids", "labels"} & batch.keys():
+        if batch[name].dim() > 1:
+            words = torch.randint(20, 200, batch[name].shape)
+            batch[name] = torch.where(batch[name] == 0, words, batch[name])
+    return {name: value.contiguous().to(device) for name, value in batch.items()}

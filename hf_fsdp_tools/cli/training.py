@@ -55,16 +55,30 @@ def add_run_options(run: Callable[..., Any]) -> None:
     """
     run("--batch-size", "--per-device-train-batch-size", type=int, metavar="N", help="sequences per GPU and micro-step")
     run("--seq-len", "--max-length", type=int, metavar="N", help="tokens per sequence (default: 4096, or the model's)")
+    run("--images", type=int, metavar="N", help="per sequence of a vision-language model (default: 1; 0: text alone)")
+    run("--image-size", type=_image_size, metavar="HxW", help="of each (default: the size that the model was made for)")
     run("--gradient-accumulation-steps", type=int, metavar="N", help="micro-steps per optimizer step")
     run("--master-dtype", choices=("fp32", "bf16", "fp16"), help="of the weights that are updated (default: fp32)")
     run("--reduce-dtype", choices=("fp32", "bf16", "fp16"), help="in which gradients are reduced (default: fp32)")
     run("--optimizer", metavar="NAME", help="adamw, adamw_foreach, adamw_8bit, adafactor, sgd, sgd_momentum")
     run("--lora-r", type=int, metavar="R", help="rank of LoRA adapters (default: all parameters are trained)")
     run("--lora-target-modules", metavar="NAMES", help="as in PEFT (default: all-linear)")
+    run("--freeze-vision-tower", action="store_const", const=True, help="train what reads images, not what sees them")
     run("--load-in-4bit", action="store_const", const=True, help="NF4 base for LoRA (QLoRA)")
     run("--loss", choices=("full", "chunked"), help="logits whole or in pieces, as TRL and Liger make them")
     run("--attn-implementation", choices=("sdpa", "eager", "flash_attention_2"), help="(default: sdpa)")
     run("--compile", action="store_const", const=True, help="torch.compile of each block")
+
+
+def _image_size(text: str) -> tuple[int, int]:
+    """Height and width from "HxW", or from one number for both."""
+    try:
+        sides = [int(side) for side in text.lower().split("x")]
+    except ValueError:
+        sides = []
+    if len(sides) not in (1, 2) or min(sides) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of an image; give height x width, such as 512x512")
+    return sides[0], sides[-1]
 
 
 def add_sharding_options(parser: argparse.ArgumentParser) -> None:

@@ -47,11 +47,14 @@ def build(
     Raises:
         CheckpointError: as `build_meta_model`.
         ConfigError: as `build_meta_model`; sequences are longer than the model's positions; PEFT or bitsandbytes are
-            needed and not installed.
+            needed and not installed; a vision tower is to be frozen and there is none.
         WrapPlanError: the policy does not fit the model.
     """
     given = name_or_model if isinstance(name_or_model, nn.Module) else None
     model = _built(name_or_model, setup, model_kwargs) if given is None else given
+    if setup.freeze_vision_tower:
+        model = model if given is None else _on_meta(model)
+        _image_encoder(model).requires_grad_(False)
     if setup.lora_r is not None and not is_adapted(model):
         model = model if given is None else _on_meta(model)
         targets = setup.lora_target_modules
@@ -68,6 +71,14 @@ def build(
         )
         plan = replace(plan, units=(root,))
     return base, plan
+
+
+def _image_encoder(model: nn.Module) -> nn.Module:
+    find = getattr(base_of(model), "get_encoder", None)
+    encoder = find(modality="image") if find is not None else None
+    if not isinstance(encoder, nn.Module) or encoder is base_of(model):
+        raise ConfigError(f"{type(model).__name__} has no vision tower to freeze. Leave out freeze_vision_tower.")
+    return encoder
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

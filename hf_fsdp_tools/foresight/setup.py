@@ -45,6 +45,10 @@ class TrainingSetup:
     """Sequences per GPU and micro-step (`per_device_train_batch_size`)."""
     seq_len: int = 4096
     """Tokens per sequence."""
+    images: int | None = None
+    """Images per sequence, of a model that takes some; 0 is text alone, None is one where the sequence has room."""
+    image_size: tuple[int, int] | None = None
+    """Height and width of each, before the image processor; None takes those that the vision tower was made for."""
     gradient_accumulation_steps: int = 1
     """Micro-steps per optimizer step."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
@@ -61,6 +65,8 @@ class TrainingSetup:
     """Rank of LoRA adapters; None trains all parameters."""
     lora_target_modules: str | tuple[str, ...] = "all-linear"
     """As in PEFT's `LoraConfig.target_modules`."""
+    freeze_vision_tower: bool = False
+    """The image encoder is not trained; what leads from it to the text is."""
     load_in_4bit: bool = False
     """NF4 base (QLoRA)."""
     activation_checkpointing: bool = False
@@ -100,6 +106,10 @@ class TrainingSetup:
         for name in ("load_in_4bit", "activation_checkpointing", "reshard_after_forward", "offload", "compile"):
             as_flag(getattr(self, name), name)
         object.__setattr__(self, "policy", as_policy(self.policy, "policy") or HybridPolicy())
+        if self.images is not None and self.images < 0:
+            raise ConfigError(f"images is {self.images}; use 0 for text alone, or how many images a sequence has.")
+        if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
+            raise ConfigError(f"image_size is {self.image_size}; give height and width, such as (512, 512).")
         hints = get_type_hints(type(self))
         for name in ("precision", "master_dtype", "reduce_dtype", "wrapping", "loss", "attn_implementation"):
             if getattr(self, name) not in (allowed := get_args(hints[name])):

@@ -11,7 +11,6 @@ from inspect import get_annotations
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 import yaml
 from huggingface_hub import get_token
 from trl import ModelConfig, TrlParser
@@ -83,7 +82,7 @@ def parse_arguments(
     """
     parser = _Parser(dataclasses, allow_abbrev=True, formatter_class=_Help)
     known = {action.dest for action in parser._actions}
-    chosen = _RECIPE_DEFAULTS | {"use_cpu": not torch.accelerator.is_available()} | dict(defaults or {})
+    chosen = _RECIPE_DEFAULTS | dict(defaults or {})
     parser.set_defaults(**{name: value for name, value in chosen.items() if name in known})
     found = parser.parse()
     again: dict[str, Any] = {}

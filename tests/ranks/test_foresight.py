@@ -9,7 +9,7 @@ from benchmarks.foreseeing.gloo import measure
 from benchmarks.foreseeing.memory import case_named, foreseen_on_cpus, requested
 from tests._dist import run_ranks
 
-CASES = ("tied", "root only, checkpointing")
+CASES = ("tied", "root only, checkpointing", "VLM, LLaVA")
 
 
 @pytest.fixture(scope="module")

@@ -140,7 +140,10 @@ class Series:
         torch.testing.assert_close(found, self.logits(name), rtol=1e-5, atol=1e-5)
 
     def check_resumed(self) -> None:
-        """The end of "resumed" is that of "trained" to the bit, and so is its log."""
+        """The run "resumed" of `three_runs` began in the middle, and its end is that of "trained" to the bit, as is its
+        log."""
+        saved = {name: {p.name for p in (self.folder / name).glob("checkpoint-*")} for name in ("trained", "resumed")}
+        assert len(saved["trained"]) == 2 and len(saved["resumed"]) == 1, f"it did not begin in the middle: {saved}"
         resumed = self.weights("resumed")
         for name, weight in self.weights("trained").items():
             assert torch.equal(weight, resumed[name]), name

@@ -62,6 +62,8 @@ def series(tmp_path_factory) -> Series:
     common += ["--max_length", "64", "--eval_strategy", "steps", "--eval_steps", "4", "--lr_scheduler_type", "constant"]
     chats = [*common, "--dataset_name", f"{data['chats']},{data['shared']}", "--assistant_only_loss"]
     runs = three_runs(folder, 4, *chats, learning_rate=1e-2)
+    runs["stopped"] = [*chats, "--max_steps", "8", "--learning_rate", "0", "--early_stopping_patience", "1"]
+    runs["stopped"] += ["--eval_steps", "1"]
     adapter = ["--use_peft", "--lora_target_modules", "all-linear", "--max_steps", "4", "--learning_rate", "1e-2"]
     runs["lora"] = [*common, *adapter, "--dataset_name", data["alpaca"], "--merge_adapters"]
     if has_bitsandbytes:
@@ -89,8 +91,13 @@ def test_the_loss_falls_and_without_a_learning_rate_it_does_not(series):
     assert after == before
 
 
+def test_a_run_that_no_longer_gets_better_is_stopped(series):
+    before, after = series.losses("stopped")
+    assert after == before and series.state("stopped")["global_step"] < 8
+
+
 def test_a_run_resumed_in_its_middle_ends_as_the_one_that_was_not_stopped(series):
-    torch.testing.assert_close(series.logits("resumed"), series.logits("trained"), rtol=1e-5, atol=1e-6)
+    series.check_resumed()
     steps = [entry["step"] for entry in series.state("resumed")["log_history"] if "loss" in entry]
     assert steps == [1, 2, 3, 4], "the log goes on where it was"
 

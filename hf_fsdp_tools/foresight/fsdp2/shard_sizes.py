@@ -110,7 +110,8 @@ def _modules_above(fqn: str) -> list[str]:
 def _shard(parameter: Parameter, setup: TrainingSetup) -> Shard:
     ranks, shape = setup.dp_shard_size, parameter.shape
     dtype = parameter.dtype
-    if parameter.requires_grad and dtype.is_floating_point:
+    is_loaded_as_trained = setup.freeze_vision_tower and setup.lora_r is None  # LoRA's base is loaded in `precision`
+    if (parameter.requires_grad or is_loaded_as_trained) and dtype.is_floating_point:
         dtype = dtype_of(setup.master_dtype)
     dim = 0
     if is_much_padding(parameter.numel * dtype.itemsize, padded_ratio(shape[0], ranks)):

@@ -27,12 +27,14 @@ from hf_fsdp_tools.foresight.events import Event, Gradient, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.chunked_loss import chunk_loss
 from hf_fsdp_tools.foresight.tracing.fallback import events_by_formula
+from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, give_memory, images_of
 from hf_fsdp_tools.foresight.tracing.inputs import make_batch
 from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, imitate_4bit
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Stack, configs_of, cut_plan, repeating_stacks, short_copy
 from hf_fsdp_tools.foresight.tracing.splice import Bounds, expand
 from hf_fsdp_tools.foresight.tracing.trace import Parameter, Trace
+from hf_fsdp_tools.foresight.tracing.values import followed_values
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
@@ -60,8 +62,9 @@ def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, devic
 
     Any rank may call; nothing is communicated, and no accelerator is used.
 
-    Where the model's code needs values of tensors, or kernels of its own, the trace is made by formula, and its notes
-    say which module and operation the run could not follow.
+    A model that takes images gets some beside its text (`images_of`); if they cannot be followed, text alone. Where the
+    model's code needs values of weights or activations, or kernels of its own, the trace is made by formula. Its notes
+    say so, and which module and operation the run could not follow.
 
     Raises:
         ConfigError: no batch can be made for the model, its code fails on one, or it cannot checkpoint activations.
@@ -69,19 +72,51 @@ def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, devic
     if setup.activation_checkpointing:
         check_checkpointing(model)
     try:
-        for kept in _KEPT:
-            if not (stacks := repeating_stacks(model, kept)):
-                break
-            recorder, bounds = _dry_run(model, plan, setup, device, stacks)
-            events = expand(recorder.events, stacks, bounds)
-            if events is not None:
-                return _trace(model, plan, setup, events, stacks)
-        recorder, _ = _dry_run(model, plan, setup, device, ())
+        images = images_of(model, setup)
+        if images is not None:
+            trace = _followed(model, plan, setup, device, images)
+            note = f"Images in each sequence: {images.count}, of {images.tokens:,} tokens each."
+            return replace(trace, notes=(note, *trace.notes))
+        notes: tuple[str, ...] = ()
+    except (NoImagesError, _CannotFollowError) as error:
+        notes = (f"Of text alone, without images, which take memory too: {str(error).rstrip('.')}.",)
+    try:
+        trace = _followed(model, plan, setup, device, None)
     except _CannotFollowError as error:
         parameters = tuple(_parameters(model, plan, setup))
-        note = f"By formula, 12 % off on average and 36 % at worst: {error}"
-        return replace(_trace(model, plan, setup, events_by_formula(model, plan, setup, parameters), ()), notes=(note,))
+        by_formula = f"By formula, 12 % off on average and 36 % at worst: {error}"
+        events = events_by_formula(model, plan, setup, parameters)
+        trace = replace(_trace(model, plan, setup, events, ()), notes=(by_formula,))
+    return replace(trace, notes=(*notes, *trace.notes))
+
+
+def _followed(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, device: Device, images: Images | None) -> Trace:
+    """The trace by a dry run, of few blocks where they stand for all."""
+    for stacks in _ways_to_shorten(model, has_images=images is not None):
+        try:
+            recorder, bounds = _dry_run(model, plan, setup, device, stacks, images)
+        except _CannotFollowError:
+            if images is None:
+                raise
+            continue  # some choose hidden states of images by the number of the block
+        events = expand(recorder.events, stacks, bounds)
+        if events is not None:
+            return _trace(model, plan, setup, events, stacks)
+    recorder, _ = _dry_run(model, plan, setup, device, (), images)
     return _trace(model, plan, setup, recorder.events, ())
+
+
+def _ways_to_shorten(model: nn.Module, *, has_images: bool) -> Iterator[list[Stack]]:
+    """Yield lists of stacks to leave blocks out of, those with the fewest blocks left first."""
+    of_transformers: Any = model
+    encoder = of_transformers.get_encoder(modality="image") if has_images else None
+    tower = next((f"{name}." for name, module in model.named_modules() if module is encoder and name), None)
+    for kept in _KEPT:
+        stacks = repeating_stacks(model, kept)
+        outside = [stack for stack in stacks if tower is None or not stack.container.startswith(tower)]
+        for some in (stacks, outside) if len(outside) < len(stacks) else (stacks,):
+            if some:
+                yield some
 
 
 class _CannotFollowError(Exception):
@@ -111,33 +146,39 @@ def _notes(parameters: Sequence[Parameter], events: Sequence[Event]) -> Iterator
     if missed:
         first = ".".join(missed[0].module.split(".")[:2])
         yield (
-            f"{show_count(sum(each.numel for each in missed))} parameters get no gradient from the batch, which is of "
-            f"one kind of input, among them those of {first!r}."
+            f"{show_count(sum(each.numel for each in missed))} parameters get no gradient from the batch, among them "
+            f"those of {first!r}."
         )
 
 
 def _dry_run(
-    model: nn.Module, plan: WrapPlan, setup: TrainingSetup, device: Device, stacks: Sequence[Stack]
+    model: nn.Module,
+    plan: WrapPlan,
+    setup: TrainingSetup,
+    device: Device,
+    stacks: Sequence[Stack],
+    images: Images | None,
 ) -> tuple[Recorder, Bounds]:
     """The events of a micro-step of a model without the blocks that the stacks leave out."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         twin = short_copy(model, stacks)
         plan = cut_plan(plan, stacks)
-        _give_memory(twin, plan, setup)
+        give_memory(twin, {each.fqn: each.dtype for each in _parameters(twin, plan, setup)})
         recorder = Recorder(_units(plan), on_cuda=device == "cuda")
         recorder.ignore([*twin.parameters(), *twin.buffers()])
         _prepare(twin, plan, setup, recorder)
         bounds = Bounds(twin, stacks, recorder)
-        batch = make_batch(twin, setup)
-        recorder.take_inputs(value for value in batch.values() if isinstance(value, torch.Tensor))
         with ExitStack() as stack:
+            values = stack.enter_context(followed_values())
+            batch = {name: values.as_fake(value) for name, value in make_batch(twin, setup, images).items()}
+            recorder.take_inputs(batch.values())
             stack.enter_context(_no_packed_sequences())
             if setup.attn_implementation == "flash_attention_2":
                 stack.enter_context(flash_attention())
             if device == "cuda":
                 stack.enter_context(AsOnCuda())
             stack.enter_context(recorder)
-            stack.enter_context(_failures_named(twin, recorder))
+            stack.enter_context(_failures_named(twin, recorder, is_all=images is None))
             _run(twin, batch, recorder)
         recorder.close()
     return recorder, bounds
@@ -184,23 +225,6 @@ def _dtype(parameter: torch.Tensor, setup: TrainingSetup, *, is_whole: bool) -> 
     if not parameter.is_floating_point():
         return parameter.dtype
     return DTYPES[setup.master_dtype if is_whole else setup.precision]
-
-
-def _give_memory(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> None:
-    """Put memory without data in the place of tensors on meta, parameters in the dtypes in which FSDP gathers them."""
-    described = {each.fqn: each for each in _parameters(model, plan, setup)}
-    fakes: dict[torch.Tensor, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        data = torch.empty(parameter.shape, dtype=described[name].dtype, device="cpu")
-        fakes[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-        fakes[parameter].__dict__.update(parameter.__dict__)
-    for module in model.modules():
-        for key, weight in module._parameters.items():
-            if weight is not None:
-                module._parameters[key] = fakes[weight]
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
 
 
 def _units(plan: WrapPlan) -> dict[str, str]:
@@ -326,8 +350,14 @@ def run_backward(loss: torch.Tensor) -> None:
 
 
 @contextmanager
-def _failures_named(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Turn an exception of the model's code into one that names the module and the operation."""
+def _failures_named(model: nn.Module, recorder: Recorder, *, is_all: bool) -> Iterator[None]:
+    """Turn an exception of the model's code into one that names the module and the operation.
+
+    Args:
+        model: which runs.
+        recorder: of its operations.
+        is_all: whether nothing simpler can be tried, so that an error is the configuration's.
+    """
     try:
         yield
     except FSDPToolsError:
@@ -339,7 +369,8 @@ def _failures_named(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         where = f"{type(model).__name__}, module {inside[-1] or 'root'!r}" if inside else type(model).__name__
         said = f"{where}: {type(error).__name__} after {recorder.last_operation}: {first_line(error)}"
         # Of these, torch raises the first two where code needs values of tensors, and the last for lack of a rule.
-        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException | RuntimeError | ImportError):
+        unfollowed = (DataDependentOutputException, DynamicOutputShapeException, RuntimeError, ImportError)
+        if isinstance(error, unfollowed) or not is_all:
             raise _CannotFollowError(said) from error
         raise ConfigError(f"A step of training fails in {said}. Correct the configuration or the arguments.") from error
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.tracing.images import Images
 
 __all__ = ["make_batch"]
 
@@ -15,14 +16,15 @@ _ONE_LABEL = ("ForSequenceClassification", "ForImageClassification", "ForAudioCl
 """How classes end whose labels are one class for each sequence or image."""
 
 
-def make_batch(model: nn.Module, setup: TrainingSetup) -> dict[str, Any]:
+def make_batch(model: nn.Module, setup: TrainingSetup, images: Images | None = None) -> dict[str, Any]:
     """Arguments of the model's forward pass for one micro-step of training: tensors on the CPU, with any values.
 
-    Sequences are full and not packed, so that no mask is given. Models of text and images get text alone.
+    Sequences are full and not packed, so that no mask is given.
 
     Args:
         model: of transformers, whose forward gives a loss.
         setup: batch and sequence.
+        images: of each sequence (`images_of`); None for text alone.
 
     Raises:
         ConfigError: the model takes no tokens, images or spectrograms, or no labels.
@@ -33,7 +35,7 @@ def make_batch(model: nn.Module, setup: TrainingSetup) -> dict[str, Any]:
     batch: dict[str, Any]
     match getattr(model, "main_input_name", "input_ids"):
         case "input_ids":
-            batch = {"input_ids": _integers(*shape)}
+            batch = {"input_ids": _integers(*shape)} | (_with_images(model, setup, images) if images else {})
         case "pixel_values":
             sides = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
             batch = {"pixel_values": torch.zeros(setup.batch_size, config.num_channels, *sides)}
@@ -51,6 +53,24 @@ def make_batch(model: nn.Module, setup: TrainingSetup) -> dict[str, Any]:
         raise ConfigError(
             f"{type(model).__name__} takes no labels, so it gives no loss to train with. Choose another auto_class."
         )
+    return batch
+
+
+def _with_images(model: nn.Module, setup: TrainingSetup, images: Images) -> dict[str, torch.Tensor]:
+    """Tokens that stand for images, each image between marks, and the images' tensors for all sequences."""
+    config: Any = model.config
+    takes = inspect.signature(type(model).forward).parameters
+    ids, is_image = (_integers(setup.batch_size, setup.seq_len) for _ in range(2))
+    for place in range(1, images.count * (images.tokens + 2), images.tokens + 2):
+        start, end = place + 1, place + 1 + images.tokens
+        ids[:, place] = getattr(config, "vision_start_token_id", None) or 0
+        ids[:, start:end] = images.token_id
+        is_image[:, start:end] = 1
+    batch = {"input_ids": ids}
+    batch |= {name: is_image for name in ("token_type_ids", "mm_token_type_ids") if name in takes}
+    batch |= images.tensors
+    if "cross_attention_mask" in takes and (tiles := images.tensors.get("aspect_ratio_mask")) is not None:
+        batch["cross_attention_mask"] = torch.ones(*ids.shape, *tiles.shape[1:], dtype=torch.int64)
     return batch
 
 

@@ -242,9 +242,13 @@ def scratch(func: Any, args: Sequence[Any]) -> Sequence[int]:
     As torch's `attention_backward.cu` and `flash_api.cpp` take it, checked against the log of PyTorch's allocator
     (2.14): of flash attention, a product per row and the gradient of queries in fp32, rows rounded to 128, and the
     gradients of keys and values for each head of the queries; of efficient attention, the product, and the gradients of
-    64 queries at a time with a lock.
+    64 queries at a time with a lock. As `IndexKernel.cpp` takes it: of images put among text, a running sum of the mask
+    for each element, and the mask, where it was expanded.
     """
     name = func.overloadpacket.__name__
+    if name == "masked_scatter":
+        numel = args[0].numel()
+        return [8 * numel, 0 if args[1].shape == args[0].shape and args[1].is_contiguous() else numel]
     if "attention_backward" not in name:
         return ()
     query, key, value = args[1:4]

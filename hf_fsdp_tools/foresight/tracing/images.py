@@ -1,0 +1,222 @@
+"""Images of a batch: what the model's image processor makes of a picture, and how many tokens stand for it."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten
+from transformers import AutoImageProcessor, PreTrainedConfig
+from transformers.models.auto import image_processing_auto
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.tracing.kernels import imitate_4bit
+from hf_fsdp_tools.foresight.tracing.repeats import short_copy
+from hf_fsdp_tools.foresight.tracing.values import followed_values
+from hf_fsdp_tools.hub import local_path
+from hf_fsdp_tools.text import first_line
+
+__all__ = ["Images", "NoImagesError", "give_memory", "images_of"]
+
+_SIDE = 512
+"""Height and width of a picture where neither the setup nor the configuration says one. (assumed)"""
+
+_SAME = {"max_image_tiles": "max_num_tiles", "merge_size": "spatial_merge_size"}
+"""Settings of image processors that configurations call by another name."""
+
+_NAMED = ("patch_size", "temporal_patch_size", "image_grid_pinpoints", *_SAME)
+"""Settings of image processors that configurations repeat."""
+
+
+class NoImagesError(Exception):
+    """No images can be made for a model that takes some; the message says why."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of a batch."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """Arguments of the model, for all sequences. Pixels are all 1, in one element that is expanded."""
+    count: int
+    """Images of each sequence."""
+    tokens: int
+    """That stand for each image, and are replaced by its features; 0 where text attends to images."""
+    token_id: int
+    """Which stands for an image."""
+
+
+def images_of(model: nn.Module, setup: TrainingSetup) -> Images | None:
+    """The images of a batch; None for a model of text alone, or where none are asked for.
+
+    A picture goes through the checkpoint's own image processor where there is one, or through that of the model's kind
+    with the sizes of the configuration. The model's vision tower, without data, says how many tokens stand for it.
+
+    Args:
+        model: on any device; it stays as it is.
+        setup: number of images and their size are read.
+
+    Raises:
+        NoImagesError: the model has no image processor that runs here, or its vision tower cannot be followed.
+        ConfigError: the images that the setup asks for do not fit into its sequences.
+    """
+    takes = inspect.signature(type(model).forward).parameters
+    if setup.images == 0 or "pixel_values" not in takes or getattr(model, "main_input_name", "") != "input_ids":
+        return None
+    config: Any = model.config
+    count = setup.images or 1
+    try:
+        made = _processed(_processor(config), count, _size(config, setup))
+        tokens, rest = divmod(_rows(model, made), count)
+    except Exception as error:  # of transformers' code for any kind of model: the text is followed all the same
+        raise NoImagesError(f"{type(error).__name__}: {first_line(error)}") from error
+    if rest:
+        raise NoImagesError(f"{count} equal images have {count * tokens + rest} features")
+    found = [getattr(config, name, None) for name in ("image_token_id", "image_token_index")]
+    token_id = next((one for one in found if isinstance(one, int)), 0)
+    tensors = {name: _repeated(value, setup.batch_size) for name, value in made.items() if name in takes}
+    images = Images(tensors, count, tokens, token_id)
+    if (needed := count * (tokens + 2) + 1) > setup.seq_len:
+        said = f"{count} × {tokens:,} tokens of images with marks are {needed:,}, and seq_len is {setup.seq_len:,}"
+        if setup.images is None:
+            raise NoImagesError(said)
+        raise ConfigError(f"{said}. Give a seq_len of {needed:,} or more, or fewer or smaller images.")
+    return images
+
+
+# ---- pictures ----
+
+
+def _vision_config(config: PreTrainedConfig) -> Any:
+    return getattr(config, "vision_config", None) or config
+
+
+def _side(config: PreTrainedConfig) -> int | None:
+    """Height and width of the images for which a vision tower was made; None if it takes any."""
+    side = getattr(_vision_config(config), "image_size", None)
+    side = max(side) if isinstance(side, list | tuple) else side
+    return side if isinstance(side, int) and side > 0 else None
+
+
+def _size(config: PreTrainedConfig, setup: TrainingSetup) -> tuple[int, int]:
+    return setup.image_size or (_side(config) or _SIDE,) * 2
+
+
+def _processor(config: PreTrainedConfig) -> Any:
+    """The checkpoint's image processor, or that of the kind of model with the sizes of the configuration.
+
+    Raises:
+        ImportError: it needs a package that is not installed.
+        LookupError: there is none.
+    """
+    if name := getattr(config, "name_or_path", ""):
+        return _saved_processor(name) or _usual_processor(config)
+    return _usual_processor(config)
+
+
+@lru_cache(maxsize=8)
+def _saved_processor(name: str) -> Any:
+    path = local_path(name)
+    folder = path.parent if path is not None and path.is_file() else path
+    try:
+        return AutoImageProcessor.from_pretrained(name if folder is None else folder, backend="pil")
+    except (OSError, ValueError):  # the checkpoint has none
+        return None
+
+
+def _usual_processor(config: PreTrainedConfig) -> Any:
+    names = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    if not names:
+        raise LookupError(f"transformers has no image processor for {config.model_type}")
+    name = names.get("pil") or next(iter(names.values()))
+    kind: Any = image_processing_auto.get_image_processor_class_from_name(name)
+    plain = kind()
+    parts = (config, _vision_config(config))
+    given: dict[str, Any] = {}
+    for name in _NAMED:
+        said = [getattr(part, own, None) for part in parts for own in (name, _SAME.get(name, name))]
+        value = next((one for one in said if one is not None), None)
+        if hasattr(plain, name) and value is not None:
+            is_pair = isinstance(getattr(plain, name), dict) and isinstance(value, int)
+            given[name] = {"height": value, "width": value} if is_pair else value
+    if (side := _side(config)) is not None and "image_grid_thw" not in plain.model_input_names:
+        given |= _sizes(plain, side)
+    return kind(**given)
+
+
+def _sizes(plain: Any, side: int) -> dict[str, dict[str, int]]:
+    """Sizes of an image processor for another side of images; its own tell which there are."""
+    own = {name: dict(size) for name in ("size", "crop_size", "max_image_size") if (size := getattr(plain, name, None))}
+    tile = next(iter((own.get("max_image_size") or {}).values()), None)
+    factors = {name: size["longest_edge"] // tile if tile and name == "size" else 1 for name, size in own.items()}
+    return {
+        name: {key: value if key == "shortest_edge" and "longest_edge" in size else side * factors[name]
+               for key, value in size.items() if value}
+        for name, size in own.items()
+    }  # fmt: skip
+
+
+def _processed(processor: Any, count: int, size: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """What a processor makes of pictures of one sequence; pixels are 1, since models leave out those that are 0."""
+    from PIL import Image
+
+    picture = Image.new("RGB", size[::-1])
+    made = processor([[picture] * count], return_tensors="pt")
+    tensors = {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
+    return {name: value[:0].new_ones(()).expand_as(value) if value.is_floating_point() else value
+            for name, value in tensors.items()}  # fmt: skip
+
+
+def _repeated(tensor: torch.Tensor, times: int) -> torch.Tensor:
+    """A tensor of one sequence for several."""
+    if tensor.is_floating_point():
+        return tensor.new_ones(()).expand(times * tensor.shape[0], *tensor.shape[1:])
+    return tensor.repeat(times, *[1] * (tensor.dim() - 1))
+
+
+# ---- their features ----
+
+
+def _rows(model: nn.Module, made: Mapping[str, torch.Tensor]) -> int:
+    """How many tokens the features of images stand for; 0 for a model whose text attends to them."""
+    find: Any = getattr(type(model), "get_image_features", None)
+    if find is None:
+        return 0
+    takes = inspect.signature(find).parameters
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        twin: Any = short_copy(model, ())
+        give_memory(twin, {name: torch.float32 for name, one in twin.named_parameters() if one.is_floating_point()})
+        imitate_4bit(twin)
+        with followed_values() as values:
+            given = {name: values.as_fake(value) for name, value in made.items() if name in takes}
+            found = twin.get_image_features(**given)
+        found = getattr(found, "pooler_output", found)
+        width = twin.get_input_embeddings().weight.shape[-1]
+        features: int = sum(one.numel() for one in tree_flatten(found)[0] if isinstance(one, torch.Tensor))
+        return features // int(width)
+
+
+def give_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Put memory of the CPU without data in the place of a copy's tensors; for a `FakeTensorMode`.
+
+    Args:
+        model: whose tensors are replaced, tied ones alike.
+        dtypes: of parameters, by fqn; others keep theirs.
+    """
+    fakes: dict[torch.Tensor, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        data = torch.empty(parameter.shape, dtype=dtypes.get(name, parameter.dtype), device="cpu")
+        fakes[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        fakes[parameter].__dict__.update(parameter.__dict__)
+    for module in model.modules():
+        for key, weight in module._parameters.items():
+            if weight is not None:
+                module._parameters[key] = fakes[weight]
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
