@@ -140,7 +140,7 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
             _check_file(config, names)
         try:
             with warnings.catch_warnings():
-                # TRL's own default, by the name that transformers had before 5.19.
+                # TRL's own default, by its older name.
                 warnings.filterwarnings("ignore", message=".*gradient_checkpointing` is deprecated")
                 *found, unknown = self.parse_args_and_config(arguments, return_remaining_strings=True)
         except ConfigError:
