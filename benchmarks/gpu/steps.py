@@ -206,8 +206,8 @@ def _recipe(settings: Settings) -> list[Part]:
     steps = ["--max_steps", "8" if settings.small else "100"]
     peft = ["--use_peft", "--lora_target_modules", "all-linear"]
 
-    def recipe(name: str, *options: str, config: str = "fsdp2_gpu_1_bf16.yaml", precision: str = "bf16") -> Part:
-        command = _module("accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}")
+    def recipe(name: str, *options: str, launch: Sequence[str] = (), precision: str = "bf16") -> Part:
+        command = _module("accelerate.commands.launch", "--config_file", "accelerate_configs/1x80gb.yaml", *launch)
         command += ["--num_processes", str(max(1, settings.gpus)), "--mixed_precision", precision]
         command += ["recipes/finetune.py", "--output_dir", "{files}/recipe", *steps, *options]
         needs = {"--use_peft": "peft", "--load_in_4bit": "bitsandbytes"}
@@ -222,7 +222,7 @@ def _recipe(settings: Settings) -> list[Part]:
 
     return [
         recipe("quick start in bf16"),
-        recipe("CPU offload", config="fsdp2_gpu_8_bf16_offload.yaml"),
+        recipe("CPU offload", launch=("--fsdp_offload_params", "true")),
         recipe("fp16", precision="fp16"),
         recipe("LoRA", *peft),
         recipe("QLoRA", *peft, "--load_in_4bit"),

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_tools.cli.common import write
 from hf_fsdp_tools.cli.fitting import add_search_options, recommend
-from hf_fsdp_tools.cli.machine import add_machine_options, decide, launcher_words
+from hf_fsdp_tools.cli.machine import add_machine_options, address_words, decide, launcher_words
+from hf_fsdp_tools.cli.slurm import batch_script
 from hf_fsdp_tools.cli.training import add_model_options
 from hf_fsdp_tools.errors import ConfigError
 
@@ -31,6 +32,8 @@ def add_config(commands: Any) -> None:
     about = "translate this file: of `accelerate config` (FSDP1, FSDP2, DDP, DeepSpeed), or DeepSpeed's JSON"
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help=about)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the YAML there instead of to stdout")
+    about = "also write the batch script for `sbatch`, beside the file of --output"
+    parser.add_argument("--slurm", action="store_true", help=about)
     parser.add_argument("--force", action="store_true", help="write over a file that says something else")
     parser.add_argument("--json", action="store_true", help="print one JSON value instead of text")
     place = parser.add_argument_group("machines").add_argument
@@ -51,7 +54,8 @@ def add_config(commands: Any) -> None:
         action="store_true",
         help="keep gathered weights until backward: faster, more memory",
     )
-    model("--offload", action="store_true", help="keep shards and optimizer state in host memory")
+    about = "keep shards and optimizer state in host memory, or never (default with NAME: where nothing fits without)"
+    model("--offload", action=argparse.BooleanOptionalAction, help=about)
     model(
         "--activation-checkpointing", action="store_true", help="recompute activations in backward: slower, less memory"
     )
@@ -70,41 +74,47 @@ def _config(options: argparse.Namespace) -> None:
     found = None if options.model is None else recommend(options, config)
     if found is not None:
         config = replace(config, **found.config)
-    text = config.to_accelerate_yaml(command=options.command_line, notes=() if found is None else found.notes)
-    arguments = () if found is None else found.arguments
-    if old is not None and old.arguments:
-        words = (word for name, value in old.arguments.items() for word in (f"--{name}", value))
-        arguments = ("your_script.py", *words)
-    launch = _launch_command(config, options.output, arguments)
-    if options.output:
-        _check_replaceable(options.output, text, options.force)
-        is_new = not options.output.parent.exists()
-        write(options.output, text)
+    start = ["hf-fsdp", "finetune"] if found is not None else ["accelerate", "launch"]
+    start += ["--config_file", str(options.output or "FILE")]
+    script = ["your_script.py", *(() if old is None else old.words)] if found is None else list(found.arguments)
+    reason_lines = _decisions(config, reasons) if found is None else str(found.recommendation).splitlines()
+    notes = [f"Start it with: {shlex.join([*start, *address_words(config), *script])}", "", *reason_lines]
+    text = config.to_accelerate_yaml(command=options.command_line, notes=notes)
+    written = _written(options, text, batch_script(config, [*start, *script], options.command_line))
+    launch = shlex.join([*start, *launcher_words(config), *script])
     if options.json:
-        output = str(options.output) if options.output else None
-        value: dict[str, Any] = {
-            "config": asdict(config),
-            "reasons": reasons,
-            "launch": launch,
-            "output": output,
-            "yaml": text,
-        }
+        value: dict[str, Any] = {"config": asdict(config), "reasons": reasons, "launch": launch, "yaml": text}
+        value["output"] = str(options.output) if options.output else None
         if found is not None:
             value["recommendation"] = json.loads(found.recommendation.to_json())
         if old is not None:
             value["translated"] = [dict(zip(("key", "value", "became"), row, strict=True)) for row in old.rows]
         print(json.dumps(value, indent=1))
         return
-    decisions = _decisions(config, reasons) if found is None else [str(found.recommendation), ""]
-    if old is not None:
-        decisions = [*_translation_lines(old.rows), "", *decisions]
-    report = [*decisions, f"launch  {launch}"]
-    if options.output:
-        where = f"{options.output}{' (a new folder)' if is_new else ''}"
-        print("\n".join([*report[:-1], f"wrote   {where}", report[-1]]))
-    else:  # stdout has the YAML alone, so that it can be redirected into a file
+    table = [] if old is None else [*_translation_lines(old.rows), ""]
+    report = [*table, *reason_lines, *[""] * (found is not None), *written, f"launch  {launch}"]
+    if not options.output:  # stdout has the YAML alone, so that it can be redirected into a file
         print(text, end="")
-        print("\n".join(report), file=sys.stderr)
+    print("\n".join(report), file=sys.stdout if options.output else sys.stderr)
+
+
+def _written(options: argparse.Namespace, text: str, script: str) -> list[str]:
+    """Write the config, and with `--slurm` the batch script beside it; return a line for each.
+
+    Raises:
+        ConfigError: there is something else, no file is named, or it cannot be written.
+    """
+    if options.output is None and options.slurm:
+        raise ConfigError("--slurm writes the batch script beside the config: name that with --output")
+    if options.output is None:
+        return []
+    texts = {options.output: text} | ({options.output.with_suffix(".sbatch"): script} if options.slurm else {})
+    for path, content in texts.items():
+        _check_replaceable(path, content, options.force)
+    made = "" if options.output.parent.exists() else " (a new folder)"
+    for path, content in texts.items():
+        write(path, content)
+    return [f"wrote   {path}{made}" for path in texts]
 
 
 def _decisions(config: "FSDPConfig", reasons: dict[str, str]) -> list[str]:
@@ -134,11 +144,6 @@ def _translation_lines(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     short = [(key, value if len(value) <= 24 else f"{value[:23]}…", became) for key, value, became in rows]
     widths = [max((len(row[column]) for row in short), default=0) for column in range(2)]
     return [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {became}" for key, value, became in short]
-
-
-def _launch_command(config: "FSDPConfig", path: Path | None, arguments: Sequence[str] = ()) -> str:
-    words = ["accelerate", "launch", "--config_file", str(path or "FILE"), *launcher_words(config)]
-    return shlex.join([*words, *(arguments or ("your_script.py",))])
 
 
 def _check_replaceable(path: Path, text: str, force: bool) -> None:

@@ -54,7 +54,7 @@ class Fitting:
     notes: tuple[str, ...]
     """Comment of the YAML."""
     arguments: tuple[str, ...]
-    """Script and arguments for `accelerate launch`."""
+    """Arguments of the recipe `finetune`."""
 
 
 def recommend(options: argparse.Namespace, config: "FSDPConfig") -> Fitting:
@@ -109,7 +109,7 @@ def _fixed(options: argparse.Namespace, config: "FSDPConfig") -> dict[str, Any]:
     fields["precision"] = {"no": "fp32"}.get(config.mixed_precision, config.mixed_precision)
     asked = {
         "dp_replicate_size": options.hsdp,
-        "offload": options.offload or None,
+        "offload": options.offload,
         "activation_checkpointing": options.activation_checkpointing or None,
         "reshard_after_forward": False if options.no_reshard_after_forward else None,
     }
@@ -143,8 +143,8 @@ def _gpu_here() -> str:
 
 
 def _arguments(model: str, setup: "TrainingSetup") -> list[str]:
-    """The recipe and its arguments, in TRL's words."""
-    words = ["recipes/finetune.py", "--model_name_or_path", model, "--dataset_name", "DATASET"]
+    """Arguments of the recipe, in TRL's words."""
+    words = ["--model_name_or_path", model, "--dataset_name", "DATASET"]
     words += ["--max_length", str(setup.seq_len), "--per_device_train_batch_size", str(setup.batch_size)]
     words += ["--gradient_accumulation_steps", str(setup.gradient_accumulation_steps)]
     if setup.optimizer != "adamw":

@@ -71,7 +71,7 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _config_file(name: str) -> Path:
-    """The file of that path, or the one of that name that comes with the package.
+    """The file of that path, or the one of that name (or of that path in a clone) that comes with the package.
 
     Raises:
         ConfigError: there is none, or it cannot be launched here.
@@ -81,7 +81,7 @@ def _config_file(name: str) -> Path:
     own = {path.stem: path for path in sorted(shipped("accelerate_configs").glob("*.yaml"))}
     path = Path(name)
     if not path.is_file():
-        if path.name != name or path.stem not in own:
+        if path.stem not in own or path.parent not in (Path(), Path("accelerate_configs")):
             raise ConfigError(f"--config_file {name}: there is no such file; the package has {', '.join(own)}")
         path = own[path.stem]
     findings = FSDPConfig.check_file(path)

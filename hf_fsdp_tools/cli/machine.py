@@ -12,7 +12,7 @@ from hf_fsdp_tools.errors import ConfigError
 if TYPE_CHECKING:
     from hf_fsdp_tools import FSDPConfig
 
-__all__ = ["PORT", "add_machine_options", "decide", "launcher_words"]
+__all__ = ["PORT", "add_machine_options", "address_words", "decide", "launcher_words"]
 
 PORT = 29500
 """Port of several machines where none is given. Source: torch's own default (`torch.distributed.run`)."""
@@ -90,17 +90,17 @@ def decide(options: argparse.Namespace, said: Mapping[str, Any] | None = None) -
         raise ConfigError(_in_options(str(error), gpus is not None)) from error
 
 
+def address_words(config: "FSDPConfig") -> list[str]:
+    """Options of the launch command that differ between machines, or that the file leaves open."""
+    words = ["--machine_rank", str(config.machine_rank)] if config.num_machines > 1 else []
+    return [*words, *(["--main_process_ip", "ADDRESS"] if config.main_process_ip == ANY_ADDRESS else [])]
+
+
 def launcher_words(config: "FSDPConfig") -> list[str]:
-    """Options of `accelerate launch` that say what a file cannot, or what differs between machines."""
-    words = []
-    if config.num_machines > 1:
-        words += ["--machine_rank", str(config.machine_rank)]
-    if config.main_process_ip == ANY_ADDRESS:
-        words += ["--main_process_ip", "ADDRESS"]
+    """As `address_words`, and for this machine's CPU the threads of a process, which have no key in a file."""
     threads = (os.cpu_count() or 1) // config.num_processes
-    if config.use_cpu and threads > 1:  # has no YAML key, and the launcher warns when it has to choose
-        words += ["--num_cpu_threads_per_process", str(threads)]
-    return words
+    some = config.use_cpu and threads > 1  # the launcher warns when it has to choose
+    return [*address_words(config), *(["--num_cpu_threads_per_process", str(threads)] if some else [])]
 
 
 _SETTINGS = {

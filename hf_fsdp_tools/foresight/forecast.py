@@ -38,8 +38,9 @@ _NOT_TRACED = (
 )
 """Fields of `TrainingSetup` that no trace depends on: what-ifs over them need no dry run."""
 
-_MOST_TRACES = 8
-"""How many models with their traces are kept; one of a large model takes some tens of MB. (assumed)"""
+_MOST_TRACES = 16
+"""How many models with their traces are kept, as many as a search looks at; one of a large model takes some tens of MB.
+(assumed)"""
 
 
 @dataclass(frozen=True, kw_only=True)

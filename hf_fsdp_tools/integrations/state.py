@@ -57,6 +57,14 @@ def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerat
     Raises:
         ConfigError: an Accelerator without FSDP exists already in this process, a setting cannot be honoured, or
             `accelerate launch` was given a config for GPUs on a machine without.
+
+    Example:
+        >>> accelerator = make_accelerator(cpu=True)
+        >>> model = from_pretrained("checkpoint", accelerator=accelerator, load_kwargs={"progress": False})
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        >>> tokens = torch.arange(12).reshape(2, 6)
+        >>> accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        >>> optimizer.step()
     """
     plugin = fsdp_plugin or HybridFSDPPlugin()
     if not isinstance(plugin, HybridFSDPPlugin):

@@ -32,6 +32,11 @@ class Translation:
     rows: list[tuple[str, str, str]] = field(default_factory=list)
     """Per key of the file: key, value, what became of it."""
 
+    @property
+    def words(self) -> list[str]:
+        """The arguments as a command line has them."""
+        return [word for name, value in self.arguments.items() for word in (f"--{name}", value)]
+
     def say(self, key: str, value: Any, became: str) -> None:
         """Add a row."""
         self.rows.append((key, json.dumps(value) if isinstance(value, list | dict | bool) else str(value), became))

@@ -134,6 +134,11 @@ def make_demo_model(
 
     Raises:
         ConfigError: the folder holds something else, or the sizes do not make a Llama (all problems are listed).
+
+    Example:
+        >>> path = make_demo_model("demo", hidden_size=16, num_layers=1, num_heads=2, vocab_size=300)
+        >>> from_pretrained(path, load_kwargs={"progress": False}).config.hidden_size
+        16
     """
     target = Path(folder)
     sizes = {

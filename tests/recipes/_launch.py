@@ -20,7 +20,7 @@ __all__ = ["ROOT", "Series", "launch", "launch_series", "three_runs", "write_lin
 
 ROOT = Path(__file__).parents[2]
 
-CONFIG = ROOT / "accelerate_configs" / "fsdp2_cpu_2.yaml"
+CONFIG = ROOT / "accelerate_configs" / "cpu.yaml"
 
 SERIES = """
 import os, runpy, sys

@@ -21,7 +21,7 @@ from hf_fsdp_tools.integrations.settings import YAML_KEYS
 from tests._dist import imitate_gpus
 
 REPOSITORY = Path(__file__).parents[2]
-SHIPPED = sorted((REPOSITORY / "accelerate_configs").glob("fsdp*.yaml"))
+SHIPPED = sorted(path for path in (REPOSITORY / "accelerate_configs").glob("*.yaml") if path.stem != "here")
 
 FSDP2 = [
     FSDPConfig(num_processes=1, mixed_precision="bf16"),
@@ -157,13 +157,6 @@ def test_what_is_launched_gets_the_plugin_that_was_meant(launched):
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_accelerate_launch_takes_what_is_shipped(launched, path):
     assert launched[path.stem]["FSDP_AUTO_WRAP_POLICY"] == "NO_WRAP"
-
-
-def test_shipped_configs_cover_the_common_machines():
-    configs = [yaml.safe_load(path.read_text()) for path in SHIPPED]
-    assert any(config["use_cpu"] for config in configs)
-    assert {1, 8} <= {config["num_processes"] for config in configs if not config["use_cpu"]}
-    assert any("parallelism_config" in config for config in configs)
 
 
 def test_two_processes_start_on_cpu(tmp_path):

@@ -19,7 +19,7 @@ from tests._dist import imitate_gpus
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = {path.name for path in (REPOSITORY / "recipes").glob("*.py")}
-CONFIGS = {path.name for path in (REPOSITORY / "accelerate_configs").glob("fsdp*.yaml")}
+CONFIGS = {path.name for path in (REPOSITORY / "accelerate_configs").glob("[0-9c]*.*")}
 
 
 def names_in_the_wheel(folder: Path) -> set[str]:
@@ -111,6 +111,14 @@ def test_a_recipe_is_launched_with_a_config(started, monkeypatch, tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["cpu", "cpu.yaml", "accelerate_configs/cpu.yaml"])
+def test_a_config_of_the_package_is_found_by_name(started, monkeypatch, tmp_path, name):
+    imitate_gpus(monkeypatch, 0)
+    monkeypatch.chdir(tmp_path)
+    assert main(["finetune", "--config_file", name]) == 7
+    assert started[0][0][4] == str(REPOSITORY / "accelerate_configs" / "cpu.yaml")
+
+
 @pytest.mark.parametrize("count", [0, 4])
 @pytest.mark.parametrize("words", [["--gpus", "8"], ["--config_file", "eight.yaml"]])
 def test_a_run_on_gpus_that_are_not_there_is_not_started(started, monkeypatch, capsys, tmp_path, count, words):
@@ -126,7 +134,7 @@ def test_a_run_on_gpus_that_are_not_there_is_not_started(started, monkeypatch, c
 @pytest.mark.parametrize(
     ("text", "cure"),
     [
-        (None, "there is no such file; the package has fsdp2_"),
+        (None, "there is no such file; the package has 1x141gb, "),
         ("distributed_type: MULTI_GPU\nnum_processes: 2\n", "hf-fsdp config --from"),
         ("distributed_type: FSDP\nnum_processes: 1\nnum_procs: 2\n", "num_processes"),
     ],
