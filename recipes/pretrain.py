@@ -8,7 +8,7 @@ streaming the whole data set is packed before training, and `--num_train_epochs`
 On data made on the spot, with a small Llama: nothing to download, about two minutes on 2 CPU cores, 0.7 GB for each
 process; the evaluation loss falls from 7.6 to below 5.0:
 
-    python recipes/pretrain.py                                                                 # one process
+    python recipes/pretrain.py                                                         # one process
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/pretrain.py    # two
 
 A model and text of your own, on one node of 8 GPUs:
