@@ -15,7 +15,7 @@ each setting at the top of the launch config; `hf-fsdp config MODEL` writes one 
                           # one node of 8 H100: 69 GB and 7,100 tokens/s for each, 4.6 s for a step of 262,144 tokens
     accelerate launch --config_file accelerate_configs/2x8x80gb.yaml --machine_rank 0 --main_process_ip ADDRESS … \
         --per_device_train_batch_size 2 --gradient_accumulation_steps 2
-                          # two nodes, machine_rank 1 on the other: 70 GB and 7,400 tokens/s for each, 2.2 s for such a step
+                          # two nodes (machine_rank 1 on the other): 70 GB and 7,400 tokens/s for each, 2.2 s a step
     accelerate launch --config_file accelerate_configs/1x80gb.yaml recipes/finetune.py … --use_peft \
         --lora_target_modules all-linear --per_device_train_batch_size 2 --gradient_accumulation_steps 32
                           # LoRA on one H100: 69 GB and 9,200 tokens/s
