@@ -8,14 +8,14 @@ minutes:
     accelerate launch --config_file here.yaml recipes/classify.py
 
 A model of your own; every option of transformers' TrainingArguments works (`--help` lists them). One GPU with LoRA; two
-CPU processes the same with `accelerate launch --config_file accelerate_configs/fsdp2_cpu_2.yaml`:
+CPU processes the same with `accelerate launch --config_file accelerate_configs/cpu.yaml`:
 
     python recipes/classify.py --model_name_or_path Qwen/Qwen3-8B --dataset_name fancyzhx/ag_news --use_peft --bf16
 
-One node of eight GPUs, all weights; two nodes the same on both, with fsdp2_gpu_2x8_bf16_hsdp.yaml, `--main_process_ip
+One node of eight GPUs, all weights; two nodes the same on both, with 2x8x80gb.yaml, `--main_process_ip
 HOST` and `--machine_rank` 0 and 1:
 
-    accelerate launch --config_file accelerate_configs/fsdp2_gpu_8_bf16.yaml recipes/classify.py \
+    accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/classify.py \
         --model_name_or_path Qwen/Qwen3-8B --dataset_name fancyzhx/ag_news --learning_rate 1e-5 --max_length 512
 
 Predicted by `hf-fsdp estimate --auto-class AutoModelForSequenceClassification --batch-size 8 --seq-len 512` on H100s of

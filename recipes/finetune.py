@@ -4,14 +4,14 @@ On data made on the spot, with a small Llama: nothing to download, 2 minutes on 
 the evaluation loss falls from 7.6 to below 4.5:
 
     python recipes/finetune.py                                                                 # one process
-    accelerate launch --config_file accelerate_configs/fsdp2_cpu_2.yaml recipes/finetune.py    # two
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/finetune.py    # two
 
 A real model. `hf-fsdp estimate` predicts for Qwen3-8B at 4,096 tokens, activation checkpointing in the launch config:
 
     accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/finetune.py \
         --model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/Capybara --learning_rate 1e-5 --max_length 4096
                                               # one node of 8 H100: 30 GB and 4,900 tokens/s for each
-    accelerate launch --config_file accelerate_configs/fsdp2_gpu_2x8_bf16_hsdp.yaml --machine_rank 0 …
+    accelerate launch --config_file accelerate_configs/2x8x80gb.yaml --machine_rank 0 …
                                               # two nodes (rank 1 on the other): 31 GB and 4,800 tokens/s for each
     python recipes/finetune.py --use_peft --lora_target_modules all-linear …
                                               # LoRA on one H100: 21 GB and 5,800 tokens/s; 48 GB and 7,800 without

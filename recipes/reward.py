@@ -8,15 +8,15 @@ minutes:
     accelerate launch --config_file here.yaml recipes/reward.py
 
 A model of your own; every option of TRL's RewardConfig works (`--help` lists them). One GPU with LoRA; two CPU
-processes the same with `accelerate launch --config_file accelerate_configs/fsdp2_cpu_2.yaml`:
+processes the same with `accelerate launch --config_file accelerate_configs/cpu.yaml`:
 
     python recipes/reward.py --model_name_or_path meta-llama/Llama-3.1-8B-Instruct \
         --dataset_name trl-lib/ultrafeedback_binarized --use_peft --bf16 --per_device_train_batch_size 2
 
-One node of eight GPUs, all weights; two nodes the same on both, with fsdp2_gpu_2x8_bf16_hsdp.yaml, `--main_process_ip
+One node of eight GPUs, all weights; two nodes the same on both, with 2x8x80gb.yaml, `--main_process_ip
 HOST` and `--machine_rank` 0 and 1:
 
-    accelerate launch --config_file accelerate_configs/fsdp2_gpu_8_bf16.yaml recipes/reward.py \
+    accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/reward.py \
         --model_name_or_path meta-llama/Llama-3.1-8B-Instruct --dataset_name trl-lib/ultrafeedback_binarized \
         --learning_rate 1e-5 --per_device_train_batch_size 2 --max_length 1024
 
