@@ -49,6 +49,13 @@ class FSDPToolsError(Exception):
 
     Args:
         message: of any length; see the top of this module for what is cut.
+
+    Example:
+        >>> try:
+        ...     from_pretrained("checkpoint", auto_class="AutoModelForCausalML")
+        ... except FSDPToolsError as error:
+        ...     print(f"{type(error).__name__}: {error}")
+        ConfigError: auto_class 'AutoModelForCausalML' is no model class of transformers. Did you mean ...
     """
 
     def __init__(self, message: str = "", *rest: object) -> None:
@@ -56,24 +63,72 @@ class FSDPToolsError(Exception):
 
 
 class BlockDetectionError(FSDPToolsError, ValueError):
-    """The structure of a model could not be read: no parameters, or nothing that can be sharded."""
+    """The structure of a model could not be read: no parameters, or nothing that can be sharded.
+
+    Example:
+        >>> try:
+        ...     detect_blocks(torch.nn.Identity())
+        ... except BlockDetectionError as error:
+        ...     print(error)
+        Identity has no parameters...
+    """
 
 
 class WrapPlanError(FSDPToolsError, ValueError):
-    """A wrap plan or policy breaks a rule of a correct plan, or names a module or class that the model lacks."""
+    """A wrap plan or policy breaks a rule of a correct plan, or names a module or class that the model lacks.
+
+    Example:
+        >>> try:
+        ...     make_wrap_plan(build_meta_model("checkpoint"), policy=HybridPolicy(block_types=("LlamaDecoderLyer",)))
+        ... except WrapPlanError as error:
+        ...     print(error)
+        The policy does not fit the model:
+          - 'LlamaDecoderLyer' matches no module; the nearest names in the model are LlamaDecoderLayer, LlamaModel, ...
+    """
 
 
 class MeshError(FSDPToolsError, ValueError):
-    """The parallel degrees asked for do not fit the number of processes or devices at hand."""
+    """The parallel degrees asked for do not fit the number of processes or devices at hand.
+
+    Example:
+        >>> try:
+        ...     ParallelDims(dp_replicate_size=2).resolve(world_size=3)
+        ... except MeshError as error:
+        ...     print(error)
+        dp_replicate_size...
+    """
 
 
 class CheckpointError(FSDPToolsError, ValueError):
-    """A checkpoint is absent, damaged, or does not fit the model; the message names file, key, expected and found."""
+    """A checkpoint is absent, damaged, or does not fit the model; the message names file, key, expected and found.
+
+    Example:
+        >>> try:
+        ...     open_checkpoint("./nowhere")
+        ... except CheckpointError as error:
+        ...     print(error)
+        No such folder: 'nowhere'...
+    """
 
 
 class ConfigError(FSDPToolsError, ValueError):
-    """A setting is unknown, contradicts another, or cannot be honoured on this machine."""
+    """A setting is unknown, contradicts another, or cannot be honoured on this machine.
+
+    Example:
+        >>> try:
+        ...     FSDPConfig(num_processes=8, dp_replicate_size=3)
+        ... except ConfigError as error:
+        ...     print(error)
+        the configuration cannot be used: dp_replicate_size 3 does not divide num_processes 8...
+    """
 
 
 class RanksError(FSDPToolsError, RuntimeError):
-    """A rank is lost, does not come, makes no progress, or is in another call than the others; names the rank."""
+    """A rank is lost, does not come, makes no progress, or is in another call than the others; names the rank.
+
+    Example:
+        >>> try:
+        ...     model = from_pretrained("checkpoint")
+        ... except RanksError as error:  # another rank is lost, or has called something else
+        ...     raise SystemExit(str(error))
+    """

@@ -10,16 +10,19 @@ from hf_fsdp_tools.checkpoint.load import rolled_back
 from hf_fsdp_tools.distributed.agreement import agreed, same_on_all_ranks, shared_seed
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.modeling.arguments import one_dtype
+from hf_fsdp_tools.modeling.given import as_config, as_flag, taking
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.pretrained import check_accelerator, policy_from, shard_arguments
 from hf_fsdp_tools.sharding.allocate import allocate
+from hf_fsdp_tools.sharding.first_pass import expect_prepare
 from hf_fsdp_tools.sharding.shard import shard_model, sharding_of
 
 __all__ = ["from_config"]
 
 
+@taking(config=as_config, trust_remote_code=as_flag)
 def from_config(
     config: PreTrainedConfig | str | PathLike[str],
     *,
@@ -56,6 +59,11 @@ def from_config(
     Raises:
         CheckpointError: there is no such configuration, or the model's own code leaves a tensor without values.
         ConfigError, WrapPlanError, MeshError: as for `from_pretrained`.
+
+    Example:
+        >>> model = from_config("checkpoint/config.json", seed=0)
+        >>> model.training, model.lm_head.weight.placements
+        (False, (Shard(dim=0),))
     """
     mesh = ParallelDims().build_mesh() if accelerator is None else None
     with agreed("checking the arguments of from_config"):
@@ -76,6 +84,8 @@ def from_config(
     content = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
     same_on_all_ranks("making the model", seed=seed, model=type(model), dtype=model.dtype, config=content)
     shard_model(model, plan, **given)
+    if accelerator is not None:
+        expect_prepare(model)
     sharding = sharding_of(model)
     assert sharding is not None
     seed = shared_seed(seed)

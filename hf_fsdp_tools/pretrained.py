@@ -199,6 +199,11 @@ def from_pretrained(
             ranks alike.
         RanksError: a rank does not come, is lost, or makes no progress for ten minutes (see `patience`).
         ConfigError, WrapPlanError, MeshError: as the steps say; on all ranks alike.
+
+    Example:
+        >>> model = from_pretrained("checkpoint", dtype=torch.bfloat16, load_kwargs={"progress": False})
+        >>> model.lm_head.weight.placements
+        (Shard(dim=0),)
     """
     # 1 the mesh, and settings of the accelerator where the caller gave none
     if accelerator is None and mesh is None:

@@ -122,11 +122,14 @@ def main() -> Trainer:
 
     # 5. A normal Hugging Face checkpoint
     right = [log["eval_accuracy"] for log in trainer.state.log_history if "eval_accuracy" in log]
+    use = f'use it with pipeline("text-classification", "{training.output_dir}")'
+    if model_args.use_peft:
+        use = f"open it with peft.AutoPeftModelForSequenceClassification.from_pretrained, num_labels={len(names)}"
     says = {
         "evaluation loss": f"{before:.3f} before, {after:.3f} after" if after is not None else "not evaluated",
         "accuracy": f"{right[0]:.0%} before, {right[-1]:.0%} after" if right else "not evaluated",
         "classes": ", ".join(names),
-        "checkpoint": f'{training.output_dir} (use it with pipeline("text-classification", "{training.output_dir}"))',
+        "checkpoint": f"{training.output_dir} ({use})",
     }
     finish(trainer, training, model_args, tokenizer, says=says)
     return trainer

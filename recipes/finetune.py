@@ -3,7 +3,7 @@ r"""Fine-tune any causal language model under FSDP2, from its checkpoint to a no
 On data made on the spot, with a small Llama: nothing to download, 2 minutes on 2 CPU cores, 0.7 GB for each process;
 the evaluation loss falls from 7.6 to below 4.5:
 
-    python recipes/finetune.py                                                                 # one process
+    python recipes/finetune.py                                                         # one process
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/finetune.py    # two
 
 A real model. `hf-fsdp estimate` predicts for Qwen3-8B at 4,096 tokens, activation checkpointing in the launch config:

@@ -42,6 +42,11 @@ def wait_for_saves() -> SaveReport | None:
             saved there before is unchanged. An error is raised once: here, by the next save or load, or by the next
             step of an optimizer.
         RanksError: a rank was lost meanwhile.
+
+    Example:
+        >>> model = from_pretrained("checkpoint", load_kwargs={"progress": False})
+        >>> started = save_pretrained(model, "saved-meanwhile", blocking=False)
+        >>> report = wait_for_saves()  # training may go on in between
     """
     global _running
     save = _running

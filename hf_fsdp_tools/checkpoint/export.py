@@ -109,6 +109,11 @@ def export_checkpoint(
         CheckpointError: the state is absent, damaged or does not fit the model; the folder holds something else, or
             cannot be written. The same on every rank; what was saved there before is unchanged.
         ConfigError: the state is an adapter, which `merge_adapter` merges into its base.
+
+    Example:
+        >>> report = export_checkpoint("checkpoint", "in-bfloat16", dtype=torch.bfloat16)
+        >>> CheckpointIndex.open("in-bfloat16").dtype
+        torch.bfloat16
     """
     start_s, source = time.perf_counter(), fspath(state)
     _refuse_other_arguments(dtype, max_shard_size, auto_class, allow_pickle)
@@ -175,6 +180,13 @@ def merge_adapter(
         CheckpointError: adapter or base is absent or damaged, or they do not fit each other; the folder holds something
             else, or cannot be written. The same on every rank; what was saved there before is unchanged.
         ConfigError: it is no adapter, or PEFT cannot merge it (prompt methods, a base in 4 bits).
+
+    Example:
+        >>> from peft import LoraConfig
+        >>> adapted = from_pretrained("checkpoint", peft_config=LoraConfig(target_modules=["q_proj"]))
+        >>> report = save_pretrained(adapted, "lora")
+        >>> merge_adapter("lora", "merged").files
+        ('model.safetensors',)
     """
     start_s, source = time.perf_counter(), fspath(adapter)
     _refuse_other_arguments(dtype, max_shard_size, auto_class, allow_pickle)

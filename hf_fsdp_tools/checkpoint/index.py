@@ -46,6 +46,11 @@ class CheckpointIndex:
     """The tensors of a checkpoint by key: dtype, shape, file and byte range of each.
 
     Make one with `CheckpointIndex.open`, or, for a format of your own, from its tensors (`docs/extending.md`).
+
+    Example:
+        >>> index = CheckpointIndex.open("checkpoint")
+        >>> index.tensors["lm_head.weight"].shape, index.dtype
+        ((131, 48), torch.float32)
     """
 
     name: str

@@ -124,6 +124,13 @@ def load_weights(
             anything is changed unless reading itself fails.
         ConfigError: `staging_bytes` or `requests_in_flight` is too small, `dtype` differs from that of parameters with
             storage, or arguments differ between ranks; the same on every rank.
+
+    Example:
+        >>> model = build_meta_model("checkpoint")
+        >>> shard_model(model, make_wrap_plan(model))
+        LlamaForCausalLM(...
+        >>> load_weights(model, "checkpoint", progress=False).missing_keys
+        ()
     """
     with agreed("checking the arguments of load_weights"):
         device = device or _device_of(model)

@@ -33,7 +33,13 @@ __all__ = ["Checkpoint", "open_checkpoint"]
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that was opened and not read: config and headers, from one commit of the hub."""
+    """A checkpoint that was opened and not read: config and headers, from one commit of the hub.
+
+    Example:
+        >>> checkpoint = open_checkpoint("checkpoint")
+        >>> isinstance(checkpoint, Checkpoint), checkpoint.config.model_type, checkpoint.adapter
+        (True, 'llama', None)
+    """
 
     name: str
     """Hub name or folder; of an adapter that was saved without its base, those of the base."""
@@ -86,6 +92,11 @@ def open_checkpoint(
     Raises:
         CheckpointError: the checkpoint is absent or damaged, nodes have different copies of it, or it does not say of
             which model it is; the same on every rank.
+
+    Example:
+        >>> checkpoint = open_checkpoint("checkpoint")
+        >>> model = build_meta_model(checkpoint.config)
+        >>> report = load_weights(shard_model(model, make_wrap_plan(model)), checkpoint.index, progress=False)
     """
     wait_for_saves()  # perhaps of this checkpoint
     name = fspath(name_or_path)

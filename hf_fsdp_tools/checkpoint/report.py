@@ -25,7 +25,13 @@ __all__ = ["LoadReport", "MemoryWatch", "SaveReport", "loading_bar", "log_dequan
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What one rank read, and which keys did not match. `str()` gives a short table."""
+    """What one rank read, and which keys did not match. `str()` gives a short table.
+
+    Example:
+        >>> model, report = from_pretrained("checkpoint", output_loading_info=True, load_kwargs={"progress": False})
+        >>> isinstance(report, LoadReport), report.missing_keys, report.mismatched_keys
+        (True, (), ())
+    """
 
     checkpoint: str
     """The folder, file or hub name that was opened."""
@@ -185,7 +191,13 @@ class LoadReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """What one rank wrote, and the files of the checkpoint. `str()` gives a short table."""
+    """What one rank wrote, and the files of the checkpoint. `str()` gives a short table.
+
+    Example:
+        >>> report = save_pretrained(from_pretrained("checkpoint", load_kwargs={"progress": False}), "saved-and-told")
+        >>> isinstance(report, SaveReport), report.files
+        (True, ('model.safetensors',))
+    """
 
     folder: str
     """The folder of the checkpoint."""

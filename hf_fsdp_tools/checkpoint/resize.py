@@ -57,6 +57,12 @@ def resize_token_embeddings(
     Raises:
         ConfigError: the model is no transformers model, cannot be resized, is on meta, is under FSDP1 or tensor
             parallelism, or has gradients, so that it is being trained already.
+
+    Example:
+        >>> model = from_pretrained("checkpoint", load_kwargs={"progress": False})
+        >>> embeddings = resize_token_embeddings(model, 140)
+        >>> model.lm_head.weight.shape, model.config.vocab_size
+        (torch.Size([140, 48]), 140)
     """
     _refuse(model)
     reshard_units(model)

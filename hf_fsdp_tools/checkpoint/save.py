@@ -121,6 +121,14 @@ def save_pretrained(
             or tokenizer cannot be saved; host memory does not hold the copy; an earlier save failed in the background.
             The same on every rank; what was saved there before is unchanged. Or the hub refuses or cannot be reached,
             when the folder holds the new checkpoint.
+
+    Example:
+        >>> model = from_pretrained("checkpoint", load_kwargs={"progress": False})
+        >>> report = save_pretrained(model, "saved")
+        >>> from transformers import AutoModelForCausalLM
+        >>> plain = AutoModelForCausalLM.from_pretrained("saved")
+        >>> torch.equal(plain.lm_head.weight, model.lm_head.weight.full_tensor())
+        True
     """
     start_s = time.perf_counter()
     same_on_all_ranks("saving the model", push_to_hub=push_to_hub, hub_arguments={**hub_arguments, "token": None})

@@ -42,7 +42,13 @@ _DOING = "diagnosing the model"
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What `diagnose` found; the same on every rank."""
+    """What `diagnose` found; the same on every rank.
+
+    Example:
+        >>> diagnosis = diagnose(from_pretrained("checkpoint", load_kwargs={"progress": False}))
+        >>> isinstance(diagnosis, Diagnosis), diagnosis.has_errors, diagnosis.units.num_units
+        (True, False, 5)
+    """
 
     findings: tuple[Finding, ...]
     """Errors first, then warnings, then infos; empty for a model without problems."""
@@ -92,6 +98,12 @@ def diagnose(
         BlockDetectionError: the model has no parameters.
         WrapPlanError: `policy` does not fit the model.
         FSDPToolsError: another rank could not look at its model.
+
+    Example:
+        >>> print(diagnose(from_pretrained("checkpoint", load_kwargs={"progress": False})))
+        LlamaForCausalLM: 45.9 K parameters in 5 units (FSDP2)
+        ...
+        no findings
     """
     world_size = len(all_ranks(None, _DOING))
     # 1 the findings of this rank

@@ -31,6 +31,12 @@ class ParallelDims:
 
     Raises:
         MeshError: a degree is below 1.
+
+    Example:
+        >>> ParallelDims(dp_replicate_size=2).resolve(world_size=16)
+        ParallelDims(dp_replicate_size=2, dp_shard_size=8)
+        >>> ParallelDims().build_mesh("cpu").mesh_dim_names
+        ('dp_shard',)
     """
 
     dp_replicate_size: int = 1

@@ -99,6 +99,10 @@ def patience(seconds: float) -> Iterator[None]:
 
     Raises:
         ConfigError: it is no number above 0.
+
+    Example:
+        >>> with patience(3600):
+        ...     model = from_pretrained("checkpoint", load_kwargs={"progress": False})
     """
     if not isinstance(seconds, int | float) or not seconds > 0:
         raise ConfigError(f"patience is {seconds!r}; it must be a number of seconds above 0.")

@@ -62,7 +62,13 @@ class Outside:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """The memory of a training on the GPU that takes most, in steps after the first."""
+    """The memory of a training on the GPU that takes most, in steps after the first.
+
+    Example:
+        >>> estimate = estimate_memory("checkpoint", num_gpus=8, gpu="h100-80gb", seq_len=32)
+        >>> isinstance(estimate, MemoryEstimate), estimate.fits, estimate.peak_phase
+        (True, True, ...)
+    """
 
     model_class: str
     """Class of the model."""
@@ -182,6 +188,12 @@ def estimate_memory(
     Raises:
         ConfigError: a field is unknown or has a value that cannot be, or the GPU is unknown.
         CheckpointError, WrapPlanError: the model cannot be built or planned.
+
+    Example:
+        >>> print(estimate_memory("checkpoint", num_gpus=8, gpu="rtx-4090", seq_len=32))
+        LlamaForCausalLM, 45.9 K parameters, on 8 × rtx-4090
+        ...
+        fits: ...
     """
     return memory_of(step_of(name_or_model, TrainingSetup.of(**fields), **(model_kwargs or {})))
 

@@ -82,6 +82,10 @@ def recommend_config(
     Raises:
         ConfigError: nothing fits (the message names the nearest that does), or a value cannot be.
         CheckpointError, WrapPlanError: the model cannot be built or planned.
+
+    Example:
+        >>> print(recommend_config("checkpoint", num_gpus=2, gpu="h100-80gb", seq_len=32, global_batch_size=4))
+        checkpoint, ...
     """
     kwargs = dict(model_kwargs or {})
     longest = None

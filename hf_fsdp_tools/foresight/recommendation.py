@@ -65,7 +65,13 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """The fastest setting that fits, and what speaks for it."""
+    """The fastest setting that fits, and what speaks for it.
+
+    Example:
+        >>> found = recommend_config("checkpoint", num_gpus=2, gpu="h100-80gb", seq_len=32, global_batch_size=4)
+        >>> isinstance(found, Recommendation), found.global_batch_size
+        (True, 4)
+    """
 
     model: str
     """What is trained."""

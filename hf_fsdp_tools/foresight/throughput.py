@@ -46,7 +46,13 @@ _PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputEstimate:
-    """How fast a training runs, and where its time goes. Seconds are those of one optimizer step."""
+    """How fast a training runs, and where its time goes. Seconds are those of one optimizer step.
+
+    Example:
+        >>> estimate = estimate_throughput("checkpoint", num_gpus=8, gpu="h100-80gb", seq_len=32)
+        >>> isinstance(estimate, ThroughputEstimate), 0 < estimate.mfu < 1
+        (True, True)
+    """
 
     name: str
     """The model, for texts."""
@@ -196,6 +202,11 @@ def estimate_throughput(
     Raises:
         ConfigError: a field has a value that cannot be, or GPU or era is unknown.
         CheckpointError, WrapPlanError: the model cannot be built or planned.
+
+    Example:
+        >>> estimate = estimate_throughput("checkpoint", num_gpus=16, gpu="h100-80gb", seq_len=32)
+        >>> estimate.tokens_per_second_per_gpu > 0
+        True
     """
     return throughput_of(step_of(name_or_model, TrainingSetup.of(**fields), **(model_kwargs or {})), era=era)
 

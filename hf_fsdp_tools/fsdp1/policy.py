@@ -165,7 +165,10 @@ def hybrid_auto_wrap_policy(
         WrapPlanError: the plan breaks a rule for this model, or needs what FSDP1 lacks; all such units are listed.
 
     Example:
-        >>> FSDP(model, auto_wrap_policy=hybrid_auto_wrap_policy(model))
+        >>> model = build_meta_model("checkpoint")
+        >>> policy = hybrid_auto_wrap_policy(model)  # FullyShardedDataParallel(model, auto_wrap_policy=policy)
+        >>> policy(model.model.layers[0], recurse=False, nonwrapped_numel=0)
+        True
     """
     policy = policy or HybridPolicy()
     if plan is None:

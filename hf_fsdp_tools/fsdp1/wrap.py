@@ -28,7 +28,7 @@ from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view, replicas_of
 from hf_fsdp_tools.fsdp1.policy import HybridAutoWrapPolicy, hybrid_auto_wrap_policy
 from hf_fsdp_tools.fsdp1.precision import cast_where_computed
-from hf_fsdp_tools.modeling.given import as_model, taking
+from hf_fsdp_tools.modeling.given import as_flag, as_model, taking
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.planning.plan import WrapPlan, as_plan
 from hf_fsdp_tools.sharding.allocate import with_storage
@@ -44,7 +44,15 @@ _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 """Strategies that shard within a group and replicate between groups."""
 
 
-@taking(model=as_model, plan=as_plan)
+@taking(
+    model=as_model,
+    plan=as_plan,
+    forward_prefetch=as_flag,
+    limit_all_gathers=as_flag,
+    use_orig_params=as_flag,
+    sync_module_states=as_flag,
+    initialize=as_flag,
+)
 def wrap_fsdp1(
     model: nn.Module,
     plan: WrapPlan,
@@ -92,6 +100,13 @@ def wrap_fsdp1(
             honour it wrongly.
         CheckpointError: the model's own code leaves a parameter uninitialised; pass `initialize=False` and load a
             checkpoint.
+
+    Example:
+        >>> model = build_meta_model("checkpoint")
+        >>> mesh = ParallelDims().build_mesh("cpu")  # starts a process group where there is none
+        >>> wrapped = wrap_fsdp1(model, make_wrap_plan(model), seed=0)
+        >>> type(wrapped).__name__
+        'FullyShardedDataParallel'
     """
     _warn_deprecated()
     device = device_id or local_device()
@@ -159,6 +174,13 @@ def load_weights_fsdp1(
         CheckpointError: as in `load_weights`.
         ConfigError: the model is not wrapped with FSDP1, a unit is gathered at the moment, or `options` holds `dtype`
             or `device`.
+
+    Example:
+        >>> model = build_meta_model("checkpoint")
+        >>> mesh = ParallelDims().build_mesh("cpu")  # starts a process group where there is none
+        >>> wrapped = wrap_fsdp1(model, make_wrap_plan(model), initialize=False)
+        >>> load_weights_fsdp1(wrapped, "checkpoint", progress=False).missing_keys
+        ()
     """
     if needless := sorted({"dtype", "device"} & options.keys()):
         raise ConfigError(

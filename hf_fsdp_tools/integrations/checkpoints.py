@@ -17,6 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from hf_fsdp_tools.checkpoint.durable import storage_errors
 from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.checkpoint.manifest import MANIFEST, write_manifest
+from hf_fsdp_tools.checkpoint.publish import WEIGHTS_OF_A_SAVE
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.integrations.resume import (
@@ -39,6 +40,7 @@ __all__ = [
     "declare_complete",
     "is_unfinished",
     "problem_of",
+    "remove_full_weights",
     "rotate",
     "weights_in",
     "without_rotation",
@@ -206,6 +208,14 @@ def begin_checkpoint(folder: Path) -> None:
         if path.is_dir():
             shutil.rmtree(path)
         else:
+            path.unlink()
+
+
+def remove_full_weights(folder: Path) -> None:
+    """Delete the full weights that an earlier run has left in a checkpoint of adapters, with which the Trainer would
+    resume. For one rank."""
+    for path in list(folder.iterdir()):
+        if WEIGHTS_OF_A_SAVE.fullmatch(path.name):
             path.unlink()
 
 

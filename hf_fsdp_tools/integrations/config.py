@@ -50,6 +50,14 @@ class FSDPConfig:
 
     Raises:
         ConfigError: settings contradict each other; the message lists every contradiction with its cure.
+
+    Example:
+        >>> config = FSDPConfig(num_processes=8, mixed_precision="bf16", dp_replicate_size=2)
+        >>> config.dp_shard_size
+        4
+        >>> yaml = config.to_accelerate_yaml()  # for `accelerate launch --config_file`
+        >>> "parallelism_config_dp_shard_size: 4" in yaml
+        True
     """
 
     num_processes: int

@@ -55,6 +55,14 @@ class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is 
     the batch, if it was made before, is not counted. Which unit computes is read from FSDP2's labels.
 
     Each rank that calls records its own step; nothing is communicated.
+
+    Example:
+        >>> model = from_pretrained("checkpoint", load_kwargs={"progress": False})
+        >>> tokens = torch.arange(12).reshape(2, 6)
+        >>> with MemoryTimeline(model) as recorded:
+        ...     model(input_ids=tokens, labels=tokens).loss.backward()
+        >>> recorded.timeline.peak_bytes > 0
+        True
     """
 
     timeline: Timeline | None = None

@@ -1,7 +1,6 @@
 """Accelerate's FSDP plugin with a `HybridPolicy`, and with gradients reduced in fp32."""
 
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -27,6 +26,7 @@ from hf_fsdp_tools.integrations.settings import (
     warn_of_fsdp1_settings,
     warn_of_idle_wrap_settings,
     warn_of_unknown_variables,
+    warn_on_node,
 )
 from hf_fsdp_tools.integrations.wrapping import narrowed, policy_from_wrap, without_modules
 from hf_fsdp_tools.planning.policy import HybridPolicy
@@ -53,6 +53,11 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
 
     Raises:
         ConfigError: torch cannot honour a setting here, or would silently honour it wrongly.
+
+    Example:
+        >>> plugin = HybridFSDPPlugin(policy=HybridPolicy(min_unit_params=2e7), activation_checkpointing=True)
+        >>> accelerator = make_accelerator(fsdp_plugin=plugin, cpu=True)
+        >>> model = from_pretrained("checkpoint", accelerator=accelerator, load_kwargs={"progress": False})
     """
 
     policy: HybridPolicy | None = field(default=None, metadata={"help": "What becomes a unit."})
@@ -144,13 +149,13 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     def _prefer_what_fsdp1_can(self, *, on_cpu: bool) -> None:
         """Turn off RAM-efficient loading, and change defaults with which FSDP1 crashes on CPUs."""
         if self.cpu_ram_efficient_loading or is_set("FSDP_CPU_RAM_EFFICIENT_LOADING"):
-            warnings.warn(
+            warn_on_node(
                 "cpu_ram_efficient_loading is off under FSDP1: every rank reads the model. FSDP2 honours it.",
                 stacklevel=4,
             )
         self.cpu_ram_efficient_loading = False
         if on_cpu and (self.sync_module_states or is_set("FSDP_SYNC_MODULE_STATES")):
-            warnings.warn(
+            warn_on_node(
                 "sync_module_states is off on CPUs, where torch's FSDP1 cannot send weights: each rank trains the "
                 "weights that it loaded itself.",
                 stacklevel=4,

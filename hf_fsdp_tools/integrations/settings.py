@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "warn_of_fsdp1_settings",
     "warn_of_idle_wrap_settings",
     "warn_of_unknown_variables",
+    "warn_on_node",
 ]
 
 AutoWrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
@@ -120,6 +122,12 @@ def is_set(variable: str) -> bool:
     return os.environ.get(variable, "false").lower() in ("true", "1", "yes")
 
 
+def warn_on_node(text: str, *, stacklevel: int) -> None:
+    """Warn on the first rank of each machine: what is said is the same on all ranks."""
+    if rank_on_node()[0] == 0:
+        warnings.warn(text, stacklevel=stacklevel + 1)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the nearest known names, or all of them."""
     near = difflib.get_close_matches(name, list(known), n=2)
@@ -161,7 +169,7 @@ def warn_of_unknown_variables() -> None:
     """Warn of every FSDP_* variable that has no effect, with the nearest names that have one."""
     for name in sorted(os.environ):
         if name.startswith("FSDP_") and name not in VARIABLES:
-            warnings.warn(f"The variable {name} has no effect: {nearest(name, VARIABLES)}", stacklevel=4)
+            warn_on_node(f"The variable {name} has no effect: {nearest(name, VARIABLES)}", stacklevel=4)
 
 
 def plugin_arguments(args: Any) -> dict[str, Any]:
@@ -176,14 +184,17 @@ def plugin_arguments(args: Any) -> dict[str, Any]:
     config: Mapping[str, Any] = args.fsdp_config or {}
     if not args.fsdp:
         if config:
-            warnings.warn("TrainingArguments.fsdp_config has no effect without fsdp: add fsdp=True.", stacklevel=4)
+            warn_on_node("TrainingArguments.fsdp_config has no effect without fsdp: add fsdp=True.", stacklevel=4)
         return {}
     problems = [f"{key}: {nearest(key, TRAINING_KEYS)}" for key in config if key not in TRAINING_KEYS]
     problems += [
         f"{key}: FSDP on TPUs is not part of this package. Remove it" for key in config if "xla" in key and config[key]
     ]
     if problems:
-        raise ConfigError("TrainingArguments.fsdp_config cannot be used: " + "; ".join(problems) + ".")
+        said = "; ".join(problems)
+        raise ConfigError(
+            f"TrainingArguments.fsdp_config cannot be used: {said.rstrip('.')}{'' if said.endswith('?') else '.'}"
+        )
     arguments = dict(args.fsdp_plugin_args or {})
     if "state_dict_type" not in config:
         arguments.pop("state_dict_type", None)
@@ -257,7 +268,7 @@ def drop_fsdp1_settings(plugin: Any) -> str:
 def warn_of_fsdp1_settings(left_out: str) -> None:
     """Warn of settings that `drop_fsdp1_settings` left out, if any."""
     if left_out:
-        warnings.warn(
+        warn_on_node(
             f"Only FSDP1 has {left_out}. FSDP2 gathers ahead, keeps original parameters and limits memory by itself: "
             "left out.",
             stacklevel=4,
@@ -279,4 +290,4 @@ def warn_of_idle_wrap_settings(plugin: Any) -> None:
     if plugin.min_num_params and wrap != "size_based_auto_wrap_policy":
         said.append(f"min_num_params={plugin.min_num_params} has effect only with SIZE_BASED_WRAP")
     if said:
-        warnings.warn(f"{'; '.join(said)}. Set auto_wrap_policy so.", stacklevel=5)
+        warn_on_node(f"{'; '.join(said)}. Set auto_wrap_policy so.", stacklevel=5)

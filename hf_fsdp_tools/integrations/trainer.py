@@ -20,6 +20,7 @@ from hf_fsdp_tools.checkpoint.durable import storage_errors, sync
 from hf_fsdp_tools.checkpoint.formats.dcp import METADATA
 from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.checkpoint.publish import ADAPTER_WEIGHTS
 from hf_fsdp_tools.checkpoint.report import SaveReport
 from hf_fsdp_tools.checkpoint.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
@@ -33,6 +34,7 @@ from hf_fsdp_tools.integrations.checkpoints import (
     check_checkpoint,
     complete_checkpoint,
     declare_complete,
+    remove_full_weights,
     weights_in,
     without_rotation,
 )
@@ -45,8 +47,6 @@ from hf_fsdp_tools.integrations.saving import saveable
 from hf_fsdp_tools.integrations.settings import plugin_arguments
 from hf_fsdp_tools.integrations.state import start_state, use_one_device
 from hf_fsdp_tools.integrations.unwritten import Unwritten, finish_state
-from hf_fsdp_tools.modeling.peft_view import is_adapted
-from hf_fsdp_tools.sharding.adapter_files import ADAPTER_CONFIG
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
 from hf_fsdp_tools.sharding.shard import sharded_module
 
@@ -87,6 +87,17 @@ class FSDPTrainerMixin(PushingMixin):
     Raises:
         ConfigError: when a trainer class is defined: the mixin stands after the Trainer, or this version of
             transformers lacks a method that is overridden here. When a frozen model is set: it is sharded as one unit.
+
+    Example:
+        >>> from transformers import Trainer, TrainingArguments
+        >>> class MyTrainer(FSDPTrainerMixin, Trainer): ...
+        >>> arguments = TrainingArguments("run", max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
+        >>> rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
+        >>> model = from_pretrained("checkpoint", accelerator=make_accelerator(cpu=True))
+        >>> trainer = MyTrainer(model, arguments, train_dataset=rows)
+        >>> trained = trainer.train()
+        {'train_runtime': ...}
+        >>> trainer.save_model("trained")
     """
 
     blocking: bool = True
@@ -218,6 +229,8 @@ class FSDPTrainerMixin(PushingMixin):
         with agreed("writing the training arguments", folder), storage_errors("save to", folder):
             if args.should_save:
                 torch.save(as_asked(args), folder / "training_args.bin")
+                if _internal_call and isinstance(saved, SaveReport) and ADAPTER_WEIGHTS in saved.files:
+                    remove_full_weights(folder)
                 if isinstance(saved, SaveReport):
                     self._written = [*self._written, *weights_in(folder)]
         if args.push_to_hub and not _internal_call:
@@ -299,8 +312,7 @@ class FSDPTrainerMixin(PushingMixin):
         """Load weights into the shards, from a checkpoint of this mixin or of the plain Trainer."""
         model = model if model is not None else self.model
         folder = Path(resume_from_checkpoint)
-        is_adapter = is_adapted(model) and (folder / ADAPTER_CONFIG).is_file()  # an earlier run's full weights may stay
-        if not is_adapter and ((folder / WEIGHTS).is_file() or (folder / WEIGHTS_INDEX).is_file()):
+        if (folder / WEIGHTS).is_file() or (folder / WEIGHTS_INDEX).is_file():
             _load_weights(model, folder)
             return
         refuse_damage(folder)

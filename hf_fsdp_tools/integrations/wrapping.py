@@ -3,7 +3,6 @@
 import functools
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.integrations.settings import warn_on_node
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.policy import HybridPolicy, UnitPredicate, matching_nodes, nearest_names
 
@@ -125,7 +125,7 @@ def narrowed(policy: HybridPolicy, model: nn.Module) -> HybridPolicy:
     if not absent:
         return policy
     found = tuple(wanted for wanted in policy.block_types if wanted not in absent)
-    warnings.warn(
+    warn_on_node(
         f"Layer classes to wrap, in {type(model).__name__}: "
         f"{' '.join(line for lines in absent.values() for line in lines)} "
         f"{'The others are used' if found else 'The blocks that its structure shows are used'}.",

@@ -59,6 +59,7 @@ def taking(**converters: Callable[[Any, str], Any]) -> Callable[[Callable[_P, _T
                 given.arguments[name] = converters[name](given.arguments[name], name)
             return function(*given.args, **given.kwargs)
 
+        call.__dict__["takes"] = frozenset(converters)
         return call
 
     return decorate

@@ -150,6 +150,13 @@ def build_meta_model(
         CheckpointError: the configuration cannot be found, or no model can be made of what it says.
         ConfigError: the architecture is unknown, `auto_class` is no class or has no model for it, a keyword fits
             neither config nor model, or the quantisation cannot be sharded.
+
+    Example:
+        >>> model = build_meta_model("checkpoint", dtype=torch.bfloat16)
+        >>> type(model).__name__, model.device, model.dtype
+        ('LlamaForCausalLM', device(type='meta'), torch.bfloat16)
+        >>> type(build_meta_model("checkpoint", auto_class="AutoModelForSequenceClassification", num_labels=3)).__name__
+        'LlamaForSequenceClassification'
     """
     config = load_config(name_or_config, trust_remote_code=trust_remote_code)
     quantization = set_aside_quantization(config)

@@ -23,7 +23,13 @@ __all__ = ["BlockStack", "ModelBlocks", "ModulePart", "TiedSet", "describe_block
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStack:
-    """Blocks that repeat."""
+    """Blocks that repeat.
+
+    Example:
+        >>> stack = detect_blocks(build_meta_model("checkpoint")).stacks[0]
+        >>> isinstance(stack, BlockStack), stack.fqn, stack.count, stack.class_names
+        (True, 'model.layers', 2, ('LlamaDecoderLayer',))
+    """
 
     fqn: str
     """Place of the stack; `*` stands for the indices of stages ("encoder.layers.*.blocks")."""
@@ -79,7 +85,13 @@ class TiedSet:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBlocks:
-    """The stacks of blocks of a model and the modules around them, as data; the same on every rank."""
+    """The stacks of blocks of a model and the modules around them, as data; the same on every rank.
+
+    Example:
+        >>> blocks = detect_blocks(build_meta_model("checkpoint"))
+        >>> isinstance(blocks, ModelBlocks), blocks.head.fqn
+        (True, 'lm_head')
+    """
 
     model_class: str
     """Class of the model."""
@@ -142,10 +154,13 @@ def detect_blocks(model: nn.Module) -> ModelBlocks:
             `torch.compile`, checkpoint wrappers or DDP, also sharded. Names in the result are names in this model.
 
     Example:
-        >>> print(detect_blocks(build_meta_model("meta-llama/Llama-3.1-8B")))
-
-    Raises:
-        BlockDetectionError: the model has no parameters, or lazy ones without a shape.
+        >>> print(detect_blocks(build_meta_model("checkpoint")))
+        LlamaForCausalLM: 45.9 K parameters
+          blocks      model.layers  2 × LlamaDecoderLayer  largest 16.7 K, ...
+          embedding   model.embed_tokens  Embedding  6.3 K
+          final norm  model.norm  LlamaRMSNorm  48
+          head        lm_head  Linear  6.3 K
+        ...
     """
     tree = ModuleTree(model)
     return describe_blocks(tree, find_blocks(tree))

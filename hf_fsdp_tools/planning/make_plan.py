@@ -71,7 +71,10 @@ def make_wrap_plan(
             plan; all problems are listed.
 
     Example:
-        >>> print(make_wrap_plan(model, policy=HybridPolicy(min_unit_params=2e7)))
+        >>> plan = make_wrap_plan(build_meta_model("checkpoint"))
+        >>> print(plan)
+        LlamaForCausalLM: 45.9 K parameters in 5 units
+        unit ...
     """
     draft = PlanDraft(model, policy or HybridPolicy())
     for step in steps:

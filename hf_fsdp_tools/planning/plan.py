@@ -18,7 +18,13 @@ _FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class WrapUnit:
-    """Modules whose parameters FSDP gathers in one collective and frees together."""
+    """Modules whose parameters FSDP gathers in one collective and frees together.
+
+    Example:
+        >>> unit = make_wrap_plan(build_meta_model("checkpoint")).units[1]
+        >>> isinstance(unit, WrapUnit), unit.modules, unit.reshard_after_forward, unit.reason
+        (True, ('model.layers.0',), True, 'block LlamaDecoderLayer')
+    """
 
     modules: tuple[str, ...]
     """Fqns of the modules, in the order of first use; `("",)` is the root. More than one: `fully_shard([a, b])`."""
@@ -35,7 +41,13 @@ class WrapUnit:
 
 @dataclass(frozen=True, kw_only=True)
 class WrapPlan:
-    """The units of one model; the same on every rank, comparable by `digest`."""
+    """The units of one model; the same on every rank, comparable by `digest`.
+
+    Example:
+        >>> plan = make_wrap_plan(build_meta_model("checkpoint"))
+        >>> plan.largest_unit.modules, WrapPlan.from_json(plan.to_json()) == plan
+        (('model.layers.0',), True)
+    """
 
     units: tuple[WrapUnit, ...]
     """Units, children before parents, the root last with `modules == ("",)`."""

@@ -28,7 +28,9 @@ class HybridPolicy:
     `reshard_after_forward` is laid over the finished units.
 
     Example:
-        >>> HybridPolicy(block_types=("LlamaDecoderLayer",), min_unit_params=2e7)
+        >>> policy = HybridPolicy(block_types=("LlamaMLP", "LlamaAttention"), min_unit_params=2e7)
+        >>> len(make_wrap_plan(build_meta_model("checkpoint"), policy=policy).units)
+        9
     """
 
     block_types: tuple[type[nn.Module] | str, ...] | None = None

@@ -7,6 +7,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.scripting.arguments import ModelArguments as ModelArguments
     from hf_fsdp_tools.scripting.arguments import parse_arguments as parse_arguments
     from hf_fsdp_tools.scripting.checks import check_before_loading as check_before_loading
+    from hf_fsdp_tools.scripting.data import load_processor as load_processor
     from hf_fsdp_tools.scripting.data import load_splits as load_splits
     from hf_fsdp_tools.scripting.data import load_tokenizer as load_tokenizer
     from hf_fsdp_tools.scripting.demo_data import make_demo as make_demo
@@ -21,7 +22,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
 _NAMES_OF = {
     "arguments": ("ModelArguments", "parse_arguments"),
     "checks": ("check_before_loading",),
-    "data": ("load_splits", "load_tokenizer"),
+    "data": ("load_processor", "load_splits", "load_tokenizer"),
     "demo_data": ("make_demo",),
     "progress": ("Progress", "peak_bytes"),
     "running": ("finish", "load_model", "run", "train"),

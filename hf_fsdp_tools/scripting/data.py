@@ -11,7 +11,7 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.text import first_line, listed
 
-__all__ = ["load_splits", "load_tokenizer"]
+__all__ = ["load_processor", "load_splits", "load_tokenizer"]
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """The builder of datasets for a file's suffix."""
@@ -282,6 +282,46 @@ def load_tokenizer(model_args: Any, training: Any) -> Any:
             tokenizer.chat_template = _template(path, tokenizer)
             training.chat_template_path = None
     return tokenizer
+
+
+def load_processor(model_args: Any, training: Any) -> Any:
+    """A vision-language model's image processor and tokenizer, with the template of `--chat_template_path` if given.
+
+    Args:
+        model_args: `ModelArguments`.
+        training: the Trainer's arguments; its `chat_template_path` becomes None, for the template is set.
+
+    Every rank must call. The ranks exchange errors alone.
+
+    Raises:
+        CheckpointError: there is no such model, or it has no processor of images; on every rank alike.
+        ConfigError: the template cannot be had.
+    """
+    from transformers import AutoProcessor
+
+    name, path = model_args.model_name_or_path, training.chat_template_path
+    training.chat_template_path = None
+    tokenizer = load_tokenizer(model_args, training)
+    with agreed("loading the processor"):
+        hub = {
+            "revision": model_args.model_revision,
+            "trust_remote_code": getattr(training, "trust_remote_code", False),
+        }
+        try:
+            processor = AutoProcessor.from_pretrained(name, **hub)
+        except (OSError, ValueError, ImportError) as error:
+            raise CheckpointError(
+                f"{name} has a tokenizer and no processor of images that can be loaded: {first_line(error)}. Copy "
+                "processor_config.json and preprocessor_config.json of the base model into it; images need pillow."
+            ) from error
+        if getattr(processor, "image_processor", None) is None:
+            raise CheckpointError(
+                f"{name} has no processor of images, so it is a model of text alone, or processor_config.json and "
+                "preprocessor_config.json are missing. Give a vision-language model, or use finetune."
+            )
+        if path is not None:
+            processor.chat_template = _template(path, tokenizer)
+    return processor
 
 
 def _template(path: str, tokenizer: Any) -> str:

@@ -21,7 +21,16 @@ from hf_fsdp_tools.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["EVAL_EVERY", "demo_passages", "demo_split", "demo_text", "make_demo_model"]
+__all__ = [
+    "EVAL_EVERY",
+    "RECORD",
+    "demo_passages",
+    "demo_split",
+    "demo_text",
+    "is_made",
+    "make_demo_model",
+    "train_demo_tokenizer",
+]
 
 PASSAGE_CHARACTERS = 600
 """Characters after which a passage ends at the next blank line; about 200 tokens of the demo tokenizer."""
@@ -134,6 +143,11 @@ def make_demo_model(
 
     Raises:
         ConfigError: the folder holds something else, or the sizes do not make a Llama (all problems are listed).
+
+    Example:
+        >>> path = make_demo_model("demo", hidden_size=16, num_layers=1, num_heads=2, vocab_size=300)
+        >>> from_pretrained(path, load_kwargs={"progress": False}).config.hidden_size
+        16
     """
     target = Path(folder)
     sizes = {
@@ -146,13 +160,13 @@ def make_demo_model(
     }
     _check_sizes(**sizes)
     record = {"made_by": "hf_fsdp_tools.make_demo_model", **sizes, "seed": seed, "max_shard_size": max_shard_size}
-    if _is_made(target, record):
+    if is_made(target, record):
         return target
 
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = _train_tokenizer(demo_split()[0], vocab_size=vocab_size, max_length=max_length)
+    tokenizer = train_demo_tokenizer(demo_split()[0], vocab_size=vocab_size, max_length=max_length)
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -203,7 +217,7 @@ def _check_sizes(
         raise ConfigError("the demo model cannot have this shape: " + "; ".join(problems))
 
 
-def _is_made(folder: Path, record: dict[str, object]) -> bool:
+def is_made(folder: Path, record: dict[str, object]) -> bool:
     """Whether the folder holds the demo model of these arguments; False where there is nothing yet."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
@@ -219,7 +233,7 @@ def _is_made(folder: Path, record: dict[str, object]) -> bool:
     )
 
 
-def _train_tokenizer(texts: list[str], *, vocab_size: int, max_length: int) -> "PreTrainedTokenizerFast":
+def train_demo_tokenizer(texts: list[str], *, vocab_size: int, max_length: int) -> "PreTrainedTokenizerFast":
     """A byte-level BPE tokenizer of exactly `vocab_size` entries that puts the begin token in front of each text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast

@@ -67,6 +67,13 @@ def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "defa
     Raises:
         ConfigError: the adapter needs whole weights of the base, PEFT cannot make it (it fits no module, …), or
             arguments differ between ranks; the same on every rank. The model is then as it was.
+
+    Example:
+        >>> from peft import LoraConfig
+        >>> model = from_pretrained("checkpoint", load_kwargs={"progress": False})
+        >>> adapted = add_adapter(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), seed=0)
+        >>> sum(parameter.requires_grad for parameter in adapted.parameters())
+        8
     """
     same_on_all_ranks("adding an adapter", peft_config=peft_config, adapter_name=adapter_name, seed=seed)
     _refuse_whole_base(peft_config, model)
@@ -98,6 +105,15 @@ def load_adapter(
         CheckpointError: there is no such adapter, the hub does not give it, or it is damaged; the same on every rank.
         ConfigError: the adapter cannot be added (see `add_adapter`), or the configs of ranks differ; the same on every
             rank. The model is then as it was.
+
+    Example:
+        >>> from peft import LoraConfig
+        >>> plain = {"load_kwargs": {"progress": False}}
+        >>> adapted = from_pretrained("checkpoint", peft_config=LoraConfig(target_modules=["q_proj"]), **plain)
+        >>> report = save_pretrained(adapted, "adapter")
+        >>> model = load_adapter(from_pretrained("checkpoint", **plain), "adapter", is_trainable=True)
+        >>> model.active_adapter
+        'default'
     """
     peft = _peft()
     names = [name for name, _ in model.named_modules()]
@@ -137,6 +153,13 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
         ConfigError: PEFT made adapters of a wrong shape, because it took FSDP's mesh for tensor parallelism; or 4-bit
             weights were cast.
         WrapPlanError: the ranks added different modules.
+
+    Example:
+        >>> from peft import LoraConfig, get_peft_model
+        >>> model = from_pretrained("checkpoint", load_kwargs={"progress": False})
+        >>> adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+        >>> len(shard_added(adapted))
+        4
     """
     base, sharding = sharded_module(model), sharding_of(model)
     if base is None or sharding is None:

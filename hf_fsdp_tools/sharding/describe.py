@@ -25,6 +25,14 @@ def describe_sharding(model: nn.Module) -> str:
 
     Raises:
         ConfigError: `shard_model` did not shard this model.
+
+    Example:
+        >>> print(describe_sharding(from_pretrained("checkpoint", load_kwargs={"progress": False})))
+        LlamaForCausalLM: 45.9 K parameters in 5 units
+        ...
+        mesh         dp_shard 1 on cpu
+        weights      float32, 183.7 kB on this rank
+        ...
     """
     sharding = sharding_of(model)
     if sharding is None:

@@ -51,7 +51,14 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a model was sharded: the arguments of `shard_model`, as a value that can be printed."""
+    """How a model was sharded: the arguments of `shard_model`, as a value that can be printed.
+
+    Example:
+        >>> model = from_pretrained("checkpoint", load_kwargs={"progress": False})
+        >>> sharding = sharding_of(model)
+        >>> isinstance(sharding, Sharding), sharding.mesh.size(), sharding.activation_checkpointing
+        (True, 1, False)
+    """
 
     plan: WrapPlan
     """The units."""
@@ -124,6 +131,11 @@ def shard_model(
             cast 4-bit weights, `compile` asks for CUDA graphs, a unit that is to be resharded over fewer ranks is split
             along another dimension than 0, or plan, arguments or dtypes differ between ranks. As every error, the same
             on every rank.
+
+    Example:
+        >>> model = build_meta_model("checkpoint")
+        >>> model = shard_model(model, make_wrap_plan(model), activation_checkpointing=True)
+        >>> report = load_weights(model, "checkpoint", progress=False)
     """
     mesh = _without_names(mesh if mesh is not None else ParallelDims().build_mesh())
     ranks = sorted(mesh.mesh.flatten().tolist())
@@ -179,6 +191,13 @@ def sharding_of(model: nn.Module) -> Sharding | None:
 
     Args:
         model: also inside PEFT's wrapper or that of `torch.compile`.
+
+    Example:
+        >>> model = build_meta_model("checkpoint")
+        >>> sharding_of(model) is None
+        True
+        >>> sharding_of(shard_model(model, make_wrap_plan(model))).device
+        device(type='cpu')
     """
     return next((sharding for _, sharding in _remembered(model)), None)
 

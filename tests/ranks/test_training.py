@@ -318,8 +318,8 @@ def _kept(model: nn.Module) -> tuple[int, int]:
     whole = [p.unsharded_accumulated_grad for p in parameters]
     whole += [p._unsharded_param.grad for p in parameters if hasattr(p, "_unsharded_param")]
     sharded = [p.sharded_param.grad for p in parameters]
-    return tuple(
-        sum((g.to_local() if isinstance(g, DTensor) else g).numel() for g in each if g is not None)
+    return tuple(  # since torch 2.14 both names of a whole gradient are one
+        sum((g.to_local() if isinstance(g, DTensor) else g).numel() for g in set(each) - {None})
         for each in (whole, sharded)
     )
 

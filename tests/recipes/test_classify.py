@@ -1,7 +1,7 @@
 """A classifier as a user trains it: names of the classes from the rows, a fresh head, accuracy, and a pipeline."""
 
 import pytest
-from peft import PeftModel
+from peft import AutoPeftModelForSequenceClassification
 from transformers import AutoModelForSequenceClassification, pipeline
 
 from hf_fsdp_tools.scripting.demo import make_demo_model
@@ -72,9 +72,12 @@ def test_the_loss_is_a_mean_over_ranks_and_micro_batches(runs):
 def test_an_adapter_is_saved_with_the_head(runs):
     before, after = runs.log("lora", "eval_loss")
     assert after < before
-    runs.check_opened("lora", AutoModelForSequenceClassification.from_pretrained(runs.folder / "lora" / "merged"))
-    base = AutoModelForSequenceClassification.from_pretrained(runs.folder / "model", num_labels=len(CLASSES))
-    runs.check_opened("lora", PeftModel.from_pretrained(base, runs.folder / "lora"))
+    merged = AutoModelForSequenceClassification.from_pretrained(runs.folder / "lora" / "merged")
+    assert list(merged.config.id2label.values()) == CLASSES
+    runs.check_opened("lora", merged)
+    settings = {"num_labels": len(CLASSES)}
+    runs.check_opened("lora", AutoPeftModelForSequenceClassification.from_pretrained(runs.folder / "lora", **settings))
+    assert "peft.AutoPeftModelForSequenceClassification" in runs.of("lora")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForSequenceClassification
 from transformers import AutoModelForSequenceClassification
 
 from hf_fsdp_tools import from_pretrained
@@ -37,10 +37,6 @@ def runs(tmp_path_factory) -> Series:
     return launch_series(folder, "reward.py", runs, refused=refused)
 
 
-def opened(folder):
-    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
-
-
 def test_the_loss_falls_and_the_result_opens_in_transformers(runs):
     losses = runs.log("trained", "eval_loss")
     assert losses[0] > 0.5 and losses[-1] < 0.5
@@ -64,8 +60,10 @@ def test_a_run_resumed_in_the_middle_has_the_same_end(runs):
 def test_an_adapter_is_saved_with_the_head(runs):
     before, after = runs.log("lora", "eval_loss")
     assert after < before
-    runs.check_opened("lora", opened(runs.folder / "lora" / "merged"))
-    runs.check_opened("lora", PeftModel.from_pretrained(opened(runs.folder / "model"), runs.folder / "lora"))
+    runs.check_opened("lora", AutoModelForSequenceClassification.from_pretrained(runs.folder / "lora" / "merged"))
+    adapted = AutoPeftModelForSequenceClassification.from_pretrained(runs.folder / "lora", num_labels=1)
+    runs.check_opened("lora", adapted)
+    assert "peft.AutoPeftModelForSequenceClassification" in runs.of("lora")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hf_fsdp_tools"
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in DOCUMENTS}
+RECIPES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "recipes").glob("*.py")}
 
 
 def text_of(node: ast.AST) -> str | None:
@@ -86,11 +87,10 @@ def test_commands_of_documents_are_those_of_hf_fsdp(name, capsys):
             assert not rest or hasattr(options, "rest"), f"hf-fsdp {words}: unknown {rest}"
 
 
-@pytest.mark.parametrize("name", sorted(TEXTS))
+@pytest.mark.parametrize("name", sorted(TEXTS | RECIPES))
 def test_files_that_documents_name_are_there(name):
-    named = re.findall(
-        r"(?:recipes|accelerate_configs|benchmarks|docs|tests)/[\w/.]+\.(?:py|yaml|md|sh|json|svg)", TEXTS[name]
-    )
+    folders, kinds = "recipes|accelerate_configs|benchmarks|docs|tests", "py|yaml|sbatch|md|sh|json|svg"
+    named = re.findall(rf"(?:{folders})/[\w/.]+\.(?:{kinds})", (TEXTS | RECIPES)[name])
     assert not [path for path in named if not (ROOT / path).exists()]
 
 

@@ -1,0 +1,190 @@
+r"""Train a vision-language model on questions about images under FSDP2, the vision tower frozen or trained.
+
+On pictures drawn on the spot, with a small LLaVA: nothing to download, a minute on 2 CPU cores, 0.6 GB for each
+process; the evaluation loss falls from 7.0 to below 0.2:
+
+    python recipes/vision_language.py                                                                 # one process
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/vision_language.py    # two
+"""
+
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import datasets
+import torch
+from transformers import AutoModelForImageTextToText, PreTrainedModel, ProcessorMixin
+from trl import ScriptArguments, SFTConfig, SFTTrainer
+from trl.data_utils import prepare_multimodal_messages
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator
+from hf_fsdp_tools.scripting import (
+    ModelArguments,
+    check_before_loading,
+    finish,
+    load_model,
+    load_processor,
+    load_splits,
+    make_demo,
+    parse_arguments,
+    run,
+    train,
+)
+
+DEFAULTS = {"output_dir": "outputs/vision_language", "max_length": 4096}
+"""One image takes hundreds of tokens, thousands where it is cut into tiles."""
+
+DEMO = {
+    "num_train_epochs": 3,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 2e-3,
+    "max_length": 64,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 10,
+}
+"""Settings for the demo model where the command line gives none: measured to fit into 3 minutes on 2 CPU cores."""
+
+ROWS = 20
+"""Rows whose images are put through the processor before the model is loaded."""
+
+
+@dataclass
+class VisionArguments(ScriptArguments):
+    freeze_vision_tower: bool = field(
+        default=True, metadata={"help": "Keep the image encoder as it is; what leads from it to the text is trained."}
+    )
+
+
+class Trainer(FSDPTrainerMixin, SFTTrainer):
+    """TRL's SFTTrainer on our shards."""
+
+
+def main() -> Trainer:
+    # 1. What is trained on what
+    script, training, model_args = parse_arguments(
+        VisionArguments, SFTConfig, ModelArguments, defaults=DEFAULTS, demo=DEMO
+    )
+    accelerator = make_accelerator(mixed_precision=training.mixed_precision, cpu=training.use_cpu)
+    if model_args.model_name_or_path is None:
+        model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, "images")
+    columns = [{images, *text} for images in ("images", "image") for text in (("messages",), ("prompt", "completion"))]
+    data, held_out = load_splits(script, training, columns=columns)
+    processor = load_processor(model_args, training)
+
+    # 2. What would fail later
+    auto_class = AutoModelForImageTextToText
+    check_before_loading(model_args, training, None, data, held_out, auto_class=auto_class)
+    check_images(data, processor, training)
+
+    # 3. The model, straight into shards; with an adapter, if one is asked for
+    model = load_model(model_args, training, accelerator, auto_class=auto_class)
+    if script.freeze_vision_tower:
+        frozen = vision_tower(model)
+        frozen.requires_grad_(False)
+        accelerator.print(
+            f"the vision tower ({type(frozen).__name__}) is frozen; --freeze_vision_tower false trains it"
+        )
+
+    # 4. Train, with the evaluation loss before and after. Images are processed batch by batch
+    trainer = Trainer(model=model, args=training, train_dataset=data, eval_dataset=held_out, processing_class=processor)
+    before, after = train(trainer, training, model_args)
+
+    # 5. A normal Hugging Face checkpoint, and a look at it
+    row = next(iter(held_out if held_out is not None else data))
+    says = {
+        "evaluation loss": f"{before:.3f} before, {after:.3f} after" if after is not None else "not evaluated",
+        "checkpoint": f"{training.output_dir} (open it with AutoModelForImageTextToText.from_pretrained)",
+        "sample": repr(answer(trainer.model, processor, row)),
+        "expected": repr(turns_of(row)[-1]["content"]),
+    }
+    finish(trainer, training, model_args, processor, says=says)
+    return trainer
+
+
+def vision_tower(model: PreTrainedModel) -> Any:
+    """The encoder of images, by transformers' own names for it."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    tower = base.get_encoder(modality="image")
+    if tower is base:
+        raise ConfigError(
+            f"--freeze_vision_tower: transformers names no image encoder in {type(base).__name__}. Use "
+            "--freeze_vision_tower false."
+        )
+    return tower
+
+
+def turns_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """All turns of a row."""
+    return row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
+
+
+def images_of(row: dict[str, Any]) -> list[Any]:
+    """The images of a row."""
+    return row["images"] if "images" in row else [row["image"]]
+
+
+def check_images(data: datasets.Dataset, processor: ProcessorMixin, training: SFTConfig) -> None:
+    """Refuse rows that make no batch, or lose images or the answer to --max_length."""
+    if training.packing or training.padding_free:
+        raise ConfigError("--packing, --padding_free: TRL packs no rows with images. Leave them out.")
+    if processor.chat_template is None:
+        raise ConfigError("The processor of this model has no chat template. Give --chat_template_path.")
+    token = getattr(processor, "image_token_id", None)
+    for number, row in enumerate(islice(iter(data), ROWS), 1):
+        kind = "messages" if "messages" in row else "completion"
+        if not all(isinstance(turn, dict) for turn in turns_of(row)):
+            raise ConfigError(f"Row {number}: `{kind}` are no turns of `role` and `content`, such as a chat has.")
+        collate = DataCollatorForVisionLanguageModeling(
+            processor, completion_only_loss=kind == "completion", assistant_only_loss=training.assistant_only_loss
+        )
+        try:
+            batch = collate([dict(row)])
+        except (ValueError, TypeError, KeyError, OSError, IndexError) as error:
+            said = str(error).strip().split("\n")[0]
+            raise ConfigError(
+                f"Row {number}: the processor makes no batch of it: {said}. Mend or delete it."
+            ) from error
+        ids, labels = batch["input_ids"][0], batch["labels"][0]
+        length = training.max_length or len(ids)
+        if token is not None and (ids[length:] == token).any():
+            raise ConfigError(
+                f"--max_length {length}: row {number} has {len(ids)} tokens, {int((ids == token).sum())} of them for "
+                f"{len(images_of(row))} image(s), which may not be cut. Use {len(ids)} or more, or smaller images."
+            )
+        if (labels[:length] == -100).all():
+            raise ConfigError(
+                f"--max_length {length}: row {number} has {len(ids)} tokens, and none of its answer is within. Use "
+                f"{len(ids)} or more, or rows with an answer."
+            )
+
+
+@torch.no_grad()
+def answer(model: PreTrainedModel, processor: ProcessorMixin, row: dict[str, Any]) -> str:
+    """What the sharded model says of a row's images: every rank calls, and finds the same tokens.
+
+    By whole forward passes: `generate` would run the vision tower outside of the one in which FSDP gathers its weights.
+    """
+    model.eval()
+    question = row["messages"][:1] if "messages" in row else row["prompt"]
+    inputs = processor.apply_chat_template(
+        prepare_multimodal_messages(question, images=images_of(row)),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    ).to(next(model.parameters()).device)
+    start = inputs["input_ids"].shape[1]
+    for _ in range(24):
+        token = model(**inputs).logits[:, -1:].argmax(-1)
+        if token == processor.tokenizer.eos_token_id:
+            break
+        for name, value in inputs.items():
+            if value.shape == inputs["attention_mask"].shape and name != "attention_mask":
+                inputs[name] = torch.cat([value, token if name == "input_ids" else torch.zeros_like(token)], 1)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    return processor.decode(inputs["input_ids"][0, start:], skip_special_tokens=True)
+
+
+if __name__ == "__main__":
+    run(main, "vision_language")

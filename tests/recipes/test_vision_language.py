@@ -1,0 +1,104 @@
+"""A vision-language model as a user trains it on questions about images, with the tower frozen, trained, adapted."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from hf_fsdp_tools.scripting.demo_data import demo_rows
+from hf_fsdp_tools.scripting.demo_images import demo_image_rows, image_features, make_demo_vision_model
+from tests.recipes._launch import Series, launch_series, three_runs, write_split
+
+pytest.importorskip("trl")
+
+TOWER = "vision_tower."
+
+
+@pytest.fixture(scope="module")
+def probe() -> dict[str, list]:
+    """A question about a picture, as the trained models get it."""
+    pixels = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
+    return {"input_ids": [[1, *[1023] * 16, *range(20, 36)]], "pixel_values": pixels.tolist()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, probe) -> Series:
+    folder = tmp_path_factory.mktemp("vision_language")
+    model = make_demo_vision_model(folder / "model", hidden_size=32, num_layers=2)
+    rows = demo_image_rows()[:32]
+    splits = {name: Dataset.from_list(part, image_features()) for name, part in (("train", rows), ("test", rows[:8]))}
+    DatasetDict(splits).save_to_disk(folder / "pictures")
+    one = [{"image": row["images"][0], "messages": row["prompt"] + row["completion"]} for row in rows[:4]]
+    Dataset.from_list(one).to_parquet(folder / "messages.parquet")
+    blind = Path(shutil.copytree(model, folder / "blind"))
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        (blind / name).unlink(missing_ok=True)
+    bare = ["--per_device_train_batch_size", "2", "--logging_steps", "1", "--lr_scheduler_type", "constant"]
+    pictures = ["--dataset_name", str(folder / "pictures")]
+    common = [*bare, "--model_name_or_path", str(model), "--max_length", "64"]
+    runs = three_runs(folder, 8, *common, *pictures, learning_rate=1e-2)
+    short = ["--max_steps", "2", "--learning_rate", "1e-2", "--eval_strategy", "no"]
+    messages = ["--dataset_name", str(folder / "messages.parquet")]
+    runs["whole"] = [*common, *messages, *short, "--freeze_vision_tower", "false"]
+    lora = ["--use_peft", "--lora_r", "4", "--lora_target_modules", "all-linear", "--merge_adapters"]
+    runs["lora"] = [*common, *pictures, *short, *lora]
+    refused = {
+        "words": [*common, "--dataset_name", write_split(folder / "words", demo_rows("instructions")[:4])],
+        "blind": [*bare, *pictures, "--model_name_or_path", str(blind), "--max_length", "64"],
+        "cut": [*common, *pictures, "--max_length", "12"],
+        "unanswered": [*common, *pictures, "--max_length", "30"],
+        "packed": [*common, *pictures, "--packing"],
+    }
+    return launch_series(folder, "vision_language.py", runs, refused=refused, probe=probe)
+
+
+def check_opened(runs: Series, name: str, model: torch.nn.Module, probe: dict[str, list]) -> None:
+    with torch.no_grad():
+        found = model.eval()(**{key: torch.tensor(value) for key, value in probe.items()}).logits
+    torch.testing.assert_close(found, runs.logits(name), rtol=1e-5, atol=1e-5)
+
+
+def test_the_loss_falls_and_the_result_opens_in_plain_transformers(runs, probe):
+    before, after = runs.losses("trained")
+    assert before > 6.5 and after < 4
+    assert runs.losses("still") == pytest.approx((before, before)), "without a learning rate"
+    check_opened(runs, "trained", AutoModelForImageTextToText.from_pretrained(runs.folder / "trained"), probe)
+    assert AutoProcessor.from_pretrained(runs.folder / "trained").image_processor.crop_size["height"] == 32
+
+
+def test_a_run_resumed_in_the_middle_has_the_same_end(runs):
+    runs.check_resumed()
+
+
+def test_a_frozen_tower_is_as_it_was_and_a_trained_one_is_not(runs):
+    start = load_file(runs.folder / "model" / "model.safetensors")
+    tower = [name for name in start if name.startswith(TOWER)]
+    assert tower and all(torch.equal(runs.weights("trained")[name], start[name]) for name in tower)
+    others = [name for name in start if not name.startswith(TOWER)]
+    assert not any(torch.equal(runs.weights("trained")[name], start[name]) for name in others)
+    assert not torch.equal(runs.weights("whole")[tower[0]], start[tower[0]])
+
+
+def test_an_adapter_opens_in_peft_and_merged_without(runs, probe):
+    base = AutoModelForImageTextToText.from_pretrained(runs.folder / "model")
+    check_opened(runs, "lora", PeftModel.from_pretrained(base, runs.folder / "lora"), probe)
+    check_opened(runs, "lora", AutoModelForImageTextToText.from_pretrained(runs.folder / "lora" / "merged"), probe)
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ("words", "`completion` and `images` and `prompt`"),
+        ("blind", "no processor of images"),
+        ("cut", "16 of them for 1 image(s), which may not be cut"),
+        ("unanswered", "none of its answer is within"),
+        ("packed", "TRL packs no rows with images"),
+    ],
+)
+def test_errors_come_before_the_model(runs, run, said):
+    assert said in runs.error(run)
