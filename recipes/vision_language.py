@@ -4,7 +4,7 @@ On pictures drawn on the spot, with a small LLaVA: nothing to download, a minute
 process; the evaluation loss falls from 7.0 to below 0.2:
 
     python recipes/vision_language.py                                                                 # one process
-    accelerate launch --config_file accelerate_configs/fsdp2_cpu_2.yaml recipes/vision_language.py    # two
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/vision_language.py    # two
 """
 
 from dataclasses import dataclass, field
