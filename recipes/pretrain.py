@@ -21,8 +21,8 @@ On two nodes the same on both, with 2x8x80gb.yaml, `--main_process_ip HOST` and 
 `hf-fsdp estimate --loss chunked` predicts for these settings on H100s:
 
     Llama of 1B on one GPU          32 GB, 129 ms for each step, 31,800 tokens/s
-    Llama of 8B on one node         54 GB for each GPU, 615 ms, 53,300 tokens/s
-    Llama of 8B on two nodes        54 GB for each GPU, 633 ms, 103,500 tokens/s
+    Llama of 8B on one node         69 GB for each GPU, 585 ms, 56,000 tokens/s
+    Llama of 8B on two nodes        47 GB for each GPU, 610 ms, 107,400 tokens/s
 
 `--from_scratch` takes config.json and tokenizer of the model alone, and draws the weights on each rank's shards, the
 same whatever the number of ranks; such a run wants `--learning_rate 3e-4 --warmup_steps 1000` or the like.

@@ -320,20 +320,19 @@ def _check(found: tuple[Any, ...]) -> None:
         raise ConfigError("--early_stopping_patience needs evaluations: leave --eval_strategy no out.")
     if given("push_to_hub") and not given("hub_token") and get_token() is None:
         raise ConfigError("--push_to_hub needs a token of the hub: run `hf auth login`, or set HF_TOKEN.")
-    _check_reports(given("report_to") or [])
+    _check_reports(given("report_to") or [], "--report_to")
+    _check_reports([given("log_with")] if given("log_with") else [], "--log_with")
 
 
-def _check_reports(names: list[str]) -> None:
-    """Make each callback of `--report_to` once: it says itself which package it lacks."""
+def _check_reports(names: list[str], option: str) -> None:
+    """Make each callback of `--report_to` or `--log_with` once: it says itself which package it lacks."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     for name in names:
         if name not in INTEGRATION_TO_CALLBACK:
             near = _nearest(name, INTEGRATION_TO_CALLBACK)
-            raise ConfigError(f"--report_to {name}: unknown{near}")
+            raise ConfigError(f"{option} {name}: unknown{near}")
         try:
             INTEGRATION_TO_CALLBACK[name]()
         except (RuntimeError, ImportError) as error:
-            raise ConfigError(
-                f"--report_to {name}: {first_line(error)}. Install it, or use --report_to none."
-            ) from error
+            raise ConfigError(f"{option} {name}: {first_line(error)}. Install it, or leave {option} out.") from error

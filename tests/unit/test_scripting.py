@@ -72,7 +72,7 @@ def trainer_arguments(**options):
         (["--use_peft", "--load_in_4bit", "--merge_adapters"], "Merge into the plain base afterwards"),
         (["--merge_adapters"], "--merge_adapters needs an adapter: add --use_peft"),
         (["--model_name_or_path", "x"], "--model_name_or_path needs --dataset_name"),
-        (["--report_to", "wandb"], "--report_to wandb: .*pip install wandb.*, or use --report_to none"),
+        (["--report_to", "wandb"], "--report_to wandb: .*pip install wandb.*, or leave --report_to out"),
         (["--report_to", "wandbb"], "--report_to wandbb: unknown: did you mean wandb"),
         (["--use_liger_kernel"], "--use_liger_kernel needs liger_kernel: pip install liger-kernel"),
         (["--config", "nope.yaml"], "--config nope.yaml: No such file or directory. Give the path of a YAML file"),
