@@ -98,16 +98,16 @@ def main() -> None:
                 # backward() divides by the number of micro-batches, and gradients are averaged over ranks
                 accelerator.backward(loss / tokens * parts * accelerator.num_processes)
                 lost += loss.detach()
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         seen += tokens
         if step % args.logging_steps == 0 or step == steps:
-            loss, speed = accelerator.reduce(lost).item() / seen.item(), seen.item() / (perf_counter() - start)
-            lr, memory = scheduler.get_last_lr()[0], peak_bytes() / 1e9
-            accelerator.print(f"{step}/{steps}  loss {loss:.4f}  lr {lr:.2e}  {speed:,.0f} tokens/s  {memory:.2f} GB")
-            accelerator.log({"loss": loss, "learning_rate": lr, "tokens_per_second": speed, "memory_gb": memory}, step)
+            figures = {"loss": accelerator.reduce(lost).item() / seen.item(), "grad_norm": norm.item()}
+            figures |= {"tokens_per_second": seen.item() / (perf_counter() - start), "memory_gb": peak_bytes() / 1e9}
+            accelerator.print(f"{step}/{steps}  " + "  ".join(f"{name} {value:.5g}" for name, value in figures.items()))
+            accelerator.log(figures | {"learning_rate": scheduler.get_last_lr()[0]}, step)
             lost, seen, start = 0.0, 0, perf_counter()
         if step % args.save_steps == 0 or step == steps:
             accelerator.log({"eval_loss": (after := evaluate(model, eval_loader, accelerator))}, step)

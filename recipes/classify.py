@@ -22,8 +22,8 @@ Predicted by `hf-fsdp estimate --auto-class AutoModelForSequenceClassification -
 80 GB, per GPU and step of eight full texts:
 
     8B Llama, LoRA, on one GPU  42 GB       397 ms     10,300 tokens/s
-    8B Llama on eight           47 GB each  533 ms     61,400 tokens/s
-    8B Llama on two nodes       47 GB each  553 ms    118,500 tokens/s
+    8B Llama on eight           61 GB each  503 ms     65,100 tokens/s
+    8B Llama on two nodes       41 GB each  528 ms    124,100 tokens/s
 
 `--dataset_name` is a hub name, a folder, or a .jsonl/.json/.csv/.parquet file with a text and its class, a name or a
 whole number, in the columns `text` and `label` or those of `--dataset_text_field` and `--label_column_name`. With LoRA

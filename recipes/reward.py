@@ -24,8 +24,8 @@ Predicted by `hf-fsdp estimate --auto-class AutoModelForSequenceClassification -
 of 80 GB, for two pairs, which are four sequences, per GPU and step:
 
     8B Llama, LoRA, on one GPU  42 GB       403 ms     10,200 tokens/s
-    8B Llama on eight           47 GB each  540 ms     60,700 tokens/s
-    8B Llama on two nodes       47 GB each  559 ms    117,200 tokens/s
+    8B Llama on eight           61 GB each  510 ms     64,300 tokens/s
+    8B Llama on two nodes       41 GB each  535 ms    122,600 tokens/s
 
 `--dataset_name` is a hub name, a folder, or a .jsonl/.json/.parquet file with the columns `prompt`, `chosen` and
 `rejected`, text or turns of a chat; without `prompt`, it stands in both answers. Pairs longer than `--max_length` are

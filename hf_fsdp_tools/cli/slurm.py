@@ -36,11 +36,10 @@ srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-ex
     '{launch}"$@"' bash "$@"
 """
 
-_RENDEZVOUS = """\
-
+_RENDEZVOUS = r"""
 # The first machine of the job is where the processes find each other, at a port of this job's own.
-MAIN_ADDRESS="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
-export MAIN_ADDRESS MAIN_PORT="$((20000 + SLURM_JOB_ID % 20000))"
+MAIN_ADDRESS="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
+export MAIN_ADDRESS="${MAIN_ADDRESS%%$'\n'*}" MAIN_PORT="$((20000 + SLURM_JOB_ID % 20000))"
 """
 
 _PLACE = '--machine_rank "$SLURM_NODEID" --main_process_ip "$MAIN_ADDRESS" --main_process_port "$MAIN_PORT" '

@@ -25,7 +25,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt
 from hf_fsdp_tools.integrations.launched import check_gpus
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
-from hf_fsdp_tools.integrations.settings import is_set
+from hf_fsdp_tools.integrations.settings import is_set, warn_on_node
 from hf_fsdp_tools.modeling.given import as_count, as_dtype, did_you_mean
 
 __all__ = ["make_accelerator", "start_state", "use_one_device"]
@@ -104,9 +104,10 @@ def _read_arguments(given: dict[str, Any]) -> None:
     if precision is not None and str(precision) not in PrecisionType.list():
         given["mixed_precision"] = precision = _PRECISIONS.get(as_dtype(precision, "mixed_precision"), precision)
     if str(precision) == "fp16" and (given.get("cpu") or local_device().type == "cpu"):
-        raise ConfigError(
-            "mixed_precision 'fp16' needs a scaled loss, which Accelerate has for GPUs and not for cpu. Use 'bf16', "
-            "which needs none, or 'no'."
+        warn_on_node(
+            "mixed_precision 'fp16' needs a scaled loss, which Accelerate has for GPUs and not for cpu: evaluation "
+            "works, and a model to be trained will be refused. Use 'bf16', which needs none, or 'no'.",
+            stacklevel=3,
         )
     if (steps := "gradient_accumulation_steps") in given:
         given[steps] = as_count(given[steps], steps)

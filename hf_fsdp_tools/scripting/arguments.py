@@ -4,6 +4,7 @@ import argparse
 import difflib
 import itertools
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ import yaml
 from huggingface_hub import get_token
 from trl import ModelConfig, TrlParser
 
+from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import first_line, first_lines
@@ -82,7 +84,7 @@ def parse_arguments(
     """
     parser = _Parser(dataclasses, allow_abbrev=True, formatter_class=_Help)
     known = {action.dest for action in parser._actions}
-    chosen = _RECIPE_DEFAULTS | dict(defaults or {})
+    chosen = _RECIPE_DEFAULTS | {"dataloader_pin_memory": find_accelerator() is not None} | dict(defaults or {})
     parser.set_defaults(**{name: value for name, value in chosen.items() if name in known})
     found = parser.parse()
     again: dict[str, Any] = {}
@@ -106,7 +108,6 @@ _RECIPE_DEFAULTS: dict[str, Any] = {
     "bf16": False,
     "dtype": None,
     "gradient_checkpointing": False,
-    "activation_checkpointing": False,
     "logging_steps": 5,
     "report_to": "none",
     # Ten checkpoints in a run of any length, of which two are kept.
@@ -138,7 +139,10 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         if config is not None:
             _check_file(config, names)
         try:
-            *found, unknown = self.parse_args_and_config(arguments, return_remaining_strings=True)
+            with warnings.catch_warnings():
+                # TRL's own default, by its older name.
+                warnings.filterwarnings("ignore", message=".*gradient_checkpointing` is deprecated")
+                *found, unknown = self.parse_args_and_config(arguments, return_remaining_strings=True)
         except ConfigError:
             raise
         except (ValueError, TypeError, ImportError) as error:

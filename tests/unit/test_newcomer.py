@@ -153,7 +153,6 @@ def test_a_name_in_place_of_a_model_says_how_to_make_one(folder: Path) -> None:
     ("given", "said"),
     [
         ({"mixed_precison": "bf16"}, "no argument 'mixed_precison': did you mean mixed_precision"),
-        ({"mixed_precision": "fp16", "cpu": True}, "'fp16' needs a scaled loss.*Use 'bf16'"),
         ({"mixed_precision": "bf61"}, "mixed_precision='bf61' is no floating-point dtype"),
         ({"gradient_accumulation_steps": "four"}, "gradient_accumulation_steps is 'four'; it must be a whole number"),
     ],
@@ -161,6 +160,11 @@ def test_a_name_in_place_of_a_model_says_how_to_make_one(folder: Path) -> None:
 def test_an_accelerator_is_refused_before_anything_is_loaded(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         make_accelerator(**given)
+
+
+def test_fp16_on_a_cpu_is_named_before_anything_is_loaded() -> None:
+    with pytest.warns(UserWarning, match="'fp16' needs a scaled loss.*evaluation works.*Use 'bf16'"):
+        make_accelerator(mixed_precision="fp16")
 
 
 def test_names_of_torch_are_names_of_precisions() -> None:

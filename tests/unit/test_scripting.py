@@ -116,6 +116,10 @@ def test_the_command_line_goes_before_the_file_and_a_checkpoint_may_be_true(tmp_
     _, training, _ = parsed(monkeypatch, *options)
     assert (training.learning_rate, training.max_steps, training.resume_from_checkpoint) == (1e-4, 3, True)
     assert not training.eval_on_start, "nothing is evaluated"
+    assert not training.gradient_checkpointing, "the launch config decides"
+    for option in ("gradient_checkpointing", "activation_checkpointing"):
+        if hasattr(SFTConfig, option):  # the second in newer transformers
+            assert parsed(monkeypatch, f"--{option}", "true")[1].gradient_checkpointing, "unless it is asked for here"
     _, training, _ = parsed(monkeypatch, "--early_stopping_patience", "2")
     assert training.load_best_model_at_end and training.save_strategy == "best"
 
