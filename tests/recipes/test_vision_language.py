@@ -41,7 +41,7 @@ def runs(tmp_path_factory, probe) -> Series:
     bare = ["--per_device_train_batch_size", "2", "--logging_steps", "1", "--lr_scheduler_type", "constant"]
     pictures = ["--dataset_name", str(folder / "pictures")]
     common = [*bare, "--model_name_or_path", str(model), "--max_length", "64"]
-    runs = three_runs(folder, 8, *common, *pictures, learning_rate=1e-2)
+    runs = three_runs(folder, 6, *common, *pictures, learning_rate=1e-2)
     short = ["--max_steps", "2", "--learning_rate", "1e-2", "--eval_strategy", "no"]
     messages = ["--dataset_name", str(folder / "messages.parquet")]
     runs["whole"] = [*common, *messages, *short, "--freeze_vision_tower", "false"]
@@ -65,7 +65,7 @@ def check_opened(runs: Series, name: str, model: torch.nn.Module, probe: dict[st
 
 def test_the_loss_falls_and_the_result_opens_in_plain_transformers(runs, probe):
     before, after = runs.losses("trained")
-    assert before > 6.5 and after < 4
+    assert before > 6.5 and after < 5.5
     assert runs.losses("still") == pytest.approx((before, before)), "without a learning rate"
     check_opened(runs, "trained", AutoModelForImageTextToText.from_pretrained(runs.folder / "trained"), probe)
     assert AutoProcessor.from_pretrained(runs.folder / "trained").image_processor.crop_size["height"] == 32
