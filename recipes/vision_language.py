@@ -3,27 +3,23 @@ r"""Train a vision-language model on questions about images under FSDP2, the vis
 On pictures drawn on the spot, with a small LLaVA: nothing to download, a minute on 2 CPU cores, 0.6 GB for each
 process; the evaluation loss falls from 7.0 to below 0.2:
 
-    python recipes/vision_language.py                                                                 # one process
-<<<<<<< HEAD
+    python recipes/vision_language.py                                                         # one process
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/vision_language.py    # two
-=======
-    accelerate launch --config_file accelerate_configs/fsdp2_cpu_2.yaml recipes/vision_language.py    # two
 
 A real model. `hf-fsdp estimate` predicts for Qwen2.5-VL-7B at 4,096 tokens with an image of 512 x 512 in each, the
-tower frozen, on H100; activation checkpointing is in the launch config:
+tower frozen, on H100:
 
-    accelerate launch --config_file accelerate_configs/fsdp2_gpu_8_bf16.yaml recipes/vision_language.py \
+    accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/vision_language.py \
         --model_name_or_path Qwen/Qwen2.5-VL-7B-Instruct --dataset_name trl-lib/llava-instruct-mix --learning_rate 1e-5
-                                              # one node of 8: 26 GB and 5,500 tokens/s for each
-    accelerate launch --config_file accelerate_configs/fsdp2_gpu_2x8_bf16_hsdp.yaml --machine_rank 0 ...
-                                              # two nodes (rank 1 on the other): 26 GB and 5,400 tokens/s for each
+                                              # one node of 8: 70 GB and 7,200 tokens/s for each
+    accelerate launch --config_file accelerate_configs/2x8x80gb.yaml --machine_rank 0 --main_process_ip HOST ...
+                                              # two nodes (rank 1 on the other): 45 GB and 6,800 tokens/s for each
     python recipes/vision_language.py --use_peft --lora_target_modules all-linear ...
-                                              # LoRA on one, without activation checkpointing: 48 GB, 8,200 tokens/s
+                                              # LoRA on one: 48 GB, 8,200 tokens/s
 
 Every option of TRL's SFTConfig works (`--help`), also from a YAML file (`--config run.yaml`). Rows have `images` (a
 list) or `image`, and `messages`, or `prompt` and `completion`, of which the completion alone counts. `--max_length`
 must hold whole images. `--freeze_vision_tower false` trains the image encoder too.
->>>>>>> h16-vision
 """
 
 from dataclasses import dataclass, field
