@@ -49,6 +49,7 @@ from hf_fsdp_tools.scripting import (
     make_demo,
     parse_arguments,
     run,
+    show_losses,
     train,
 )
 
@@ -126,7 +127,7 @@ def main() -> Trainer:
     if model_args.use_peft:
         use = f"open it with peft.AutoPeftModelForSequenceClassification.from_pretrained, num_labels={len(names)}"
     says = {
-        "evaluation loss": f"{before:.3f} before, {after:.3f} after" if after is not None else "not evaluated",
+        "evaluation loss": show_losses(before, after),
         "accuracy": f"{right[0]:.0%} before, {right[-1]:.0%} after" if right else "not evaluated",
         "classes": ", ".join(names),
         "checkpoint": f"{training.output_dir} ({use})",

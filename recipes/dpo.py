@@ -49,6 +49,7 @@ from hf_fsdp_tools.scripting import (
     make_demo,
     parse_arguments,
     run,
+    show_losses,
     train,
 )
 
@@ -110,7 +111,7 @@ def main() -> Trainer:
     # 5. A normal Hugging Face checkpoint
     right = [log["eval_rewards/accuracies"] for log in trainer.state.log_history if "eval_rewards/accuracies" in log]
     says = {
-        "evaluation loss": f"{before:.3f} before, {after:.3f} after" if after is not None else "not evaluated",
+        "evaluation loss": show_losses(before, after),
         "chosen preferred": f"in {right[-1]:.0%} of the held-out pairs" if right else "not evaluated",
         "checkpoint": f"{training.output_dir} (open it with AutoModelForCausalLM.from_pretrained)",
     }

@@ -49,6 +49,7 @@ from hf_fsdp_tools.scripting import (
     make_demo,
     parse_arguments,
     run,
+    show_losses,
     train,
 )
 
@@ -92,7 +93,7 @@ def main() -> None:
     # 5. A normal Hugging Face checkpoint, and a look at it
     sample = generate(trainer.model, tokenizer, prompt_of(data, tokenizer), seed=training.seed)
     says = {
-        "evaluation loss": f"{before:.3f} before, {after:.3f} after" if after is not None else "not evaluated",
+        "evaluation loss": show_losses(before, after),
         "checkpoint": f"{training.output_dir} (open it with AutoModelForCausalLM.from_pretrained)",
         "sample": repr(sample),
     }

@@ -49,6 +49,7 @@ from hf_fsdp_tools.scripting import (
     parse_arguments,
     run,
     share_of_stream,
+    show_losses,
     train,
 )
 
@@ -125,10 +126,11 @@ def main() -> None:
     before, after = train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint
-    says = {"checkpoint": f"{training.output_dir} (open it with AutoModelForCausalLM.from_pretrained)"}
-    if before is not None and after is not None:
-        says["evaluation loss"] = f"{before:.3f} before, {after:.3f} after"
-        says["perplexity"] = f"{math.exp(before):,.1f} before, {math.exp(after):,.1f} after"
+    says = {
+        "evaluation loss": show_losses(before, after),
+        "perplexity": f"{math.exp(after):,.1f} after" if after is not None else "not evaluated",
+        "checkpoint": f"{training.output_dir} (open it with AutoModelForCausalLM.from_pretrained)",
+    }
     finish(trainer, training, model_args, tokenizer, says=says)
 
 

@@ -47,6 +47,7 @@ from hf_fsdp_tools.scripting import (
     make_demo,
     parse_arguments,
     run,
+    show_losses,
     train,
 )
 
@@ -98,7 +99,7 @@ def main() -> Trainer:
     right = [log["eval_accuracy"] for log in trainer.state.log_history if "eval_accuracy" in log]
     opener = "peft.AutoPeftModelForSequenceClassification" if model_args.use_peft else auto_class.__name__
     says = {
-        "evaluation loss": f"{before:.3f} before, {after:.3f} after" if after is not None else "not evaluated",
+        "evaluation loss": show_losses(before, after),
         "chosen preferred": f"in {right[-1]:.0%} of the held-out pairs" if right else "not evaluated",
         "checkpoint": f"{training.output_dir} (open it with {opener}.from_pretrained, num_labels=1; logits[:, 0] are "
         "the rewards)",

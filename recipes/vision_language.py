@@ -44,6 +44,7 @@ from hf_fsdp_tools.scripting import (
     make_demo,
     parse_arguments,
     run,
+    show_losses,
     train,
 )
 
@@ -108,7 +109,7 @@ def main() -> Trainer:
     # 5. A normal Hugging Face checkpoint, and a look at it
     row = next(iter(held_out if held_out is not None else data))
     says = {
-        "evaluation loss": f"{before:.3f} before, {after:.3f} after" if after is not None else "not evaluated",
+        "evaluation loss": show_losses(before, after),
         "checkpoint": f"{training.output_dir} (open it with AutoModelForImageTextToText.from_pretrained)",
         "sample": repr(answer(trainer.model, processor, row)),
         "expected": repr(turns_of(row)[-1]["content"]),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.scripting.running import finish as finish
     from hf_fsdp_tools.scripting.running import load_model as load_model
     from hf_fsdp_tools.scripting.running import run as run
+    from hf_fsdp_tools.scripting.running import show_losses as show_losses
     from hf_fsdp_tools.scripting.running import train as train
     from hf_fsdp_tools.scripting.streams import share_of_stream as share_of_stream
 
@@ -25,7 +26,7 @@ _NAMES_OF = {
     "data": ("load_processor", "load_splits", "load_tokenizer"),
     "demo_data": ("make_demo",),
     "progress": ("Progress", "peak_bytes"),
-    "running": ("finish", "load_model", "run", "train"),
+    "running": ("finish", "load_model", "run", "show_losses", "train"),
     "streams": ("share_of_stream",),
 }
 

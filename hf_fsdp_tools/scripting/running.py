@@ -17,7 +17,7 @@ from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.scripting.packing import check_documents_apart
 from hf_fsdp_tools.scripting.progress import Progress
 
-__all__ = ["finish", "load_model", "run", "train"]
+__all__ = ["finish", "load_model", "run", "show_losses", "train"]
 
 
 def load_model(model_args: Any, training: Any, accelerator: Any, *, auto_class: Any = None, **keywords: Any) -> Any:
@@ -97,6 +97,13 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     else:
         after = trainer.evaluate()["eval_loss"]
     return losses[0][1] if losses else None, after
+
+
+def show_losses(before: float | None, after: float | None) -> str:
+    """The losses of `train` as a summary says them: `7.638 before, 4.343 after`."""
+    if after is None:
+        return "not evaluated"
+    return f"{after:.3f} after" if before is None else f"{before:.3f} before, {after:.3f} after"
 
 
 def _logged(trainer: Any, name: str) -> list[tuple[int, float]]:

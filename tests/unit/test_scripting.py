@@ -19,6 +19,7 @@ from hf_fsdp_tools.scripting import (
     load_tokenizer,
     parse_arguments,
     run,
+    show_losses,
 )
 from hf_fsdp_tools.scripting.demo import make_demo_model
 
@@ -325,3 +326,9 @@ def test_a_chat_template_from_a_file_or_another_tokenizer(model, tmp_path):
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"uses <\|start\|>, which the tokenizer of the model does not have"):
         load_tokenizer(arguments, trainer_arguments(chat_template_path=str(tmp_path / "other")))
+
+
+def test_losses_that_were_not_evaluated_break_no_summary():
+    assert show_losses(7.638, 4.3431) == "7.638 before, 4.343 after"
+    assert show_losses(None, 4.3431) == "4.343 after"  # --eval_on_start false
+    assert show_losses(None, None) == "not evaluated"
