@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from hf_fsdp_tools.distributed.rounds import frames_of_package
 from hf_fsdp_tools.errors import WrapPlanError
 from hf_fsdp_tools.modeling.given import as_model, taking
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name
@@ -143,7 +144,7 @@ class HybridAutoWrapPolicy:
                 f"{unit or 'the root'}, which every rank gathers at once; the plan's largest unit has "
                 f"{self.plan.largest_unit.num_params:,}. FSDP2 (shard_model) can keep to the plan.",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=frames_of_package(),
             )
 
 

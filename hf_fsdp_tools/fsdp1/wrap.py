@@ -24,6 +24,7 @@ from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.checkpoint.report import LoadReport, MemoryWatch
 from hf_fsdp_tools.distributed.agreement import all_ranks, same_on_all_ranks
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device
+from hf_fsdp_tools.distributed.rounds import frames_of_package
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view, replicas_of
 from hf_fsdp_tools.fsdp1.policy import HybridAutoWrapPolicy, hybrid_auto_wrap_policy
@@ -203,7 +204,7 @@ def _warn_deprecated() -> None:
         "FSDP1 (FullyShardedDataParallel) is deprecated in PyTorch. It works here, but FSDP2 (shard_model) is the "
         "default and the only one that gets new features.",
         FutureWarning,
-        stacklevel=3,
+        stacklevel=frames_of_package(),
     )
 
 
@@ -263,7 +264,7 @@ def _check_requires_grad(policy: HybridAutoWrapPolicy, model: nn.Module, use_ori
         f"so {frozen:,} frozen parameters take gradient memory too while their unit runs backward. FSDP2 (shard_model) "
         "does not.",
         UserWarning,
-        stacklevel=3,
+        stacklevel=frames_of_package(),
     )
 
 

@@ -130,7 +130,10 @@ def what_cannot_be_asked_for_is_refused_before_anything_is_saved(main: Path, out
     target = out / "refused"
     for asked, said in (
         ({"push_to_hub": True, "repo_id": "a/b/c"}, r"repo_id='a/b/c' is no name of a repository on the hub"),
-        ({"push_to_hub": True, "repo": "org/new"}, "no argument 'repo'. Those for an upload are push_to_hub and "),
+        (
+            {"push_to_hub": True, "repo": "org/new"},
+            "no argument 'repo': did you mean repo_id? Those for an upload are ",
+        ),
         ({"repo_id": "org/new"}, "repo_id mean nothing without an upload. Add push_to_hub=True"),
         ({"push_to_hub": True, "repo_id": f"org/{dist.get_rank()}"}, 'repo_id is "org/0" on rank 0'),
     ):

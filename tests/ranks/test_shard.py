@@ -166,6 +166,6 @@ def test_a_world_of_one_works_and_is_described():
 
 
 def test_degrees_that_make_no_sense_are_refused():
-    with pytest.raises(MeshError, match=r"dp_shard_size is 0; it must be 1 or more"):
+    with pytest.raises(MeshError, match=r"dp_shard_size is 0; it must be a whole number, 1 or more"):
         ParallelDims(dp_shard_size=0)
     assert ParallelDims(dp_replicate_size=2).resolve(8).dp_shard_size == 4
