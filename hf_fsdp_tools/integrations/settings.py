@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from hf_fsdp_tools.distributed.mesh import rank_on_node
+from hf_fsdp_tools.distributed.launcher import local_rank
 from hf_fsdp_tools.errors import ConfigError
 
 __all__ = [
@@ -124,7 +124,7 @@ def is_set(variable: str) -> bool:
 
 def warn_on_node(text: str, *, stacklevel: int) -> None:
     """Warn on the first rank of each machine: what is said is the same on all ranks."""
-    if rank_on_node()[0] == 0:
+    if not local_rank(os.environ):  # 0, or nobody launched it
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
