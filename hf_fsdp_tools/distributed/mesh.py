@@ -19,7 +19,15 @@ from hf_fsdp_tools.distributed.network import choose_interface
 from hf_fsdp_tools.errors import MeshError
 from hf_fsdp_tools.text import listed
 
-__all__ = ["ParallelDims", "backends", "ensure_process_group", "local_device", "rank_on_node", "shared_devices"]
+__all__ = [
+    "ParallelDims",
+    "backends",
+    "ensure_process_group",
+    "gpus_are_hidden",
+    "local_device",
+    "rank_on_node",
+    "shared_devices",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +120,11 @@ def local_device() -> torch.device:
 def rank_on_node() -> tuple[int, int]:
     """(rank, number of processes) on this machine, as the launcher says; (0, 1) without a launcher."""
     return local_rank(os.environ) or 0, local_size(os.environ)
+
+
+def gpus_are_hidden() -> bool:
+    """Whether this process was told to leave GPUs alone, as `accelerate launch` tells it with `gpu_ids: ''`."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
 
 
 def backends(device_type: str, own: str) -> str:

@@ -8,11 +8,11 @@ import torch
 from accelerate import ParallelismConfig
 
 from hf_fsdp_tools.distributed.launcher import world_size
-from hf_fsdp_tools.distributed.mesh import local_device, rank_on_node
+from hf_fsdp_tools.distributed.mesh import gpus_are_hidden, local_device, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.settings import HYBRID, drop_fsdp1_settings, is_set, reshards, strategy_of
 
-__all__ = ["check_gpus", "gpus_are_missing", "read_unversioned", "read_version"]
+__all__ = ["check_gpus", "read_unversioned", "read_version"]
 
 
 def read_version(asked: int | None) -> tuple[int, bool]:
@@ -82,7 +82,7 @@ def check_gpus(*, cpu: bool) -> None:
     Raises:
         ConfigError: no accelerator can be used, and none was hidden.
     """
-    if cpu or not gpus_are_missing():
+    if cpu or not _is_by_launcher() or gpus_are_hidden() or local_device().type != "cpu":
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     raise ConfigError(
@@ -91,12 +91,6 @@ def check_gpus(*, cpu: bool) -> None:
         "driver; or train on the CPU: launch with a file of `hf-fsdp config --cpu` (beside use_cpu it says gpu_ids: "
         "''), or pass cpu=True to make_accelerator, use_cpu=True to TrainingArguments."
     )
-
-
-def gpus_are_missing() -> bool:
-    """Whether `accelerate launch` was given a config for GPUs on a machine where no accelerator can be used."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return _is_by_launcher() and not hidden and local_device().type == "cpu"
 
 
 def _is_by_launcher() -> bool:

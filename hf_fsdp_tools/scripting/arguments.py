@@ -17,9 +17,8 @@ from huggingface_hub import get_token
 from trl import ModelConfig, TrlParser
 
 from hf_fsdp_tools.accelerator import find_accelerator
-from hf_fsdp_tools.distributed.mesh import rank_on_node
+from hf_fsdp_tools.distributed.mesh import gpus_are_hidden, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.integrations.launched import gpus_are_missing
 from hf_fsdp_tools.text import first_line, first_lines
 
 __all__ = ["ModelArguments", "parse_arguments"]
@@ -86,8 +85,8 @@ def parse_arguments(
     parser = _Parser(dataclasses, allow_abbrev=True, formatter_class=_Help)
     known = {action.dest for action in parser._actions}
     on_cpu = find_accelerator() is None
-    # where GPUs were meant and are absent, `make_accelerator` says so
-    machine = {"dataloader_pin_memory": not on_cpu, "use_cpu": on_cpu and not gpus_are_missing()}
+    # where GPUs are absent but not hidden, `make_accelerator` says whether they were meant
+    machine = {"dataloader_pin_memory": not on_cpu, "use_cpu": on_cpu and gpus_are_hidden()}
     chosen = _RECIPE_DEFAULTS | machine | dict(defaults or {})
     parser.set_defaults(**{name: value for name, value in chosen.items() if name in known})
     found = parser.parse()
