@@ -32,8 +32,8 @@ _REQUIRED = {
     "safetensors": ("0.6", None),
     "huggingface_hub": ("1.0", None),
 }
-"""(oldest, newest) version of each required package with which the tests have run, as in pyproject.toml; None accepts
-any later version."""
+"""(oldest, newest) version of each required package with which the suite has run, or with torch 2.11 and 2.15 parts of
+it; oldest as in pyproject.toml; None accepts any later version."""
 
 _OPTIONAL: dict[str, tuple[str, str | None]] = {
     "peft": ("0.21", "0.21"),
