@@ -142,8 +142,9 @@ def checkpoint(model: str, args: argparse.Namespace) -> Path:
 
 def dataset(args: argparse.Namespace, folder: Path) -> Path:
     """Rows of text that are all longer than the sequence, so that every row is cut to the same number of tokens."""
-    from hf_fsdp_tools.cli.demo import demo_text
     from transformers import AutoTokenizer
+
+    from hf_fsdp_tools.scripting.demo import demo_text
 
     path = args.folder / f"text-{folder.name}-{args.seq_len}"
     path.mkdir(parents=True, exist_ok=True)
