@@ -275,7 +275,8 @@ def _embeddings(model: PreTrainedModel) -> list[str]:
     """The keys of the input embedding's weight."""
     try:
         weight = model.get_input_embeddings().weight
-    except (AttributeError, NotImplementedError):  # models of images and sound
+    except (AttributeError, NotImplementedError):
+        # transformers' answer for models of images and sound, which have no table of tokens
         return []
     return [key for key, tensor in persistent_tensors(model).items() if tensor is weight]
 

@@ -49,6 +49,7 @@ def resize_vocabulary(model: PreTrainedModel, num_tokens: int | None, pad_to_mul
         with torch.device("meta"):
             model.resize_token_embeddings(num_tokens, pad_to_multiple_of, mean_resizing=False)
     except (TypeError, ValueError, NotImplementedError, AttributeError, RuntimeError) as error:
+        # each of them is how some class of transformers says that it cannot; the sentence is passed on
         raise ConfigError(
             f"The vocabulary of {type(model).__name__} cannot be resized: {first_line(error)}. Load it with the "
             "vocabulary that its checkpoint has."

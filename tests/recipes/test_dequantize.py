@@ -28,6 +28,7 @@ def test_a_plain_checkpoint_of_a_quantised_one(tmp_path, monkeypatch, by):
     model.save_pretrained(tmp_path / "quantised")
     expected = model.dequantize(torch.float32).state_dict()
     if by == "layers":
+        # as transformers does for methods that it cannot dequantise
         monkeypatch.setattr(hf.PreTrainedModel, "dequantize", Mock(side_effect=NotImplementedError))
     monkeypatch.setattr(hf.AutoTokenizer, "from_pretrained", Mock())  # these checkpoints have none
     given = [str(tmp_path / "quantised"), str(tmp_path / "out"), "--dtype=float32", "--device=cpu"]

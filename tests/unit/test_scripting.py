@@ -279,7 +279,7 @@ def test_4_bits_on_a_device_that_cannot(model, monkeypatch):
     adapter = {"use_peft": True, "lora_target_modules": ["q_proj"], "load_in_4bit": True}
     check(model, CHAT, model_options=adapter)
 
-    def forward(self, x):
+    def forward(self, x):  # as torch does where a device has no kernel
         raise NotImplementedError("no kernel for this device")
 
     monkeypatch.setattr(bitsandbytes.nn.Linear4bit, "forward", forward)

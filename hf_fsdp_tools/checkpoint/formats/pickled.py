@@ -182,6 +182,7 @@ def _records(file: Path, window: _Window) -> dict[int, int]:
             entries = archive.infolist()
             orders = {archive.open(e).read(16) for e in entries if e.filename.endswith("byteorder")}
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
+        # what zipfile raises for damaged archives, unknown compressions and encrypted entries
         raise _damaged(file, f"is no complete zip archive: {first_line(error)}") from error
     refuse_compressed(file, entries)
     try:
