@@ -45,13 +45,19 @@ def add_cpu_backend(group: ProcessGroup | None = None) -> None:
     group = group or _get_default_group()
     if has_cpu_backend(group) or not dist.is_gloo_available():
         return
-    choose_interface()
     name, description = group.group_name, group.group_desc
-    store, path = _get_default_store(), f"hf_fsdp_tools/gloo/{name}"
-    # A group that is started again over the same store must not find the addresses of its former life.
-    life = (store.add(f"{path}/lives", 1) - 1) // group.size()
-    own = PrefixStore(f"{path}/{life}/", store)
-    gloo = dist.ProcessGroupGloo(own, group.rank(), group.size(), timeout=timeout_of(group))
+    # Of each type a group keeps one backend: a second gloo would be dropped, while other members still connect to it.
+    present = (group._get_backend(device) for device in group._device_types)
+    gloo = next((one for one in present if one.name() == "gloo"), None) or _connect(group)
     group._register_backend(_CPU, ProcessGroup.BackendType.GLOO, gloo)
     group._set_group_name(name)  # of all its backends: torch asks the first one for the group's name
     group._set_group_desc(description)
+
+
+def _connect(group: ProcessGroup) -> dist.ProcessGroupGloo:
+    choose_interface()
+    store, path = _get_default_store(), f"hf_fsdp_tools/gloo/{group.group_name}"
+    # A group that is started again over the same store must not find the addresses of its former life.
+    life = (store.add(f"{path}/lives", 1) - 1) // group.size()
+    own = PrefixStore(f"{path}/{life}/", store)
+    return dist.ProcessGroupGloo(own, group.rank(), group.size(), timeout=timeout_of(group))

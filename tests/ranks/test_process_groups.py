@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
 from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.checkpoint.gather import gather_to_first
@@ -51,7 +52,8 @@ def _given_a_backend(model: Path, out: Path) -> list[float]:
     assert (count.item(), everyone) == (size, list(range(size)))
     assert dist.group.WORLD.group_name == name, "meshes find their group by its name"
     assert timeout_of() == SECONDS, "a group that was there keeps its time limit"
-    part = dist.new_group(list(range(size)), backend=backend)  # as that of a mesh's axis
+    other = "cuda:fake" if on_cpu else "nccl"  # the first sends nothing; gloo is started beside it
+    part = dist.new_group(list(range(size)), backend=other)  # as that of a mesh's axis
     assert not has_cpu_backend(part)
     for _ in range(2):  # nothing happens the second time
         add_cpu_backend(part)
