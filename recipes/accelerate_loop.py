@@ -71,7 +71,7 @@ def main() -> None:
     eval_loader = DataLoader(eval_rows, args.per_device_train_batch_size, collate_fn=collate)
 
     # 2. The model straight into shards; the optimizer of these shards
-    model = from_pretrained(args.model_name_or_path, accelerator=accelerator)
+    model = from_pretrained(args.model_name_or_path, accelerator=accelerator, dtype="float32")
     accelerator.print(f"\n{describe_sharding(model)}\n")
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
     model, optimizer, loader, eval_loader = accelerator.prepare(model, optimizer, loader, eval_loader)

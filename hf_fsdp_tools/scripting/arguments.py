@@ -40,8 +40,12 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
     )
 
     def __post_init__(self) -> None:
-        """As TRL's; but one plain name of `--lora_target_modules` stays a name, which TRL makes a pattern."""
+        """As TRL's; but an adapter's base keeps the checkpoint's dtype, and one plain name of `--lora_target_modules`
+        stays a name, which TRL makes a pattern.
+        """
         super().__post_init__()
+        if self.dtype is None and not self.use_peft:  # type: ignore[has-type]  # or a bfloat16 checkpoint would lose small updates
+            self.dtype = "float32"
         asked = self.lora_target_modules  # type: ignore[has-type]
         if isinstance(asked, str) and asked.replace("_", "").isalnum():
             self.lora_target_modules = [asked]

@@ -44,6 +44,8 @@ def _look(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     if rank_and_size()[0] == 0:
         ids = kwargs.get("input_ids", next(iter(args), None))
         length = ids.shape[-1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 0
+        if length and isinstance(positions := kwargs.get("position_ids"), torch.Tensor):  # several sequences in a row
+            length = int(positions.max()) + 1
         for problem in _problems(model, length):
             warnings.warn(problem, stacklevel=2)
 

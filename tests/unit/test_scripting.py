@@ -264,6 +264,12 @@ def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsy
         check(model, questions, assistant_only_loss=True)
 
 
+def test_trained_weights_are_float32_and_the_base_of_an_adapter_is_as_it_is_stored():
+    assert ModelArguments(dtype=None).dtype == "float32"
+    assert ModelArguments(dtype="bfloat16").dtype == "bfloat16"
+    assert ModelArguments(dtype=None, use_peft=True).dtype is None
+
+
 def test_an_adapter_that_would_train_nothing_is_found(model, monkeypatch):
     adapter = {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}
     check(model, CHAT, model_options=adapter)
