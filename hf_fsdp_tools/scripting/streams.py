@@ -16,7 +16,9 @@ class StreamMixin:
     Accelerate would divide it once more, by files, of which one rank may have more than another. A data set that is no
     stream is loaded as without the mixin. Nothing is communicated.
 
-        class MyTrainer(StreamMixin, FSDPTrainerMixin, SFTTrainer): ...
+    Example:
+        >>> class MyTrainer(StreamMixin, FSDPTrainerMixin, SFTTrainer):
+        ...     "TRL's trainer on this rank's share of a stream."
     """
 
     def get_train_dataloader(self) -> Any:

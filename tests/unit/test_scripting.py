@@ -65,6 +65,7 @@ def trainer_arguments(**options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--mixed-precision=bf16"], "or the script --bf16 true."),
         (["--learnin_rate", "1"], "--learnin_rate is no option of this recipe: did you mean --learning_rate?"),
         (["--learning_rate", "fast"], "--learning_rate: invalid float value: 'fast'."),
         (["--dtype", "bf16"], r"--dtype: invalid choice: 'bf16' \(choose from .*bfloat16"),
