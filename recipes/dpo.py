@@ -41,6 +41,7 @@ from trl import DPOConfig, DPOTrainer, ScriptArguments, get_peft_config
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, HybridPolicy, make_accelerator
 from hf_fsdp_tools.scripting import (
     ModelArguments,
+    StreamMixin,
     check_before_loading,
     finish,
     load_model,
@@ -67,7 +68,7 @@ COLUMNS = (frozenset({"chosen", "rejected"}),)
 """With `prompt` besides, or with the prompt as the common beginning of both."""
 
 
-class Trainer(FSDPTrainerMixin, DPOTrainer):
+class Trainer(StreamMixin, FSDPTrainerMixin, DPOTrainer):
     """TRL's DPOTrainer on our shards."""
 
 

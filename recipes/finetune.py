@@ -41,6 +41,7 @@ from trl import ScriptArguments, SFTConfig, SFTTrainer
 from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
 from hf_fsdp_tools.scripting import (
     ModelArguments,
+    StreamMixin,
     check_before_loading,
     finish,
     load_model,
@@ -64,7 +65,7 @@ DEMO = {
 """Settings for the demo model where the command line gives none: measured to fit into 3 minutes on 2 CPU cores."""
 
 
-class Trainer(FSDPTrainerMixin, SFTTrainer):
+class Trainer(StreamMixin, FSDPTrainerMixin, SFTTrainer):
     """TRL's SFTTrainer on our shards."""
 
 
@@ -101,8 +102,8 @@ def main() -> None:
 
 
 def prompt_of(dataset: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The beginning of the first evaluation example, as the model saw such text in training."""
-    example = dataset[0]
+    """The beginning of the first training example, as the model saw it in training."""
+    example = next(iter(dataset))
     if "messages" in example:
         return tokenizer.apply_chat_template(example["messages"][:1], tokenize=False, add_generation_prompt=True)
     if isinstance(example.get("prompt"), list):
@@ -112,7 +113,7 @@ def prompt_of(dataset: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, *, seed: int) -> str:
-    """Continue a prompt with the sharded model: every rank calls, and draws the same tokens."""
+    """Continue a prompt with the sharded model: every rank calls, and generates until all have finished."""
     model.eval()
     set_seed(seed)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(next(model.parameters()).device)

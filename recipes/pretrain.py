@@ -32,14 +32,13 @@ A run that is resumed (`--resume_from_checkpoint true`) reads the stream from it
 import math
 from dataclasses import dataclass, field
 
-from datasets import Dataset
-from torch.utils.data import DataLoader
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from trl import ScriptArguments, SFTConfig, SFTTrainer
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, describe_sharding, from_config, make_accelerator
 from hf_fsdp_tools.scripting import (
     ModelArguments,
+    StreamMixin,
     check_before_loading,
     finish,
     load_model,
@@ -48,7 +47,6 @@ from hf_fsdp_tools.scripting import (
     make_demo,
     parse_arguments,
     run,
-    share_of_stream,
     show_losses,
     train,
 )
@@ -66,9 +64,6 @@ DEMO = {
 }
 """Settings for the demo model where the command line gives none: measured to fit into 3 minutes on 2 CPU cores."""
 
-HELD_OUT = 2000
-"""Rows of a stream's evaluation split that are read, at most."""
-
 
 @dataclass
 class PretrainArguments(ModelArguments):
@@ -79,21 +74,8 @@ class PretrainArguments(ModelArguments):
     )
 
 
-class Trainer(FSDPTrainerMixin, SFTTrainer):
+class Trainer(StreamMixin, FSDPTrainerMixin, SFTTrainer):
     """TRL's SFTTrainer on our shards."""
-
-    def get_train_dataloader(self) -> DataLoader:
-        """A stream was divided among the ranks already; Accelerate would divide it once more."""
-        if isinstance(self.train_dataset, Dataset):
-            return super().get_train_dataloader()
-        args = self.args
-        return DataLoader(
-            self.train_dataset,
-            args.train_batch_size,
-            collate_fn=self.data_collator,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-        )
 
 
 def main() -> None:
@@ -105,9 +87,6 @@ def main() -> None:
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, "text")
     data, held_out = load_splits(script, training, columns=[{training.dataset_text_field}])
-    if script.dataset_streaming:
-        held_out = Dataset.from_list(list(held_out.take(HELD_OUT))) if held_out is not None else None
-        data = share_of_stream(data, held_out=held_out, text=training.dataset_text_field)
     tokenizer = load_tokenizer(model_args, training)
 
     # 2. What would fail later

@@ -39,6 +39,7 @@ from trl import RewardConfig, RewardTrainer, ScriptArguments
 from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
 from hf_fsdp_tools.scripting import (
     ModelArguments,
+    StreamMixin,
     check_before_loading,
     finish,
     load_model,
@@ -68,7 +69,7 @@ COLUMNS = (frozenset({"chosen", "rejected"}),)
 """With `prompt` besides, or with the prompt in both."""
 
 
-class Trainer(FSDPTrainerMixin, RewardTrainer):
+class Trainer(StreamMixin, FSDPTrainerMixin, RewardTrainer):
     """TRL's RewardTrainer on our shards."""
 
 

@@ -36,6 +36,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator
 from hf_fsdp_tools.scripting import (
     ModelArguments,
+    StreamMixin,
     check_before_loading,
     finish,
     load_model,
@@ -72,7 +73,7 @@ class VisionArguments(ScriptArguments):
     )
 
 
-class Trainer(FSDPTrainerMixin, SFTTrainer):
+class Trainer(StreamMixin, FSDPTrainerMixin, SFTTrainer):
     """TRL's SFTTrainer on our shards."""
 
 

@@ -18,6 +18,22 @@ __all__ = ["add_recipes", "shipped"]
 _ALONE = ("dequantize",)
 """Recipes that are one process, started as `python recipes/NAME.py`."""
 
+_PASSED = (
+    "num_cpu_threads_per_process", "rdzv_backend", "rdzv_conf", "max_restarts", "monitor_interval", "tee", "log_dir",
+    "fsdp_activation_checkpointing", "fsdp_offload_params", "fsdp_reshard_after_forward", "fsdp_state_dict_type",
+)  # fmt: skip
+"""Options of `accelerate launch` with one value that it gets as they are."""
+
+_ALWAYS = "recipes run FSDP2 on all devices; leave it out"
+_REFUSED = {
+    "use_fsdp": _ALWAYS,
+    "multi_gpu": _ALWAYS,
+    "use_deepspeed": f"{_ALWAYS}, and translate a DeepSpeed file with `hf-fsdp config --from FILE`",
+    "deepspeed_config_file": f"{_ALWAYS}, and translate the file with `hf-fsdp config --from FILE`",
+    "dynamo_backend": "use --torch_compile true --torch_compile_backend NAME",
+}
+"""Options of `accelerate launch` that a recipe has no use for, and what to do instead."""
+
 
 def shipped(folder: str) -> Path:
     """The folder of the recipes (`recipes`) or of the configs (`accelerate_configs`): of the clone from which the
@@ -46,6 +62,13 @@ def add_recipes(commands: Any) -> None:
         add("--config_file", "--config-file", metavar="YAML", help=f"{about}one made for this machine)")
         add("--cpu", action="store_true", help="run on CPU with gloo, whatever this machine has")
         add_machine_options(add)
+        add("--gpu-ids", "--gpu_ids", metavar="0,1", help="GPUs to use (default: all)")
+        about = "compute dtype (default: that of the config; bf16 on GPUs that have it)"
+        add("--mixed-precision", "--mixed_precision", choices=("no", "bf16", "fp16"), help=about)
+        for option in _PASSED:
+            add(f"--{option}", f"--{option.replace('_', '-')}", help=argparse.SUPPRESS)
+        for option in _REFUSED:
+            add(f"--{option}", f"--{option.replace('_', '-')}", nargs="?", const="", help=argparse.SUPPRESS)
         add("-h", "--help", action="store_true", help="show this, and all options of the recipe")
         parser.set_defaults(run=_launch, recipe=path, rest=[], show=parser.format_help)
 
@@ -57,7 +80,12 @@ def _launch(options: argparse.Namespace) -> int:
     # TrainingArguments have the option too; the launcher has to know it.
     options.cpu |= any(word in ("--use_cpu", "--use-cpu") for word in options.rest)
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    script = [str(options.recipe), *options.rest]
+    given = vars(options)
+    for name, cure in _REFUSED.items():
+        if given[name] is not None:
+            raise ConfigError(f"--{name} of `accelerate launch` means nothing to a recipe: {cure}")
+    passed = [word for name in _PASSED if given[name] is not None for word in (f"--{name}", given[name])]
+    script = [*passed, str(options.recipe), *options.rest]
     if options.config_file is not None:
         path = _config_file(options.config_file)
         return _run([*launch, str(path), *_overrides(options, path), *script])
@@ -102,7 +130,10 @@ def _overrides(options: argparse.Namespace, path: Path) -> list[str]:
     if options.cpu and not file.get("use_cpu"):
         raise ConfigError(f"--cpu: {path} is for GPUs; leave --config_file out, which makes a config for the CPU")
     words = []
-    names = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
+    names = (
+        "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids",
+        "mixed_precision",
+    )  # fmt: skip
     given = {name: getattr(options, name) for name in names} | ({"num_processes": options.gpus} if options.gpus else {})
     for name, value in given.items():
         if value is not None:

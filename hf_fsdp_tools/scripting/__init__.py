@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.scripting.running import run as run
     from hf_fsdp_tools.scripting.running import show_losses as show_losses
     from hf_fsdp_tools.scripting.running import train as train
+    from hf_fsdp_tools.scripting.streams import StreamMixin as StreamMixin
     from hf_fsdp_tools.scripting.streams import share_of_stream as share_of_stream
 
 _NAMES_OF = {
@@ -27,7 +28,7 @@ _NAMES_OF = {
     "demo_data": ("make_demo",),
     "progress": ("Progress", "peak_bytes"),
     "running": ("finish", "load_model", "run", "show_losses", "train"),
-    "streams": ("share_of_stream",),
+    "streams": ("StreamMixin", "share_of_stream"),
 }
 
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}

@@ -145,6 +145,10 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         config = arguments[arguments.index("--config") + 1 :][:1] if "--config" in arguments else None
         if config is not None:
             _check_file(config, names)
+        if any(word.partition("=")[0].replace("-", "_") == "__mixed_precision" for word in arguments):
+            raise ConfigError(
+                "--mixed_precision is an option of the launcher: give it before the script, or the script --bf16 true."
+            )
         try:
             with warnings.catch_warnings():
                 # TRL's own default, by its older name.

@@ -9,6 +9,7 @@ from typing import Any
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.meta import load_config
+from hf_fsdp_tools.scripting.streams import share_of_stream
 from hf_fsdp_tools.text import first_line, listed
 
 __all__ = ["load_processor", "load_splits", "load_tokenizer"]
@@ -36,7 +37,8 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
     between them. Rows of alpaca (`instruction`, `input`, `output`) become `prompt` and `completion`, those of ShareGPT
     (`conversations` with `from` and `value`) become `messages`. Where there is no evaluation split, a twentieth of the
     rows is held out, 2,000 at most; nothing is with `--eval_strategy no`. With `--dataset_streaming` rows are read as
-    they are needed.
+    they are needed, each rank its share without end (`share_of_stream`), for a trainer with `StreamMixin`; 2,000 rows
+    are evaluated at most.
 
     Args:
         script: TRL's `ScriptArguments`.
@@ -49,6 +51,8 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
         ConfigError: a dataset is absent, empty, malformed (with file and line) or has other columns; there are fewer
             rows than ranks; on all ranks alike.
     """
+    from datasets import Dataset
+
     with agreed("loading the dataset"):
         names = [script.dataset_name]
         if not Path(names[0]).exists():
@@ -61,9 +65,13 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
         if training.eval_strategy != "no":
             train, evaluation = _held_out(train, script, training, names, loaded, columns)
         _check_sizes(script, training, train, evaluation)
+        if script.dataset_streaming and evaluation is not None:
+            evaluation = Dataset.from_list(list(evaluation.take(_HELD_OUT_MOST)), features=evaluation.features)
+    if script.dataset_streaming:
+        train = share_of_stream(train, held_out=evaluation, columns=set().union(*columns))
     if rank_and_size()[0] == 0:
         rows = "streamed" if script.dataset_streaming else f"{len(train):,} rows to train on"
-        rest = "" if evaluation is None or script.dataset_streaming else f", {len(evaluation):,} to evaluate"
+        rest = "" if evaluation is None else f", {len(evaluation):,} to evaluate"
         print(f"{script.dataset_name}: {rows}{rest}")
     return train, evaluation
 

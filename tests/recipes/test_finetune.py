@@ -71,6 +71,13 @@ def series(tmp_path_factory) -> Series:
         runs["qlora"] += ["--bnb_4bit_quant_storage", "float32"]
     packed = ["--dataset_name", data["text"], "--packing", "--max_steps", "2", "--eval_strategy", "no"]
     runs["packed"] = [*common, *packed]
+    (folder / "files").mkdir()
+    for number in range(3):  # which two ranks cannot share evenly
+        rows = [{"conversations": [*row["conversations"], {"from": "human", "value": f"{number}"}]} for row in SHARED]
+        write_lines(folder / "files" / f"{number}.jsonl", rows)
+    streamed = ["--dataset_name", str(folder / "files"), "--dataset_streaming", "--max_steps", "24"]
+    runs["streamed"] = [*common, *streamed, "--per_device_eval_batch_size", "1", "--learning_rate", "1e-2"]
+    runs["streamed"] += ["--eval_strategy", "epoch"]
     wrong = [*common, "--dataset_name", write_lines(folder / "wrong.jsonl", [{"question": "?", "reply": "!"}] * 8)]
     done = launch_series(folder, "finetune.py", runs, wrong=wrong)
     assert done.code == 1, done.said[-4000:]
@@ -89,6 +96,12 @@ def test_the_loss_falls_and_without_a_learning_rate_it_does_not(series):
     assert after < before - 0.5
     before, after = series.losses("still")
     assert after == before
+
+
+def test_a_stream_of_chats_goes_on_when_all_rows_were_seen(series):
+    assert "streamed, 40 to evaluate" in series.of("streamed")
+    before, after = series.losses("streamed")
+    assert after < before - 0.5 and series.state("streamed")["global_step"] == 24
 
 
 def test_a_run_that_no_longer_gets_better_is_stopped(series):

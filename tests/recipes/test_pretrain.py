@@ -1,12 +1,9 @@
 """Continued pre-training on a stream and on packed files, and from a configuration, launched on two ranks."""
 
 import json
-import runpy
-from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from hf_fsdp_tools.modeling.initialize import initialize_missing
@@ -14,7 +11,7 @@ from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.scripting.demo import make_demo_model
 from hf_fsdp_tools.sharding.allocate import allocate
 from tests._checkpoints import assert_same_model
-from tests.recipes._launch import PROBE, ROOT, Series, launch_series, three_runs, write_lines
+from tests.recipes._launch import PROBE, Series, launch_series, three_runs, write_lines
 
 
 def files(folder, count: int) -> str:
@@ -91,14 +88,6 @@ def test_a_model_drawn_on_two_ranks_is_the_one_that_one_process_draws(series):
     given = AutoModelForCausalLM.from_pretrained(series.folder / "demo")
     assert not torch.equal(drawn.lm_head.weight, given.lm_head.weight), "nothing of the checkpoint"
     assert "new weights, drawn with the seed 7" in series.of("drawn") and "read per rank" not in series.of("drawn")
-
-
-def test_a_share_of_a_stream_is_not_divided_again():
-    trainer_type = runpy.run_path(str(ROOT / "recipes" / "pretrain.py"))["Trainer"]
-    rows = IterableDataset.from_generator(lambda: iter([{"row": row} for row in range(5)]))
-    args = SimpleNamespace(train_batch_size=2, dataloader_num_workers=0, dataloader_pin_memory=False)
-    trainer = SimpleNamespace(train_dataset=rows, args=args, data_collator=lambda rows: [row["row"] for row in rows])
-    assert list(trainer_type.get_train_dataloader(trainer)) == [[0, 1], [2, 3], [4]]
 
 
 def test_a_model_that_sees_other_documents_in_a_packed_row_is_refused_in_one_line(series):

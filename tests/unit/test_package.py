@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.launch import launch_command_parser
 
 import hf_fsdp_tools
 from hf_fsdp_tools.cli import launch
@@ -109,6 +110,26 @@ def test_a_recipe_is_launched_with_a_config(started, monkeypatch, tmp_path):
         str(path), "--machine_rank", "1", "--main_process_ip", "node7",
         str(REPOSITORY / "recipes" / "finetune.py"), "--seed", "3",
     ]  # fmt: skip
+
+
+def test_options_of_the_launcher_reach_it_and_not_the_recipe(started, monkeypatch, tmp_path, capsys):
+    imitate_gpus(monkeypatch, 4)
+    path = tmp_path / "four.yaml"
+    path.write_text(FSDPConfig(num_processes=4).to_accelerate_yaml())
+    threads = ["--num-cpu-threads-per-process", "3", "--fsdp_offload_params=true", "--seed", "3"]
+    assert main(["finetune", "--mixed-precision", "fp16", "--gpu_ids", "0,1", "--gpus", "2", *threads]) == 7
+    assert main(["finetune", "--config_file", str(path), "--mixed_precision", "no", *threads]) == 7
+    (made, config), (given, _) = started
+    assert config == says(num_processes=2, mixed_precision="fp16", gpu_ids="0,1")
+    passed = ["--num_cpu_threads_per_process", "3", "--fsdp_offload_params", "true"]
+    recipe = [str(REPOSITORY / "recipes" / "finetune.py"), "--seed", "3"]
+    assert made[5:] == [*passed, *recipe] and given[5:] == ["--mixed_precision", "no", *passed, *recipe]
+    own = launch_command_parser().parse_args(made[3:])
+    assert own.fsdp_offload_params == "true" and own.training_script_args == ["--seed", "3"]
+    capsys.readouterr()
+    assert main(["finetune", "--use-fsdp", "--seed", "3"]) == main(["dpo", "--dynamo_backend", "eager"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(started) == 2 and "leave it out" in said[0] and "--torch_compile_backend" in said[1]
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu.yaml", "accelerate_configs/cpu.yaml"])

@@ -65,6 +65,7 @@ def trainer_arguments(**options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--mixed-precision=bf16"], "or the script --bf16 true."),
         (["--learnin_rate", "1"], "--learnin_rate is no option of this recipe: did you mean --learning_rate?"),
         (["--learning_rate", "fast"], "--learning_rate: invalid float value: 'fast'."),
         (["--dtype", "bf16"], r"--dtype: invalid choice: 'bf16' \(choose from .*bfloat16"),
@@ -215,13 +216,13 @@ def test_alpaca_and_sharegpt_become_what_the_trainer_reads(tmp_path):
 
 
 def test_a_stream_is_read_in_turn_and_needs_a_number_of_steps(tmp_path):
-    one, two = (lines(tmp_path / f"{n}.jsonl", [{"text": f"{n}"}] * 400) for n in "ab")
+    one, two = (lines(tmp_path / f"{n}.jsonl", [{"text": f"{n}{row}"} for row in range(400)]) for n in "ab")
     streamed = script(f"{one},{two}", dataset_streaming=True)
     with pytest.raises(ConfigError, match="--max_steps"):
         load_splits(streamed, trainer_arguments(), columns=SFT)
     training, held_out = load_splits(streamed, trainer_arguments(max_steps=4), columns=SFT)
-    assert [row["text"] for row, _ in zip(training, range(4), strict=False)] == ["a", "b", "a", "b"]
-    assert len(list(held_out)) == 160
+    assert [row["text"] for row, _ in zip(training, range(4), strict=False)] == ["a80", "b80", "a81", "b81"]
+    assert len(held_out) == 160
 
 
 # ---- before the model is loaded ----

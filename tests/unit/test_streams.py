@@ -1,13 +1,15 @@
 """A stream is divided among ranks: each row of it belongs to one rank, and none ends before the others."""
 
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
+from transformers import Trainer as PlainTrainer
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.scripting import streams
-from hf_fsdp_tools.scripting.streams import share_of_stream
+from hf_fsdp_tools.scripting.streams import StreamMixin, share_of_stream
 
 
 def rows_of(files: list[int], count: int):
@@ -54,8 +56,28 @@ def test_a_rank_with_files_of_its_own_reads_no_other(monkeypatch):
 
 def test_the_column_may_have_another_name(monkeypatch):
     renamed = stream(2).rename_column("text", "content")
-    left = share(monkeypatch, 0, 1, renamed, held_out=[{"content": "0-0"}], text="content")
+    left = share(monkeypatch, 0, 1, renamed, held_out=[{"content": "0-0"}], columns={"content", "messages"})
     assert "0-0" not in {row["content"] for row in islice(left, 30)}
+
+
+def test_a_conversation_that_is_held_out_is_not_trained_on(monkeypatch):
+    chats = [[{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}] for n in range(6)]
+    chats[1][0]["name"] = "Ada"  # a key that Arrow gives all turns of a data set
+    rows = [{"messages": chats[n], "id": place} for place, n in enumerate([0, 1, 2, 3, 4, 5, 0, 1])]
+    held_out = Dataset.from_list(rows[:2])
+    given = IterableDataset.from_generator(lambda: iter(rows))
+    left = share(monkeypatch, 0, 1, given, held_out=held_out, columns={"text", "messages"})
+    assert {row["id"] for row in islice(left, 20)} == {2, 3, 4, 5}
+
+
+def test_a_share_of_a_stream_is_not_divided_again():
+    class Trainer(StreamMixin, PlainTrainer):
+        pass
+
+    args = SimpleNamespace(train_batch_size=2, dataloader_num_workers=0, dataloader_pin_memory=False)
+    trainer = SimpleNamespace(train_dataset=stream(1, 5), args=args, data_collator=lambda rows: [*rows])
+    batches = [[row["text"] for row in batch] for batch in Trainer.get_train_dataloader(trainer)]
+    assert batches == [["0-0", "0-1"], ["0-2", "0-3"], ["0-4"]]
 
 
 def test_a_rank_without_rows_is_an_error_before_training(monkeypatch):
