@@ -79,7 +79,7 @@ def _launch(options: argparse.Namespace) -> int:
         return subprocess.call([sys.executable, str(options.recipe), "--help"])
     # TrainingArguments have the option too; the launcher has to know it.
     options.cpu |= any(word in ("--use_cpu", "--use-cpu") for word in options.rest)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    launch = [sys.executable, "-m", "hf_fsdp_tools.integrations.accelerate_launch", "--config_file"]
     given = vars(options)
     for name, cure in _REFUSED.items():
         if given[name] is not None:

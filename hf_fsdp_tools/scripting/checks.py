@@ -29,7 +29,8 @@ def check_before_loading(
     """Refuse what would fail, or train on nothing, only after the model is loaded.
 
     Looked at: the model's config, the first 100 rows as the trainer will see them, and for adapters and packing the
-    model on meta. Prints one line where rows will be cut.
+    model on meta. A default of `--max_length` becomes the positions of a model that has fewer. Prints one line where
+    rows will be cut.
 
     Args:
         model_args: `ModelArguments`.
@@ -54,7 +55,7 @@ def check_before_loading(
             trust_remote_code=getattr(training, "trust_remote_code", False),
         )
         _check_output(training)
-        _check_positions(config, training, model_args.model_name_or_path)
+        _fit_positions(config, training, model_args.model_name_or_path)
         if tokenizer is not None:
             _check_rows(training, tokenizer, train)
         if model_args.load_in_4bit:
@@ -86,14 +87,20 @@ def _check_output(training: Any) -> None:
         )
 
 
-def _check_positions(config: Any, training: Any, name: str) -> None:
+def _fit_positions(config: Any, training: Any, name: str) -> None:
+    """Refuse a `max_length` beyond the model's positions; the options' default, which nobody asked for, is cut."""
     positions = getattr(text_config(config), "max_position_embeddings", None)
     length = getattr(training, "max_length", None)
-    if isinstance(positions, int) and positions > 0 and length is not None and length > positions:
+    if not isinstance(positions, int) or positions <= 0 or length is None or length <= positions:
+        return
+    if length != getattr(type(training), "max_length", None):
         raise ConfigError(
             f"--max_length {length}: {name} has {positions} positions (max_position_embeddings of its config). Use "
             f"--max_length {positions}, or a model for longer sequences."
         )
+    training.max_length = positions
+    if rank_and_size()[0] == 0:
+        print(f"--max_length {positions}: {name} has no more positions (the default is {length})")
 
 
 # ---- what is trained on ----

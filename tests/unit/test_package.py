@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import hf_fsdp_tools
 from hf_fsdp_tools.cli import launch
 from hf_fsdp_tools.cli.main import main
+from hf_fsdp_tools.integrations import accelerate_launch
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from tests._dist import imitate_gpus
 
@@ -89,7 +91,7 @@ def test_a_recipe_is_launched_on_this_machine(started, monkeypatch):
     assert main(["finetune", *own, "--gpus", "2"]) == 7
     assert main(["finetune", "--use_cpu", *own]) == 7
     (first, config), (_, two), (third, on_cpu) = started
-    assert first[1:4] == ["-m", "accelerate.commands.launch", "--config_file"]
+    assert first[1:4] == ["-m", "hf_fsdp_tools.integrations.accelerate_launch", "--config_file"]
     assert first[-len(own) - 1 :] == [str(REPOSITORY / "recipes" / "finetune.py"), *own]
     assert config == says(num_processes=4, mixed_precision="bf16")
     assert two == says(num_processes=2, mixed_precision="bf16")
@@ -176,3 +178,20 @@ def test_the_help_of_a_recipe_ends_with_its_own(monkeypatch, capfd):
     monkeypatch.setattr(subprocess, "call", call)
     assert main(["finetune", "--help"]) == 0
     assert "--config_file YAML" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("failed", "said"),
+    [
+        (ChildFailedError("it", {1: ProcessFailure(1, 7, 1, "")}), "rank 1 ended with exit code 1; its error stands"),
+        (ChildFailedError("it", {3: ProcessFailure(0, 7, -9, "")}), "rank 3 was ended by SIGKILL .*memory was full"),
+        (subprocess.CalledProcessError(-15, "it"), "the process was ended by SIGTERM$"),
+    ],
+)
+def test_the_launcher_ends_with_a_line(failed, said, monkeypatch):
+    def fail():
+        raise failed
+
+    monkeypatch.setattr(accelerate_launch, "launch", fail)
+    with pytest.raises(SystemExit, match=f"^hf-fsdp: {said}"):
+        accelerate_launch.main()

@@ -244,6 +244,8 @@ def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsy
     assert "8 of the first 8 rows are longer than --max_length 64 and are cut there" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"--max_length 512: .* has 256 positions"):
         check(model, text, max_length=512)
+    check(model, text, max_length=SFTConfig.max_length)  # which nobody asked for
+    assert "--max_length 256: " in capsys.readouterr().out
     bare = AutoTokenizer.from_pretrained(model)
     bare.chat_template = None
     with pytest.raises(ConfigError, match=r"no chat template. Give --chat_template_path"):
