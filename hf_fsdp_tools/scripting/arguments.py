@@ -25,7 +25,17 @@ __all__ = ["ModelArguments", "parse_arguments"]
 
 @dataclass
 class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
-    """What is trained, and how long: TRL's own options and two more."""
+    """What is trained, and how long: TRL's own options and two more.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass
+        ... class MyArguments(ModelArguments):
+        ...     freeze_embeddings: bool = False
+        >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, MyArguments)
+        >>> model_args.model_name_or_path, model_args.freeze_embeddings
+        ('checkpoint', False)
+    """
 
     merge_adapters: bool = field(
         default=False, metadata={"help": "Write a checkpoint with the adapter merged in, beside the adapter (merged/)."}
@@ -80,6 +90,13 @@ def parse_arguments(
     Raises:
         ConfigError: an option or key is unknown (with the nearest name), a value has the wrong type, options
             contradict each other, or a package that an option needs is absent.
+
+    Example:
+        >>> script, training, model_args = parse_arguments(
+        ...     ScriptArguments, SFTConfig, ModelArguments, defaults={"learning_rate": 1e-4}
+        ... )
+        >>> script.dataset_name, training.max_steps, training.learning_rate
+        ('rows.jsonl', 2, 0.0001)
     """
     parser = _Parser(dataclasses, allow_abbrev=True, formatter_class=_Help)
     known = {action.dest for action in parser._actions}

@@ -23,6 +23,13 @@ def share_of_stream(stream: Any, *, held_out: Any = None, text: str = "text") ->
 
     Raises:
         ConfigError: a rank would have no row; on all ranks alike.
+
+    Example:
+        >>> from datasets import load_dataset
+        >>> stream = load_dataset("json", data_files="rows.jsonl", split="train", streaming=True)
+        >>> rows = share_of_stream(stream, held_out=stream.take(2))
+        >>> next(iter(rows))
+        {'text': 'words of row 2'}
     """
     rank, ranks = rank_and_size()
     kept_back = frozenset(row[text] for row in held_out or ())
