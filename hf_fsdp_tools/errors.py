@@ -83,7 +83,7 @@ class WrapPlanError(FSDPToolsError, ValueError):
         ... except WrapPlanError as error:
         ...     print(error)
         The policy does not fit the model:
-          - 'LlamaDecoderLyer' matches no module; the nearest names in the model are LlamaDecoderLayer, LlamaModel, ...
+          - 'LlamaDecoderLyer' matches no module: did you mean LlamaDecoderLayer?...
     """
 
 

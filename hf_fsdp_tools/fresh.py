@@ -69,7 +69,7 @@ def from_config(
     with agreed("checking the arguments of from_config"):
         chosen = one_dtype(dtype, None)
         check_accelerator(accelerator)
-    given: dict[str, Any] = {"mesh": mesh} if accelerator is None else shard_arguments(accelerator)
+    given = shard_arguments(accelerator, mesh)
     computed = getattr(given.get("mp_policy"), "param_dtype", None)
     masters = torch.float32 if chosen is None and computed is not None else None
     with agreed("building the model"):

@@ -19,14 +19,7 @@ from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.arguments import one_dtype, refuse_misspelt, sort_arguments
 from hf_fsdp_tools.modeling.generation import set_generation_config
-from hf_fsdp_tools.modeling.given import (
-    as_config,
-    as_count,
-    as_flag,
-    as_mapping,
-    as_path,
-    taking,
-)
+from hf_fsdp_tools.modeling.given import as_config, as_count, as_flag, as_mapping, as_path, taking
 from hf_fsdp_tools.modeling.linear4bit import has_4bit_layers
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
@@ -213,9 +206,13 @@ def from_pretrained(
         dtype = one_dtype(dtype, torch_dtype)
         check_accelerator(accelerator)
     load_kwargs = {**given.load, **(load_kwargs or {})}
-    mesh, mp_policy, offload_policy, activation_checkpointing = _from_accelerator(
-        accelerator, mesh, mp_policy, offload_policy, activation_checkpointing
-    )
+    settings = shard_arguments(accelerator, mesh)
+    asked = {
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "activation_checkpointing": activation_checkpointing,
+    }
+    settings |= {name: value for name, value in asked.items() if value is not None}
     same_on_all_ranks(
         "loading the model",
         peft_config=peft_config,
@@ -223,9 +220,6 @@ def from_pretrained(
         auto_class=auto_class,
         policy=policy,
         dtype=dtype,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        activation_checkpointing=activation_checkpointing,
         compile=compile,
         num_tokens=num_tokens,
         pad_to_multiple_of=pad_to_multiple_of,
@@ -234,6 +228,7 @@ def from_pretrained(
         trust_remote_code=trust_remote_code,
         load_kwargs={name: value for name, value in load_kwargs.items() if name not in _FREE_ON_EACH_RANK},
         model_kwargs=given.model,
+        **{name: value for name, value in settings.items() if name != "mesh"},
     )
     # 2 config and headers of the checkpoint
     checkpoint = open_checkpoint(
@@ -257,7 +252,7 @@ def from_pretrained(
         model = build_meta_model(
             checkpoint.config,
             auto_class=auto_class,
-            dtype=_chosen_dtype(dtype, checkpoint, mp_policy, is_frozen, given.model),
+            dtype=_chosen_dtype(dtype, checkpoint, settings.get("mp_policy"), is_frozen, given.model),
             trust_remote_code=trust_remote_code,
             stored_tensors=len(checkpoint.index.tensors),
             **given.model,
@@ -270,27 +265,25 @@ def from_pretrained(
     with agreed("planning the units"):
         plan = make_wrap_plan(model, policy=policy or policy_from(accelerator, model))
     # 5 shards without storage
-    shard_model(
-        model,
-        plan,
-        mesh=mesh,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        activation_checkpointing=bool(activation_checkpointing),
-        compile=compile,
-    )
+    shard_model(model, plan, compile=compile, **settings)
     if accelerator is not None:
         expect_prepare(model)
     # 6 this rank's bytes of the files
     report = load_weights(model, checkpoint.index, **load_kwargs)
     # 7 the adapter, which PEFT reads or makes
-    if checkpoint.adapter is not None:
-        model = load_adapter(model, checkpoint.adapter, is_trainable=is_trainable, **checkpoint.hub_kwargs)
-    elif (state := checkpoint.adapter_state) is not None:
-        model = restore_adapter(model, state, is_trainable=is_trainable or peft_config is not None)
-    elif peft_config is not None:
-        model = add_adapter(model, peft_config, seed=load_kwargs.get("seed"))
+    model = _with_adapter(model, checkpoint, peft_config, is_trainable, load_kwargs.get("seed"))
     return (model, report) if output_loading_info else model
+
+
+def _with_adapter(
+    model: PreTrainedModel, checkpoint: Checkpoint, peft_config: Any, is_trainable: bool, seed: int | None
+) -> Any:
+    """The loaded model, or the `PeftModel` around it."""
+    if checkpoint.adapter is not None:
+        return load_adapter(model, checkpoint.adapter, is_trainable=is_trainable, **checkpoint.hub_kwargs)
+    if (state := checkpoint.adapter_state) is not None:
+        return restore_adapter(model, state, is_trainable=is_trainable or peft_config is not None)
+    return model if peft_config is None else add_adapter(model, peft_config, seed=seed)
 
 
 def _chosen_dtype(
@@ -307,27 +300,6 @@ def _chosen_dtype(
     if dtype is None and is_lower and not is_frozen and not has_4bit_layers(checkpoint.config, model_kwargs):
         return torch.float32
     return config_dtype(checkpoint.config) or checkpoint.index.dtype
-
-
-def _from_accelerator(
-    accelerator: Any,
-    mesh: DeviceMesh | None,
-    mp_policy: MixedPrecisionPolicy | None,
-    offload_policy: OffloadPolicy | None,
-    activation_checkpointing: bool | None,
-) -> tuple[DeviceMesh | None, MixedPrecisionPolicy | None, OffloadPolicy | None, bool | None]:
-    """The arguments, with those that are None taken from the accelerator's FSDP plugin; accelerate is not imported."""
-    if accelerator is None:
-        return mesh, mp_policy, offload_policy, activation_checkpointing
-    given = shard_arguments(accelerator, mesh)
-    if activation_checkpointing is None:
-        activation_checkpointing = given["activation_checkpointing"]
-    return (
-        given["mesh"],
-        mp_policy or given["mp_policy"],
-        offload_policy or given["offload_policy"],
-        activation_checkpointing,
-    )
 
 
 def check_accelerator(accelerator: Any) -> None:
@@ -369,11 +341,13 @@ def shard_arguments(accelerator: Any, mesh: DeviceMesh | None = None) -> dict[st
     """Keywords of `shard_model` from an Accelerator and its FSDP plugin: mesh, precision, offload, checkpointing.
 
     Args:
-        accelerator: of Accelerate, running FSDP2, with any plugin.
+        accelerator: of Accelerate, running FSDP2, with any plugin; of None, there is the mesh alone.
         mesh: instead of the Accelerator's own, which is FSDP over all processes where it has no parallelism config.
 
     Every rank must call: a mesh may be made.
     """
+    if accelerator is None:
+        return {"mesh": mesh}
     plugin, config = accelerator.state.fsdp_plugin, accelerator.parallelism_config
     if mesh is None and config:
         mesh = accelerator.torch_device_mesh[tuple(config.fsdp_dim_names)]

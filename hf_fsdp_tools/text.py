@@ -1,5 +1,6 @@
 """Texts for messages: sizes, names, dtypes, errors, and the first few of many items."""
 
+import difflib
 import re
 import shutil
 import textwrap
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "cut",
+    "did_you_mean",
     "dtype_name",
     "first_line",
     "first_lines",
@@ -39,6 +41,15 @@ def cut(text: str, most: int) -> str:
     note = f" … ({len(text):,} characters in all) … "
     kept = most - len(note)
     return text[: kept - kept // 3] + note + text[-(kept // 3) :]
+
+
+def did_you_mean(name: str, known: Iterable[str], *, otherwise: str | None = None) -> str:
+    """The end of a sentence about an unknown name: ": did you mean X or Y?"; where nothing is near, `otherwise`, or all
+    known names."""
+    names = sorted(known)
+    if near := difflib.get_close_matches(name, names, n=2, cutoff=0.7):
+        return f": did you mean {' or '.join(near)}?"
+    return f"; known are {', '.join(names)}." if otherwise is None else otherwise
 
 
 def first_line(error: BaseException) -> str:

@@ -90,7 +90,6 @@ def main() -> Trainer:
         setattr(training, name, getattr(script, name))
     accelerator = make_accelerator(mixed_precision=training.mixed_precision, cpu=training.use_cpu)
     if model_args.model_name_or_path is None:
-        datasets.disable_progress_bars()  # many bars for short moments
         model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, "classes")
     data, held_out = load_splits(script, training, columns=[{script.dataset_text_field, script.label_column_name}])
     tokenizer = load_tokenizer(model_args, training)

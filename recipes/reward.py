@@ -32,7 +32,6 @@ of 80 GB, for two pairs, which are four sequences, per GPU and step:
 left out. With LoRA the head is trained too, and saved beside the adapter.
 """
 
-import datasets
 from transformers import AutoModelForSequenceClassification
 from trl import RewardConfig, RewardTrainer, ScriptArguments
 
@@ -80,7 +79,6 @@ def main() -> Trainer:
     )
     accelerator = make_accelerator(mixed_precision=training.mixed_precision, cpu=training.use_cpu)
     if model_args.model_name_or_path is None:
-        datasets.disable_progress_bars()  # many bars for short moments
         model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, "preferences")
     data, held_out = load_splits(script, training, columns=COLUMNS)
     tokenizer = load_tokenizer(model_args, training)

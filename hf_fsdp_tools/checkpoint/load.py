@@ -32,13 +32,13 @@ from hf_fsdp_tools.distributed.agreement import (
 )
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.given import as_count, as_dtype, as_flag, as_model, as_path, did_you_mean, taking
+from hf_fsdp_tools.modeling.given import as_count, as_dtype, as_flag, as_model, as_path, taking
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.quantization import forget_quantization
 from hf_fsdp_tools.sharding.allocate import allocate, renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
-from hf_fsdp_tools.text import dtype_name
+from hf_fsdp_tools.text import did_you_mean, dtype_name
 
 __all__ = ["load_weights", "rolled_back", "state_after_failure"]
 

@@ -13,7 +13,7 @@ from hf_fsdp_tools.checkpoint.report import SaveReport
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.hub import CARD, HubTarget, local_path, upload, upload_errors
-from hf_fsdp_tools.modeling.given import did_you_mean
+from hf_fsdp_tools.text import did_you_mean
 
 __all__ = ["hub_target", "is_outdated", "model_card_of", "push_saved"]
 

@@ -1,6 +1,5 @@
 """What is known of a training before it runs: batch, precision, optimizer, sharding, machines."""
 
-import difflib
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self, get_args, get_type_hints
 
@@ -8,6 +7,7 @@ from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.given import as_count, as_flag
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
+from hf_fsdp_tools.text import did_you_mean
 
 __all__ = ["TrainingSetup"]
 
@@ -95,9 +95,7 @@ class TrainingSetup:
         """
         known = {each.name for each in fields(cls)}
         for name in given.keys() - known:
-            near = difflib.get_close_matches(name, known, n=3)
-            hint = f" Nearest: {', '.join(near)}." if near else ""
-            raise ConfigError(f"A training has no setting {name!r}.{hint} Known: {', '.join(sorted(known))}.")
+            raise ConfigError(f"A training has no setting {name!r}{did_you_mean(name, known)}")
         return cls(**given)
 
     def __post_init__(self) -> None:

@@ -16,7 +16,8 @@ from accelerate.commands.launch import launch_command_parser
 from hf_fsdp_tools.diagnostics.findings import Finding
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.contradictions import contradictions
-from hf_fsdp_tools.integrations.settings import HYBRID, YAML_KEYS, nearest, read_value, reshards, strategy_of
+from hf_fsdp_tools.integrations.settings import HYBRID, YAML_KEYS, read_value, reshards, strategy_of
+from hf_fsdp_tools.text import did_you_mean
 
 __all__ = ["check_config_file", "is_fsdp1"]
 
@@ -71,7 +72,7 @@ def _read(data: Mapping[str, Any], said: dict[str, Any]) -> Iterator[Finding]:
             name = f"fsdp_{key}" if section == "fsdp_config" and not str(key).startswith("fsdp") else str(key)
             if name not in known:
                 fact = f"{name}: the launcher {'drops it without a word' if section else 'stops at it'}."
-                yield _error(code="unknown-key", fact=fact, cure=_sentence(nearest(name, known)))
+                yield _error(code="unknown-key", fact=fact, cure=f"This is no key{did_you_mean(name, known)}")
             elif name in kinds and value is not None:
                 try:
                     said[name] = read_value(kinds[name], value)
@@ -108,7 +109,7 @@ def _check(data: Mapping[str, Any], said: dict[str, Any], defaults: Mapping[str,
         yield from _check_axes(said)
         config = _as_config(said, defaults)
         for fact, cure in contradictions(config):
-            yield _error(code="contradiction", fact=f"{fact}.", cure=_sentence(cure))
+            yield _error(code="contradiction", fact=f"{fact}.", cure=f"{cure[0].upper()}{cure[1:]}.")
         yield from _check_devices(config)
 
 
@@ -191,7 +192,3 @@ def _check_devices(config: Any) -> Iterator[Finding]:
     if not config.use_cpu and there < wanted:
         fact = f"{wanted} processes on each machine, and this one has {there} device(s): every process needs its own."
         yield _warning(code="few-devices", fact=fact, cure="Launch it where it belongs, or lower num_processes.")
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:].rstrip('.?')}{'?' if text.endswith('?') else '.'}"

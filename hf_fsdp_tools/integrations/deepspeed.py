@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.integrations.settings import nearest
+from hf_fsdp_tools.text import did_you_mean
 
 __all__ = ["KEYS", "translate_json", "translate_section"]
 
@@ -113,7 +113,7 @@ def translate_section(section: Mapping[str, Any], made: _Translation, *, folder:
             _argument(key, value, made)
         else:
             known = [*_SECTION, *_OWN]
-            made.say(key, value, _SECTION.get(key) or f"left out, not known: {nearest(str(key), known)}")
+            made.say(key, value, _SECTION.get(key) or f"left out, not known{did_you_mean(str(key), known)}")
 
 
 def translate_json(data: Mapping[str, Any], made: _Translation) -> None:
@@ -139,7 +139,7 @@ def translate_json(data: Mapping[str, Any], made: _Translation) -> None:
         elif key == "scheduler":
             made.say(key, (value or {}).get("type"), "left out: --lr_scheduler_type and --warmup_steps")
         else:
-            made.say(key, value, _JSON.get(key) or f"left out, not known: {nearest(str(key), KEYS)}")
+            made.say(key, value, _JSON.get(key) or f"left out, not known{did_you_mean(str(key), KEYS)}")
 
 
 def _zero(section: Mapping[str, Any], made: _Translation) -> None:
@@ -155,7 +155,7 @@ def _zero(section: Mapping[str, Any], made: _Translation) -> None:
         elif str(key).endswith(_LARGE):
             made.say(name, value, _BUCKETS)
         else:
-            made.say(name, value, f"left out, not known: {nearest(str(key), [*_ZERO, 'stage', 'offload_param'])}")
+            made.say(name, value, f"left out, not known{did_you_mean(str(key), [*_ZERO, 'stage', 'offload_param'])}")
 
 
 def _stage(key: str, value: Any, made: _Translation, *, said: Any = None) -> None:

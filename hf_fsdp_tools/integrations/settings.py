@@ -6,15 +6,15 @@ From `SETTINGS` come the keys of the YAML that FSDPConfig writes and checks, the
 `tests/unit/test_settings.py` reads both libraries and fails when their names differ.
 """
 
-import difflib
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hf_fsdp_tools.distributed.launcher import local_rank
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.text import did_you_mean
 
 __all__ = [
     "HYBRID",
@@ -29,7 +29,6 @@ __all__ = [
     "StateDictType",
     "drop_fsdp1_settings",
     "is_set",
-    "nearest",
     "plugin_arguments",
     "read_value",
     "reshard_after_forward",
@@ -128,12 +127,6 @@ def warn_on_node(text: str, *, stacklevel: int) -> None:
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known names, or all of them."""
-    near = difflib.get_close_matches(name, list(known), n=2)
-    return f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}."
-
-
 def read_value(kind: type | tuple[str, ...], value: Any) -> Any:
     """A value of a YAML file as `kind`; like the launcher, takes numbers and booleans as text, and words in any case.
 
@@ -169,7 +162,7 @@ def warn_of_unknown_variables() -> None:
     """Warn of every FSDP_* variable that has no effect, with the nearest names that have one."""
     for name in sorted(os.environ):
         if name.startswith("FSDP_") and name not in VARIABLES:
-            warn_on_node(f"The variable {name} has no effect: {nearest(name, VARIABLES)}", stacklevel=4)
+            warn_on_node(f"The variable {name} has no effect{did_you_mean(name, VARIABLES)}", stacklevel=4)
 
 
 def plugin_arguments(args: Any) -> dict[str, Any]:
@@ -186,7 +179,7 @@ def plugin_arguments(args: Any) -> dict[str, Any]:
         if config:
             warn_on_node("TrainingArguments.fsdp_config has no effect without fsdp: add fsdp=True.", stacklevel=4)
         return {}
-    problems = [f"{key}: {nearest(key, TRAINING_KEYS)}" for key in config if key not in TRAINING_KEYS]
+    problems = [f"{key}{did_you_mean(key, TRAINING_KEYS)}" for key in config if key not in TRAINING_KEYS]
     problems += [
         f"{key}: FSDP on TPUs is not part of this package. Remove it" for key in config if "xla" in key and config[key]
     ]

@@ -26,7 +26,8 @@ from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt
 from hf_fsdp_tools.integrations.launched import check_gpus
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_set, warn_on_node
-from hf_fsdp_tools.modeling.given import as_count, as_dtype, did_you_mean
+from hf_fsdp_tools.modeling.given import as_count, as_dtype
+from hf_fsdp_tools.text import did_you_mean
 
 __all__ = ["make_accelerator", "start_state", "use_one_device"]
 

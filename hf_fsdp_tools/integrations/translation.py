@@ -16,7 +16,8 @@ from accelerate.commands.config.config_args import ClusterConfig
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations import deepspeed
-from hf_fsdp_tools.integrations.settings import HYBRID, YAML_KEYS, nearest, read_value, reshards, strategy_of
+from hf_fsdp_tools.integrations.settings import HYBRID, YAML_KEYS, read_value, reshards, strategy_of
+from hf_fsdp_tools.text import did_you_mean
 
 __all__ = ["Translation", "translate_file"]
 
@@ -74,7 +75,7 @@ def translate_file(path: str | os.PathLike[str]) -> Translation:
         elif key in known:
             _general(key, value, made)
         else:
-            made.say(key, value, f"left out, not known: {nearest(str(key), known)}")
+            made.say(key, value, f"left out, not known{did_you_mean(str(key), known)}")
     if made.fields.get("gpu_ids") in ("all", ""):
         del made.fields["gpu_ids"]
     return made
@@ -173,7 +174,7 @@ def _fsdp(section: Mapping[str, Any], made: Translation, *, machines: Any, is_us
     for key, value in values.items():
         row = YAML_KEYS.get(key)
         if row is None:
-            made.say(key, value, f"left out, not known: {nearest(key, YAML_KEYS)}")
+            made.say(key, value, f"left out, not known{did_you_mean(key, YAML_KEYS)}")
         elif key in strategies or value is None:
             continue
         elif key == "fsdp_version":
@@ -274,7 +275,7 @@ def _parallelism(section: Mapping[str, Any], made: Translation) -> None:
         elif key == f"{prefix}dp_shard_size":
             made.say(key, value, "follows from num_processes and dp_replicate_size")
         elif key not in known and not str(key).startswith((f"{prefix}cp_", f"{prefix}sp_", f"{prefix}tp_")):
-            made.say(key, value, f"left out, not known: {nearest(str(key), known)}")
+            made.say(key, value, f"left out, not known{did_you_mean(str(key), known)}")
         elif value not in (None, 1):
             made.say(key, value, "left out: this package shards and copies only")
 

@@ -160,9 +160,8 @@ def without_modules(policy: HybridPolicy, ignored: Iterable[nn.Module] | str | N
         meant = {id(module) for module in ignored}
         names = tuple(name for name, module in modules.items() if id(module) in meant)
     if not names:
-        hint = (
-            nearest_names(ModuleTree(model), ignored) if isinstance(ignored, str) else "they belong to another model."
-        )
-        raise ConfigError(f"ignored_modules {ignored!r} matches no module of {type(model).__name__}; {hint}")
+        alien = ": they belong to another model."
+        hint = nearest_names(ModuleTree(model), ignored) if isinstance(ignored, str) else alien
+        raise ConfigError(f"ignored_modules {ignored!r} matches no module of {type(model).__name__}{hint}")
     with_parameters = tuple(name for name in names if any(True for _ in modules[name].parameters()))
     return replace(policy, replicate=(*policy.replicate, *with_parameters))

@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.given import as_dtype, did_you_mean
+from hf_fsdp_tools.modeling.given import as_dtype
+from hf_fsdp_tools.text import did_you_mean
 
 __all__ = ["LoadingArguments", "one_dtype", "refuse_misspelt", "sort_arguments"]
 
@@ -123,7 +124,7 @@ def refuse_misspelt(keywords: Iterable[str], config: PreTrainedConfig, known: It
             raise ConfigError(
                 f"from_pretrained has no argument {keyword!r}, load_weights has: pass load_kwargs={{{keyword!r}: …}}."
             )
-        if (end := did_you_mean(keyword, names | config.to_dict().keys())) != ".":
+        if end := did_you_mean(keyword, names | config.to_dict().keys(), otherwise=""):
             raise ConfigError(f"from_pretrained has no argument {keyword!r}{end}")
 
 

@@ -1,8 +1,7 @@
 """What callers give as the values that are meant: names of dtypes and classes, numbers as text; or one clear error."""
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import wraps
 from os import PathLike, fspath
@@ -23,7 +22,6 @@ __all__ = [
     "as_mapping",
     "as_model",
     "as_path",
-    "did_you_mean",
     "taking",
 ]
 
@@ -63,12 +61,6 @@ def taking(**converters: Callable[[Any, str], Any]) -> Callable[[Callable[_P, _T
         return call
 
     return decorate
-
-
-def did_you_mean(name: str, known: Iterable[str], *, most: int = 2) -> str:
-    """The end of a sentence about an unknown name: ": did you mean X or Y?"; "." where nothing is near."""
-    near = difflib.get_close_matches(name, sorted(known), n=most, cutoff=0.7)
-    return f": did you mean {' or '.join(near)}?" if near else "."
 
 
 def as_model(value: Any, name: str) -> nn.Module:

@@ -16,12 +16,12 @@ from transformers import initialization as init
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.configs import text_config
-from hf_fsdp_tools.modeling.given import as_dtype, as_flag, as_path, did_you_mean, taking
+from hf_fsdp_tools.modeling.given import as_dtype, as_flag, as_path, taking
 from hf_fsdp_tools.modeling.linear4bit import make_quantizer, pack_weights, replace_linears
 from hf_fsdp_tools.modeling.model_class import model_class
 from hf_fsdp_tools.modeling.quantization import note_quantization, set_aside_quantization
 from hf_fsdp_tools.modeling.untrusted import read_json_object, understood
-from hf_fsdp_tools.text import dtype_name, first_line, first_lines, listed, quoted
+from hf_fsdp_tools.text import did_you_mean, dtype_name, first_line, first_lines, listed, quoted
 
 __all__ = [
     "build_meta_model",
@@ -210,7 +210,7 @@ def _misused(
     if isinstance(error, TypeError) and keywords:
         names, fits = ", ".join(keywords), "fits" if len(keywords) == 1 else "fit"
         known = [*config.to_dict(), "attn_implementation", "quantization_config"]
-        end = did_you_mean(next(iter(keywords)), known)
+        end = did_you_mean(next(iter(keywords)), known, otherwise=".")
         return f"{names} {fits} neither the config nor the model, {kind}{end}"
     if isinstance(error, TypeError):
         return None

@@ -1,6 +1,5 @@
 """The class of a configuration's model: given, named by the configuration, or that which its kind is trained with."""
 
-import difflib
 import inspect
 from collections.abc import Collection
 from typing import Any
@@ -10,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.configs import text_config
-from hf_fsdp_tools.text import quoted
+from hf_fsdp_tools.text import did_you_mean, quoted
 
 __all__ = ["class_named", "model_class", "other_class_note"]
 
@@ -63,9 +62,8 @@ def class_named(name: str) -> Any:
     if isinstance(found, type) and (hasattr(found, "from_config") or hasattr(found, "_from_config")):
         return found
     alike = [entry for entry in dir(transformers) if entry[:3].lower() == name[:3].lower()]  # of all, it takes seconds
-    near = difflib.get_close_matches(name, alike)
-    cure = f"Did you mean {' or '.join(near)}?" if near else "Use AutoModelForCausalLM, AutoModel, …, or a model class."
-    raise ConfigError(f"auto_class {quoted(name)} is no model class of transformers. {cure}")
+    cure = did_you_mean(name, alike, otherwise=". Use AutoModelForCausalLM, AutoModel, …, or a model class.")
+    raise ConfigError(f"auto_class {quoted(name)} is no model class of transformers{cure}")
 
 
 def other_class_note(config: PreTrainedConfig, built: type) -> str | None:

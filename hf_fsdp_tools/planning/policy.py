@@ -1,6 +1,5 @@
 """The wishes of a user about a wrap plan, as one frozen value: types, sizes and exceptions."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -9,9 +8,8 @@ from typing import Any
 from torch import nn
 
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
-from hf_fsdp_tools.modeling.given import did_you_mean
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, class_name
-from hf_fsdp_tools.text import listed, quoted
+from hf_fsdp_tools.text import did_you_mean, listed, quoted
 
 __all__ = ["HybridPolicy", "UnitPredicate", "as_policy", "matching_nodes", "nearest_names"]
 
@@ -104,7 +102,7 @@ def as_policy(value: Any, name: str) -> HybridPolicy | None:
         )
     known = HybridPolicy.__dataclass_fields__
     for key in value.keys() - known.keys():
-        raise ConfigError(f"{name} has no {key!r}{did_you_mean(str(key), known)} It has {', '.join(known)}.")
+        raise ConfigError(f"{name} has no {key!r}{did_you_mean(str(key), known)}")
     return HybridPolicy(**value)
 
 
@@ -118,14 +116,13 @@ def matching_nodes(tree: ModuleTree, wanted: type[nn.Module] | str, *, problems:
         nodes = [node for node in tree if class_name(node.module) == name]
         nodes = nodes or [node for node in tree if fnmatchcase(node.fqn, name)]
     if not nodes:
-        problems.append(f"{name!r} matches no module; {nearest_names(tree, name)}")
+        problems.append(f"{name!r} matches no module{nearest_names(tree, name)}")
     return nodes
 
 
 def nearest_names(tree: ModuleTree, name: str) -> str:
-    """The end of a message about a name that matched nothing: the nearest class names or fqns of the model."""
+    """The end of a message about a name that matched nothing: the nearest class names or fqns, or the first few."""
     classes = sorted({class_name(node.module) for node in tree})
     fqns = [node.fqn for node in tree if node.fqn] + [weight.names[0] for weight in tree.weights]
     wanted = fqns if "." in name else classes
-    near = difflib.get_close_matches(name, wanted, n=3, cutoff=0.5) or wanted
-    return f"the nearest names in the model are {listed(near)}."
+    return did_you_mean(name, wanted, otherwise=f"; the model has {listed(wanted)}.")

@@ -48,7 +48,7 @@ def replicate_chosen(draft: PlanDraft) -> None:
     for pattern in draft.policy.replicate:
         found = [weight for weight in draft.tree.weights if any(_is_below(name, pattern) for name in weight.names)]
         if not found:
-            draft.problems.append(f"replicate: {pattern!r} matches nothing; {nearest_names(draft.tree, pattern)}")
+            draft.problems.append(f"replicate: {pattern!r} matches nothing{nearest_names(draft.tree, pattern)}")
         draft.replicate(found)
 
 

@@ -1,7 +1,6 @@
 """Arguments of a recipe: TRL's and the Trainer's own, from the command line over a YAML file."""
 
 import argparse
-import difflib
 import itertools
 import sys
 import warnings
@@ -19,14 +18,24 @@ from trl import ModelConfig, TrlParser
 from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.mesh import gpus_are_hidden, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.text import first_line, first_lines
+from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
 __all__ = ["ModelArguments", "parse_arguments"]
 
 
 @dataclass
 class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
-    """What is trained, and how long: TRL's own options and two more."""
+    """What is trained, and how long: TRL's own options and two more.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass
+        ... class MyArguments(ModelArguments):
+        ...     freeze_embeddings: bool = False
+        >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, MyArguments)
+        >>> model_args.model_name_or_path, model_args.freeze_embeddings
+        ('checkpoint', False)
+    """
 
     merge_adapters: bool = field(
         default=False, metadata={"help": "Write a checkpoint with the adapter merged in, beside the adapter (merged/)."}
@@ -85,6 +94,13 @@ def parse_arguments(
     Raises:
         ConfigError: an option or key is unknown (with the nearest name), a value has the wrong type, options
             contradict each other, or a package that an option needs is absent.
+
+    Example:
+        >>> script, training, model_args = parse_arguments(
+        ...     ScriptArguments, SFTConfig, ModelArguments, defaults={"learning_rate": 1e-4}
+        ... )
+        >>> script.dataset_name, training.max_steps, training.learning_rate
+        ('rows.jsonl', 2, 0.0001)
     """
     parser = _Parser(dataclasses, allow_abbrev=True, formatter_class=_Help)
     known = {action.dest for action in parser._actions}
@@ -141,7 +157,7 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
     def parse(self) -> tuple[Any, ...]:
         """The dataclasses of `sys.argv` and its file; unknown options and keys are errors."""
         arguments = [part for argument in sys.argv[1:] for part in _split_config(argument)]
-        names = [name for action in self._actions for name in action.option_strings]
+        names = [name for action in self._actions for name in action.option_strings if "-" not in name.lstrip("-")]
         config = arguments[arguments.index("--config") + 1 :][:1] if "--config" in arguments else None
         if config is not None:
             _check_file(config, names)
@@ -159,10 +175,8 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         except (ValueError, TypeError, ImportError) as error:
             raise ConfigError(f"The options cannot be used: {first_lines(error, 4)}.") from error
         if unknown:
-            asked = next((part for part in unknown if part.startswith("-")), unknown[0])
-            raise ConfigError(
-                f"{asked.split('=')[0]} is no option of this recipe{_nearest(asked.split('=')[0], names)}"
-            )
+            asked = next((part for part in unknown if part.startswith("-")), unknown[0]).split("=")[0]
+            raise ConfigError(f"{asked} is no option of this recipe{did_you_mean(asked, names, otherwise=_HELP)}")
         return tuple(found)
 
     def error(self, message: str) -> NoReturn:
@@ -192,6 +206,8 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         usage = f"usage: {self.prog} [--config FILE.yaml] [--OPTION VALUE …]"
         return f"{usage}\n\n{text}\n\n{formatter.format_help()}".replace("\n\n\n", "\n\n")
 
+
+_HELP = "; --help lists all."
 
 _FIRST = (
     "model_name_or_path",
@@ -241,17 +257,11 @@ def _check_file(paths: list[str], names: list[str]) -> None:
         raise ConfigError(f"--config {path}{where}: no YAML: {first_line(error)}.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: holds no `name: value` lines.")
-    known = {name.lstrip("-").replace("-", "_") for name in names} | {"env"}
+    known = {name.lstrip("-") for name in names} | {"env"}
     for key in content:
         if key not in known:
-            raise ConfigError(f"--config {path}: {key!r} is no option of this recipe{_nearest(str(key), names)}")
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    plain = {one.lstrip("-").replace("-", "_"): one for one in names if "-" not in one.lstrip("-")}
-    near = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), plain, n=1)
-    prefix = "--" if name.startswith("-") else ""
-    return f": did you mean {prefix}{near[0]}?" if near else "; --help lists all."
+            end = did_you_mean(str(key), known, otherwise=_HELP)
+            raise ConfigError(f"--config {path}: {key!r} is no option of this recipe{end}")
 
 
 def _value(found: Iterable[Any], name: str) -> Any:
@@ -341,8 +351,7 @@ def _check_reports(names: list[str], option: str) -> None:
 
     for name in names:
         if name not in INTEGRATION_TO_CALLBACK:
-            near = _nearest(name, INTEGRATION_TO_CALLBACK)
-            raise ConfigError(f"{option} {name}: unknown{near}")
+            raise ConfigError(f"{option} {name}: unknown{did_you_mean(name, INTEGRATION_TO_CALLBACK)}")
         try:
             INTEGRATION_TO_CALLBACK[name]()
         except (RuntimeError, ImportError) as error:

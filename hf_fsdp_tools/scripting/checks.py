@@ -47,6 +47,15 @@ def check_before_loading(
             labels of the rows are masked; `--lora_target_modules` match nothing; bitsandbytes cannot compute on this
             device; packed rows would see each other; there is nothing to resume from, or another run's checkpoints
             lie in the output folder. On every rank alike.
+
+    Example:
+        >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
+        >>> data, held_out = load_splits(script, training, columns=[{"text"}])
+        rows.jsonl: 19 rows to train on, 1 to evaluate
+        >>> training.max_length = 4096
+        >>> check_before_loading(model_args, training, load_tokenizer(model_args, training), data, held_out)
+        Traceback (most recent call last):
+        hf_fsdp_tools.errors.ConfigError: --max_length 4096: checkpoint has 256 positions...
     """
     with agreed("checking the settings"):
         config = load_config(

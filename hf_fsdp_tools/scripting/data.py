@@ -50,6 +50,11 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
     Raises:
         ConfigError: a dataset is absent, empty, malformed (with file and line) or has other columns; there are fewer
             rows than ranks; on all ranks alike.
+
+    Example:
+        >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
+        >>> data, held_out = load_splits(script, training, columns=[{"text"}, {"messages"}])
+        rows.jsonl: 19 rows to train on, 1 to evaluate
     """
     from datasets import Dataset
 
@@ -269,6 +274,12 @@ def load_tokenizer(model_args: Any, training: Any) -> Any:
     Raises:
         CheckpointError: there is no such model, or it has no tokenizer; on every rank alike.
         ConfigError: the template cannot be had.
+
+    Example:
+        >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
+        >>> tokenizer = load_tokenizer(model_args, training)
+        >>> len(tokenizer), tokenizer.eos_token
+        (400, '<|eos|>')
     """
     from transformers import AutoTokenizer
 
@@ -304,6 +315,13 @@ def load_processor(model_args: Any, training: Any) -> Any:
     Raises:
         CheckpointError: there is no such model, or it has no processor of images; on every rank alike.
         ConfigError: the template cannot be had.
+
+    Example:
+        >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
+        >>> model_args.model_name_or_path = "vision_checkpoint"
+        >>> processor = load_processor(model_args, training)
+        >>> processor.image_processor.size["shortest_edge"], processor.tokenizer.eos_token
+        (32, '<|eos|>')
     """
     from transformers import AutoProcessor
 

@@ -38,6 +38,13 @@ def make_demo(accelerator: Any, kind: str) -> tuple[str, str]:
 
     Raises:
         ConfigError: the folder holds something else, or this Python has no `pydoc_data`; on every rank alike.
+
+    Example:
+        >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
+        >>> model_args.model_name_or_path, script.dataset_name = make_demo(make_accelerator(cpu=True), "classes")
+        Quick start: a small model and its data (classes), made on the spot in outputs/demo...
+        >>> data, held_out = load_splits(script, training, columns=[{"text", "label"}])
+        outputs/demo/classes: ... rows to train on, ... to evaluate
     """
     import datasets
 

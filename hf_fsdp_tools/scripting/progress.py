@@ -21,6 +21,16 @@ class Progress(ProgressCallback):  # type: ignore[misc]  # transformers is not t
     `peak_memory_gb` (of the rank that needs most) to what is logged, so that they stand in `trainer_state.json` and
     reach whatever `--report_to` names. For this it must come before the callbacks that report: `train` sees to that.
     Every rank needs one; each log exchanges one number.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainingArguments
+        >>> rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
+        >>> training = TrainingArguments("outputs", use_cpu=True, max_steps=1, logging_steps=1, disable_tqdm=True)
+        >>> model = AutoModelForCausalLM.from_pretrained("checkpoint")
+        >>> trainer = Trainer(model, training, train_dataset=rows, callbacks=[Progress()])
+        >>> trainer.remove_callback(PrinterCallback)
+        >>> _ = trainer.train()
+        step 1 of 1: loss ..., ... samples/s, learning rate 5e-05, ... GB at most
     """
 
     shows_bar = False
@@ -105,7 +115,12 @@ class Progress(ProgressCallback):  # type: ignore[misc]  # transformers is not t
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held: of its accelerator, or on a CPU of the process."""
+    """The most memory that this process has held: of its accelerator, or on a CPU of the process.
+
+    Example:
+        >>> print(f"at most {peak_bytes() / 1e9:.1f} GB")
+        at most ... GB
+    """
     if find_accelerator() is not None:
         return int(torch.accelerator.max_memory_allocated())
     unit = 1 if sys.platform == "darwin" else 1024

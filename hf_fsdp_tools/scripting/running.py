@@ -31,6 +31,12 @@ def load_model(model_args: Any, training: Any, accelerator: Any, *, auto_class: 
         keywords: of `from_pretrained`, before those that follow from the arguments.
 
     Every rank must call; errors and what is communicated are those of `from_pretrained`.
+
+    Example:
+        >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
+        >>> model = load_model(model_args, training, make_accelerator(cpu=True))
+        LlamaForCausalLM: 16.7 K parameters in 4 units
+        ...
     """
     from trl import get_peft_config
 
@@ -75,6 +81,19 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
 
     Every rank must call; errors are those of `FSDPTrainerMixin.train`, and of `check_documents_apart` where rows are
     packed.
+
+    Example:
+        >>> class MyTrainer(FSDPTrainerMixin, SFTTrainer):
+        ...     "TRL's trainer on shards."
+        >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
+        >>> data, held_out = load_splits(script, training, columns=[{"text"}])
+        rows.jsonl: 19 rows to train on, 1 to evaluate
+        >>> model = from_pretrained("checkpoint", accelerator=make_accelerator(cpu=True))
+        >>> tokenizer = load_tokenizer(model_args, training)
+        >>> trainer = MyTrainer(model, training, train_dataset=data, eval_dataset=held_out, processing_class=tokenizer)
+        >>> before, after = train(trainer, training, model_args)
+        step 0 of 2: evaluation loss ...
+        step 2 of 2: evaluation loss ...
     """
     for kind in (ProgressCallback, PrinterCallback, Progress):
         while trainer.pop_callback(kind) is not None:
@@ -85,7 +104,7 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     if getattr(training, "packing", False):
         check_documents_apart(trainer)
     resume = training.resume_from_checkpoint
-    training.eval_on_start = training.eval_on_start and not resume
+    training.eval_on_start = training.eval_on_start and not resume and trainer.eval_dataset is not None
     trainer.train(resume_from_checkpoint=resume)
     if trainer.eval_dataset is None or training.eval_strategy == "no":
         return None, None
@@ -100,7 +119,12 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
 
 
 def show_losses(before: float | None, after: float | None) -> str:
-    """The losses of `train` as a summary says them: `7.638 before, 4.343 after`."""
+    """The losses of `train` as a summary says them.
+
+    Example:
+        >>> show_losses(7.638, 4.343)
+        '7.638 before, 4.343 after'
+    """
     if after is None:
         return "not evaluated"
     return f"{after:.3f} after" if before is None else f"{before:.3f} before, {after:.3f} after"
@@ -125,6 +149,22 @@ def finish(trainer: Any, training: Any, model_args: Any, tokenizer: Any, *, says
         says: lines of the summary, by their names.
 
     Every rank must call; errors are those of `save_pretrained`.
+
+    Example:
+        >>> class MyTrainer(FSDPTrainerMixin, SFTTrainer):
+        ...     "TRL's trainer on shards."
+        >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
+        >>> training.eval_strategy = "no"
+        >>> data, _ = load_splits(script, training, columns=[{"text"}])
+        rows.jsonl: 20 rows to train on
+        >>> model = from_pretrained("checkpoint", accelerator=make_accelerator(cpu=True))
+        >>> tokenizer = load_tokenizer(model_args, training)
+        >>> trainer = MyTrainer(model, training, train_dataset=data, processing_class=tokenizer)
+        >>> train(trainer, training, model_args)
+        (None, None)
+        >>> finish(trainer, training, model_args, tokenizer, says={"checkpoint": training.output_dir})
+        checkpoint  outputs/mine
+        log         outputs/mine/trainer_state.json...
     """
     from hf_fsdp_tools import save_pretrained
 
@@ -168,6 +208,13 @@ def run(main: Callable[[], object], name: str) -> NoReturn:
     Args:
         main: without arguments.
         name: of the recipe, for the error's line.
+
+    Example:
+        >>> def main() -> None:
+        ...     raise ConfigError("--max_length 9 cuts every row. Give more.")
+        >>> run(main, "mine")  # prints "mine: error: --max_length 9 cuts every row. Give more."
+        Traceback (most recent call last):
+        SystemExit: 1
     """
     try:
         main()

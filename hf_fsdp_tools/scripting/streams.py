@@ -54,6 +54,13 @@ def share_of_stream(stream: Any, *, held_out: Any = None, columns: Collection[st
 
     Raises:
         ConfigError: a rank would have no row; on all ranks alike.
+
+    Example:
+        >>> from datasets import load_dataset
+        >>> stream = load_dataset("json", data_files="rows.jsonl", split="train", streaming=True)
+        >>> rows = share_of_stream(stream, held_out=stream.take(2))
+        >>> next(iter(rows))
+        {'text': 'words of row 2'}
     """
     rank, ranks = rank_and_size()
     kept_back = frozenset(_known_by(row, columns) for row in held_out or ())

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.given import as_dtype, did_you_mean
-from hf_fsdp_tools.text import first_line, quoted
+from hf_fsdp_tools.modeling.given import as_dtype
+from hf_fsdp_tools.text import did_you_mean, first_line, quoted
 
 __all__ = ["as_compile", "as_mesh", "as_mp_policy", "as_offload_policy", "as_peft_config"]
 
@@ -46,9 +46,7 @@ def as_mp_policy(value: Any, name: str) -> MixedPrecisionPolicy | None:
     known = [each.name for each in fields(MixedPrecisionPolicy)]
     if isinstance(value, Mapping):
         for key in value.keys() - set(known):
-            raise ConfigError(
-                f"{name} has no {key!r}{did_you_mean(str(key), known)} A MixedPrecisionPolicy has {', '.join(known)}."
-            )
+            raise ConfigError(f"{name} has no {key!r}{did_you_mean(str(key), known)}")
         value = MixedPrecisionPolicy(**value)
     if not isinstance(value, MixedPrecisionPolicy):
         raise ConfigError(
@@ -120,8 +118,8 @@ def as_compile(value: Any, name: str) -> bool | Mapping[str, Any]:
         return {"backend": value}
     if isinstance(value, str):
         raise ConfigError(
-            f"{name}={value!r} is no backend of torch.compile{did_you_mean(value, backends)} Known are "
-            f"{', '.join(backends)}. Give True for the usual one."
+            f"{name}={value!r} is no backend of torch.compile{did_you_mean(value, backends)} "
+            "Give True for the usual one."
         )
     raise ConfigError(
         f"{name} is {quoted(value)}: give True, or options of torch.compile, as in {{'mode': 'max-autotune'}}."

@@ -140,7 +140,7 @@ def test_a_config_json_is_enough(capsys, llama, tmp_path):
         (["{tmp}/absent"], "Give an existing local folder"),
         (["{tmp}/empty"], "Give a folder that `save_pretrained` wrote"),
         (["{tmp}/unknown"], "nosuchtype"),
-        (["{llama}", "--auto-class", "AutoModelForCausalML"], "Did you mean AutoModelForCausalLM"),
+        (["{llama}", "--auto-class", "AutoModelForCausalML"], "did you mean AutoModelForCausalLM"),
         (["{llama}", "--auto-class", "Qqqq"], "Use AutoModel"),
         (["{llama}", "--auto-class", "AutoModelForSpeechSeq2Seq"], "Leave out, or give LlamaForCausalLM as auto_class"),
         (["{llama}", "--dtype", "int8"], "use bfloat16, float16 or float32"),
@@ -351,7 +351,7 @@ def test_doctor_of_a_config(capsys, llama, tmp_path, on_cpu):
     path.write_text(path.read_text().replace("fsdp_offload_params", "fsdp_offload_param"))
     code, out, err = run(capsys, "doctor", "--config-file", path)
     assert (code, err) == (1, "")
-    assert "error: unknown-key\n    fsdp_offload_param: " in out and "Did you mean fsdp_offload_params" in out
+    assert "error: unknown-key\n    fsdp_offload_param: " in out and "did you mean fsdp_offload_params" in out
     code, out, err = run(capsys, "doctor", "--config_file", path, "--json")
     assert (code, err) == (1, "")
     value = json.loads(out)

@@ -240,10 +240,10 @@ def check(tmp_path: Path, text: str) -> tuple[Finding, ...]:
 
 
 FOUND = [
-    (text_of(fsdp={"fsdp_reshard_after_foward": True}), "error unknown-key", "Did you mean fsdp_reshard_after_forward"),
-    (text_of(fsdp={"offload_param": True}), "error unknown-key", "Did you mean fsdp_offload_params"),
-    (text_of(num_process=2), "error unknown-key", "Did you mean num_processes"),
-    (text_of(zzz=2), "error unknown-key", "Known are fp16, dynamo_backend, compute_environment, "),
+    (text_of(fsdp={"fsdp_reshard_after_foward": True}), "error unknown-key", "did you mean fsdp_reshard_after_forward"),
+    (text_of(fsdp={"offload_param": True}), "error unknown-key", "did you mean fsdp_offload_params"),
+    (text_of(num_process=2), "error unknown-key", "did you mean num_processes"),
+    (text_of(zzz=2), "error unknown-key", "This is no key; known are command_file, commands, compute_environment, "),
     (text_of(parallelism_config={"dp_shard_size": 2}), "error unknown-key", "parallelism_config_dp_shard_size"),
     (text_of(fsdp={"fsdp_offload_params": "perhaps"}), "error wrong-value", "Use true or false."),
     (text_of(fsdp={"fsdp_min_num_params": "many"}), "error wrong-value", "Use a whole number."),

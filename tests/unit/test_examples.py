@@ -2,7 +2,9 @@
 
 import doctest
 import inspect
+import json
 import os
+import sys
 import warnings
 
 import pytest
@@ -10,9 +12,14 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 import hf_fsdp_tools
+from hf_fsdp_tools import scripting
 from tests._checkpoints import make_checkpoint
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+COMMAND = """train.py --model_name_or_path checkpoint --dataset_name rows.jsonl --max_steps 2 --max_length 64
+    --per_device_train_batch_size 2 --output_dir outputs/mine --use_cpu true --disable_tqdm true"""
+"""How the scripts of the examples for own scripts are started."""
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +27,21 @@ def where(tmp_path_factory):
     """The folder in which examples run: `checkpoint` is a small Llama."""
     folder = tmp_path_factory.mktemp("examples")
     make_checkpoint("llama", folder / "checkpoint")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def beside_a_script(tmp_path_factory):
+    """The folder of an own script: besides, a model for images and rows of text; the checkpoint has a tokenizer."""
+    from hf_fsdp_tools.scripting.demo import make_demo_model
+    from hf_fsdp_tools.scripting.demo_images import make_demo_vision_model
+
+    folder = tmp_path_factory.mktemp("script")
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_key_value_heads": 1, "vocab_size": 400}
+    make_demo_model(folder / "checkpoint", **sizes, max_length=256)
+    make_demo_vision_model(folder / "vision_checkpoint")
+    rows = [{"text": f"words of row {number}"} for number in range(20)]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder
 
 
@@ -34,10 +56,8 @@ def accelerate_as_found():
     os.environ.update(found)
 
 
-@pytest.mark.parametrize("name", hf_fsdp_tools.__all__)
-def test_the_example_of_a_public_name_runs(name, where, monkeypatch):
-    monkeypatch.chdir(where)
-    names = {each: getattr(hf_fsdp_tools, each) for each in hf_fsdp_tools.__all__} | {"torch": torch}
+def runs(name, names, folder, monkeypatch):
+    monkeypatch.chdir(folder)
     text = inspect.getdoc(names[name]) or ""
     (example,) = [doctest.DocTestParser().get_doctest(text, names, name, None, 0)]
     assert any(name in each.source for each in example.examples), f"{name} has no example in its docstring"
@@ -47,3 +67,21 @@ def test_the_example_of_a_public_name_runs(name, where, monkeypatch):
         torch.manual_seed(0)
         failed, _ = doctest.DocTestRunner(optionflags=FLAGS).run(example, out=said.append)
     assert not failed, "".join(said)
+
+
+@pytest.mark.parametrize("name", hf_fsdp_tools.__all__)
+def test_the_example_of_a_public_name_runs(name, where, monkeypatch):
+    names = {each: getattr(hf_fsdp_tools, each) for each in hf_fsdp_tools.__all__} | {"torch": torch}
+    runs(name, names, where, monkeypatch)
+
+
+@pytest.mark.parametrize("name", scripting.__all__)
+def test_the_example_of_a_name_for_scripts_runs(name, beside_a_script, monkeypatch, tmp_path):
+    import trl
+
+    monkeypatch.setattr(sys, "argv", COMMAND.split())
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
+    names = {each: getattr(hf_fsdp_tools, each) for each in hf_fsdp_tools.__all__}
+    names |= {each: getattr(scripting, each) for each in scripting.__all__}
+    names |= {each: getattr(trl, each) for each in ("ScriptArguments", "SFTConfig", "SFTTrainer")}
+    runs(name, names, beside_a_script, monkeypatch)

@@ -3,13 +3,13 @@
 How much of a peak training reaches is a matter of software and is fitted (`efficiency`); nothing here is.
 """
 
-import difflib
 import re
 from dataclasses import dataclass
 from typing import Literal
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.text import did_you_mean
 
 __all__ = ["GPUS", "Gpu", "gpu_named"]
 
@@ -171,15 +171,14 @@ def gpu_named(name: str) -> Gpu:
     """The GPU of a name: as in `GPUS`, or in any usual spelling ("H100", "NVIDIA A100-SXM4-80GB", "rtx4090").
 
     Raises:
-        ConfigError: no GPU in the table is called so; the message names the nearest and all.
+        ConfigError: no GPU in the table is called so; the message names the nearest, or all.
     """
     words = _words(name)
     matches = [gpu for known, gpu in GPUS.items() if words and words <= _words(known)]
     if matches:
         return matches[0]
-    near = difflib.get_close_matches(re.sub(r"[\s_]+", "-", name.lower()), list(GPUS), n=3, cutoff=0.4)
-    hint = f" Nearest: {', '.join(near)}." if near else ""
-    raise ConfigError(f"GPU {name!r} is not in the table.{hint} Known: {', '.join(GPUS)}.")
+    end = did_you_mean(re.sub(r"[\s_]+", "-", name.lower()), GPUS)
+    raise ConfigError(f"GPU {name!r} is not in the table{end}")
 
 
 def _words(name: str) -> set[str]:
