@@ -3,7 +3,8 @@
 Every allocation and free of PyTorch's CPU allocator from the first parameter to the end of the second step is in
 `torch.profiler`'s memory events, on all threads, with its address and the operations above it. gloo takes memory that
 NCCL does not: what is allocated inside a collective's own call (`c10d::…`, on the calling thread) or while gloo works
-(`gloo:…`, on its threads) is counted apart, and so is its release, by its address. That this is all of gloo's scratch
+(`gloo:…`, on its threads) is counted apart, and so is its release, by its address; so is what the CPU's kernel takes to
+join gradients (`aten::_chunk_cat`), which a GPU's does not. That this is all of gloo's scratch
 and nothing else is checked by the sizes: twice the gathered bytes for each all-gather, the whole input for each
 reduce-scatter (`scratch_of`).
 """
@@ -44,6 +45,9 @@ Sizes = list[tuple[str, int]]
 
 _MARK = "training: "
 
+_SCRATCH = ("c10d::", "gloo:", "aten::_chunk_cat")
+"""Operations whose memory is counted apart."""
+
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
@@ -58,8 +62,8 @@ class Allocation:
 
     @property
     def is_scratch(self) -> bool:
-        """Whether gloo took it for itself."""
-        return any(name.startswith(("c10d::", "gloo:")) for name in self.above)
+        """Whether gloo, or the CPU's kernel that joins gradients, took it for itself."""
+        return any(name.startswith(_SCRATCH) for name in self.above)
 
     @property
     def phase(self) -> str:
@@ -132,13 +136,13 @@ def log_of(profiler: profile) -> list[Allocation]:
 
 
 def count(log: list[Allocation]) -> dict[str, Any]:
-    """Held, peak and every change of the last step, without gloo's scratch; and that scratch.
+    """Held, peak and every change of the last step, without scratch; and that scratch.
 
     Args:
         log: from `log_of`, from before the first parameter.
     """
     first = next(i for i, found in enumerate(log) if f"{_MARK}step {_STEPS - 1}" in found.above)
-    live: dict[int, bool] = {}  # address -> whether gloo took it
+    live: dict[int, bool] = {}  # address -> whether it is scratch
     taken: Counter[str] = Counter()
     events: list[tuple[int, int, str, str]] = []
     peaks: dict[str, int] = {}
@@ -165,7 +169,7 @@ def count(log: list[Allocation]) -> dict[str, Any]:
 
 
 def _collective(found: Allocation) -> str:
-    return next(name for name in reversed(found.above) if name.startswith(("c10d::", "gloo:")))
+    return next(name for name in reversed(found.above) if name.startswith(_SCRATCH))
 
 
 def _told(found: Allocation) -> str:

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
-from transformers.distributed.checkpoint import consolidate_distributed_checkpoint
 
 import hf_fsdp_tools
 from benchmarks.loading.loaders import load_ours
@@ -197,6 +196,8 @@ def save_gathered(model: Any, job: Job) -> None:
 
 def save_distributed(model: Any, job: Job) -> None:
     """transformers' distributed checkpoint, consolidated by its own function. It casts nothing."""
+    from transformers.distributed.checkpoint import consolidate_distributed_checkpoint  # transformers 5.17 has none
+
     config = model.config.distributed_config if dist.get_world_size() > 1 else None
     model.save_pretrained(job.target, distributed_checkpoint=True)
     if is_first():

@@ -8,6 +8,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -35,7 +36,12 @@ from tests._dist import run_ranks
 @contextmanager
 def mesh_elsewhere() -> Iterator[None]:
     """A block in which every mesh is of another device than the shards."""
-    with patch.object(DeviceMesh, "device_type", property(lambda mesh: "meta")):
+    # DTensor estimates transfers by the devices of a machine, which it asks of `torch.<device type>` (torch 2.15).
+    here = SimpleNamespace(device_count=lambda: 2)
+    with (
+        patch.object(DeviceMesh, "device_type", property(lambda mesh: "meta")),
+        patch.object(torch, "meta", here, create=True),
+    ):
         yield
 
 

@@ -64,7 +64,7 @@ def test_without_a_class_that_can_be_trained_the_kind_decides(config_class, expe
     config = config_class()
     assert model_class(config) is expected
     for damaged in ("Damaged", [None, 3], ["LlamaForCausalLMEagle"], ["AutoModel", "PreTrainedModel", "os"]):
-        config.architectures = damaged
+        vars(config)["architectures"] = damaged  # to some versions of transformers an attribute cannot be set to it
         assert model_class(config) is expected, damaged
     base = hf.MODEL_MAPPING[config_class]
     config.architectures = [base.__name__]

@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         r"no tensors: 'epoch' \(int\); expected the state dict of a model alone",
     ),
     "a list": (lambda file: torch.save([torch.ones(3)], file), "holds a list, expected a dict"),
-    "sparse": (lambda file: torch.save({"a": torch.ones(3, 3).to_sparse()}, file), "'a' is no plain dense tensor"),
+    "sparse": (lambda file: torch.save({"a": torch.ones(3, 3).to_sparse()}, file), "is no plain dense tensor"),
     "compressed": (
         lambda file: rezipped(saved(file), file, zipfile.ZIP_DEFLATED),
         r"is compressed \(.*expected an uncompressed record",

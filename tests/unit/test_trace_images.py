@@ -11,7 +11,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.build import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
-from hf_fsdp_tools.foresight.tracing.images import images_of
+from hf_fsdp_tools.foresight.tracing.images import NoImagesError, images_of
 from hf_fsdp_tools.foresight.tracing.inputs import make_batch
 from hf_fsdp_tools.foresight.tracing.trace import Trace
 from hf_fsdp_tools.foresight.tracing.values import followed_values
@@ -43,7 +43,12 @@ def traced(name: str, **fields) -> Trace:
 def test_products_are_those_of_a_real_step_with_images(name, tokens, fields):
     """Packed patches, positions of a grid, masks of images, tiles that are left out, layers that attend to images."""
     config, auto_class, setup, model, plan = built(name, **fields)
-    images = images_of(model, setup)
+    try:
+        images = images_of(model, setup)
+    except NoImagesError as error:
+        if "requires the Torchvision library" in str(error):
+            pytest.skip("the image processor of this version of transformers needs torchvision")
+        raise
     assert images.tokens == tokens
     foreseen = trace_model(model, plan, setup, device="cpu")
     assert foreseen.notes[0] == f"Images in each sequence: {images.count}, of {tokens} tokens each."

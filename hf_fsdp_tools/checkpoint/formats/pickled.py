@@ -157,6 +157,8 @@ def _unpickle(file: Path, window: _Window) -> Any:
         ) from error
     except (OSError, MemoryError):
         raise
+    except NotImplementedError as error:  # torch 2.15 reads the indices of sparse tensors, which meta has not
+        raise _damaged(file, "holds a tensor that is no plain dense tensor") from error
     except Exception as error:  # a damaged pickle can fail in any way
         raise _damaged(file, f"cannot be opened by torch.load: {first_line(error)}") from error
 

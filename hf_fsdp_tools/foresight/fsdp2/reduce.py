@@ -6,12 +6,17 @@ Follows `foreach_reduce` in torch 2.13's `_fsdp_collectives.py`, and what `FSDPP
 
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from hf_fsdp_tools.foresight.events import Stream
 from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard, dtype_of
 from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 
-__all__ = ["Reducer"]
+__all__ = ["BEFORE_2_15", "Reducer"]
+
+BEFORE_2_15 = torch.__version__ < "2.15"
+"""Whether FSDP2 gathers and reduces in functions that are so long that their variables keep tensors meanwhile."""
 
 
 class Reducer:
@@ -113,7 +118,8 @@ class Reducer:
     def _split_otherwise(self, gradients: Sequence[tuple[Shard, int]]) -> tuple[list[tuple[Shard, int]], set[int]]:
         """Copy gradients that are split along another dimension than 0; with the gradients that are freed at the end.
 
-        Variables of torch's loop keep the last gradient, and the last one that was copied, until the function returns.
+        Variables of torch's loop keep the last gradient, and the last one that was copied, until the function returns:
+        before torch 2.15 that of the reduction, since then one for this loop alone.
         """
         writer, result = self._writer, list(gradients)
         copied: int | None = None
@@ -126,6 +132,10 @@ class Reducer:
             result[at] = (shard, writer.take(num_bytes, "reduce buffers"))
             writer.work("memory", 2 * num_bytes)
             copied = block
+        if not BEFORE_2_15:
+            if copied is not None:
+                writer.free(copied)
+            return result, set()
         return result, {gradients[-1][1]} | ({copied} if copied is not None else set())
 
     def _divide(self, num_bytes: int, stream: Stream) -> None:

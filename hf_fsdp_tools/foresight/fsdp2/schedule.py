@@ -3,7 +3,7 @@
 The order of memory and of waits is that of torch 2.13, `torch/distributed/fsdp/_fully_shard`: `_fsdp_state.py` (hooks),
 `_fsdp_param_group.py` (unshard, reshard, post-backward), `_fsdp_collectives.py` (buffers) and `_fsdp_param.py`. Each
 function below names the function it follows. Python's local variables keep some tensors until a function returns; this
-is followed too.
+is followed too, and that torch 2.15 has fewer of these.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hf_fsdp_tools.foresight.events import Gradient, Mark, Stream
-from hf_fsdp_tools.foresight.fsdp2.reduce import Reducer
+from hf_fsdp_tools.foresight.fsdp2.reduce import BEFORE_2_15, Reducer
 from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard, UnitShards
 from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -314,6 +314,8 @@ class Fsdp2Schedule:
         if gather is None:
             return
         before = self._wait_for_kept_gather() if unit.state == "forward" else []
+        if not BEFORE_2_15:
+            writer.free(*before)
         if gather.ranks == 1:
             unit.gathered = list(self._copy_alone(unit))
         else:
@@ -330,7 +332,8 @@ class Fsdp2Schedule:
             writer.wait(event, "copy_in", "all_gather")
             if gather.output is not None:
                 writer.free(gather.output)
-        writer.free(*before)  # until the function returns, a variable of it keeps the buffer of the unit before
+        if BEFORE_2_15:
+            writer.free(*before)
 
     def _copy_out(self, unit: _Unit) -> list[int]:
         """`foreach_all_gather_copy_out`: parameters that are split along another dimension are copied twice."""
@@ -343,7 +346,8 @@ class Fsdp2Schedule:
         writer.work("memory", 2 * ranks * sum(shard.gathered_bytes for shard in unit.shards))
         for _, shard in copies:
             writer.work("memory", 2 * ranks * shard.gathered_bytes)
-        writer.free(*(block for block, _ in copies))
+        blocks = [block for block, _ in copies]
+        writer.free(*(blocks if BEFORE_2_15 else reversed(blocks)))  # since then with their list, from its end
         return gathered
 
     def _copy_alone(self, unit: _Unit) -> Iterator[int]:

@@ -10,8 +10,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten
-from transformers import AutoImageProcessor, PreTrainedConfig
-from transformers.models.auto import image_processing_auto
+from transformers import PreTrainedConfig
+
+# Of the module itself: in `transformers`, version 5.17 has these only where torchvision is installed.
+from transformers.models.auto.image_processing_auto import (
+    IMAGE_PROCESSOR_MAPPING_NAMES,
+    AutoImageProcessor,
+    get_image_processor_class_from_name,
+)
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -130,11 +136,11 @@ def _saved_processor(name: str) -> Any:
 
 
 def _usual_processor(config: PreTrainedConfig) -> Any:
-    names = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    names = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type)
     if not names:
         raise LookupError(f"transformers has no image processor for {config.model_type}")
     name = names.get("pil") or next(iter(names.values()))
-    kind: Any = image_processing_auto.get_image_processor_class_from_name(name)
+    kind: Any = get_image_processor_class_from_name(name)
     plain = kind()
     parts = (config, _vision_config(config))
     given: dict[str, Any] = {}
