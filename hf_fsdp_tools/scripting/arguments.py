@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import itertools
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,11 +41,15 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
     )
 
     def __post_init__(self) -> None:
-        """As TRL's; but one plain name of `--lora_target_modules` stays a name, which TRL makes a pattern."""
+        """As TRL's; but commas may stand between names, and a plain name stays a name, which TRL makes a pattern."""
         super().__post_init__()
-        asked = self.lora_target_modules  # type: ignore[has-type]
-        if isinstance(asked, str) and asked.replace("_", "").isalnum():
-            self.lora_target_modules = [asked]
+        for option in ("lora_target_modules", "lora_target_parameters", "lora_modules_to_save"):
+            asked = getattr(self, option)
+            words = [asked] if isinstance(asked, str) else asked or []
+            names = [name for word in words for name in word.split(",") if name]
+            plain = r"[\w.]+" if len(names) > 1 else r"\w+"  # of one name, a dot makes it a pattern
+            if names and all(re.fullmatch(plain, name) for name in names):
+                setattr(self, option, names)
 
 
 _EARLY_STOP = {
