@@ -30,7 +30,6 @@ from hf_fsdp_tools.integrations.model import (
     shard_additions,
     shard_in_place,
 )
-from hf_fsdp_tools.integrations.optimizers import check_optimizers, clip_norm, clip_values
 from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
 from hf_fsdp_tools.integrations.saved_state import (
     check_state,
@@ -41,6 +40,7 @@ from hf_fsdp_tools.integrations.saved_state import (
     save_state_to,
 )
 from hf_fsdp_tools.integrations.saving import former_of, saveable
+from hf_fsdp_tools.sharding.optimizers import check_optimizers, clip_norm, clip_values
 from hf_fsdp_tools.sharding.shard import sharded_module
 from hf_fsdp_tools.sharding.whole import by_kind, step_kinds_apart
 

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,15 +50,20 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
     )
 
     def __post_init__(self) -> None:
-        """As TRL's; but an adapter's base keeps the checkpoint's dtype, and one plain name of `--lora_target_modules`
-        stays a name, which TRL makes a pattern.
+        """As TRL's; but an adapter's base keeps the checkpoint's dtype, commas may stand between names, and a plain
+        name stays a name, which TRL makes a pattern.
         """
         super().__post_init__()
-        if self.dtype is None and not self.use_peft:  # type: ignore[has-type]  # or a bfloat16 checkpoint would lose small updates
+        # Of a bfloat16 checkpoint, trained as it is stored, small updates would vanish.
+        if self.dtype is None and not self.use_peft:  # type: ignore[has-type]
             self.dtype = "float32"
-        asked = self.lora_target_modules  # type: ignore[has-type]
-        if isinstance(asked, str) and asked.replace("_", "").isalnum():
-            self.lora_target_modules = [asked]
+        for option in ("lora_target_modules", "lora_target_parameters", "lora_modules_to_save"):
+            asked = getattr(self, option)
+            words = [asked] if isinstance(asked, str) else asked or []
+            names = [name for word in words for name in word.split(",") if name]
+            plain = r"[\w.]+" if len(names) > 1 else r"\w+"  # of one name, a dot makes it a pattern
+            if names and all(re.fullmatch(plain, name) for name in names):
+                setattr(self, option, names)
 
 
 _EARLY_STOP = {

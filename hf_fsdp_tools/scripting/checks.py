@@ -8,10 +8,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from transformers import Trainer
+
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
+from hf_fsdp_tools.sharding.optimizers import check_kind
 from hf_fsdp_tools.text import first_line, listed
 
 __all__ = ["check_before_loading"]
@@ -45,7 +48,8 @@ def check_before_loading(
     Raises:
         ConfigError: a sequence may be longer than the model has positions; a chat template is needed and absent; all
             labels of the rows are masked; `--lora_target_modules` match nothing; bitsandbytes cannot compute on this
-            device; packed rows would see each other; there is nothing to resume from, or another run's checkpoints
+            device; packed rows would see each other, or `--padding_free` would leave rows uncut; the optimizer cannot
+            step shards, or its package is absent; there is nothing to resume from, or another run's checkpoints
             lie in the output folder. On every rank alike.
 
     Example:
@@ -64,6 +68,12 @@ def check_before_loading(
             trust_remote_code=getattr(training, "trust_remote_code", False),
         )
         _check_output(training)
+        _check_optimizer(training)
+        if getattr(training, "padding_free", False) and not training.packing and training.max_length is not None:
+            raise ConfigError(
+                f"--padding_free true cuts no rows, and --max_length is {training.max_length}. Use --max_length none "
+                "with rows that are short enough, or --packing true instead, which cuts them."
+            )
         _fit_positions(config, training, model_args.model_name_or_path)
         if tokenizer is not None:
             _check_rows(training, tokenizer, train)
@@ -94,6 +104,26 @@ def _check_output(training: Any) -> None:
             f"{folder} holds checkpoints of another run ({listed([path.name for path in found], 2)}). Go on with it by "
             "--resume_from_checkpoint true, give another --output_dir, or move them away."
         )
+
+
+_NEED_WHOLE_MATRICES = ("galore", "apollo", "lomo", "adalomo")
+"""Beginnings of names of optimizers that multiply gradients with matrices of their own, or replace the backward pass:
+parts of a gradient will not do. (assumed)"""
+
+
+def _check_optimizer(training: Any) -> None:
+    """Refuse an optimizer that cannot step shards, or whose package is absent."""
+    name = str(getattr(training.optim, "value", training.optim))
+    if name.startswith(_NEED_WHOLE_MATRICES):
+        raise ConfigError(f"--optim {name} needs whole gradients, and each process has its shards. Use adamw_torch.")
+    try:
+        kind, _ = Trainer.get_optimizer_cls_and_kwargs(training)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"--optim {name}: {first_line(error)}.") from error
+    try:
+        check_kind(kind)
+    except ConfigError as error:
+        raise ConfigError(f"--optim {name}: {error}") from None
 
 
 def _fit_positions(config: Any, training: Any, name: str) -> None:

@@ -277,6 +277,11 @@ def test_an_adapter_that_would_train_nothing_is_found(model, monkeypatch):
     adapter = {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}
     check(model, CHAT, model_options=adapter)
     check(model, CHAT, model_options=adapter | {"lora_target_modules": ["all-linear"]})
+    for given in (["q_proj,v_proj"], ["q_proj,", "v_proj"]):
+        read = ModelArguments(lora_target_modules=given, lora_modules_to_save=["lm_head,model.embed_tokens"])
+        assert read.lora_target_modules == ["q_proj", "v_proj"]
+        assert read.lora_modules_to_save == ["lm_head", "model.embed_tokens"]
+    assert ModelArguments(lora_target_modules=[r".*(q|v){1,2}_proj"]).lora_target_modules == r".*(q|v){1,2}_proj"
     with pytest.raises(ConfigError, match=r"'c_attn'.* not found .*Linear layers of LlamaForCausalLM: q_proj, k_proj"):
         check(model, CHAT, model_options=adapter | {"lora_target_modules": ["c_attn"]})
     with pytest.raises(ConfigError, match="an adapter on the head would not be trained"):
@@ -301,6 +306,18 @@ def test_packed_rows_need_attention_that_keeps_them_apart(model, monkeypatch):
     monkeypatch.setattr("inspect.getsource", lambda module: "def forward(self, input_ids): ...")
     with pytest.raises(ConfigError, match=r"each would see the rows before it. Use --attn_implementation flash"):
         check(model, CHAT, packing=True)
+
+
+def test_options_that_the_trainer_would_refuse_after_loading(model):
+    with pytest.raises(ConfigError, match=r"--padding_free true cuts no rows.*64. Use --max_length none .*--packing"):
+        check(model, CHAT, padding_free=True)
+    check(model, CHAT, padding_free=True, max_length=None)
+    with pytest.raises(ConfigError, match=r"--optim adafactor: .* cannot step sharded parameters.*AdamW"):
+        check(model, CHAT, optim="adafactor")
+    with pytest.raises(ConfigError, match="--optim adalomo needs whole gradients"):
+        check(model, CHAT, optim="adalomo")
+    with pytest.raises(ConfigError, match=r"--optim grokadamw: .*pip install grokadamw"):
+        check(model, CHAT, optim="grokadamw")
 
 
 def test_a_run_does_not_mix_its_checkpoints_with_anothers(model, tmp_path):

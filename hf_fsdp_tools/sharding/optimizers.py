@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.sharding.whole import by_kind
 
-__all__ = ["check_optimizers", "clip_norm", "clip_values"]
+__all__ = ["check_kind", "check_optimizers", "clip_norm", "clip_values"]
 
 _NOT_FOR_SHARDS = (
     "bitsandbytes",
@@ -31,7 +31,9 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterab
     """
     known = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
-        _check_kind(getattr(optimizer, "optimizer", optimizer))
+        own = getattr(optimizer, "optimizer", optimizer)
+        check_kind(type(own))
+        _check_fused(own)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         strange = sum(id(parameter) not in known for parameter in held)
         if strange:
@@ -42,18 +44,21 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterab
             )
 
 
-def _check_kind(optimizer: torch.optim.Optimizer) -> None:
-    kind = type(optimizer)
+def check_kind(kind: type) -> None:
+    """Refuse a class of optimizers that cannot step sharded parameters."""
     if f"{kind.__module__}.{kind.__name__}".startswith(_NOT_FOR_SHARDS):
         raise ConfigError(
             f"{kind.__name__} of {kind.__module__} cannot step sharded parameters (DTensor). Use "
             "torch.optim.AdamW, or torchao.optim.AdamW8bit, whose state is small too (in TrainingArguments: "
             "optim='adamw_torch_8bit')."
         )
+
+
+def _check_fused(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, _NOT_FUSED) and any(group.get("fused") for group in optimizer.param_groups):
         raise ConfigError(
-            f"{kind.__name__}(fused=True) cannot step sharded parameters (DTensor). Leave fused out; foreach=True "
-            "works."
+            f"{type(optimizer).__name__}(fused=True) cannot step sharded parameters (DTensor). Leave fused out; "
+            "foreach=True works."
         )
 
 
