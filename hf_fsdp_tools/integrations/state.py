@@ -157,11 +157,8 @@ def start_state(
         if dynamo_plugin is not None and dynamo_plugin.backend != DynamoBackend.NO:
             state.dynamo_plugin = dynamo_plugin
         return
-    if (
-        PartialState._shared_state
-        and PartialState().distributed_type == DistributedType.NO
-        and world_size(os.environ) > 1
-    ):
+    is_alone = PartialState._shared_state and PartialState().distributed_type == DistributedType.NO
+    if is_alone and world_size(os.environ) > 1:
         PartialState._reset_state()  # TrainingArguments without use_cpu made it, where each process would train alone
     _name_local_rank()
     options = {"timeout": GROUP_TIMEOUT, **(group or {})}
