@@ -60,7 +60,7 @@ class FSDPToolsError(Exception):
         ...     from_pretrained("checkpoint", auto_class="AutoModelForCausalML")
         ... except FSDPToolsError as error:
         ...     print(f"{type(error).__name__}: {error}")
-        ConfigError: auto_class 'AutoModelForCausalML' is no model class of transformers: did you mean ...
+        ConfigError: auto_class 'AutoModelForCausalML' is no model class of transformers: did you mean...
     """
 
     def __init__(self, message: str = "", *rest: object) -> None:
