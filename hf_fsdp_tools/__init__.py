@@ -64,7 +64,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.scripting.demo import make_demo_model as make_demo_model
     from hf_fsdp_tools.sharding.adapters import add_adapter as add_adapter
     from hf_fsdp_tools.sharding.adapters import load_adapter as load_adapter
-    from hf_fsdp_tools.sharding.adapters import shard_added as shard_added
+    from hf_fsdp_tools.sharding.added import shard_added as shard_added
     from hf_fsdp_tools.sharding.describe import describe_sharding as describe_sharding
     from hf_fsdp_tools.sharding.shard import Sharding as Sharding
     from hf_fsdp_tools.sharding.shard import shard_model as shard_model
@@ -112,7 +112,8 @@ _NAMES_OF = {
     "planning.rules": ("check_wrap_plan",),
     "pretrained": ("from_pretrained",),
     "scripting.demo": ("make_demo_model",),
-    "sharding.adapters": ("add_adapter", "load_adapter", "shard_added"),
+    "sharding.adapters": ("add_adapter", "load_adapter"),
+    "sharding.added": ("shard_added",),
     "sharding.describe": ("describe_sharding",),
     "sharding.shard": ("Sharding", "shard_model", "sharding_of"),
 }

@@ -15,6 +15,11 @@ Messages quote names and values of files, which may be of any length. So each li
 characters, and a message to 100 lines: out of the middle, since the fact comes first and the cure last.
 """
 
+import contextlib
+import sys
+import traceback
+from pathlib import Path
+
 from hf_fsdp_tools.text import cut
 
 __all__ = [
@@ -25,8 +30,8 @@ __all__ = [
     "MeshError",
     "RanksError",
     "WrapPlanError",
+    "frames_of_package",
 ]
-
 
 _MOST_CHARACTERS = 2000
 """Of a line: two paths of a usual length, a quoted name and the words around them, several times over. (assumed)"""
@@ -132,3 +137,10 @@ class RanksError(FSDPToolsError, RuntimeError):
         ... except RanksError as error:  # another rank is lost, or has called something else
         ...     raise SystemExit(str(error))
     """
+
+
+def frames_of_package() -> int:
+    """The `stacklevel` with which a caller's warning names the line outside of this package that called it."""
+    own = (str(Path(__file__).parent), contextlib.__file__)
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1))]
+    return next((level for level, file in enumerate(files, 1) if not file.startswith(own)), 1)

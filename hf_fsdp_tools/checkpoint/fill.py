@@ -14,13 +14,18 @@ from hf_fsdp_tools.checkpoint.conversion import ConversionGroup, convert_group, 
 from hf_fsdp_tools.checkpoint.io.files import Reader, TransferStats
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.checkpoint.match import Match
-from hf_fsdp_tools.checkpoint.quantized.dequantize import Place, QuantizedPart, dequantize, read_into, reads_of
+from hf_fsdp_tools.checkpoint.quantized.dequantize import (
+    Place,
+    QuantizedPart,
+    dequantize,
+    read_into,
+    reads_of,
+    whole_place,
+)
 from hf_fsdp_tools.checkpoint.quantized.pack import quantize_weights
 from hf_fsdp_tools.checkpoint.quantized.share import PackedShare, compute_device, share_of_packed
 from hf_fsdp_tools.checkpoint.report import loading_bar
-from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
-from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.distributed.shards import is_sharded, local_boxes_of, local_tensor, memory_view, replicated_axes
 
@@ -190,10 +195,7 @@ def _convert_whole(
         # transformers casts what it reads to the dtype of the model before it converts
         dtype = state[group.target].dtype
         whole = {key: torch.empty(index.tensors[key].shape, dtype=dtype) for key, _ in group.members}
-        places = [
-            (memory, PieceTensor.stored(index.tensors[key], dtype), Box.whole(memory.shape))
-            for key, memory in whole.items()
-        ]
+        places = [whole_place(memory, index.tensors[key]) for key, memory in whole.items()]
         stats += read_into(places, index, reader, staging_bytes=staging_bytes)
         for key, result in convert_group(model, group, whole).items():
             if key not in match.loaded or match.loaded[key].pieces is not None:

@@ -22,7 +22,7 @@ from hf_fsdp_tools.checkpoint.match import bounded_boxes
 from hf_fsdp_tools.checkpoint.merge_adapter import adapted_parameters, merged_tensors, whole_copy
 from hf_fsdp_tools.checkpoint.outgoing import is_scattered, transfers_from
 from hf_fsdp_tools.checkpoint.quantized.dequantize import Place as ReadPlace
-from hf_fsdp_tools.checkpoint.quantized.dequantize import read_into, reads_of
+from hf_fsdp_tools.checkpoint.quantized.dequantize import read_into, reads_of, whole_place
 from hf_fsdp_tools.checkpoint.regions import Piece, row_major_strides
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.distributed.boxes import Box
@@ -352,9 +352,6 @@ class _Values:
         match = self._material.blank.match
         group, index = match.load_map.groups[key], match.index
         whole = {name: torch.empty(index.tensors[name].shape, dtype=dtype) for name, _ in group.members}
-        reads = [
-            (memory, PieceTensor.stored(index.tensors[name], dtype), Box.whole(memory.shape))
-            for name, memory in whole.items()
-        ]
+        reads = [whole_place(memory, index.tensors[name]) for name, memory in whole.items()]
         read_into(reads, index, self._reader, staging_bytes=PART_BYTES)
         self._converted |= convert_group(self._material.blank.model, group, whole)

@@ -35,7 +35,7 @@ from hf_fsdp_tools.checkpoint.draft import Draft
 from hf_fsdp_tools.checkpoint.durable import storage_errors, sync
 from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.checkpoint.unfinished import CONFIG
-from hf_fsdp_tools.distributed.rounds import frames_of_package
+from hf_fsdp_tools.errors import frames_of_package
 from hf_fsdp_tools.text import listed
 
 __all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "WEIGHTS_OF_A_SAVE", "publish_adapter", "publish_weights"]

@@ -179,7 +179,6 @@ def begin_save(
         merge_adapters=merge_adapters,
         blocking=blocking,
     )
-    _refuse_dtype(dtype)
     if blocking:
         free_kept_memory()
     if merge_adapters:
@@ -213,7 +212,7 @@ def begin_save(
         layout=layout,
         files=list(dict.fromkeys(files)),
         gathered_bytes=_gathered_bytes(layout, outgoing),
-        num_parameters=_num_parameters(model),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         write=write,
         copies=copies,
     )
@@ -269,9 +268,8 @@ class BegunSave:
 
     def _held_bytes(self) -> int:
         """Of host memory on this rank: copies, and on rank 0 what was gathered for them."""
-        if self.copies is None:
-            return 0
-        return self.copies.num_bytes + (self.gathered_bytes if rank_and_size()[0] == 0 else 0)
+        gathered_bytes = self.gathered_bytes if rank_and_size()[0] == 0 else 0
+        return 0 if self.copies is None else self.copies.num_bytes + gathered_bytes
 
     def _publish(self, stats: TransferStats) -> tuple[tuple[str, ...], ...]:
         """Sync what this rank wrote, and let rank 0 switch; names of the weight files, and of the others."""
@@ -306,14 +304,6 @@ def _refuse_meta(model: nn.Module) -> None:
         )
 
 
-def _refuse_dtype(dtype: Any) -> None:
-    """Refuse a dtype to which weights cannot be cast."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(
-            f"dtype={dtype!r} is no floating-point dtype of the files. Give one as torch.bfloat16, or leave it out."
-        )
-
-
 def _refuse_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Refuse a cast of 4-bit weights: they are bytes, also where their storage has a floating-point dtype."""
     if dtype is not None and (packed := packed_linears(model)):
@@ -340,10 +330,6 @@ def prepare_save(
             create_files(layout, folder)
     with agreed("opening the folder", folder):
         check_visible(layout, folder)
-
-
-def _num_parameters(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
 
 
 def _stage_configs(model: nn.Module, draft: Draft, dtype: torch.dtype | None, tokenizer: Any) -> None:
@@ -381,8 +367,7 @@ def _copied(
     model: nn.Module, layout: Layout, outgoing: Outgoing, staging_bytes: int
 ) -> tuple[Callable[[], TransferStats], HostCopies]:
     """What writes from copies that hold the values of this moment, and the copies."""
-    is_first = rank_and_size()[0] == 0
-    gathered_bytes = _gathered_bytes(layout, outgoing) if is_first else 0
+    gathered_bytes = _gathered_bytes(layout, outgoing) if rank_and_size()[0] == 0 else 0
     transfers, copies = copied_transfers(outgoing.in_place, beside_bytes=gathered_bytes)
     try:
         for key in outgoing.gathered:
@@ -411,6 +396,5 @@ def _gathered(model: nn.Module, key: str, layout: Layout, staging_bytes: int) ->
         if rank_and_size()[0] != 0:
             return []
         result = revert_group(model, {name: t for name, t in whole.items() if t is not None})[key]
-        strides = row_major_strides(result.shape)
-        file = layout.path(place.file)
+        file, strides = layout.path(place.file), row_major_strides(result.shape)
         return [Transfer(file=file, start=place.offset, dtype=place.dtype, strides=strides, memory=result)]

@@ -11,15 +11,12 @@ The first ranks to arrive look at the beats of those that are missing: they warn
 in the end give up for all ranks alike.
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import pickle
 import socket
-import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -33,7 +30,7 @@ import torch.distributed as dist
 
 from hf_fsdp_tools.distributed.beat import Beat, Place, conflict
 from hf_fsdp_tools.distributed.passes import PassWatch, behind, of_ended, passes_run
-from hf_fsdp_tools.errors import ConfigError, RanksError
+from hf_fsdp_tools.errors import ConfigError, RanksError, frames_of_package
 from hf_fsdp_tools.text import listed
 
 __all__ = [
@@ -41,7 +38,6 @@ __all__ = [
     "Rounds",
     "Scope",
     "StoppedElsewhere",
-    "frames_of_package",
     "patience",
     "patience_of_at_least",
 ]
@@ -182,7 +178,7 @@ class Rounds:
     @contextmanager
     def scope(self, doing: str) -> Iterator[Scope]:
         """A block that every rank enters; rounds within it are apart from those without."""
-        scope = Scope(f"{self._next_path()}", doing)
+        scope = Scope(self._next_path(), doing)
         self._scopes.append(scope)
         self._counts.append(0)
         try:
@@ -221,8 +217,7 @@ class Rounds:
             place = self._store.add(f"{path}/count", 1)
             self._refuse_given_up(path)
             if place == len(self.ranks):
-                told = self._store.multi_get([f"{path}/{rank}" for rank in self.ranks])
-                joined = _join(told)
+                joined = _join(self._store.multi_get([f"{path}/{rank}" for rank in self.ranks]))
                 self._refuse_given_up(path)
                 self._store.set(f"{path}/joined", joined)
                 if self._former is not None:  # all ranks have read it, or they would not have come here
@@ -305,7 +300,6 @@ class _Others:
 
     def __init__(self, store: Any, prefix: str, path: str, ranks: tuple[int, ...], rank: int) -> None:
         self._store, self._prefix, self._path, self.ranks, self._rank = store, prefix, path, ranks, rank
-        self._begin_s = time.monotonic()
         self._counts: dict[int, tuple[int, float]] = {}
         self._progress: dict[int, tuple[int, float]] = {}
         self._warn_s = {"absent": _ABSENT_S, "slow": _WARN_S}
@@ -321,13 +315,13 @@ class _Others:
             return apart
         if alone := next(filter(None, map(self._in_a_pass, missing)), ""):
             return f"While {doing}: {alone}. All ranks stop."
-        quiet = {rank: self._quiet_s(rank, beat) for rank, beat in beats.items()}
+        quiet = {rank: _since(self._progress, rank, beat["progress"] if beat else -1) for rank, beat in beats.items()}
         late = {rank: seconds for rank, seconds in quiet.items() if seconds > _patience_s.get()}
         told = listed((self._told(rank, beats[rank], quiet[rank]) for rank in late or missing), 8)
         if late:
             return f"While {doing}: no progress for {max(late.values()):.0f} s. {told}. All ranks stop."
-        kinds = {"absent": [r for r in missing if not (beats[r] or {}).get("doing")], "slow": missing}
-        for kind, ranks in kinds.items():
+        absent = [rank for rank in missing if not (beats[rank] or {}).get("doing")]
+        for kind, ranks in (("absent", absent), ("slow", missing)):
             longest_s = max((quiet[rank] for rank in ranks), default=0.0)
             if is_first and longest_s > self._warn_s[kind]:
                 self._warn_s[kind] = 2 * longest_s
@@ -341,10 +335,6 @@ class _Others:
         beat: dict[str, Any] | None = json.loads(self._store.get(key)) if self._store.check([key]) else None
         return beat
 
-    def _quiet_s(self, rank: int, beat: dict[str, Any] | None) -> float:
-        """Seconds since the rank was last seen to make progress."""
-        return _since(self._progress, rank, -1 if beat is None else beat["progress"])
-
     def _lost(self, rank: int, beat: dict[str, Any] | None) -> str:
         ended = f"rank {rank} has ended: it failed, and says why, or did not make this call, which every rank must make"
         if self._store.check([f"{self._prefix}/ended/{rank}"]):
@@ -353,7 +343,7 @@ class _Others:
         if self._store.check([key := f"{self._prefix}/who/{rank}"]):
             host, process = json.loads(self._store.get(key))
             state = _state_of(process) if host == socket.gethostname() else ""
-            if state in _ENDED:
+            if state in ("Z", "X"):
                 return ended
         if state != "T" and (beat is None or not beat["doing"]):  # it beats in calls alone
             return ""
@@ -381,9 +371,6 @@ class _Others:
         return f"rank {rank} is {beat['doing'][-1]} ({quiet_s:.0f} s without progress{waits})"
 
 
-_ENDED = ("Z", "X")
-
-
 def _since(seen: dict[int, tuple[int, float]], rank: int, value: int) -> float:
     """Seconds for which a rank's value has been the same."""
     now_s = time.monotonic()
@@ -392,18 +379,8 @@ def _since(seen: dict[int, tuple[int, float]], rank: int, value: int) -> float:
     return now_s - seen[rank][1]
 
 
-def frames_of_package() -> int:
-    """The `stacklevel` with which a caller's warning names the line outside of this package that called it."""
-    own = (str(Path(__file__).parents[1]), contextlib.__file__)
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1))]
-    return next((level for level, file in enumerate(files, 1) if not file.startswith(own)), 1)
-
-
 def _state_of(process: int) -> str:
-    """The state of a process of this machine (proc(5)): "T" stopped, "Z" ended and not waited for, "X" not there.
-
-    Empty where the system has no such files.
-    """
+    """The state of a process here (proc(5)): "T" stopped, "Z" ended, "X" not there; "" without such files."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -239,7 +239,6 @@ def throughput_of(
     forecast: Forecast,
     *,
     era: str = LATEST_ERA,
-    efficiency: Efficiency | None = None,
     memory: MemoryEstimate | None = None,
 ) -> ThroughputEstimate:
     """The throughput of a forecast, slowed where the GPU's memory is full.
@@ -249,7 +248,6 @@ def throughput_of(
     Args:
         forecast: of the training.
         era: of software, as in `efficiency.ERAS`.
-        efficiency: instead of the known one of GPU and era.
         memory: of the same forecast, if it was estimated already.
 
     Raises:
@@ -258,10 +256,10 @@ def throughput_of(
     steps = forecast.setup.gradient_accumulation_steps
     memory = memory or memory_of(forecast)
     if steps <= 2:
-        return _throughput_of_all(forecast, memory, era, efficiency)
+        return _throughput_of_all(forecast, memory, era)
     few = [_with_micro_steps(forecast, count) for count in (1, 2)]
     memories = [memory_of(each) if memory.retried else memory for each in few]
-    one, two = (_throughput_of_all(*each, era, efficiency) for each in zip(few, memories, strict=True))
+    one, two = (_throughput_of_all(*each, era) for each in zip(few, memories, strict=True))
 
     def continued(first: float, second: float) -> float:
         return first + (steps - 1) * (second - first)
@@ -283,9 +281,7 @@ def _with_micro_steps(forecast: Forecast, count: int) -> Forecast:
     return replace(forecast, setup=setup, step=compose(forecast.trace, forecast.plan, setup))
 
 
-def _throughput_of_all(
-    forecast: Forecast, memory: MemoryEstimate, era: str, efficiency: Efficiency | None
-) -> ThroughputEstimate:
+def _throughput_of_all(forecast: Forecast, memory: MemoryEstimate, era: str) -> ThroughputEstimate:
     """The throughput of a forecast, all of whose events are simulated."""
     notes = forecast.trace.notes
     if memory.is_full:
@@ -299,7 +295,6 @@ def _throughput_of_all(
         tokens=forecast.trace.tokens,
         model_flops=forecast.trace.model_flops,
         era=era,
-        efficiency=efficiency,
         stalls=allocator_stalls(memory),
         notes=notes,
     )

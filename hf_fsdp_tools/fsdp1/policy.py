@@ -20,8 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from hf_fsdp_tools.distributed.rounds import frames_of_package
-from hf_fsdp_tools.errors import WrapPlanError
+from hf_fsdp_tools.errors import WrapPlanError, frames_of_package
 from hf_fsdp_tools.modeling.given import as_model, taking
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan

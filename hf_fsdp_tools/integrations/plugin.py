@@ -12,6 +12,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
+from hf_fsdp_tools.distributed.launcher import world_size
 from hf_fsdp_tools.distributed.mesh import local_device, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
@@ -88,7 +89,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
                 "(offload_params) saves more."
             )
         if self.fsdp_version == 1:
-            alone = rank_on_node()[1] == 1 < int(os.environ.get("WORLD_SIZE", "1"))
+            alone = rank_on_node()[1] == 1 < world_size(os.environ)
             check_settings(self, on_cpu=on_cpu, alone_on_node=alone)
         elif isinstance(self.cpu_offload, CPUOffloadPolicy) and on_cpu:
             self.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator

@@ -20,6 +20,7 @@ from accelerate.utils import (
 )
 
 from hf_fsdp_tools.distributed.cpu_backend import GROUP_TIMEOUT
+from hf_fsdp_tools.distributed.launcher import world_size
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt
@@ -156,7 +157,8 @@ def start_state(
         if dynamo_plugin is not None and dynamo_plugin.backend != DynamoBackend.NO:
             state.dynamo_plugin = dynamo_plugin
         return
-    if PartialState._shared_state and PartialState().distributed_type == DistributedType.NO and _is_launched():
+    is_alone = PartialState._shared_state and PartialState().distributed_type == DistributedType.NO
+    if is_alone and world_size(os.environ) > 1:
         PartialState._reset_state()  # TrainingArguments without use_cpu made it, where each process would train alone
     _name_local_rank()
     options = {"timeout": GROUP_TIMEOUT, **(group or {})}
@@ -254,7 +256,3 @@ def _name_local_rank() -> None:
     if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
         rank, size = rank_on_node()
         os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
-
-
-def _is_launched() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1

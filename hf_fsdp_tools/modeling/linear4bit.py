@@ -90,12 +90,10 @@ def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> An
     if getattr(asked, "dequantize", False):  # what is done with such a checkpoint anyway
         asked = None
     stored = _stored_in(config)
-    if asked is not None and not _is_4bit(asked):
-        raise ConfigError(
-            f"quantization_config={_named(asked)} cannot be applied shard by shard. "
-            f"{_WHY_NOT_8BIT if _is_8bit(asked) else _ONLY_4BIT} {_CURE}"
-        )
-    if asked is None and not _is_4bit(stored):
+    if asked is not None and not _has(asked, "load_in_4bit"):
+        why = _WHY_NOT_8BIT if _has(asked, "load_in_8bit") else _ONLY_4BIT
+        raise ConfigError(f"quantization_config={_named(asked)} cannot be applied shard by shard. {why} {_CURE}")
+    if asked is None and not _has(stored, "load_in_4bit"):
         return None
     if stored is not None and not isinstance(stored, Mapping):
         config.quantization_config = stored.to_dict()  # transformers reads a config's quantization only in this form
@@ -113,7 +111,7 @@ def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> An
 def has_4bit_layers(config: PreTrainedConfig, model_kwargs: Mapping[str, Any]) -> bool:
     """Whether a model of this config, with these keywords, has 4-bit layers of bitsandbytes."""
     asked = model_kwargs.get("quantization_config")
-    return _is_4bit(asked) or _is_4bit(_stored_in(config))
+    return _has(asked, "load_in_4bit") or _has(_stored_in(config), "load_in_4bit")
 
 
 def _stored_in(config: PreTrainedConfig) -> Any:
@@ -253,12 +251,8 @@ _WHY_NOT_8BIT = (
 )
 
 
-def _is_4bit(config: Any) -> bool:
-    return bool(config.get("load_in_4bit") if isinstance(config, Mapping) else getattr(config, "load_in_4bit", False))
-
-
-def _is_8bit(config: Any) -> bool:
-    return bool(config.get("load_in_8bit") if isinstance(config, Mapping) else getattr(config, "load_in_8bit", False))
+def _has(config: Any, bits: str) -> bool:
+    return bool(config.get(bits) if isinstance(config, Mapping) else getattr(config, bits, False))
 
 
 def _named(config: Any) -> str:

@@ -133,9 +133,9 @@ def new_figure(title: str, subtitle: str, *, size: Size, theme: ThemeName) -> "t
     return figure, palette, height - top - 0.08
 
 
-def inches(kind: Literal["title", "text", "small"] = "text") -> float:
-    """Height in inches of a line of text of a kind."""
-    return _FONT_POINTS[kind] * 1.35 / 72
+def inches() -> float:
+    """Height in inches of a line of text."""
+    return _FONT_POINTS["text"] * 1.35 / 72
 
 
 @cache

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.plots.figure import (
     LINE_ROLES,
-    Palette,
     Size,
     ThemeName,
     inches,
@@ -42,7 +41,6 @@ class ScalingCurve:
 def draw_scaling(
     curves: Sequence[ScalingCurve],
     *,
-    title: str | None = None,
     setting: str,
     quantity: str = "TFLOP/s per GPU",
     theme: ThemeName = "light",
@@ -52,7 +50,6 @@ def draw_scaling(
 
     Args:
         curves: at least one, each with a value.
-        title: the finding; None compares the throughput at the most GPUs with that at the fewest.
         setting: what the curves have in common; stands below the title.
         quantity: of the values, with its unit.
         theme: light or dark.
@@ -64,7 +61,7 @@ def draw_scaling(
     known = [curve for curve in curves if any(value is not None for value in curve.values)]
     if not known:
         raise ConfigError("No setting fits at any number of GPUs, so there is no curve to draw. Allow more GPUs.")
-    figure, palette, top = new_figure(title or _finding(known, quantity), setting, size=size, theme=theme)
+    figure, palette, top = new_figure(_finding(known, quantity), setting, size=size, theme=theme)
     right = 0.3 + max(text_inches(curve.name, 9.0, "bold") for curve in known)
     axes = panel(figure, 0.72, 0.5, size[0] - 0.72 - right, top - 0.5, palette)
     ends = []
@@ -82,7 +79,7 @@ def draw_scaling(
                 markeredgewidth=1.4,
             )
         ends.append((*points[-1], curve.name, role))
-    _axes(axes, palette, known, quantity)
+    _axes(axes, known, quantity)
     gap = axes.get_ylim()[1] * inches() * 1.1 / (axes.get_position().height * size[1])
     places = spread([value for _, value, _, _ in ends], gap, gap / 2, axes.get_ylim()[1] - gap / 2)
     for (n, value, name, role), place in zip(ends, places, strict=True):
@@ -128,7 +125,7 @@ def _told_published(curves: Sequence[ScalingCurve]) -> str:
     return f"; published figures differ by {span}\N{NO-BREAK SPACE}%"
 
 
-def _axes(axes: "Axes", palette: Palette, curves: Sequence[ScalingCurve], quantity: str) -> None:
+def _axes(axes: "Axes", curves: Sequence[ScalingCurve], quantity: str) -> None:
     from matplotlib.ticker import NullFormatter, NullLocator
 
     numbers = sorted({n for curve in curves for n in (*curve.num_gpus, *(n for n, _ in curve.published))})

@@ -82,7 +82,7 @@ def check_before_loading(
         if model_args.use_peft or _packs(training):
             model = _on_meta(config, model_args, training, auto_class)
             if _packs(training):
-                _check_separate(model, model_args)
+                _check_separate(model)
             if model_args.use_peft:
                 _check_targets(model, model_args)
 
@@ -239,7 +239,7 @@ def _packs(training: Any) -> bool:
     return bool(getattr(training, "packing", False) or getattr(training, "padding_free", False))
 
 
-def _check_separate(model: Any, model_args: Any) -> None:
+def _check_separate(model: Any) -> None:
     """Refuse to put rows behind each other where attention would see from one row into the next.
 
     With flash attention the boundaries go to the kernel. Other attention gets a mask that transformers makes of the

@@ -13,6 +13,8 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EVAL_EVERY",
     "RECORD",
+    "appearing",
     "demo_passages",
     "demo_split",
     "demo_text",
@@ -183,17 +186,24 @@ def make_demo_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
+    with appearing(target) as partial:
         model.save_pretrained(partial, max_shard_size=max_shard_size)
         tokenizer.save_pretrained(partial)
         (partial / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return target
+
+
+@contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A folder to fill in a block, renamed to `folder` once all is in it; nothing is left where the block fails."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield partial
         partial.chmod(0o755)  # mkdtemp makes it private to this user, which a checkpoint is not
-        partial.replace(target)
+        partial.replace(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return target
 
 
 def _check_sizes(

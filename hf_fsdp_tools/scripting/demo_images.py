@@ -7,7 +7,6 @@ and so does what is asked and answered about it. The answer cannot be known with
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -15,6 +14,7 @@ from zlib import crc32
 from hf_fsdp_tools.scripting.demo import (
     EVAL_EVERY,
     RECORD,
+    appearing,
     demo_passages,
     demo_split,
     is_made,
@@ -59,13 +59,9 @@ def write_demo_images(model: Path, data: Path) -> None:
         "train": [row for number, row in enumerate(rows) if number % EVAL_EVERY],
         "eval": rows[::EVAL_EVERY],
     }
-    partial = Path(tempfile.mkdtemp(prefix=f".{data.name}-", dir=model.parent))
-    try:
+    with appearing(data) as partial:
         DatasetDict({name: Dataset.from_list(part, features) for name, part in split.items()}).save_to_disk(partial)
         shutil.rmtree(data, ignore_errors=True)
-        partial.replace(data)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def image_features() -> Any:
@@ -154,16 +150,10 @@ def make_demo_vision_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlavaForConditionalGeneration(_config(tokenizer, **sizes))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
+    with appearing(target) as partial:
         model.save_pretrained(partial)
         processor.save_pretrained(partial)
         (partial / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        partial.chmod(0o755)  # mkdtemp makes it private to this user, which a checkpoint is not
-        partial.replace(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return target
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_fsdp_tools.checkpoint.formats.stored import BlockScales, QuantizedTensor
+from hf_fsdp_tools.checkpoint.formats.stored import BlockScales, QuantizedTensor, Stored
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.io.files import Reader, TransferStats
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer, transfer_of, views_into
@@ -23,10 +23,15 @@ from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.errors import CheckpointError
 
-__all__ = ["Place", "QuantizedPart", "dequantize", "read_into", "reads_of"]
+__all__ = ["Place", "QuantizedPart", "dequantize", "read_into", "reads_of", "whole_place"]
 
 Place = tuple[torch.Tensor, PieceTensor, Box]
 """Memory of any strides, and the box of a stored tensor that fills it."""
+
+
+def whole_place(memory: torch.Tensor, stored: Stored) -> Place:
+    """Memory for all of a stored tensor, in the memory's dtype."""
+    return memory, PieceTensor.stored(stored, memory.dtype), Box.whole(memory.shape)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,15 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.checkpoint.formats.stored import Stored
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.io.files import Reader, TransferStats
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
-from hf_fsdp_tools.checkpoint.quantized.dequantize import Place, dequantize, reads_of
+from hf_fsdp_tools.checkpoint.quantized.dequantize import Place, dequantize, reads_of, whole_place
 from hf_fsdp_tools.checkpoint.quantized.share import PackedShare, PackedWeight, Span, compute_device
 from hf_fsdp_tools.checkpoint.quantized.windows import Bounds, batches, work_in_windows
 from hf_fsdp_tools.checkpoint.regions import row_major_strides
-from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.distributed.agreement import agreed
 from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.errors import CheckpointError
@@ -228,15 +226,11 @@ def read_scales(share: PackedShare, index: CheckpointIndex, reader: Reader) -> T
         transfer
         for _, keys, tensors in read
         for name, memory in tensors.items()
-        for transfer in reads_of([_whole(memory, index.tensors[keys[name]])], index)[0]
+        for transfer in reads_of([whole_place(memory, index.tensors[keys[name]])], index)[0]
     )
     for module, keys, tensors in read:
         set_quant_state(module, _checked_state(module, keys, tensors, index))
     return stats
-
-
-def _whole(memory: torch.Tensor, stored: Stored) -> Place:
-    return memory, PieceTensor.stored(stored, memory.dtype), Box.whole(memory.shape)
 
 
 def _checked_state(

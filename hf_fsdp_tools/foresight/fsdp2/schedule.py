@@ -223,10 +223,7 @@ class Fsdp2Schedule:
         unit.state = "pre_backward"
         self._unshard(unit)
         self._wait_for_unshard(unit)
-        if not unit.uses:
-            return
-        at = unit.uses.pop()
-        if at > 0:
+        if unit.uses and (at := unit.uses.pop()) > 0:
             target = self._order[at - 1]
             kept, target.state = target.state, "pre_backward"
             self._writer.unit = target.split.name
@@ -404,6 +401,4 @@ class Fsdp2Schedule:
 def _reshard(split: UnitShards, setup: TrainingSetup) -> bool | int:
     """Whether a unit is freed after forward; the root is kept where the plan leaves it to FSDP2 (`_lazy_init`)."""
     planned = split.unit.reshard_after_forward
-    if planned is None:
-        planned = split.name != ""
-    return False if not setup.reshard_after_forward else planned
+    return setup.reshard_after_forward and (split.name != "" if planned is None else planned)

@@ -1,0 +1,175 @@
+"""Shard what was added to a sharded model, adapters and heads, in the units of its base.
+
+Plans are made of the base without adapters, so that a model has the same units with and without them.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_tools.distributed.agreement import same_on_all_ranks
+from hf_fsdp_tools.distributed.shards import as_dtensor, cut, fill_from_first, gather_on_device, local_tensor
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.given import as_model, taking
+from hf_fsdp_tools.modeling.linear4bit import packed_linears, refuse_cast_weights
+from hf_fsdp_tools.modeling.peft_view import is_wrapper
+from hf_fsdp_tools.sharding.adapter_plan import laid_over
+from hf_fsdp_tools.sharding.allocate import renew
+from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters, release
+from hf_fsdp_tools.sharding.hf_interface import answer_for_shards
+from hf_fsdp_tools.sharding.shard import Sharding, apply_again, sharded_module, sharding_of
+from hf_fsdp_tools.sharding.whole import average_gradients, is_averaged
+
+__all__ = ["shard_added"]
+
+
+@taking(model=as_model)
+def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
+    """Shard adapters and heads that were added to a sharded model, in place, in the units of its plan.
+
+    Added trainable weights become fp32 where computation is in a lower precision (master weights) or where their dtypes
+    differ; on a 4-bit base, whose adapters TRL casts to bf16, they become fp32 with the rounded values. Parameters that
+    PEFT keeps outside the base (prompt encoders) stay whole on every rank, with averaged gradients.
+
+    Args:
+        model: a model that `shard_model` sharded, or a model around it; nothing is done for any other model. Do not
+            call between a forward and its backward pass.
+
+    Returns:
+        The new parameter for each parameter that was replaced, for an optimizer that was made before.
+
+    Every rank must call. The ranks exchange the plan's digest; rank 0 sends the added values.
+
+    Raises:
+        ConfigError: PEFT made adapters of a wrong shape, because it took FSDP's mesh for tensor parallelism; or 4-bit
+            weights were cast.
+        WrapPlanError: the ranks added different modules.
+
+    Example:
+        >>> from peft import LoraConfig, get_peft_model
+        >>> model = from_pretrained("checkpoint", load_kwargs={"progress": False})
+        >>> adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+        >>> len(shard_added(adapted))
+        4
+    """
+    base, sharding = sharded_module(model), sharding_of(model)
+    if base is None or sharding is None:
+        return {}
+    if packed_linears(base):
+        refuse_cast_weights(base)
+        _undo_casts(base)
+    managed = set(managed_parameters(base))
+    known = dict(base.named_parameters(remove_duplicate=False))
+    whole = {known[name] for name in sharding.plan.replicated if name in known}
+    outside = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor) and not is_averaged(p)]
+    inside = any(parameter not in managed and parameter not in whole for parameter in base.parameters())
+    # PEFT may have run the embedding alone for a prompt encoder, and FSDP2 then takes it for the root: shard again.
+    replaced = _shard_again(base, sharding, managed) if inside or outside else {}
+    outside = [parameter for parameter in outside if parameter not in replaced]
+    _bring_to_device(model, base, torch.device(sharding.mesh.device_type))
+    for parameter in outside:
+        fill_from_first(parameter, parameter, sharding.mesh)
+    average_gradients(outside, sharding.mesh.get_all_groups())
+    if outside:
+        make_root(base)
+    answer_for_shards(model)  # PEFT's, like transformers'
+    return replaced
+
+
+def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]) -> dict[torch.Tensor, nn.Parameter]:
+    """Take FSDP2 off, and apply it again with the added modules; parameters that were sharded keep their shards."""
+    _check_shapes(base)
+    plan = laid_over(sharding.plan, base)
+    same_on_all_ranks("sharding what was added", ranks=sorted(sharding.mesh.mesh.flatten().tolist()), plan=plan)
+    release(base)
+    _make_buffers_whole(base)
+    kept = {base.get_parameter(name) for name in plan.replicated}
+    dtypes = _dtypes(set(base.parameters()) - kept - managed, sharding)
+
+    def fill(old: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
+        return old if old in managed else _shard_of(old, made, sharding.device)
+
+    shards = apply_again(base, replace(sharding, plan=plan), fill, dtypes=dtypes)
+    return {old: shard for old, shard in shards.items() if old is not shard}
+
+
+def _bring_to_device(model: nn.Module, base: nn.Module, device: torch.device) -> None:
+    """Bring what PEFT keeps outside the base to the device of the computation; PEFT puts it beside the base's shards.
+
+    Under CPU offload these are on the CPU, and a prompt encoder would compute there.
+    """
+    inside = set(base.modules())
+    for module in model.modules():
+        if module not in inside:
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if not isinstance(tensor, DTensor):
+                    tensor.data = tensor.data.to(device)
+
+
+def _make_buffers_whole(base: nn.Module) -> None:
+    """Put whole tensors in the place of buffers that are shards, which PEFT makes of rows of an embedding's shard.
+
+    FSDP2 would have to move them to its device, and refuses. Every rank must call; each buffer is gathered.
+    """
+    for module in base.modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, DTensor):
+                module._buffers[name] = gather_on_device(buffer)
+
+
+def _undo_casts(base: nn.Module) -> None:
+    """Cast trainable shards back to fp32.
+
+    TRL casts the adapters of a quantised model to bf16 by `parameter.data`. FSDP2 does not notice and goes on gathering
+    the fp32 shards, so the optimizer would step tensors that no forward pass uses.
+    """
+    cast = [p for p in base.parameters() if p.requires_grad and isinstance(p, DTensor) and p.dtype != torch.float32]
+    for parameter in cast:
+        parameter.data = parameter.data.to(torch.float32)
+    if cast:
+        renew(base)
+
+
+def _check_shapes(base: nn.Module) -> None:
+    wrong = []
+    for name, module in base.named_modules():
+        linear = module._modules.get("base_layer") if is_wrapper(module) else None
+        if isinstance(linear, nn.Linear) and {module.in_features, module.out_features} != {
+            linear.in_features,
+            linear.out_features,
+        }:
+            wrong.append(name)
+    if wrong:
+        raise ConfigError(
+            f"PEFT took the mesh for tensor parallel and gave {len(wrong)} adapters the shape of one shard "
+            f"(first: {wrong[0]}). On a mesh of several axes give peft_config to from_pretrained, or add the adapter "
+            "before the model is sharded."
+        )
+
+
+def _dtypes(added: set[nn.Parameter], sharding: Sharding) -> dict[nn.Parameter, torch.dtype]:
+    """New dtypes of added trainable weights: fp32 where computation is in a lower precision, or their dtypes differ."""
+    trained = [parameter for parameter in added if parameter.requires_grad and parameter.is_floating_point()]
+    low = sharding.mp_policy.param_dtype not in (None, torch.float32)
+    if low or len({parameter.dtype for parameter in trained}) > 1:
+        return dict.fromkeys(trained, torch.float32)
+    return {}
+
+
+def _shard_of(old: nn.Parameter, like: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """This rank's shard, like `like`, of rank 0's whole parameter, or of a parameter that is sharded otherwise."""
+    shard, value = like.data, old.data
+    assert isinstance(shard, DTensor)
+    if not isinstance(value, DTensor):
+        memory = torch.empty(local_tensor(shard).shape, dtype=like.dtype, device=device)
+        made = as_dtensor(memory, shard)
+        fill_from_first(made, value, shard.device_mesh)
+    elif value.device_mesh != shard.device_mesh or value.placements != shard.placements:
+        made = cut(gather_on_device(value), shard, device=device, dtype=like.dtype)
+    else:
+        made = value.detach().to(device=device, dtype=like.dtype)  # type: ignore[assignment]  # a DTensor
+    new = nn.Parameter(made, requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    return new
