@@ -457,12 +457,17 @@ def make_quantized(kind: str, folder: Path) -> Path:
 def dequantized_by_transformers(kind: str, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """What transformers makes of it with `dequantize=True`, on the CPU.
 
-    It leaves tensors that are stored plain in their stored dtype, whatever dtype was asked for (5.23).
+    It leaves tensors that are stored plain in their stored dtype, whatever dtype was asked for (5.23). Scales that 5.17
+    leaves in the model beside the weights are taken away.
     """
     method = QUANTIZED[kind][2]["quant_method"]
     asked = {"fp8": hf.FineGrainedFP8Config, "mxfp4": hf.Mxfp4Config, "compressed-tensors": hf.CompressedTensorsConfig}
     config = asked[method](dequantize=True)
-    return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config, device_map="cpu")
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config, device_map="cpu")
+    for key in model.state_dict().keys() - build_meta_model(folder).state_dict().keys():
+        owner, _, name = key.rpartition(".")
+        delattr(model.get_submodule(owner), name)
+    return model
 
 
 # ---- sharded models ----

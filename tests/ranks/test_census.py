@@ -8,6 +8,7 @@ experts of which the ranks choose different ones.
 from functools import partial
 
 import torch
+from transformers import CONFIG_MAPPING
 
 from benchmarks.architectures.agree import PRECISIONS, examine_sharded, plain_figures
 from benchmarks.architectures.cases import make_case
@@ -48,6 +49,10 @@ ONLY_FP32 = ("switch_transformers",)
 RANKS = 2
 
 
+# transformers 5.17, which is supported too, lacks some of 5.23.
+THERE = [model_type for model_type in SAMPLE if model_type in CONFIG_MAPPING]
+
+
 def _plain(model_type, folder):
     """Leave a case and the plain model's figures behind."""
     case, _ = make_case(model_type, folder / model_type)
@@ -86,12 +91,12 @@ def _notices_what_differs(folder):
 
 
 def _sample(folder):
-    run_cases({name: partial(_agrees, folder, name) for name in SAMPLE})
+    run_cases({name: partial(_agrees, folder, name) for name in THERE})
     return _notices_what_differs(folder)
 
 
 def test_a_sample_of_architectures_trains_as_the_plain_model_does(tmp_path):
-    run_alone(_plain, list(SAMPLE), tmp_path)
+    run_alone(_plain, THERE, tmp_path)
     first, second = run_ranks(_sample, RANKS, tmp_path, timeout_s=280)
     noticed = {check: first[check] or second[check] for check in first}
     assert noticed == {"load": True, "outputs": True, "gradients": True, "loss": False, "save": False}
