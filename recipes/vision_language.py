@@ -1,7 +1,8 @@
 r"""Train a vision-language model on questions about images under FSDP2, the vision tower frozen or trained.
 
 On pictures drawn on the spot, with a small LLaVA: nothing to download, a minute on 2 CPU cores, 0.6 GB for each
-process; the evaluation loss falls from 7.0 to below 0.2:
+process; the evaluation loss falls from 7.0 to below 0.2. Of the answers at the end all colours are right, and shapes in
+part: these take more epochs.
 
     python recipes/vision_language.py                                                         # one process
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/vision_language.py    # two
@@ -183,12 +184,8 @@ def check_images(data: datasets.Dataset, processor: ProcessorMixin, training: SF
             )
 
 
-@torch.no_grad()
 def answer(model: PreTrainedModel, processor: ProcessorMixin, row: dict[str, Any]) -> str:
-    """What the sharded model says of a row's images: every rank calls, and finds the same tokens.
-
-    By whole forward passes: `generate` would run the vision tower outside of the one in which FSDP gathers its weights.
-    """
+    """What the sharded model says of a row's images: every rank calls."""
     model.eval()
     question = row["messages"][:1] if "messages" in row else row["prompt"]
     inputs = processor.apply_chat_template(
@@ -198,18 +195,9 @@ def answer(model: PreTrainedModel, processor: ProcessorMixin, row: dict[str, Any
         return_dict=True,
         return_tensors="pt",
     ).to(next(model.parameters()).device)
-    start = inputs["input_ids"].shape[1]
-    for _ in range(24):
-        logits = model(**inputs).logits[:, -1:]
-        logits[..., image_tokens(processor)] = -torch.inf  # it would stand for an image that there is not
-        token = logits.argmax(-1)
-        if token == processor.tokenizer.eos_token_id:
-            break
-        for name, value in inputs.items():
-            if value.shape == inputs["attention_mask"].shape and name != "attention_mask":
-                inputs[name] = torch.cat([value, token if name == "input_ids" else torch.zeros_like(token)], 1)
-        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    return processor.decode(inputs["input_ids"][0, start:], skip_special_tokens=True)
+    # a token of an image would stand for one that there is not
+    tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False, suppress_tokens=image_tokens(processor))
+    return processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,9 @@ def decide(options: argparse.Namespace, said: Mapping[str, Any] | None = None) -
     from hf_fsdp_tools import FSDPConfig
 
     asked = {field: getattr(options, name, None) for name, field in _SETTINGS.items()}
+    is_off = getattr(options, "offload", None) is False  # the one switch that can be turned off
     asked = {field: value for field, value in asked.items() if value is not None and value is not False}
+    asked |= {"offload_params": False} if is_off and (said or {}).get("offload_params") else {}
     gpus, is_elsewhere = asked.pop("gpus", None), bool(getattr(options, "gpu", None))
     if gpus is not None and asked.setdefault("num_processes", gpus) != gpus:
         raise ConfigError(f"--gpus {gpus} and --num-processes {asked['num_processes']}: give one of them")
@@ -69,6 +71,11 @@ def decide(options: argparse.Namespace, said: Mapping[str, Any] | None = None) -
         here, reasons = FSDPConfig.for_machine(gpu_count=count)
     elif not on_cpu:
         _check_gpus(here, count, machines, is_elsewhere)
+    if here.use_cpu and changes.get("offload_params") and "offload_params" not in asked:
+        raise ConfigError(
+            "the file keeps weights in the host's memory (offload), and the run would be on the CPU, which has them "
+            "there; say with --gpus how many the file's machine has, or leave the offload out with --no-offload"
+        )
     if "num_machines" in changes and not count:
         changes["num_processes"] = asked["num_processes"] = here.num_processes * machines
     if getattr(options, "no_reshard_after_forward", False):

@@ -66,14 +66,15 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
         parts = [_part(splits, script.dataset_train_split, name) for name, splits in zip(names, loaded, strict=True)]
         parts = [_converted(part, name, columns) for name, part in zip(names, parts, strict=True)]
         train = parts[0] if len(parts) == 1 else _mixed(parts, names, streaming=script.dataset_streaming)
-        evaluation = None
+        whole, evaluation = train, None
         if training.eval_strategy != "no":
             train, evaluation = _held_out(train, script, training, names, loaded, columns)
         _check_sizes(script, training, train, evaluation)
         if script.dataset_streaming and evaluation is not None:
             evaluation = Dataset.from_list(list(evaluation.take(_HELD_OUT_MOST)), features=evaluation.features)
     if script.dataset_streaming:
-        train = share_of_stream(train, held_out=evaluation, columns=set().union(*columns))
+        held_out = None if train is whole else evaluation  # not those of a split of their own
+        train = share_of_stream(train, held_out=held_out, columns=set().union(*columns))
     if rank_and_size()[0] == 0:
         rows = "streamed" if script.dataset_streaming else f"{len(train):,} rows to train on"
         rest = "" if evaluation is None else f", {len(evaluation):,} to evaluate"

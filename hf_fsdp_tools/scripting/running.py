@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -103,6 +104,8 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
         trainer.add_callback(EarlyStoppingCallback(patience))
     if getattr(training, "packing", False):
         check_documents_apart(trainer)
+    # TRL 1.16 asks transformers by an older name, in each DPO evaluation.
+    warnings.filterwarnings("ignore", message=".*`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     resume = training.resume_from_checkpoint
     training.eval_on_start = training.eval_on_start and not resume and trainer.eval_dataset is not None
     trainer.train(resume_from_checkpoint=resume)

@@ -13,6 +13,7 @@ Words, as in torch's own files:
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ __all__ = [
     "copy_released",
     "count_units",
     "forget_memory",
+    "forward_begun",
     "is_offloaded",
     "make_gathered_memory",
     "make_root",
@@ -117,6 +119,23 @@ def make_root(model: nn.Module) -> None:
     """
     assert isinstance(model, FSDPModule)
     _state_of(model)._lazy_init()
+
+
+@contextmanager
+def forward_begun(root: FSDPModule) -> Iterator[None]:
+    """Begin the forward pass of a root for a block: what the block runs before it calls the root belongs to that pass.
+
+    Without a call, the pass ends with the block.
+    """
+    state = _state_of(root)
+    with torch.inference_mode(False):
+        make_gathered_memory(root)
+    state._pre_forward(root, (), {})
+    try:
+        yield
+    finally:
+        if state._state_ctx.iter_forward_root is state:
+            state._post_forward(root, None, None)
 
 
 def make_gathered_memory(module: FSDPModule) -> None:

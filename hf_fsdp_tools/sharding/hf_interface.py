@@ -19,7 +19,7 @@ from hf_fsdp_tools.distributed.shards import as_dtensor, cut, part_of
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class
 from hf_fsdp_tools.modeling.peft_view import is_adapted
-from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
+from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, reshard_units
 from hf_fsdp_tools.text import listed
 
 __all__ = ["answer_for_shards", "mark_for_transformers", "turn_cache_off", "with_cache_as_found"]
@@ -32,6 +32,8 @@ def mark_for_transformers(model: nn.Module) -> None:
       decides whether to shift labels under label smoothing, and writes model cards.
     - With transformers' own mark, `generate` goes on until every rank has finished, and layer drop runs every layer.
     - Methods that need whole weights work on shards (`answer_for_shards`).
+    - `generate` runs encoders, of images or of text, before the model's own forward pass: what no other unit holds is
+      gathered for them.
     - `DistributedDataParallel`, in which a plain Trainer or Accelerator wraps it, raises an error that names the cure;
       so does such an Accelerator itself, which in one process would go on without a word.
     """
@@ -47,7 +49,19 @@ def mark_for_transformers(model: nn.Module) -> None:
                 mark: Any = property(_accelerates_mark, _set_accelerates_mark)
                 cls._is_accelerate_prepared = mark  # type: ignore[attr-defined]  # a name of Accelerate
                 cls.__reduce_ex__ = _refuse_pickle  # type: ignore[assignment]
+    if isinstance(model, FSDPModule) and hasattr(model, "generate") and "generate" not in model.__dict__:
+        setattr(model, "generate", partial(_generate, model, model.generate))  # noqa: B010  # an attribute of its own
     answer_for_shards(model)
+
+
+def _generate(model: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    """Answer `model.generate(…)` on shards; every rank must call."""
+    assert isinstance(model, FSDPModule)
+    try:
+        with forward_begun(model):
+            return plain(*args, **kwargs)
+    finally:  # after an error, too
+        reshard_units(model)
 
 
 _CURE = (

@@ -12,11 +12,11 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, Trainer
 
 from hf_fsdp_tools import HybridPolicy, from_pretrained, make_accelerator, save_pretrained, sharding_of, wait_for_saves
 from hf_fsdp_tools.errors import ConfigError
-from tests._checkpoints import full_state, make_checkpoint
+from tests._checkpoints import full_state, make_checkpoint, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, apart, arguments, full_parameters, num_units
 
@@ -138,6 +138,34 @@ def a_plain_state_dict_is_loaded_into_the_shards(folder: Path) -> None:
     assert not head.weight.full_tensor().any()
 
 
+PICTURE = {
+    "input_ids": torch.tensor([[1, *[130] * 16, *range(20, 30)]]),
+    "pixel_values": torch.linspace(-1, 1, 3 * 16 * 16).reshape(1, 3, 16, 16),
+}
+TEXT = {"input_ids": torch.arange(3, 12)[None], "decoder_input_ids": torch.arange(9)[None]}
+
+
+def images_and_texts_are_encoded_before_a_generation(folder: Path) -> None:
+    """Which transformers does outside of the model's own forward pass; in inference mode too."""
+    adapter = LoraConfig(r=2, target_modules="all-linear")
+    for name, auto_class, inputs, peft_config in (
+        ("llava", AutoModelForImageTextToText, PICTURE, None),
+        ("llava", AutoModelForImageTextToText, PICTURE, adapter),
+        ("t5", AutoModelForSeq2SeqLM, TEXT, None),
+    ):
+        model: Any = from_pretrained(folder / name, auto_class=auto_class, peft_config=peft_config)
+        plain = auto_class.from_pretrained(folder / name)
+        with torch.inference_mode():
+            asked = {"max_new_tokens": 5, "do_sample": False, "decoder_start_token_id": 0}
+            made = [each.generate(**inputs, **asked) for each in (model, plain)]
+        assert torch.equal(*made), name
+        assert not [n for n, each in model.named_parameters() if not isinstance(each, DTensor)], name
+        model.train()(**inputs, labels=inputs["input_ids"]).loss.backward()
+        with pytest.raises(ValueError, match="nonsense"):
+            model.generate(**inputs, **asked, nonsense=1)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "after an error too"
+
+
 # ---- copies ----
 
 
@@ -189,6 +217,7 @@ CASES = (
     part_of_a_state_dict_is_not_saved_by_accelerate,
     tokens_are_added_by_the_models_own_method,
     a_plain_state_dict_is_loaded_into_the_shards,
+    images_and_texts_are_encoded_before_a_generation,
     a_copy_is_a_second_sharded_model,
     a_copy_of_a_model_with_whole_parameters_averages_their_gradients,
     an_average_of_the_weights_is_kept,
@@ -196,6 +225,10 @@ CASES = (
 
 
 def test_what_scripts_call_on_a_model_works_on_shards(tmp_path: Path) -> None:
+    make_checkpoint("t5", tmp_path / "t5")
+    config = tiny_config("llava")
+    config.image_token_index = 130
+    randomize(AutoModelForImageTextToText.from_config(config)).save_pretrained(tmp_path / "llava")
     run_ranks(run_cases, 2, CASES, make_checkpoint("llama", tmp_path))
 
 

@@ -1,5 +1,6 @@
 """A vision-language model as a user trains it on questions about images, with the tower frozen, trained, adapted."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -69,6 +70,21 @@ def test_the_loss_falls_and_the_result_opens_in_plain_transformers(runs, probe):
     assert runs.losses("still") == pytest.approx((before, before)), "without a learning rate"
     check_opened(runs, "trained", AutoModelForImageTextToText.from_pretrained(runs.folder / "trained"), probe)
     assert AutoProcessor.from_pretrained(runs.folder / "trained").image_processor.crop_size["height"] == 32
+
+
+@pytest.mark.parametrize("name", ["trained", "lora"])
+def test_the_sample_is_what_plain_transformers_generates(runs, name):
+    from trl.data_utils import prepare_multimodal_messages
+
+    model = AutoModelForImageTextToText.from_pretrained(runs.folder / name)  # an adapter with its base, by PEFT
+    processor = AutoProcessor.from_pretrained(runs.folder / name)
+    row = demo_image_rows()[0]
+    turns = prepare_multimodal_messages(row["prompt"], images=row["images"])
+    given = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = processor.apply_chat_template(turns, add_generation_prompt=True, **given)
+    made = model.generate(**inputs, max_new_tokens=24, do_sample=False, suppress_tokens=[1023])
+    text = processor.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert re.search(r"^sample +(.*)$", runs.of(name), re.MULTILINE)[1] == repr(text)
 
 
 def test_a_run_resumed_in_the_middle_has_the_same_end(runs):

@@ -157,6 +157,18 @@ def test_deepspeeds_json_alone_and_stage_2(tmp_path: Path) -> None:
     assert new == says(num_processes=8, mixed_precision="fp16", reshard_after_forward=False)
 
 
+def test_offload_on_a_machine_without_gpus_names_what_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    (tmp_path / "old.yaml").write_text(json.dumps(old))
+    assert main(["config", "--from", str(tmp_path / "old.yaml")]) == 1
+    said = capsys.readouterr().err
+    assert "the file keeps weights" in said and "--gpus" in said and "drop" not in said
+    assert translate(tmp_path, old, "--gpus", "2")[0]["fsdp_config"]["fsdp_offload_params"] is True
+    assert translate(tmp_path, old, "--no-offload")[0] == says(num_processes=2, use_cpu=True)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
