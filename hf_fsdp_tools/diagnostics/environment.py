@@ -32,8 +32,9 @@ _REQUIRED = {
     "safetensors": ("0.6", None),
     "huggingface_hub": ("1.0", None),
 }
-"""(oldest, newest) version of each required package with which the suite has run, or with torch 2.11 and 2.15 parts of
-it; oldest as in pyproject.toml; None accepts any later version."""
+"""(oldest, newest) version of each required package with which the whole suite has run: the oldest together (torch
+2.11.0, transformers 5.17.0), the newest together (2.15.0, 5.23.0), and those of `constraints.txt`. None accepts any
+version from the oldest of pyproject.toml on."""
 
 _OPTIONAL: dict[str, tuple[str, str | None]] = {
     "peft": ("0.21", "0.21"),
@@ -51,7 +52,7 @@ class Environment:
     versions: dict[str, str | None]
     """Version by package; None where the package is not installed."""
     tried: dict[str, tuple[str, str | None]]
-    """(oldest, newest) version with which the tests have run, by package; None accepts any later version."""
+    """(oldest, newest) version with which the tests have run, by package; None accepts any from the oldest on."""
     devices: tuple[str, ...]
     """Accelerators that this process sees, with their memory; the CPU where there is none."""
     backends: tuple[str, ...]
@@ -135,7 +136,7 @@ def rehearse(model: nn.Module, *, num_processes: int = 8, policy: HybridPolicy |
 
 def _tried_words(least: str, last: str | None) -> str:
     if last is None:
-        return f"tried from {least} on"
+        return f"needs {least} or later"
     return f"tried {least}" if least == last else f"tried {least} to {last}"
 
 
