@@ -1,8 +1,8 @@
 r"""Train a vision-language model on questions about images under FSDP2, the vision tower frozen or trained.
 
 On pictures drawn on the spot, with a small LLaVA: nothing to download, a minute on 2 CPU cores, 0.6 GB for each
-process; the evaluation loss falls from 7.0 to below 0.2. Of the answers at the end all colours are right, and shapes in
-part: these take more epochs.
+process; the evaluation loss falls from 7.0 to below 0.2. It names colours well, and half of the shapes: those take more
+epochs.
 
     python recipes/vision_language.py                                                         # one process
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/vision_language.py    # two

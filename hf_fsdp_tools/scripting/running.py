@@ -17,6 +17,7 @@ from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.scripting.packing import check_documents_apart
 from hf_fsdp_tools.scripting.progress import Progress
+from hf_fsdp_tools.scripting.streams import check_divided_once
 
 __all__ = ["finish", "load_model", "run", "show_losses", "train"]
 
@@ -80,8 +81,8 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
         training: its arguments.
         model_args: `ModelArguments`, for `--early_stopping_patience`.
 
-    Every rank must call; errors are those of `FSDPTrainerMixin.train`, and of `check_documents_apart` where rows are
-    packed.
+    Every rank must call; errors are those of `FSDPTrainerMixin.train`, of `check_documents_apart` where rows are
+    packed, and of `check_divided_once` where they are a stream.
 
     Example:
         >>> class MyTrainer(FSDPTrainerMixin, SFTTrainer):
@@ -96,6 +97,7 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
         step 0 of 2: evaluation loss ...
         step 2 of 2: evaluation loss ...
     """
+    check_divided_once(trainer)
     for kind in (ProgressCallback, PrinterCallback, Progress):
         while trainer.pop_callback(kind) is not None:
             continue

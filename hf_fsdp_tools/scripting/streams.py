@@ -7,7 +7,7 @@ from typing import Any
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import ConfigError
 
-__all__ = ["StreamMixin", "share_of_stream"]
+__all__ = ["StreamMixin", "check_divided_once", "share_of_stream"]
 
 
 class StreamMixin:
@@ -36,6 +36,22 @@ class StreamMixin:
             collate_fn=trainer.data_collator,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
+        )
+
+
+def check_divided_once(trainer: Any) -> None:
+    """Refuse a Trainer that would divide a rank's share of a stream among the ranks once more.
+
+    Raises:
+        ConfigError: it trains on a stream, and lacks `StreamMixin`.
+    """
+    from datasets import IterableDataset
+
+    if isinstance(trainer.train_dataset, IterableDataset) and not isinstance(trainer, StreamMixin):
+        name = type(trainer).__name__
+        raise ConfigError(
+            f"{name} would divide the stream among the ranks, and load_splits has made it this rank's share. Put "
+            f"StreamMixin first: class {name}(StreamMixin, FSDPTrainerMixin, …)."
         )
 
 

@@ -9,7 +9,7 @@ from transformers import Trainer as PlainTrainer
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.scripting import streams
-from hf_fsdp_tools.scripting.streams import StreamMixin, share_of_stream
+from hf_fsdp_tools.scripting.streams import StreamMixin, check_divided_once, share_of_stream
 
 
 def rows_of(files: list[int], count: int):
@@ -78,6 +78,12 @@ def test_a_share_of_a_stream_is_not_divided_again():
     trainer = SimpleNamespace(train_dataset=stream(1, 5), args=args, data_collator=lambda rows: [*rows])
     batches = [[row["text"] for row in batch] for batch in Trainer.get_train_dataloader(trainer)]
     assert batches == [["0-0", "0-1"], ["0-2", "0-3"], ["0-4"]]
+
+
+def test_a_trainer_that_would_divide_a_share_again_is_refused():
+    with pytest.raises(ConfigError, match=r"class SimpleNamespace\(StreamMixin, FSDPTrainerMixin"):
+        check_divided_once(SimpleNamespace(train_dataset=stream(1, 5)))
+    check_divided_once(SimpleNamespace(train_dataset=[{"text": "a"}]))
 
 
 def test_a_rank_without_rows_is_an_error_before_training(monkeypatch):
