@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+from huggingface_hub import constants
 from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback
 
 from hf_fsdp_tools.distributed.agreement import wait_for_all_ranks
@@ -180,6 +181,8 @@ def finish(trainer: Any, training: Any, model_args: Any, tokenizer: Any, *, says
     if getattr(model_args, "merge_adapters", False):
         save_pretrained(trainer.model, folder / "merged", tokenizer=tokenizer, merge_adapters=True)
         made["merged"] = f"{folder / 'merged'} (opens without PEFT)"
+    if training.push_to_hub:
+        made["uploaded"] = f"{constants.ENDPOINT}/{trainer.hub_model_id}"
     lines = {**says, **made}
     width = max(map(len, lines)) + 2
     trainer.accelerator.print("\n" + "\n".join(f"{name:{width}}{text}" for name, text in lines.items()))

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,15 +151,17 @@ class Series:
         assert self.log("resumed", "loss") == self.log("trained", "loss")
 
 
-def launch(folder: Path, *arguments: str, script: Path) -> subprocess.CompletedProcess[str]:
-    """Launch a script on two ranks in a folder, without a hub."""
+def launch(
+    folder: Path, *arguments: str, script: Path, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Launch a script on two ranks in a folder, without a hub unless the variables give one."""
     command = [Path(sys.executable).with_name("accelerate"), "launch", "--config_file", CONFIG, script]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     told = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "PYTHONPATH": paths}
     return subprocess.run(
         [*map(str, command), *arguments],
         cwd=folder,
-        env=os.environ | told,
+        env={**os.environ, **told, **(variables or {})},
         capture_output=True,
         text=True,
         timeout=280,
