@@ -201,7 +201,7 @@ def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "cure"),
     [
-        ("estimate {llama} --gpu h100-90gb", "Nearest: h100"),
+        ("estimate {llama} --gpu h100-90gb", "did you mean h100"),
         ("estimate {llama} --gpus 12", "use 8 or 16"),
         ("estimate {llama} --gpus 8 --dp-replicate 3", "Choose degrees whose product is 8"),
         ("estimate {llama} --gpus 0", "it must be at least 1"),

@@ -103,7 +103,7 @@ def test_an_unknown_gpu_is_refused(config: LlamaConfig) -> None:
 
 
 def test_settings_that_cannot_be_are_refused(config: LlamaConfig) -> None:
-    with pytest.raises(ConfigError, match=r"'batchsize'.*Nearest: batch_size"):
+    with pytest.raises(ConfigError, match=r"'batchsize': did you mean batch_size"):
         estimate_memory(config, batchsize=2)
     with pytest.raises(ConfigError, match=r"precision is 'float32'; use bf16, fp16, fp32"):
         estimate_memory(config, precision="float32")
