@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fsdp_tools.scripting.demo import make_demo_model
+from tests._hub import fake_hub
 from tests.recipes._launch import PROBE, ROOT, Series, launch, launch_series, three_runs, write_lines
 
 CHATS = [
@@ -26,12 +27,17 @@ has_bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
 
 def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
     options = ["--max_steps", "14", "--per_device_train_batch_size", "4", "--max_length", "96", "--save_steps", "7"]
-    done = launch(tmp_path, *options, script=ROOT / "recipes" / "finetune.py")
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    options += ["--push_to_hub", "true", "--hub_model_id", "me/tuned"]
+    with fake_hub({}, root=tmp_path / "hub") as hub:
+        reached = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "secret", "HF_HUB_DISABLE_XET": "1"}
+        done = launch(tmp_path, *options, script=ROOT / "recipes" / "finetune.py", variables=reached)
+        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+        uploaded = hub.files("me/tuned")
     for shown in ("model.layers.{0..", "LlamaDecoderLayer", "dp_shard 2 on cpu", "read per rank", "sample"):
         assert shown in done.stdout, shown
     assert re.search(r"step 5 of 14: loss \d\.\d+, [\d,]+ tokens/s, learning rate \S+, \d\.\d GB", done.stdout)
-    assert not re.search(r"(it|examples)/s", done.stderr), "no bars where standard error is no terminal"
+    others = re.sub(r"Upload \d+ LFS files: .*", "", done.stderr)  # a bar of git LFS, which huggingface_hub never hides
+    assert not re.search(r"(it|examples)/s", others), "no bars where standard error is no terminal"
     before, after = map(float, re.search(r"evaluation loss +([\d.]+) before, ([\d.]+) after", done.stdout).groups())
     assert after < before - 0.5
     output = tmp_path / "outputs" / "finetune"
@@ -40,6 +46,9 @@ def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
     assert {"loss", "tokens_per_second", "peak_memory_gb", "learning_rate", "num_tokens"} <= set(step)
     assert (output / "checkpoint-7").is_dir() and not list(output.glob("*demo*"))
     assert (output / "loss.png").is_file() == (importlib.util.find_spec("matplotlib") is not None)
+    assert f"uploaded         {hub.url}/me/tuned\n" in done.stdout and b"SFT" in uploaded["README.md"]
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert uploaded[name] == (output / name).read_bytes(), name
     trained = AutoModelForCausalLM.from_pretrained(output)
     tokenizer = AutoTokenizer.from_pretrained(output)
     start = AutoModelForCausalLM.from_pretrained(tmp_path / "outputs" / "demo" / "model")
