@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from huggingface_hub import constants
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
 from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback
 
 from hf_fsdp_tools.distributed.agreement import wait_for_all_ranks
@@ -111,7 +112,10 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     warnings.filterwarnings("ignore", message=".*`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     resume = training.resume_from_checkpoint
     training.eval_on_start = training.eval_on_start and not resume and trainer.eval_dataset is not None
+    has_bars = not are_progress_bars_disabled()
     trainer.train(resume_from_checkpoint=resume)
+    if not has_bars:  # with push_to_hub the Trainer switches the hub's bars on when it ends
+        disable_progress_bars()
     if trainer.eval_dataset is None or training.eval_strategy == "no":
         return None, None
     losses = _logged(trainer, "eval_loss")
