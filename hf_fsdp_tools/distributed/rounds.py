@@ -257,15 +257,16 @@ class Rounds:
         since_s, pause_s, looked_s = time.monotonic(), _POLL_S[0], time.monotonic()
         others = _Others(self._store, self._prefix, path, self.ranks, self.rank)
         while not self._store.check([f"{path}/joined"]):
-            for scope in around:
-                if self._store.check([f"{scope.path}/failed"]):
-                    raise StoppedElsewhere(scope)
+            failed = [scope for scope in around if self._store.check([f"{scope.path}/failed"])]
+            if failed and not self._store.check([f"{path}/joined"]):  # or the other rank failed after this round
+                raise StoppedElsewhere(failed[0])
             now_s = time.monotonic()
             if now_s - looked_s > 1:
                 looked_s = now_s
                 self._refuse_given_up(path)
                 if place <= _WATCHERS and (problem := others.problem(doing, self._beat.places, is_first=place == 1)):
-                    if any(self._store.check([f"{scope.path}/failed"]) for scope in self._scopes):
+                    meanwhile = [f"{path}/joined", *(f"{scope.path}/failed" for scope in self._scopes)]
+                    if any(self._store.check([key]) for key in meanwhile):
                         continue  # which is why one rank is elsewhere
                     self._store.set(f"{path}/gave up", problem)
                     raise RanksError(problem)

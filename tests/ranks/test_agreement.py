@@ -5,6 +5,7 @@ import tempfile
 import threading
 import time
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 from hf_fsdp_tools import CheckpointError, ConfigError, RanksError
 from hf_fsdp_tools.distributed import beat, rounds
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, shared_rng_state, shared_seed
+from hf_fsdp_tools.distributed.current import rounds_of
 from hf_fsdp_tools.distributed.rounds import patience
 from hf_fsdp_tools.distributed.watch import watched
 from tests._dist import run_cases, run_ranks
@@ -141,12 +143,32 @@ def a_lost_rank_is_waited_for_once_however_deep_the_blocks():
 
 
 def all_ranks_raise_the_same_kind_of_error():
+    """Also where rank 0 sees that the outer block failed before it sees that the inner block has ended."""
+
+    class SlowStore:
+        def __init__(self, store):
+            self._store = store
+
+        def __getattr__(self, name):
+            return getattr(self._store, name)
+
+        def check(self, keys):
+            found = self._store.check(keys)
+            if keys[0].endswith("joined"):
+                time.sleep(1)
+            return found
+
     def fail():
         with agreed("checking"), agreed("checking a part"):
             if dist.get_rank() > 0:
+                time.sleep(0.5)
                 raise ConfigError("no such policy")
 
-    assert same_error(ConfigError, fail) == "Checking a part failed on 2 of 3 ranks.\nrank 1, 2: no such policy"
+    told = "Checking a part failed on 2 of 3 ranks.\nrank 1, 2: no such policy"
+    assert same_error(ConfigError, fail) == told
+    slow = SlowStore(rounds_of()._store) if dist.get_rank() == 0 else rounds_of()._store
+    with patch.object(rounds_of(), "_store", slow):
+        assert same_error(ConfigError, fail) == told
 
 
 def a_group_that_is_started_again_begins_anew():
