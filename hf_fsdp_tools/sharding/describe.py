@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -40,7 +41,8 @@ def describe_sharding(model: nn.Module) -> str:
     packed = {module.weight: packing_of(module).numel for module in packed_linears(model).values()}
     parameters = [p for p in model.parameters() if p.is_floating_point() or p in packed]
     compute = sharding.mp_policy.param_dtype
-    reduce = sharding.mp_policy.reduce_dtype or compute
+    # FSDP2 reduces in this dtype where no other is given; since torch 2.15 in that of the weights.
+    reduce = sharding.mp_policy.reduce_dtype or (compute if torch.__version__ < "2.15" else None)
     axes = zip(sharding.mesh.mesh_dim_names or ("dp_shard",), sharding.mesh.shape, strict=True)
     lines = [
         str(sharding.plan),

@@ -155,6 +155,10 @@ def _alone():
     assert sharding_of(other) is None
     with pytest.raises(MeshError, match=r"dp_replicate_size 2 .* 1 processes"):
         ParallelDims(dp_replicate_size=2).build_mesh("cpu")
+    without_reduce_dtype = make_model("llama")
+    shard_model(without_reduce_dtype, plan, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    usual = "bfloat16" if torch.__version__ < "2.15" else "in the dtype of the weights"
+    assert f"reduction    {usual}" in describe_sharding(without_reduce_dtype)
     return describe_sharding(model)
 
 
