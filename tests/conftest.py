@@ -1,9 +1,11 @@
 """Tests see no GPU, unless they run ranks on one (`run_ranks(…, device="cuda")`): they pass alike with and without
-GPUs. Checkpoints that are read alone are made once. No test leaves a process group, or silence, to the next."""
+GPUs. Checkpoints that are read alone are made once. No test leaves a process group, variables of the environment, or
+silence, to the next."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -15,12 +17,14 @@ os.environ.pop("COLUMNS", None)  # tables are as wide as they are
 
 @pytest.fixture(autouse=True)
 def as_found() -> Iterator[None]:
-    """`from_pretrained` starts a process group of one; the CLI silences transformers for its own process."""
+    """`from_pretrained` starts a process group of one; the CLI silences transformers for its own process; importing a
+    benchmark sets variables, which the server that forks ranks would keep."""
     import torch.distributed as dist  # not before GPUs are hidden
     import transformers
 
     had_group, verbosity = dist.is_initialized(), transformers.logging.get_verbosity()
-    yield
+    with patch.dict(os.environ):
+        yield
     if dist.is_initialized() and not had_group:
         dist.destroy_process_group()
     transformers.logging.set_verbosity(verbosity)

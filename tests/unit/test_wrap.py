@@ -3,10 +3,12 @@
 import dataclasses
 import importlib.util
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -39,7 +41,8 @@ def census() -> ModuleType:
     spec = importlib.util.spec_from_file_location("census", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with patch.dict(os.environ):  # it sets some, for its own process
+        spec.loader.exec_module(module)
     return module
 
 
