@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 __all__ = ["hide_gpus", "imitate_gpus", "num_gpus", "run_alone", "run_cases", "run_ranks"]
 
-_GRACE_S = 10.0  # how long the other ranks may go on after one has failed (assumed: enough to report their own error)
+_GRACE_S = 30.0  # how long the other ranks may go on after one has failed (assumed: enough to report their own error)
 
 # The fork server imports these once, so that each further rank starts in about 0.1 s instead of 5; the Trainer alone,
 # which imports pandas and datasets, takes 0.6 s. Where GPUs are, the second list is left to each rank: PEFT imports
