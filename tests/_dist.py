@@ -77,7 +77,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 120,
+    timeout_s: float = 240,
     fresh: bool = False,
     device: Literal["cpu", "cuda"] = "cpu",
 ) -> list[Any]:

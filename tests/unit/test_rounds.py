@@ -125,7 +125,7 @@ def told_of(places: list[Any], *, count: int = 1, progress: int = 1) -> str:
 
 def test_a_rank_that_has_left_a_round_since_it_told_is_waited_for(two: list[Rounds]) -> None:
     """Beats are seconds old: rank 1 told that it waits in a round of the block, at the end of which rank 0 waits."""
-    looked = threading.Event()
+    at_end, looked = threading.Event(), threading.Event()
     former = told_of([["saving", f"{two[1]._prefix}.0/"], ["exchanging", f"{two[1]._prefix}.0.0"]])
     key = f"{two[1]._prefix}/beat/1"
 
@@ -134,12 +134,12 @@ def test_a_rank_that_has_left_a_round_since_it_told_is_waited_for(two: list[Roun
             return True
         if asked != key:
             return own(asked)
-        looks.append(key)
-        if len(looks) > 2:
+        looks.append(at_end.is_set())
+        if sum(looks) > 2:
             looked.set()
         return former.encode()
 
-    looks: list[str] = []
+    looks: list[bool] = []
     two[0]._store = Store(two[0]._store, get=answer, check=answer)
 
     def block(own: Rounds, between: Callable[[], object]) -> Any:
@@ -148,7 +148,8 @@ def test_a_rank_that_has_left_a_round_since_it_told_is_waited_for(two: list[Roun
             between()
         return found
 
-    assert together(lambda: block(two[0], int), lambda: block(two[1], lambda: looked.wait(HANG_S))) == [[0, 1]] * 2
+    found = together(lambda: block(two[0], at_end.set), lambda: block(two[1], lambda: looked.wait(HANG_S)))
+    assert found == [[0, 1]] * 2
     assert looked.is_set()
 
 
@@ -179,23 +180,21 @@ def test_a_failure_is_told_to_a_rank_that_looks_late() -> None:
     def check(own: Callable[..., bool], keys: list[str]) -> bool:
         found = own(keys)
         if keys == [inner] and not found:
+            asked.set()
             three[1]._store.wait([outer])
-            late.append(keys)
         return found
 
-    late: list[Any] = []
+    asked = threading.Event()
     three[0]._store = Store(three[0]._store, check=check)
 
     def fail(own: Rounds) -> None:
         with using(own), agreed("checking"), agreed("checking a part"):
             if own.rank > 0:
-                inner_end = f"{three[0]._prefix}.0.0/end/0"
-                three[1]._store.wait([inner_end])  # rank 0 is there
+                assert asked.wait(HANG_S)
                 raise CheckpointError("no such policy")
 
     told = "Checking a part failed on 2 of 3 ranks.\nrank 1, 2: no such policy"
     assert [str(one) for one in together(*(lambda own=own: fail(own) for own in three))] == [told] * 3
-    assert late == [[inner]]
 
 
 # ---- who is waited for ----
@@ -258,7 +257,6 @@ def test_a_call_that_begins_as_the_beat_would_end_is_told(monkeypatch: pytest.Mo
         thread = one._thread
         monkeypatch.setattr(one._changed, "wait", call_begins)
     assert told.wait(HANG_S)
-    store.wait(["beat"])
-    while json.loads(store.get("beat"))["doing"] != ["reading"]:
+    while not store.check(["beat"]) or json.loads(store.get("beat"))["doing"] != ["reading"]:
         assert thread is not None and thread.is_alive(), "the thread has ended in a call"
     one.stop()
