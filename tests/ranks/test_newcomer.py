@@ -140,4 +140,4 @@ def cases(folder: Path) -> None:
 
 def test_what_rank_0_does_alone_is_named_on_all_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "llama").symlink_to(folders["llama"])
-    run_ranks(cases, 2, tmp_path / "llama", timeout_s=200)
+    run_ranks(cases, 2, tmp_path / "llama")

@@ -224,7 +224,7 @@ def test_shards_are_uploaded(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     with fake_hub({}, MOODS, tmp_path / "hub") as server:
-        run_ranks(use_and_run, 2, server.url, tmp_path / "home", CASES, main, out, timeout_s=200)
+        run_ranks(use_and_run, 2, server.url, tmp_path / "home", CASES, main, out)
         assert_uploaded(server, out)
 
 
