@@ -23,9 +23,12 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
-__all__ = ["hide_gpus", "imitate_gpus", "num_gpus", "run_alone", "run_cases", "run_ranks"]
+__all__ = ["LIMIT_S", "hide_gpus", "imitate_gpus", "num_gpus", "run_alone", "run_cases", "run_ranks"]
 
-_GRACE_S = 10.0  # how long the other ranks may go on after one has failed (assumed: enough to report their own error)
+LIMIT_S = 500.0
+"""How long ranks may take: less than pytest waits for a test, and several times what one busy core needs."""
+
+_GRACE_S = 30.0  # how long the other ranks may go on after one has failed (assumed: enough to report their own error)
 
 # The fork server imports these once, so that each further rank starts in about 0.1 s instead of 5; the Trainer alone,
 # which imports pandas and datasets, takes 0.6 s. Where GPUs are, the second list is left to each rank: PEFT imports
@@ -77,7 +80,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 120,
+    timeout_s: float = LIMIT_S,
     fresh: bool = False,
     device: Literal["cpu", "cuda"] = "cpu",
 ) -> list[Any]:
@@ -113,7 +116,7 @@ def run_ranks(
         return [torch.load(Path(folder, f"{rank}.result"), weights_only=False) for rank in range(world_size)]
 
 
-def run_alone(fn: Callable[..., Any], items: Sequence[Any], *args: Any, timeout_s: float = 280) -> list[Any]:
+def run_alone(fn: Callable[..., Any], items: Sequence[Any], *args: Any, timeout_s: float = LIMIT_S) -> list[Any]:
     """`fn(item, *args)` of each item, in order: in processes that are alone in their world, two of them at a time."""
     halves = [items[0::2], items[1::2]]
     with ThreadPoolExecutor(2) as threads:
@@ -160,7 +163,7 @@ def run_cases(cases: Iterable[Callable[..., Any]] | Mapping[str, Callable[..., A
         store.set(f"{meeting} {rank}", "here")
         try:
             others = [f"{meeting} {other}" for other in range(world_size)]
-            store.wait(others, timedelta(seconds=min(60.0, max(_deadline - time.monotonic() - _GRACE_S, 1.0))))
+            store.wait(others, timedelta(seconds=min(200.0, max(_deadline - time.monotonic() - _GRACE_S, 1.0))))
         except RuntimeError:  # a FileStore raises no DistStoreError when the time is over
             failed[name] = failed.get(name, "") + "Another rank has not come back from it; no further case was begun.\n"
             break

@@ -13,15 +13,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from urllib.parse import unquote
 
 from huggingface_hub import constants, hf_api
 
-__all__ = ["FakeHub", "Mood", "fake_hub", "use_hub"]
+__all__ = ["FakeHub", "Mood", "fake_hub", "impatient", "use_hub"]
 
 Mood = tuple[str, int]
 """What happens to weight files of a repository (see `fake_hub`), and how many requests of each file it happens to."""
@@ -30,12 +31,21 @@ Mood = tuple[str, int]
 def use_hub(url: str, home: Path) -> None:
     """Let huggingface_hub of this process, a rank, use a hub and a cache, as if it had been started so.
 
-    It waits half a second for an answer, and uploads by the protocol of git LFS.
+    It waits longer for an answer than any machine is busy (see `impatient`), and uploads by the protocol of git LFS.
     """
     os.environ |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
     importlib.reload(constants)
     hf_api.api.endpoint = url
-    constants.HF_HUB_ETAG_TIMEOUT = constants.HF_HUB_DOWNLOAD_TIMEOUT = 0.5  # 10 s by default
+    constants.HF_HUB_ETAG_TIMEOUT = constants.HF_HUB_DOWNLOAD_TIMEOUT = 60  # 10 s by default
+
+
+def impatient(of: str) -> AbstractContextManager[object]:
+    """In this block huggingface_hub waits half a second for answers of one kind, which the hub does not give.
+
+    Args:
+        of: "DOWNLOAD", a file, for which it asks six times; or "ETAG", what is known of files and repositories.
+    """
+    return patch.object(constants, f"HF_HUB_{of}_TIMEOUT", 0.5)
 
 
 class FakeHub(ThreadingHTTPServer):

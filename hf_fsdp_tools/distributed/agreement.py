@@ -116,8 +116,7 @@ def agreed(doing: str, where: str | PathLike[str] = "", *, ranks: Sequence[int] 
             if stop.scope is not scope:
                 raise
         except RanksError as error:  # the ranks have stopped together, and would wait here for one that is lost
-            rounds.give_up(scope, str(error))
-            raise
+            raise rounds.give_up(scope, error)  # noqa: B904  (as a rule it is this one)
         except Exception as error:
             failure = error
             rounds.fail(scope)

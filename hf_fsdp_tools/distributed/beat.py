@@ -1,6 +1,7 @@
 """A rank's beat: what it does and how far it has come, told to the others every few seconds while it is in a call."""
 
 import json
+import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,7 +12,8 @@ from hf_fsdp_tools.distributed.watch import progress_made, waited_for
 __all__ = ["Beat", "Place", "conflict"]
 
 Place = Sequence[str]
-"""What a rank does, and the path of the round in which it does it; of a scope, with a slash at its end."""
+"""What a rank does, and the path of the round in which it does it; of a scope, with a slash at its end; of the round
+that ends a scope, with the number of rounds and scopes that the rank has begun in it."""
 
 _BEAT_S = 2.0
 """Between two beats, and before the first: most rounds are over by then."""
@@ -64,7 +66,7 @@ class Beat:
             while not self._stopped.wait(_BEAT_S):
                 with self._changed:
                     if not self._places and not told:
-                        if self._changed.wait(_IDLE_S):
+                        if self._changed.wait(_IDLE_S) or self._places:  # a call may begin as the time is over
                             continue
                         self._thread = None  # the next call starts another one
                         return
@@ -91,5 +93,11 @@ def conflict(own: Iterable[Place], other: Iterable[Place]) -> tuple[str, str] | 
 
 
 def _is_within(path: str, end: str) -> bool:
-    """Whether a path lies in the scope of which the other is the last round."""
-    return end.endswith("/end") and path.startswith(f"{end.removesuffix('/end')}.")
+    """Whether a path lies in the scope of which the other is the last round, where who ends it has not been.
+
+    What a rank tells is a few seconds old: where both have been, it is no longer.
+    """
+    scope, is_end, begun = end.rpartition("/end/")
+    if not is_end or not path.startswith(f"{scope}."):
+        return False
+    return int(re.split(r"[./]", path.removeprefix(f"{scope}."))[0]) >= int(begun)

@@ -3,7 +3,8 @@
 The store is the one over which PyTorch starts the group. It has connections of its own, so that a round needs no
 backend that communicates between CPUs, is found by its name and not by its order among collectives, and can be nested.
 
-    round   every rank sets its value, the last rank to arrive joins all values, and every rank reads what was joined
+    round   every rank sets its value, the last rank to arrive joins all values, and every rank reads what was joined,
+            or why the round was given up: the store keeps whichever comes first
     scope   a block that all ranks enter; a rank that fails in a scope tells those that wait in a round within it
     beat    what a rank is doing and how far it has come, told every few seconds while it is in a round or a scope
 
@@ -17,21 +18,20 @@ import os
 import pickle
 import socket
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from hf_fsdp_tools.distributed.beat import Beat, Place, conflict
-from hf_fsdp_tools.distributed.passes import PassWatch, behind, of_ended, passes_run
-from hf_fsdp_tools.errors import ConfigError, RanksError, frames_of_package
-from hf_fsdp_tools.text import listed
+from hf_fsdp_tools.distributed.beat import Beat
+from hf_fsdp_tools.distributed.others import Others, different_calls
+from hf_fsdp_tools.distributed.passes import PassWatch, of_ended, passes_run
+from hf_fsdp_tools.errors import ConfigError, RanksError
 
 __all__ = [
     "GIVE_UP_S",
@@ -46,14 +46,8 @@ GIVE_UP_S = 600.0
 """How long a rank that others wait for may make no progress: what NCCL's collectives wait by default, and more than a
 file server takes to fail over (assumed)."""
 
-_WARN_S = 30.0
-"""From when on a rank without progress is named, and again after each doubling. (assumed)"""
-
-_ABSENT_S = 10.0
-"""The same for a rank that is in no call of this package at all. (assumed)"""
-
-_LOST_S = 60.0
-"""How long a rank that has beaten may be silent: its process was stopped, or its machine is gone. (assumed)"""
+_LOOK_S = 1.0
+"""Between two looks at the other ranks, and before the first: most rounds are over by then."""
 
 _POLL_S = (0.0002, 0.05)
 """Between two looks at the store: at first, and at most on up to 100 ranks. More ranks look less often."""
@@ -193,10 +187,13 @@ class Rounds:
         with _store_errors():
             self._store.set(f"{scope.path}/failed", b"")
 
-    def give_up(self, scope: Scope, problem: str) -> None:
-        """Tell those that come to the end of the scope later that nobody waits for them there, and why."""
+    def give_up(self, scope: Scope, error: RanksError) -> RanksError:
+        """Tell those that come to the end of the scope later that nobody waits for them there, and why; the error of
+        the rank that was the first to tell."""
         with suppress(RuntimeError):  # the store is gone, as they will see
-            self._store.set(f"{scope.path}/end/gave up", problem)
+            said = pickle.loads(self._store.compare_set(f"{scope.path}/end/outcome", "", _given_up(str(error))))[0]
+            return error if said == str(error) else RanksError(said)
+        return error
 
     def exchange(self, value: Any, doing: str, *, ends: Scope | None = None) -> list[Any]:
         """Every rank's value, in the order of the ranks. All must call; values are pickled.
@@ -212,25 +209,24 @@ class Rounds:
         """
         path = f"{ends.path}/end" if ends is not None else self._next_path()
         around = [scope for scope in self._scopes if scope is not ends]
-        with _store_errors(), self._beat.telling(doing, path):
+        at = path if ends is None else f"{path}/{self._counts[-1]}"
+        with _store_errors(), self._beat.telling(doing, at):
             self._store.set(f"{path}/{self.rank}", pickle.dumps((doing, value)))
             place = self._store.add(f"{path}/count", 1)
-            self._refuse_given_up(path)
             if place == len(self.ranks):
                 joined = _join(self._store.multi_get([f"{path}/{rank}" for rank in self.ranks]))
-                self._refuse_given_up(path)
-                self._store.set(f"{path}/joined", joined)
+                said = _split(self._store.compare_set(f"{path}/outcome", "", joined))
                 if self._former is not None:  # all ranks have read it, or they would not have come here
-                    for key in ("count", "joined"):
+                    for key in ("count", "outcome"):
                         self._store.delete_key(f"{self._former}/{key}")
             else:
                 self._wait(path, place, doing, around)
-            said = _split(self._store.get(f"{path}/joined"))
+                said = _split(self._store.get(f"{path}/outcome"))
             with suppress(dist.DistError):  # rank 0 sees that all have read, and may end the store with itself
                 self._store.delete_key(f"{path}/{self.rank}")
         self._former = path
         if len({other for other, _ in said}) > 1:
-            raise RanksError(_different_calls(zip(self.ranks, (other for other, _ in said), strict=True)))
+            raise RanksError(different_calls(zip(self.ranks, (other for other, _ in said), strict=True)))
         return [value for _, value in said]
 
     def wait_for_readers(self) -> None:
@@ -243,9 +239,9 @@ class Rounds:
         while (unread := [key for key in unread if self._store.check([key])]) and time.monotonic() < end_s:
             time.sleep(_POLL_S[1] / 10)
 
-    def _refuse_given_up(self, path: str) -> None:
-        if self._store.check([f"{path}/gave up"]):
-            raise RanksError(self._store.get(f"{path}/gave up").decode())
+    def _failed(self, scopes: Iterable[Scope]) -> Scope | None:
+        """The first of some scopes in which a rank has failed."""
+        return next((scope for scope in scopes if self._store.check([f"{scope.path}/failed"])), None)
 
     def _next_path(self) -> str:
         number = self._counts[-1]
@@ -253,139 +249,50 @@ class Rounds:
         return f"{self._scopes[-1].path if self._scopes else self._prefix}.{number}"
 
     def _wait(self, path: str, place: int, doing: str, around: list[Scope]) -> None:
-        """Return when the round is joined."""
+        """Return when the round is joined or given up."""
         since_s, pause_s, looked_s = time.monotonic(), _POLL_S[0], time.monotonic()
-        others = _Others(self._store, self._prefix, path, self.ranks, self.rank)
-        while not self._store.check([f"{path}/joined"]):
-            failed = [scope for scope in around if self._store.check([f"{scope.path}/failed"])]
-            if failed and not self._store.check([f"{path}/joined"]):  # or the other rank failed after this round
-                raise StoppedElsewhere(failed[0])
+        others = Others(self._store, self._prefix, path, self.ranks, self.rank)
+        while not self._store.check([f"{path}/outcome"]):
+            failed = self._failed(around)
+            if failed and not self._store.check([f"{path}/outcome"]):  # or the other rank failed after this round
+                raise StoppedElsewhere(failed)
             now_s = time.monotonic()
-            if now_s - looked_s > 1:
+            if now_s - looked_s > _LOOK_S:
                 looked_s = now_s
-                self._refuse_given_up(path)
-                if place <= _WATCHERS and (problem := others.problem(doing, self._beat.places, is_first=place == 1)):
-                    meanwhile = [f"{path}/joined", *(f"{scope.path}/failed" for scope in self._scopes)]
-                    if any(self._store.check([key]) for key in meanwhile):
-                        continue  # which is why one rank is elsewhere
-                    self._store.set(f"{path}/gave up", problem)
-                    raise RanksError(problem)
-                if now_s - since_s > 4 * max(_patience_s.get(), _LOST_S):  # who should have looked is gone, too
-                    raise RanksError(f"While {doing}: the other ranks have not come, and those that look are gone.")
+                # After so long those that look may be gone: two more look.
+                watchers = _WATCHERS * (1 + (now_s - since_s) // (4 * _patience_s.get()))
+                is_elsewhere = partial(self._failed, self._scopes)
+                look = partial(others.problem, doing, self._beat.places, _patience_s.get(), is_elsewhere)
+                if place <= watchers and (problem := look(is_first=place == 1)):
+                    if not self._failed(around):
+                        self._store.compare_set(f"{path}/outcome", "", _given_up(problem))
+                    continue
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, max(_POLL_S[1], len(self.ranks) / _POLLS_PER_S))
-
-
-def _different_calls(doing: Iterable[tuple[int, str]]) -> str:
-    return (
-        f"The ranks are in different calls: {listed((f'rank {rank} is {what}' for rank, what in doing), 8)}. Call the "
-        "same functions in the same order on every rank."
-    )
 
 
 def _join(told: list[bytes]) -> bytes:
     """The values of all ranks as one; equal values, as most rounds have, are kept once."""
     distinct = list(dict.fromkeys(told))
     places = {value: place for place, value in enumerate(distinct)}
-    return pickle.dumps((distinct, [places[value] for value in told]))
+    return pickle.dumps(("", distinct, [places[value] for value in told]))
 
 
-def _split(joined: bytes) -> list[Any]:
-    """The values that `_join` joined; each rank's is an object of its own."""
-    distinct, places = pickle.loads(joined)
+def _given_up(problem: str) -> bytes:
+    """The outcome of a round whose values are not joined, in place of what `_join` gives."""
+    return pickle.dumps((problem, [], []))
+
+
+def _split(outcome: bytes) -> list[Any]:
+    """The values that `_join` joined; each rank's is an object of its own.
+
+    Raises:
+        RanksError: the round was given up.
+    """
+    problem, distinct, places = pickle.loads(outcome)
+    if problem:
+        raise RanksError(problem)
     return [pickle.loads(distinct[place]) for place in places]
-
-
-class _Others:
-    """What is known of the ranks that a round waits for."""
-
-    def __init__(self, store: Any, prefix: str, path: str, ranks: tuple[int, ...], rank: int) -> None:
-        self._store, self._prefix, self._path, self.ranks, self._rank = store, prefix, path, ranks, rank
-        self._counts: dict[int, tuple[int, float]] = {}
-        self._progress: dict[int, tuple[int, float]] = {}
-        self._warn_s = {"absent": _ABSENT_S, "slow": _WARN_S}
-
-    def problem(self, doing: str, own: list[Place], *, is_first: bool) -> str:
-        """Why the round is given up; empty where it is not. The first rank that waits warns of what takes long."""
-        missing = [rank for rank in self.ranks if not self._store.check([f"{self._path}/{rank}"])]
-        missing = missing or list(self.ranks)  # all have come, and the last of them has not joined their values
-        beats = {rank: self._beat_of(rank) for rank in missing}
-        if lost := [text for rank, beat in beats.items() if (text := self._lost(rank, beat))]:
-            return f"While {doing}: {listed(lost)}. The others stop."
-        if apart := next(filter(None, (self._apart(rank, own, beat) for rank, beat in beats.items())), ""):
-            return apart
-        if alone := next(filter(None, map(self._in_a_pass, missing)), ""):
-            return f"While {doing}: {alone}. All ranks stop."
-        quiet = {rank: _since(self._progress, rank, beat["progress"] if beat else -1) for rank, beat in beats.items()}
-        late = {rank: seconds for rank, seconds in quiet.items() if seconds > _patience_s.get()}
-        told = listed((self._told(rank, beats[rank], quiet[rank]) for rank in late or missing), 8)
-        if late:
-            return f"While {doing}: no progress for {max(late.values()):.0f} s. {told}. All ranks stop."
-        absent = [rank for rank in missing if not (beats[rank] or {}).get("doing")]
-        for kind, ranks in (("absent", absent), ("slow", missing)):
-            longest_s = max((quiet[rank] for rank in ranks), default=0.0)
-            if is_first and longest_s > self._warn_s[kind]:
-                self._warn_s[kind] = 2 * longest_s
-                text = f"Still {doing}, {longest_s:.0f} s without progress. {told}."
-                warnings.warn(text, stacklevel=frames_of_package())
-                break
-        return ""
-
-    def _beat_of(self, rank: int) -> dict[str, Any] | None:
-        key = f"{self._prefix}/beat/{rank}"
-        beat: dict[str, Any] | None = json.loads(self._store.get(key)) if self._store.check([key]) else None
-        return beat
-
-    def _lost(self, rank: int, beat: dict[str, Any] | None) -> str:
-        ended = f"rank {rank} has ended: it failed, and says why, or did not make this call, which every rank must make"
-        if self._store.check([f"{self._prefix}/ended/{rank}"]):
-            return ended
-        state = ""
-        if self._store.check([key := f"{self._prefix}/who/{rank}"]):
-            host, process = json.loads(self._store.get(key))
-            state = _state_of(process) if host == socket.gethostname() else ""
-            if state in ("Z", "X"):
-                return ended
-        if state != "T" and (beat is None or not beat["doing"]):  # it beats in calls alone
-            return ""
-        silent_s = _since(self._counts, rank, beat["count"] if beat else 0)
-        what = "is stopped (SIGSTOP)" if state == "T" else "gives no sign of life"
-        return f"rank {rank} {what} for {silent_s:.0f} s" if silent_s > _LOST_S else ""
-
-    def _apart(self, rank: int, own: list[Place], beat: dict[str, Any] | None) -> str:
-        """Why a rank and this one never meet; empty if they may."""
-        found = conflict(own, (beat or {}).get("at", ()))
-        return _different_calls(sorted(zip((self._rank, rank), found, strict=True))) if found else ""
-
-    def _in_a_pass(self, rank: int) -> str:
-        """Why a rank waits for this one for ever, in a forward pass; empty if it does not. The rank is told."""
-        key = f"{self._prefix}/passes/{rank}"
-        why = behind(self._store.get(key), rank, self._rank) if self._store.check([key]) else ""
-        if why:
-            self._store.set(f"{self._prefix}/alone/{rank}", why)
-        return why
-
-    def _told(self, rank: int, beat: dict[str, Any] | None, quiet_s: float) -> str:
-        if beat is None or not beat["doing"]:
-            return f"rank {rank} is in no call of hf_fsdp_tools; every rank must call"
-        waits = f", waits for {beat['for']}" if beat["for"] else ""
-        return f"rank {rank} is {beat['doing'][-1]} ({quiet_s:.0f} s without progress{waits})"
-
-
-def _since(seen: dict[int, tuple[int, float]], rank: int, value: int) -> float:
-    """Seconds for which a rank's value has been the same."""
-    now_s = time.monotonic()
-    if seen.get(rank, (None, 0.0))[0] != value:
-        seen[rank] = (value, now_s)
-    return now_s - seen[rank][1]
-
-
-def _state_of(process: int) -> str:
-    """The state of a process here (proc(5)): "T" stopped, "Z" ended, "X" not there; "" without such files."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X" if Path("/proc/self/stat").exists() else ""
 
 
 @contextmanager

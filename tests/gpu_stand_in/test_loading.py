@@ -68,7 +68,7 @@ def _contexts(folder: Path, out: Path) -> None:
 
 
 def test_each_rank_has_a_context_on_its_own_device_alone(folder: Path, tmp_path: Path) -> None:
-    run_ranks(_contexts, 2, folder, tmp_path, device="cuda", timeout_s=240)
+    run_ranks(_contexts, 2, folder, tmp_path, device="cuda")
 
 
 def _pinned() -> tuple[int, int]:
@@ -105,7 +105,7 @@ def _ten_loads(folder: Path, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["straight", "cast"])
 def test_ten_loads_hold_no_more_memory_than_one(dtype: torch.dtype, folder: Path) -> None:
-    run_ranks(_ten_loads, 1, folder, dtype, device="cuda", timeout_s=240)
+    run_ranks(_ten_loads, 1, folder, dtype, device="cuda")
 
 
 # ---- transfers ----
@@ -156,7 +156,7 @@ def _moved_and_back(folder: Path, delay_us: int) -> None:
 
 @pytest.mark.parametrize("delay_us", [0, 300, 3000])
 def test_bytes_are_equal_however_late_the_streams_are(delay_us: int, tmp_path: Path) -> None:
-    run_ranks(_moved_and_back, 1, tmp_path, delay_us, device="cuda", timeout_s=240)
+    run_ranks(_moved_and_back, 1, tmp_path, delay_us, device="cuda")
 
 
 def _counts(folder: Path) -> dict[str, dict[str, float]]:
@@ -177,7 +177,7 @@ def _counts(folder: Path) -> dict[str, dict[str, float]]:
 
 def test_copies_and_waits_per_gb_stay_below_a_bound(tmp_path: Path) -> None:
     """Buffers of 16 MiB are 60 per GB, of 2 MiB (saving) 477; one copy each, and at most one wait."""
-    _, found = run_ranks(_counts, 2, tmp_path, device="cuda", timeout_s=240)
+    _, found = run_ranks(_counts, 2, tmp_path, device="cuda")
     for name, figures in found.items():
         is_read = name.endswith("read")
         batches = 62 if is_read else 490

@@ -176,7 +176,7 @@ def _every_case(folders, output):
 
 
 def test_every_kind_of_adapter_is_that_of_peft_in_values_gradients_and_files(folders, tmp_path):
-    run_ranks(_every_case, 2, folders, tmp_path / "out", timeout_s=240)
+    run_ranks(_every_case, 2, folders, tmp_path / "out")
 
 
 # ---- ten steps under every host ----
@@ -312,7 +312,7 @@ def test_ten_steps_under_every_host_equal_peft_on_one_process(tmp_path):
     first: dict[object, dict[str, torch.Tensor]] = {}
     runs = {f"{host.__name__}, {road}, {precision}": (host, road, precision) for host, road, precision in RUNS}
     cases = {name: partial(_one_run, *run) for name, run in runs.items()}
-    found = run_ranks(run_cases, 2, cases, folders, tmp_path / "out", timeout_s=240)[0]
+    found = run_ranks(run_cases, 2, cases, folders, tmp_path / "out")[0]
     for what, (host, _, precision) in runs.items():
         losses, adapter = found[what]
         expected_losses, expected = alone[precision]

@@ -97,6 +97,6 @@ def _sample(folder):
 
 def test_a_sample_of_architectures_trains_as_the_plain_model_does(tmp_path):
     run_alone(_plain, THERE, tmp_path)
-    first, second = run_ranks(_sample, RANKS, tmp_path, timeout_s=280)
+    first, second = run_ranks(_sample, RANKS, tmp_path)
     noticed = {check: first[check] or second[check] for check in first}
     assert noticed == {"load": True, "outputs": True, "gradients": True, "loss": False, "save": False}

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,11 +31,9 @@ from tests._dist import run_cases, run_ranks
 
 
 def refusal(call: Callable[[], object], kind: type[Exception] = FSDPToolsError) -> str:
-    """The message of the error that the call raises on every rank: the same kind and text on all, and soon."""
-    start = time.monotonic()
+    """The message of the error that the call raises on every rank: the same kind and text on all."""
     with pytest.raises(kind) as caught:
         call()
-    assert time.monotonic() - start < 30
     told = all_ranks((type(caught.value).__name__, str(caught.value)))
     assert len(set(told)) == 1, told
     return told[0][1]

@@ -143,7 +143,7 @@ def states(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     root = tmp_path_factory.mktemp("states")
     for state in STATES:
         (root / state.__name__).mkdir()
-    run_ranks(save_states, 2, folders, root, timeout_s=240)
+    run_ranks(save_states, 2, folders, root)
     OPTIONS["accelerates_whole_state"]["config"] = folders["llama"]
     return root
 
@@ -216,7 +216,7 @@ def test_processes_share_the_work_in_bounded_memory(states: Path, tmp_path: Path
         AutoModelForCausalLM.from_pretrained(large), LoraConfig(target_modules="all-linear", init_lora_weights=False)
     )
     adapted.save_pretrained(adapter)
-    per_rank = run_ranks(export_and_merge, 2, states, large, adapter, tmp_path, timeout_s=240)
+    per_rank = run_ranks(export_and_merge, 2, states, large, adapter, tmp_path)
     assert files_of(tmp_path / "state") == files_of(states / "accelerates_sharded_state" / "saved")
     before, after = stored_tensors(large), stored_tensors(tmp_path / "cast")
     assert all(torch.equal(after[key], tensor.float()) for key, tensor in before.items())

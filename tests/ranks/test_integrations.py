@@ -31,7 +31,7 @@ from hf_fsdp_tools import (
 from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
 from hf_fsdp_tools.integrations.model import check_managed
 from tests._checkpoints import make_checkpoint
-from tests._dist import run_cases, run_ranks
+from tests._dist import LIMIT_S, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, batches_of, logged, make_rows, num_units, train
 
 STEPS = 10
@@ -380,6 +380,6 @@ print("RESULT", dist.get_world_size(), args.world_size, isinstance(trainer.model
 def test_a_script_that_nobody_launched_runs_in_a_world_of_one(folders, tmp_path):
     (tmp_path / "alone.py").write_text(ALONE)
     command = [sys.executable, str(tmp_path / "alone.py"), str(folders["llama"]), str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert "RESULT 1 1 True 2" in done.stdout, done.stderr[-3000:]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]

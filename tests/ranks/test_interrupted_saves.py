@@ -167,7 +167,7 @@ def which(open_it: Callable[[], Any], known: dict[str, PreTrainedModel], other: 
 def test_a_kill_at_any_change_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
     known = {"old": make_model("llama", seed=OLD), "new": make_model("llama", seed=NEW)}
     source = make_checkpoint("llama", tmp_path / "source", seed=NEW)
-    counts = run_ranks(every_save, 2, source, tmp_path, timeout_s=240)[0]
+    counts = run_ranks(every_save, 2, source, tmp_path)[0]
     for name, (former, size, other) in SAVES.items():
         copies = sorted((tmp_path / name / "copies").iterdir())
         assert counts[name] > 15 and len(copies) > 2, "the changes were not heard"
@@ -237,7 +237,7 @@ def fail_at_each_change(source: Path, root: Path) -> dict[str, tuple[int, int]]:
 
 def test_a_failure_at_any_change_is_undone(tmp_path: Path) -> None:
     source = make_checkpoint("llama", tmp_path / "source", seed=NEW)
-    (results,) = run_ranks(fail_at_each_change, 1, source, tmp_path, timeout_s=240)
+    (results,) = run_ranks(fail_at_each_change, 1, source, tmp_path)
     for name, (kept, saved) in results.items():
         assert kept > 5 and 1 < saved < 30, (name, kept, saved)
 

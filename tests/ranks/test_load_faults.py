@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import threading
-import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,8 +29,6 @@ from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from tests._checkpoints import full_state, sharded_meta_model, stored_tensors
 from tests._dist import run_cases, run_ranks
 
-PATIENCE_S = 30
-
 
 @pytest.fixture
 def llama(folders: dict[str, Path]) -> Path:
@@ -44,11 +40,9 @@ def sharded(folder: Path) -> PreTrainedModel:
 
 
 def failure(call: Callable[[], object]) -> str:
-    """The message of the CheckpointError that the call raises on every rank, the same on all and soon."""
-    start = time.monotonic()
+    """The message of the CheckpointError that the call raises on every rank, the same on all."""
     with pytest.raises(CheckpointError) as caught:
         call()
-    assert time.monotonic() - start < PATIENCE_S
     messages = all_ranks(str(caught.value))
     assert len(set(messages)) == 1, messages
     return messages[0]
@@ -203,25 +197,26 @@ def test_every_failure_is_the_same_on_all_ranks_and_leaves_no_half_model(llama: 
     run_ranks(run_cases, 2, FAILURES, Path(shutil.copytree(llama, tmp_path / "llama")))
 
 
-@patch.multiple(watch, _WARN_S=0.2, _POLL_S=0.02)
 def wait_for_storage(folder: Path) -> None:
-    """Rank 1's storage does not answer for a while, in the middle of reading: it is named there, and loading goes
-    on."""
-    real_preadv, back = os.preadv, threading.Event()
+    """Rank 1's storage does not answer in the middle of reading until it is named there; then loading goes on."""
+    real_preadv, named = os.preadv, threading.Event()
     expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     last = sorted(folder.glob("*.safetensors"))[-1]
 
     def stuck(descriptor: int, *rest: Any) -> int:
         if os.readlink(f"/proc/self/fd/{descriptor}") == str(last):
-            back.wait(1)
+            assert named.wait(60)
         return real_preadv(descriptor, *rest)
 
+    def warn(text: str, **_: Any) -> None:
+        if f"{last}: no answer at byte" in text:  # other files may be slow, too
+            named.set()
+
     model = sharded(folder)
-    with preadv(stuck, rank=1), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    soon = {"_WARN_S": 0.2, "_POLL_S": 0.02} if dist.get_rank() == 1 else {"_POLL_S": 0.02}
+    with preadv(stuck, rank=1), patch.multiple(watch, **soon), patch.object(watch.warnings, "warn", warn):
         load_weights(model, folder)
-    told = [str(warning.message) for warning in caught if "still waiting" in str(warning.message)]
-    assert bool(told) == (dist.get_rank() == 1) and all(f"{last}: no answer at byte" in text for text in told)
+    assert named.is_set() == (dist.get_rank() == 1)
     assert all(torch.equal(t, expected[key]) for key, t in full_state(model).items())
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hf_fsdp_tools import RanksError
 from hf_fsdp_tools.checkpoint.save import save_pretrained
-from hf_fsdp_tools.distributed import beat, rounds
+from hf_fsdp_tools.distributed import beat, others, rounds
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.integrations import accelerator as accelerators
 from hf_fsdp_tools.integrations.state import make_accelerator
@@ -73,16 +73,24 @@ ROADS = {
 
 def stop_on(road: str, folder: Path) -> None:
     """Rank 0 lets rank 1 go on when it has given it up; rank 1 then learns that it was."""
-    beat._BEAT_S, rounds._LOST_S = 0.2, 2.0
+    beat._BEAT_S, state_of = 0.2, others._state_of
+
+    def seen(process: int) -> str:
+        """The state of the other rank, which is lost a second after it was seen stopped, and otherwise not so soon."""
+        state = state_of(process)
+        others._LOST_S = 1.0 if state == "T" else 60.0
+        return state
+
     pids = all_ranks(os.getpid())
     call, doing = ROADS[road]
-    with pytest.raises(RanksError) as caught:
+    with patch.object(others, "_state_of", seen), pytest.raises(RanksError) as caught:
         try:
             call(folder, signal.SIGSTOP)
         finally:
             if dist.get_rank() == 0:
                 os.kill(pids[1], signal.SIGCONT)
-    said = rf"While {doing}.*: rank 1 (is stopped \(SIGSTOP\)|gives no sign of life) for \d+ s. The others stop."
+    others._LOST_S = 60.0
+    said = rf"While {doing}.*: rank 1 is stopped \(SIGSTOP\) for \d+ s. The others stop."
     assert re.match(said, str(caught.value)), caught.value
     assert len(set(all_ranks(str(caught.value)))) == 1
 
@@ -113,11 +121,11 @@ def test_a_stopped_rank_ends_the_others_and_learns_of_it(folders: dict[str, Path
 
 
 def live(rank: int, port: int, road: str, folder: Path) -> None:
-    """The life of a rank, which leaves the message of its error behind."""
+    """The life of a rank, which leaves the message of its error behind; its parent keeps the store."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=200))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     beat._BEAT_S = 0.2
     with pytest.raises(RanksError) as caught:
@@ -130,13 +138,13 @@ def live(rank: int, port: int, road: str, folder: Path) -> None:
 def test_a_killed_rank_ends_the_others(road: str, folders: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "llama"
     folder.symlink_to(folders["llama"])
-    port = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=10)).port
-    ranks = [CONTEXT.Process(target=live, args=(rank, port, road, folder), daemon=True) for rank in range(2)]
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    ranks = [CONTEXT.Process(target=live, args=(rank, store.port, road, folder), daemon=True) for rank in range(2)]
     for rank in ranks:
         rank.start()
     try:
         for rank in ranks:
-            rank.join(60)
+            rank.join(200)
         assert (ranks[0].exitcode, ranks[1].exitcode) == (0, -signal.SIGKILL)
         said = (tmp_path / "said").read_text()
         expected = rf"While {ROADS[road][1]}.*: rank 1 has ended: it failed, and says why, or did not make"

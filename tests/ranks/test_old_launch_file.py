@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests._dist import LIMIT_S
+
 OLD = """\
 compute_environment: LOCAL_MACHINE
 debug: false
@@ -67,7 +69,7 @@ def test_a_file_of_old_is_read_as_fsdp2_and_one_rank_says_how(folders: dict[str,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.findall("FOUND.*", done.stdout) == ["FOUND 2 True 2 True"] * 2

@@ -257,7 +257,7 @@ def _compiled(folder: Path) -> list[float]:
 
 @on_each
 def test_compiled_blocks(device: Any, ranks: int, folder: Path) -> None:
-    for losses in run_ranks(_compiled, ranks, folder, device=device, timeout_s=240):
+    for losses in run_ranks(_compiled, ranks, folder, device=device):
         _close(losses, _expected(folder))
 
 
@@ -270,7 +270,7 @@ def _compiled_without_graphs(folder: Path) -> list[float]:
 @pytest.mark.gpu
 @_needs(1)
 def test_cuda_graphs_are_refused_and_the_same_mode_without_them_trains(folder: Path) -> None:
-    (losses,) = run_ranks(_compiled_without_graphs, 1, folder, device="cuda", timeout_s=300)
+    (losses,) = run_ranks(_compiled_without_graphs, 1, folder, device="cuda")
     _close(losses, _expected(folder))
 
 

@@ -2,7 +2,6 @@
 that is busy uses no backend at all."""
 
 import os
-import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -130,20 +129,20 @@ def test_every_gpu_has_a_name_of_its_own(ranks: int) -> None:
     assert shared_devices(names) == [] and shared_devices([*names, names[0]]) == [f"ranks 0, {ranks}"]
 
 
-def _waits_and_leaves(port: int) -> None:
+def _waits_and_leaves() -> None:
     """As a script does at its end, without a launcher that keeps the store."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.TCPStore("127.0.0.1", 0, size, True, wait_for_workers=False) if rank == 0 else None
+    port = all_ranks(store.port if store else 0)[0]
     wait_for_all_ranks()  # so that nothing is under way
     dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    store = store or dist.TCPStore("127.0.0.1", port, size, False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     wait_for_all_ranks()
     os._exit(0)
 
 
 def test_the_rank_that_keeps_the_store_leaves_last() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with pytest.raises(AssertionError) as left:  # none has returned
-        run_ranks(_waits_and_leaves, 3, port)
+        run_ranks(_waits_and_leaves, 3)
     assert str(left.value).count("died with exit code 0") == 3, left.value

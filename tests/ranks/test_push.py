@@ -4,6 +4,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from tests._checkpoints import full_state, make_checkpoint
 from tests._dist import run_ranks
-from tests._hub import FakeHub, fake_hub
+from tests._hub import FakeHub, fake_hub, impatient
 from tests._training import ShardedTrainer, arguments, make_rows
 from tests.ranks.test_hub import short_sleeps, use_and_run
 
@@ -114,7 +115,8 @@ def what_the_hub_refuses_is_said_and_the_save_stays(main: Path, out: Path) -> No
         name, token = case.split(", ")
         folder = out / case
         hub = {"push_to_hub": True, "repo_id": name, "token": False if token == "None" else token}
-        message = refusal(partial(save_pretrained, model, folder, **hub))
+        with impatient("ETAG") if name == "org/silent" else nullcontext():
+            message = refusal(partial(save_pretrained, model, folder, **hub))
         assert f"{str(folder)!r} is saved and complete, but its upload to {name!r} failed" in message
         assert all(part in message for part in said), message
         assert_opens(str(folder), model)
@@ -222,7 +224,7 @@ def test_shards_are_uploaded(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     with fake_hub({}, MOODS, tmp_path / "hub") as server:
-        run_ranks(use_and_run, 2, server.url, tmp_path / "home", CASES, main, out, timeout_s=200)
+        run_ranks(use_and_run, 2, server.url, tmp_path / "home", CASES, main, out)
         assert_uploaded(server, out)
 
 

@@ -68,7 +68,7 @@ def test_every_kind_is_saved_again_as_transformers_saves_it(tmp_path: Path) -> N
     kinds = dict(zip(KINDS, run_alone(save_by_transformers, list(KINDS), tmp_path), strict=True))
     assert "older" in kinds["BertForMaskedLM"] and "older" in kinds["Wav2Vec2ForCTC"]
     assert "model" in kinds["MixtralForCausalLM"] and "model" in kinds["LlavaForConditionalGeneration"]
-    run_ranks(resave_kinds, 2, kinds, tmp_path / "ours", timeout_s=280)
+    run_ranks(resave_kinds, 2, kinds, tmp_path / "ours")
     run_alone(compare, [(name, list(forms)) for name, forms in kinds.items()], tmp_path)
 
 

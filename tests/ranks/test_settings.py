@@ -32,7 +32,7 @@ from hf_fsdp_tools import (
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator
 from hf_fsdp_tools.integrations.state import start_state
 from tests._checkpoints import make_model, tiny_config
-from tests._dist import run_cases, run_ranks
+from tests._dist import LIMIT_S, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, logged, num_units
 
 close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
@@ -427,7 +427,7 @@ def test_training_arguments_shard_whoever_launches(checkpoint, tmp_path, launche
         [*start, str(script), str(checkpoint), str(tmp_path / "out")],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=LIMIT_S,
         check=False,
     )
     world = 2 if launcher == "torchrun" else 1

@@ -179,7 +179,7 @@ def sharded(checkpoints, tmp_path_factory) -> list[dict[str, list[float]]]:
     cases = {f"{task}, {route}": partial(_one_trainer, task, route) for task in SOURCES for route in ROUTES}
     cases |= {f"{task}, bf16": partial(_in_bf16, task, True) for task in ("sft", "dpo")}
     cases["fresh head"] = _fresh_head
-    return run_ranks(run_cases, 2, cases, checkpoints, tmp_path_factory.mktemp("trl"), timeout_s=240)
+    return run_ranks(run_cases, 2, cases, checkpoints, tmp_path_factory.mktemp("trl"))
 
 
 @pytest.mark.parametrize("task", SOURCES)
@@ -298,7 +298,7 @@ REFERENCES = (
 def test_complaint_31_reference_models_given_loaded_synced_precomputed_or_with_the_adapter_off(checkpoints, tmp_path):
     _rows("dpo").save_to_disk(tmp_path / "rows")  # the cache of precomputed values lies beside it, one for all ranks
     sources = checkpoints | {"rows": tmp_path / "rows"}
-    results = run_ranks(run_cases, 2, REFERENCES, sources, tmp_path, timeout_s=240)
+    results = run_ranks(run_cases, 2, REFERENCES, sources, tmp_path)
     expected = _one_process("dpo", checkpoints["tied"], tmp_path / "one", max_steps=2)
     for losses in results:
         for name in ("given sharded", "given plain", "precomputed", "precomputed by shards"):
@@ -358,7 +358,7 @@ def _rank_0_reads(sources, folder):
 
 
 def test_any_rank_may_read_a_frozen_model_alone(checkpoints, tmp_path):
-    run_ranks(_rank_0_reads, 2, checkpoints, tmp_path, timeout_s=60)
+    run_ranks(_rank_0_reads, 2, checkpoints, tmp_path)
 
 
 # ---- GRPO: generation on shards ----

@@ -1,0 +1,262 @@
+"""Rounds end alike on all ranks, however their steps interleave: ranks are threads here, and wait for each other."""
+
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hf_fsdp_tools import CheckpointError, RanksError
+from hf_fsdp_tools.distributed import beat, others, rounds
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
+from hf_fsdp_tools.distributed.beat import Beat
+from hf_fsdp_tools.distributed.current import using
+from hf_fsdp_tools.distributed.others import Others
+from hf_fsdp_tools.distributed.rounds import Rounds, patience
+from hf_fsdp_tools.distributed.watch import progress_made, watched
+
+HANG_S = 60  # how long a thread may wait for another: only a hang takes it
+
+
+@pytest.fixture(autouse=True)
+def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_LOOK_S", 0.0)
+
+
+class Store:
+    """A store of which some answers wait, or are not what they would be."""
+
+    def __init__(self, store: Any, **instead: Callable[..., Any]) -> None:
+        self._store, self._instead = store, instead
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(self._store, name)
+        return (lambda *args: self._instead[name](own, *args)) if name in self._instead else own
+
+
+def together(*works: Callable[[], Any]) -> list[Any]:
+    """What each returned or raised, all at the same time."""
+
+    def outcome(work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(works)) as pool:
+        begun = [pool.submit(copy_context().run, outcome, work) for work in works]
+        return [one.result(HANG_S) for one in begun]
+
+
+def ranks_of(size: int) -> list[Rounds]:
+    store = dist.HashStore()
+    return [Rounds(store, rank, tuple(range(size))) for rank in range(size)]
+
+
+@pytest.fixture
+def two() -> list[Rounds]:
+    return ranks_of(2)
+
+
+@pytest.mark.parametrize("last_is_first", [False, True])
+def test_a_round_is_joined_or_given_up_and_never_both(
+    last_is_first: bool, two: list[Rounds], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank comes while the other, which has looked, gives up."""
+    waits, joins, over = threading.Event(), threading.Event(), threading.Event()
+
+    def give_up(*args: Any, **options: Any) -> str:
+        waits.set()
+        assert joins.wait(HANG_S)
+        return "Nobody comes."
+
+    def settle(own: Callable[..., bytes], key: str, expected: str, value: bytes) -> bytes:
+        if last_is_first:
+            told = own(key, expected, value)
+            joins.set()
+            return told
+        joins.set()
+        assert over.wait(HANG_S)
+        return own(key, expected, value)
+
+    def first() -> Any:
+        try:
+            return two[0].exchange("a", "saving")
+        finally:
+            over.set()
+
+    def last() -> Any:
+        assert waits.wait(HANG_S)
+        return two[1].exchange("b", "saving")
+
+    monkeypatch.setattr(Others, "problem", give_up)
+    two[1]._store = Store(two[1]._store, compare_set=settle)
+    found = together(first, last)
+    if last_is_first:
+        assert found == [["a", "b"]] * 2
+    else:
+        assert [str(one) for one in found] == ["Nobody comes."] * 2
+
+
+def test_who_gives_up_first_says_why(two: list[Rounds]) -> None:
+    with two[0].scope("saving") as own, two[1].scope("saving") as other:
+        said = [two[0].give_up(own, RanksError("first")), two[1].give_up(other, RanksError("second"))]
+    assert [str(error) for error in said] == ["first", "first"]
+
+
+def test_a_rank_that_has_failed_learns_that_another_is_lost(two: list[Rounds], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits where the block ends, and everybody knows of its failure; a rank that has ended does not come for it."""
+    monkeypatch.setattr(others, "_state_of", lambda process: "X")
+    with using(two[0]), pytest.raises(RanksError, match="While saving: rank 1 has ended"), agreed("saving"):
+        raise CheckpointError("disk full")
+
+
+def told_of(places: list[Any], *, count: int = 1, progress: int = 1) -> str:
+    doing = [place[0] for place in places]
+    return json.dumps({"count": count, "progress": progress, "at": places, "for": "", "doing": doing})
+
+
+def test_a_rank_that_has_left_a_round_since_it_told_is_waited_for(two: list[Rounds]) -> None:
+    """Beats are seconds old: rank 1 told that it waits in a round of the block, at the end of which rank 0 waits."""
+    at_end, looked = threading.Event(), threading.Event()
+    former = told_of([["saving", f"{two[1]._prefix}.0/"], ["exchanging", f"{two[1]._prefix}.0.0"]])
+    key = f"{two[1]._prefix}/beat/1"
+
+    def answer(own: Callable[..., Any], asked: Any) -> Any:
+        if asked == [key]:
+            return True
+        if asked != key:
+            return own(asked)
+        looks.append(at_end.is_set())
+        if sum(looks) > 2:
+            looked.set()
+        return former.encode()
+
+    looks: list[bool] = []
+    two[0]._store = Store(two[0]._store, get=answer, check=answer)
+
+    def block(own: Rounds, between: Callable[[], object]) -> Any:
+        with using(own), agreed("saving"):
+            found = all_ranks(own.rank, "exchanging")
+            between()
+        return found
+
+    found = together(lambda: block(two[0], at_end.set), lambda: block(two[1], lambda: looked.wait(HANG_S)))
+    assert found == [[0, 1]] * 2
+    assert looked.is_set()
+
+
+def test_ranks_wait_on_when_those_that_look_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 1 have come first and ended; rank 3 moves, and comes when rank 2 has looked a few times itself."""
+    four = ranks_of(4)
+    path = f"{four[0]._prefix}.0"
+    for rank in (0, 1):
+        four[rank]._store.set(f"{path}/{rank}", rounds.pickle.dumps(("saving", rank)))
+        four[rank]._store.add(f"{path}/count", 1)
+    looks: list[list[Any]] = []
+
+    def look(*args: Any, **options: Any) -> str:
+        looks.append([] if len(looks) != 3 else four[3].exchange(3, "saving"))
+        return ""
+
+    monkeypatch.setattr(Others, "problem", look)
+    with patience(0.01):
+        assert four[2].exchange(2, "saving") == [0, 1, 2, 3]
+    assert looks == [[], [], [], [0, 1, 2, 3]]
+
+
+def test_a_failure_is_told_to_a_rank_that_looks_late() -> None:
+    """Rank 0 sees that the outer block failed before it sees that the inner block has ended, in which others failed."""
+    three = ranks_of(3)
+    inner, outer = f"{three[0]._prefix}.0.0/end/outcome", f"{three[0]._prefix}.0/failed"
+
+    def check(own: Callable[..., bool], keys: list[str]) -> bool:
+        found = own(keys)
+        if keys == [inner] and not found:
+            asked.set()
+            three[1]._store.wait([outer])
+        return found
+
+    asked = threading.Event()
+    three[0]._store = Store(three[0]._store, check=check)
+
+    def fail(own: Rounds) -> None:
+        with using(own), agreed("checking"), agreed("checking a part"):
+            if own.rank > 0:
+                assert asked.wait(HANG_S)
+                raise CheckpointError("no such policy")
+
+    told = "Checking a part failed on 2 of 3 ranks.\nrank 1, 2: no such policy"
+    assert [str(one) for one in together(*(lambda own=own: fail(own) for own in three))] == [told] * 3
+
+
+# ---- who is waited for ----
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    clock = Clock()
+    monkeypatch.setattr(others, "time", clock)
+    yield clock
+
+
+def test_a_rank_that_moves_is_waited_for_and_one_that_does_not_is_given_up(two: list[Rounds], clock: Clock) -> None:
+    store, prefix = two[0]._store, two[0]._prefix
+    store.set(f"{prefix}.0/0", "here")
+    known = Others(store, prefix, f"{prefix}.0", (0, 1), 0)
+    for second in range(100):
+        told = told_of([["reading", f"{prefix}.0"]], count=second, progress=min(second, 50))
+        store.set(f"{prefix}/beat/1", told)
+        problem = known.problem("reading", [], 20.5, lambda: None, is_first=False)
+        assert bool(problem) == (second > 70), second
+        clock.now += 1
+    assert problem.startswith("While reading: no progress for 49 s. rank 1 is reading (49 s without progress)")
+
+
+def test_bytes_of_any_library_and_watched_blocks_are_progress() -> None:
+    before = progress_made()
+    with watched(Path(os.devnull)):
+        pass
+    assert progress_made() > before
+    before = progress_made()
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(2**21))
+    assert progress_made() >= before + 2
+
+
+def test_a_call_that_begins_as_the_beat_would_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beat, "_BEAT_S", 0.001)
+    store = dist.HashStore()
+    one = Beat(store, "beat")
+    wait, told = one._changed.wait, threading.Event()
+
+    def call_begins(timeout_s: float) -> bool:
+        """The time is over, and before the thread has the lock again a call has begun."""
+        monkeypatch.setattr(one._changed, "wait", wait)
+        one._places.append(("reading", "0"))
+        told.set()
+        return False
+
+    with one.telling("opening", "0"):
+        thread = one._thread
+        monkeypatch.setattr(one._changed, "wait", call_begins)
+    assert told.wait(HANG_S)
+    while not store.check(["beat"]) or json.loads(store.get("beat"))["doing"] != ["reading"]:
+        assert thread is not None and thread.is_alive(), "the thread has ended in a call"
+    one.stop()
