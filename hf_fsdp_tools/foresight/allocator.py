@@ -71,29 +71,27 @@ class _Segment:
 class _Pool:
     """The blocks of one stream that are small, or those that are large."""
 
-    __slots__ = ("blocks", "free", "is_small", "last")
+    __slots__ = ("free", "is_small", "last", "least_rest")
 
-    def __init__(self, *, is_small: bool) -> None:
+    def __init__(self, *, is_small: bool, least_rest: int) -> None:
         self.is_small = is_small
-        self.free: list[tuple[int, int]] = []
-        """(size, address) of the free blocks, sorted."""
-        self.blocks: dict[int, _Block] = {}
-        """The free blocks by address."""
+        self.least_rest = least_rest
+        """Bytes that a block must be longer than a request to be split."""
+        self.free: list[tuple[int, int, _Block]] = []
+        """Size, address and the block itself of the free blocks, sorted."""
         self.last: _Block | None = None
         """Of an expandable segment: the block at its end."""
 
     def add(self, block: _Block) -> None:
-        insort(self.free, (block.size, block.address))
-        self.blocks[block.address] = block
+        insort(self.free, (block.size, block.address, block))
 
     def remove(self, block: _Block) -> None:
         del self.free[bisect_left(self.free, (block.size, block.address))]
-        del self.blocks[block.address]
 
-    def best(self, size: int) -> _Block | None:
+    def take_best(self, size: int) -> _Block | None:
         """The smallest free block that holds `size` bytes, of these the one at the lowest address; None without one."""
-        at = bisect_left(self.free, (size, 0))
-        return self.blocks[self.free[at][1]] if at < len(self.free) else None
+        at = bisect_left(self.free, (size,))
+        return self.free.pop(at)[2] if at < len(self.free) else None
 
 
 class CachingAllocator:
@@ -122,17 +120,15 @@ class CachingAllocator:
         Raises:
             OutOfMemory: the limit is reached.
         """
-        size = max(_UNIT, -(-num_bytes // _UNIT) * _UNIT)
+        size = -(-num_bytes // _UNIT) * _UNIT or _UNIT
         is_small = size <= _SMALL
         if (pool := self._pools.get((stream, is_small))) is None:
-            pool = self._pools[stream, is_small] = _Pool(is_small=is_small)
-        block = pool.best(size)
+            least = _UNIT if is_small or self._expandable else _SMALL + _UNIT
+            pool = self._pools[stream, is_small] = _Pool(is_small=is_small, least_rest=least)
+        block = pool.take_best(size)
         if block is None:
             block = self._grow(pool, size) if self._expandable else self._new_segment(pool, size)
-        else:
-            pool.remove(block)
-        rest = block.size - size
-        if rest >= _UNIT if is_small or self._expandable else rest > _SMALL:
+        if block.size - size >= pool.least_rest:
             self._split(block, size)
         block.in_use = True
         self.allocated += block.size
@@ -141,7 +137,7 @@ class CachingAllocator:
     @property
     def free_blocks(self) -> _FreeBlocks:
         """(size, address) of the free blocks of each stream and pool."""
-        return [(key, list(pool.free)) for key, pool in self._pools.items()]
+        return [(key, [(size, address) for size, address, _ in pool.free]) for key, pool in self._pools.items()]
 
     def give_back(self, block: _Block) -> None:
         """Free a block and join it with free neighbours."""
@@ -198,7 +194,7 @@ class CachingAllocator:
         """Give segments that no block in use lies in back to the driver; their number."""
         count = 0
         for pool in self._pools.values():
-            for block in list(pool.blocks.values()):
+            for *_, block in list(pool.free):
                 if block.before is None and block.behind is None:
                     pool.remove(block)
                     count += 1
@@ -278,19 +274,15 @@ def replay(*parts: Iterable[Event], limit: int | None = None, expandable: bool =
         allocated, reserved, retried, full_at = [], [], [], None
         take, give_back = allocator.take, allocator.give_back
         for at, event in enumerate(events):
-            kind = type(event)
-            if kind is Alloc:
-                assert isinstance(event, Alloc)
+            if type(event) is Alloc:
                 try:
                     if event.num_bytes:
                         held[event.block] = take(event.num_bytes, event.stream)
                 except OutOfMemory:
                     full_at = at
                     break
-            elif kind is Free:
-                assert isinstance(event, Free)
-                if (block := held.pop(event.block, None)) is not None:  # of no bytes
-                    give_back(block)
+            elif type(event) is Free and (block := held.pop(event.block, None)) is not None:  # of no bytes
+                give_back(block)
             if allocator.retries:
                 retried.append((at, sum(allocator.retries)))
                 allocator.retries.clear()

@@ -208,10 +208,9 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
     gpu = gpu_named(setup.gpu)
     outside = _outside(setup)
     room = gpu.memory_bytes - sum(each.num_bytes for each in outside)
-    free = _replayed(step, setup)
-    tight = free if free.peak_reserved <= room else _replayed(step, setup, limit=room)
-    is_full = tight.out_of_memory_at is not None
-    used = free if is_full else tight
+    used = tight = _replayed(step, setup, limit=room)
+    if is_full := tight.out_of_memory_at is not None:
+        used = _replayed(step, setup)
     at = max(range(len(used.allocated)), key=used.allocated.__getitem__)
     kinds, phase, unit = _state(step, at)
     kinds["cuBLAS workspace"] = _workspace(gpu)

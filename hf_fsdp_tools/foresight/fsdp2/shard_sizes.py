@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -15,7 +16,7 @@ __all__ = ["Shard", "UnitShards", "dtype_of", "split_parameters"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Shard:
     """One parameter's shard on the first rank, which has the longest one."""
 
@@ -28,17 +29,17 @@ class Shard:
     shape: tuple[int, ...]
     """Of the shard. FSDP2 pads the shards of all ranks to it."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the shard, padding included."""
         return torch.Size(self.shape).numel()
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of the shard, padding included."""
         return self.numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def gathered_bytes(self) -> int:
         """Bytes of the shard in the dtype in which it is gathered."""
         return self.numel * self.parameter.dtype.itemsize

@@ -4,6 +4,7 @@ TRL (1.16, `ChunkedLogProbFunction`) multiplies pieces of hidden states with pie
 again in the backward pass, where gradients are summed in fp32. Its kernels are Triton's, which do not run without data.
 """
 
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight.events import Event
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 
 __all__ = ["chunk_loss"]
@@ -45,7 +47,9 @@ def chunk_loss(model: nn.Module, recorder: Recorder) -> None:
         mask = labels != -100
         hidden = hidden[:, :-1].reshape(-1, hidden.shape[-1])
         head = self.get_output_embeddings()
-        log_probs: torch.Tensor = _LogProbs.apply(hidden, head.weight, head.bias, labels.reshape(-1))  # type: ignore[no-untyped-call]
+        log_probs: torch.Tensor = _LogProbs.apply(  # type: ignore[no-untyped-call]
+            hidden, head.weight, head.bias, labels.reshape(-1), recorder
+        )
         log_probs = log_probs.new_zeros(mask.shape).masked_scatter(mask, log_probs)
         return {"loss": -log_probs.sum() / mask.sum().clamp(min=1)}
 
@@ -57,12 +61,18 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        recorder: Recorder,
     ) -> torch.Tensor:
+        ctx.recorder = recorder
         tokens = hidden.shape[0]
         running = [torch.zeros(tokens, dtype=torch.float32, device=hidden.device) for _ in range(7)]
         tile = hidden.new_empty(min(tokens, _TOKENS), _WORDS)
-        for part, rows, columns in _pieces(tile, hidden, weight):
+        for part, rows, columns in _pieces(tile, hidden, weight, recorder):
             torch.mm(hidden[rows], weight[columns].t(), out=part)
             torch.sum(part, dim=-1, dtype=torch.float32, out=running[1][rows])  # all statistics in one kernel
         log_z = running[0] + running[1].log()
@@ -79,7 +89,7 @@ class _LogProbs(torch.autograd.Function):
             for tensor, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
         )
         tile = hidden.new_empty(min(hidden.shape[0], _TOKENS), _WORDS)
-        for part, rows, columns in _pieces(tile, hidden, weight):
+        for part, rows, columns in _pieces(tile, hidden, weight, ctx.recorder):
             torch.mm(hidden[rows], weight[columns].t(), out=part)
             part.neg_()  # logits become their gradients in place
             if of_hidden is not None:
@@ -87,16 +97,26 @@ class _LogProbs(torch.autograd.Function):
             if of_weight is not None:
                 _add_product(of_weight[columns], part.t(), hidden[rows])
         found = ((of_hidden, hidden), (of_weight, weight), (of_bias, bias))
-        return (*(None if grad is None else grad.to(like.dtype) for grad, like in found), None)
+        return (*(None if grad is None else grad.to(like.dtype) for grad, like in found), None, None)
 
 
-def _pieces(tile: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> Any:
-    """Yield the memory of each piece of logits, with its tokens and its words."""
+def _pieces(
+    tile: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, recorder: Recorder
+) -> Iterator[tuple[torch.Tensor, slice, slice]]:
+    """Yield the memory of a piece of logits of each size, with its tokens and its words; its work is noted again for
+    the other pieces of this size, none of which takes memory."""
+    done: dict[tuple[int, int], list[Event]] = {}
     for token in range(0, hidden.shape[0], _TOKENS):
         rows = slice(token, min(token + _TOKENS, hidden.shape[0]))
         for word in range(0, weight.shape[0], _WORDS):
             columns = slice(word, min(word + _WORDS, weight.shape[0]))
-            yield tile[: rows.stop - rows.start, : columns.stop - columns.start], rows, columns
+            size = rows.stop - rows.start, columns.stop - columns.start
+            if size in done:
+                recorder.events += done[size]
+                continue
+            start = len(recorder.events)
+            yield tile[: size[0], : size[1]], rows, columns
+            done[size] = recorder.events[start:]
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -133,6 +133,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and note its memory and its work."""
+        if func is torch.ops.prim.device.default:  # autograd asks several times for each operation
+            return args[0].device
         self.last_operation = str(func)
         kwargs = kwargs or {}
         packet = func.overloadpacket
