@@ -1,9 +1,9 @@
 """From a checkpoint to a trained one: load, train, save, say what was made, and end."""
 
 import atexit
+import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -24,7 +24,9 @@ from hf_fsdp_tools.scripting.streams import check_divided_once
 __all__ = ["finish", "load_model", "run", "show_losses", "train"]
 
 
-def load_model(model_args: Any, training: Any, accelerator: Any, *, auto_class: Any = None, **keywords: Any) -> Any:
+def load_model(
+    model_args: Any, training: Any, accelerator: Any, *, auto_class: Any = None, show: bool = True, **keywords: Any
+) -> Any:
     """The sharded model, with a new adapter where the arguments ask for one; prints its units and the load report.
 
     Args:
@@ -32,6 +34,7 @@ def load_model(model_args: Any, training: Any, accelerator: Any, *, auto_class: 
         training: the Trainer's arguments.
         accelerator: of `make_accelerator`.
         auto_class: the `AutoModelFor…` class, or a model class; None means `AutoModelForCausalLM`.
+        show: False prints nothing, for a second model of the same checkpoint.
         keywords: of `from_pretrained`, before those that follow from the arguments.
 
     Every rank must call; errors and what is communicated are those of `from_pretrained`.
@@ -57,9 +60,20 @@ def load_model(model_args: Any, training: Any, accelerator: Any, *, auto_class: 
         **({"auto_class": auto_class} if auto_class is not None else {}),
         **_four_bits(model_args, accelerator.mixed_precision),
     }
-    model, report = from_pretrained(model_args.model_name_or_path, output_loading_info=True, **(options | keywords))
-    accelerator.print(f"\n{describe_sharding(model)}\n\n{report}\n")
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(_is_no_table)
+    try:
+        model, report = from_pretrained(model_args.model_name_or_path, output_loading_info=True, **(options | keywords))
+    finally:
+        logger.removeFilter(_is_no_table)
+    if show:
+        accelerator.print(f"\n{describe_sharding(model)}\n\n{report}\n")
     return model
+
+
+def _is_no_table(record: logging.LogRecord) -> bool:
+    """Whether a log record is not transformers' table of missing keys, which the load report names too."""
+    return "LOAD REPORT" not in record.getMessage()
 
 
 def _four_bits(model_args: Any, mixed_precision: str) -> dict[str, Any]:
@@ -108,8 +122,6 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
         trainer.add_callback(EarlyStoppingCallback(patience))
     if getattr(training, "packing", False):
         check_documents_apart(trainer)
-    # TRL 1.16 asks transformers by an older name, in each DPO evaluation.
-    warnings.filterwarnings("ignore", message=".*`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     resume = training.resume_from_checkpoint
     training.eval_on_start = training.eval_on_start and not resume and trainer.eval_dataset is not None
     has_bars = not are_progress_bars_disabled()
