@@ -29,7 +29,6 @@ _ALPACA = ({"instruction", "output"}, {"question", "answer"})
 _NOT_LOADED = "Check the name; one of the hub needs the network, and `hf auth login` where it is private or gated."
 
 _TURNS, _TEXT_OR_TURNS = {"messages", "conversations"}, {"prompt", "chosen", "rejected", "completion"}
-"""Columns of turns of a chat, and those of either text or turns."""
 
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant"}
 """Roles of ShareGPT as chat templates name them."""
@@ -376,11 +375,13 @@ def _template(path: str, tokenizer: Any) -> str:
 
     if Path(path).is_file():
         return Path(path).read_text(encoding="utf-8")
+    if Path(path).suffix in (".jinja", ".j2", ".txt"):
+        raise ConfigError(f"--chat_template_path {path}: no such file.")
     try:
         other = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(
-            f"--chat_template_path {path}: neither a Jinja file nor a tokenizer: {first_line(error)}."
+            f"--chat_template_path {path}: no Jinja file and no tokenizer: {first_line(error)}."
         ) from error
     template = other.chat_template
     if not isinstance(template, str):

@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -223,7 +224,7 @@ def _picture(trainer: Any, folder: Path) -> str:
 
 
 def run(main: Callable[[], object], name: str) -> NoReturn:
-    """Run a recipe's `main` and end the process; an error of this package is one line on each machine.
+    """Run a recipe's `main` and end the process; an error of this package, or Ctrl-C, is one line on each machine.
 
     The process ends without tearing the interpreter down: threads of gloo and Arrow may still ask for it then, and now
     and then that aborts the process with "terminate called without an active exception" (pytorch issues 190489 and
@@ -246,6 +247,12 @@ def run(main: Callable[[], object], name: str) -> NoReturn:
         if rank_on_node()[0] == 0:
             print(f"{name}: error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends it once more
+        if rank_on_node()[0] == 0:
+            after = "--resume_from_checkpoint true goes on from the last checkpoint"
+            print(f"\n{name}: interrupted; {after}", file=sys.stderr)
+        os._exit(130)
     atexit._run_exitfuncs()  # trackers write their last lines here
     sys.stdout.flush()
     sys.stderr.flush()

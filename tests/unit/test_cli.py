@@ -74,6 +74,11 @@ def test_wrong_usage_exits_with_2(capsys):
             main(words)
         assert stop.value.code == 2
         assert "usage: hf-fsdp" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "model", "--num-proceses", "3"])
+    said = capsys.readouterr().err
+    assert "usage: hf-fsdp plan" in said and "--num-proceses is no option of this command: did you mean" in said
+    assert "--num-processes" in said.splitlines()[-1]
 
 
 def test_blocks(capsys, llama):

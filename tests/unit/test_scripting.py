@@ -83,6 +83,8 @@ def trainer_arguments(**options):
             "needs evaluations: leave --eval_strategy no out",
         ),
         (["--push_to_hub"], "--push_to_hub needs a token"),
+        (["--torch_compile_backend", "indctor"], "--torch_compile_backend indctor: unknown: did you mean inductor"),
+        (["--fp16", "true"], "--fp16 needs a GPU, .*Use --bf16 true, or neither"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -153,13 +155,21 @@ def test_the_help_begins_with_the_options_of_the_recipe(monkeypatch, capsys):
     assert shown.count("\n  --learning_rate ") == 1
 
 
-def test_the_errors_of_a_recipe_are_one_line_and_a_status(capsys):
+def test_the_errors_of_a_recipe_are_one_line_and_a_status(capsys, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
     def main():
         raise ConfigError("this is wrong")
 
     with pytest.raises(SystemExit, match="1"):
         run(main, "finetune")
     assert capsys.readouterr().err == "finetune: error: this is wrong\n"
+    monkeypatch.setattr("os._exit", sys.exit)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(SystemExit, match="130"):
+        run(interrupted, "finetune")
+    assert "finetune: interrupted; --resume_from_checkpoint true goes on" in capsys.readouterr().err
 
 
 # ---- data ----
@@ -366,6 +376,8 @@ def test_a_chat_template_from_a_file_or_another_tokenizer(model, tmp_path):
     assert (
         load_tokenizer(arguments, trainer_arguments(chat_template_path="chat.jinja")).chat_template == "{{ messages }}"
     )
+    with pytest.raises(ConfigError, match=r"chat.j2: no such file"):
+        load_tokenizer(arguments, trainer_arguments(chat_template_path="chat.j2"))
     other = AutoTokenizer.from_pretrained(model)
     other.chat_template = "<|start|>{{ messages }}"
     other.add_special_tokens({"additional_special_tokens": ["<|start|>"]})
