@@ -73,6 +73,7 @@ def main() -> None:
     # 2. The model straight into shards; the optimizer of these shards
     model = from_pretrained(args.model_name_or_path, accelerator=accelerator, dtype="float32")
     accelerator.print(f"\n{describe_sharding(model)}\n")
+    args.max_length = min(args.max_length, getattr(model.config, "max_position_embeddings", args.max_length))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
     model, optimizer, loader, eval_loader = accelerator.prepare(model, optimizer, loader, eval_loader)
     scheduler = get_scheduler("cosine", optimizer, 10, steps)
@@ -85,8 +86,7 @@ def main() -> None:
     batches = endless(loader, after=scheduler.last_epoch * parts)
 
     # 4. Train
-    before = evaluate(model, eval_loader, accelerator)
-    lost, seen, start = 0.0, 0, perf_counter()
+    before, lost, seen, start = evaluate(model, eval_loader, accelerator), 0.0, 0, perf_counter()
     for step in range(scheduler.last_epoch + 1, steps + 1):
         model.train()
         group = [next(batches) for _ in range(parts)]

@@ -140,6 +140,10 @@ def class_names(script: DataArguments, data: datasets.Dataset, held_out: dataset
     column, where = script.label_column_name, f"Column {script.label_column_name!r} of {script.dataset_name!r}"
     if script.dataset_streaming:
         raise ConfigError("--dataset_streaming: the classes are known when all labels were seen. Leave it out.")
+    if str(getattr(data.features[script.dataset_text_field], "dtype", "")) not in ("string", "large_string"):
+        raise ConfigError(
+            f"Column {script.dataset_text_field!r} holds no text. Name another one: --dataset_text_field."
+        )
     feature = data.features[column]
     if not str(getattr(feature, "dtype", feature)).startswith(("string", "large_string", "int", "uint", "bool")):
         raise ConfigError(

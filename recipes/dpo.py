@@ -136,9 +136,11 @@ def check_preferences(script: ScriptArguments, training: DPOConfig, data: datase
 def load_reference(model_args: ModelArguments, training: DPOConfig, accelerator: object) -> PreTrainedModel:
     """Shards that are never trained: no fp32 masters, and each unit is freed after its forward, whatever the policy."""
     dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision, model_args.dtype)
-    accelerator.print("the reference, which is not trained:")
     freeing = HybridPolicy(reshard_after_forward={"*": True})
-    return load_model(model_args, training, accelerator, dtype=dtype, policy=freeing).requires_grad_(False)
+    reference = load_model(model_args, training, accelerator, dtype=dtype, policy=freeing, show=False)
+    kind = str(reference.dtype).removeprefix("torch.")
+    accelerator.print(f"reference: the same checkpoint in {kind}, sharded alike and not trained\n")
+    return reference.requires_grad_(False)
 
 
 if __name__ == "__main__":

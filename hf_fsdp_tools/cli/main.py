@@ -7,6 +7,7 @@ usage is exit code 2. Heavy libraries are imported inside the commands, so that 
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from hf_fsdp_tools.cli.launch import add_recipes
 from hf_fsdp_tools.cli.plan import add_blocks, add_plan
 from hf_fsdp_tools.cli.schedule import add_schedule
 from hf_fsdp_tools.errors import FSDPToolsError
+from hf_fsdp_tools.text import did_you_mean
 
 __all__ = ["main"]
 
@@ -39,8 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options, rest = parser.parse_known_args(words)
-    if not hasattr(options, "rest"):
-        parser.parse_args(words)  # says which words it does not know
+    if rest and not hasattr(options, "rest"):
+        known = set(re.findall(r"--[a-z][\w-]*", options.command.format_help()))
+        options.command.error(f"{rest[0]} is no option of this command{did_you_mean(rest[0], known, otherwise='')}")
     options.rest = rest
     options.command_line = shlex.join(["hf-fsdp", *words])
     try:
@@ -73,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     add_export(commands)
     add_merge(commands)
     _add_demo_model(commands)
+    for command in commands.choices.values():
+        command.set_defaults(command=command)
     return parser
 
 

@@ -2,8 +2,10 @@
 
 import signal
 import subprocess
+import sys
 
 from accelerate.commands.launch import main as launch
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 __all__ = ["main"]
@@ -13,13 +15,19 @@ def main() -> None:
     """Launch what the command line says.
 
     Raises:
-        SystemExit: a rank failed, by an error of its own or by a signal; the launcher's own traceback says no more.
+        SystemExit: a rank failed, by an error of its own or by a signal, or the launcher itself was told to end by one;
+            the launcher's own traceback says no more.
     """
     try:
         launch()
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         raise SystemExit(_ended(f"rank {rank}", failure.exitcode)) from None
+    except (KeyboardInterrupt, SignalException) as stopped:
+        number = getattr(stopped, "sigval", signal.SIGINT)
+        name = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+        print(f"hf-fsdp: {name}", file=sys.stderr)
+        raise SystemExit(128 + number) from None  # as shells have it
     except subprocess.CalledProcessError as failed:  # a world of one
         raise SystemExit(_ended("the process", failed.returncode)) from None
 

@@ -40,7 +40,7 @@ def initialize_missing(model: nn.Module, *, missing_keys: Collection[str], seed:
         CheckpointError: the model's own code does not initialise a missing tensor or a non-persistent buffer.
     """
     missing = set(missing_keys)
-    _mark_initialized(model, except_for=missing)
+    _mark_initialized(model)
     untouched: list[str] = []
     loaded = [m for name, m in model.named_modules() if isinstance(m, nn.Embedding) and f"{name}.weight" not in missing]
     with original_classes(model), _without_padding(*loaded):
@@ -72,7 +72,7 @@ def draw_values(model: nn.Module, shapes: Mapping[str, Sequence[int]], *, seed: 
     Raises:
         CheckpointError: the model's own code does not initialise one of them.
     """
-    _mark_initialized(model, except_for=set())
+    _mark_initialized(model)
     drawn: dict[str, torch.Tensor] = {}
     with original_classes(model):
         for path in _module_paths(model):
@@ -126,10 +126,11 @@ def _is_wanted(module: nn.Module, name: str, key: str, missing: set[str]) -> boo
     return key in module._non_persistent_buffers_set or _fqn(name, key) in missing
 
 
-def _mark_initialized(model: nn.Module, *, except_for: set[str]) -> None:
-    """Mark all tensors but `except_for` as initialised, so that transformers' initialisers leave them alone."""
-    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        tensor._is_hf_initialized = key not in except_for  # type: ignore[attr-defined]  # transformers' own mark
+def _mark_initialized(model: nn.Module) -> None:
+    """Mark all tensors as initialised: transformers' initialisers, of which some reach into other modules, leave them
+    alone, and write to the tensors without a mark that `_draw` puts in their place."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
 
 
 def _initialize_module(path: ModulePath, wanted: dict[str, torch.Tensor], seed: int) -> list[str]:

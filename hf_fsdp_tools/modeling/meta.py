@@ -216,8 +216,11 @@ def _misused(
         return None
     if str(error).startswith("Unrecognized configuration class"):
         usual = model_class(config, trust_remote_code=trust_remote_code)
-        cure = "Give the model's class as" if usual is auto_class else f"Leave out, or give {usual.__name__} as"
-        return f"{kind} has no model for {type(config).__name__}. {cure} auto_class (--auto-class)."
+        other = "the model's class" if usual is auto_class else f"its usual class, {usual.__name__},"
+        return (
+            f"transformers has no {kind} for {type(config).__name__}. Use a model of another architecture, or {other} "
+            "as auto_class (--auto-class)."
+        )
     return f"{kind} cannot make a model of this {type(config).__name__}: {first_line(error)}."
 
 
@@ -263,6 +266,11 @@ def _check_config_is_there(path: Path) -> None:
             f"No such folder: {str(path)!r}. Give an existing local folder, a config.json, or a hub name."
         )
     if path.is_dir() and not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            raise CheckpointError(
+                f"{str(path)!r} holds an adapter alone. Give the folder of its base, or one that `--merge_adapters` or "
+                "PEFT's `merge_and_unload` has made."
+            )
         found = listed(sorted(entry.name for entry in path.iterdir()), 8) or "nothing"
         raise CheckpointError(
             f"No config.json in {str(path)!r} (found: {found}). Give a folder that `save_pretrained` wrote, "

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import logging
 import re
 import sys
 import warnings
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
+from accelerate.utils import DynamoBackend
 from huggingface_hub import get_token
 from trl import ModelConfig, TrlParser
 
@@ -48,6 +50,8 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
             "checkpoint. Evaluates 20 times in the run, unless --eval_strategy says otherwise, and saves the best."
         },
     )
+    default_max_length: int | None = field(default=None, init=False)
+    """What `--max_length` is where nobody gives it; `parse_arguments` sets it, and it is no option."""
 
     def __post_init__(self) -> None:
         """As TRL's; but an adapter's base keeps the checkpoint's dtype, commas may stand between names, and a plain
@@ -115,6 +119,7 @@ def parse_arguments(
     machine = {"dataloader_pin_memory": not on_cpu, "use_cpu": on_cpu and gpus_are_hidden()}
     chosen = _RECIPE_DEFAULTS | machine | dict(defaults or {})
     parser.set_defaults(**{name: value for name, value in chosen.items() if name in known})
+    default_length = parser.get_default("max_length")  # before the file's values become defaults
     found = parser.parse()
     again: dict[str, Any] = {}
     if _value(found, "model_name_or_path") is None:
@@ -125,10 +130,14 @@ def parse_arguments(
         parser.set_defaults(**again)
         found = parser.parse()
     _complete(found)
+    for one in found:
+        if isinstance(one, ModelArguments):
+            one.default_max_length = default_length
     _check(found)
     _use_own_folder(found, str(chosen.get("output_dir")))
     if not sys.stderr.isatty() or _value(found, "disable_tqdm"):
         _show_no_bars()
+    _hide_noise()
     return found
 
 
@@ -314,6 +323,20 @@ def _show_no_bars() -> None:
     huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]  # public, but not re-exported
 
 
+def _hide_noise() -> None:
+    """Hide what libraries say of each other, of which a user of a recipe can change nothing."""
+    # PEFT 0.21 and TRL 1.16 ask transformers by an older name.
+    warnings.filterwarnings("ignore", message=".*`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+    # PEFT sets the other value itself.
+    warnings.filterwarnings("ignore", message="fan_in_fan_out is set to ")
+    logging.getLogger("transformers.trainer_utils").addFilter(_is_not_on_mtime)
+
+
+def _is_not_on_mtime(record: logging.LogRecord) -> bool:
+    """Whether a log record is not transformers' on two checkpoints of the same second, which it sorts by number."""
+    return "mtime may not be reliable" not in record.getMessage()
+
+
 def _check(found: tuple[Any, ...]) -> None:
     """Refuse options that contradict each other, and those whose package is absent."""
 
@@ -343,6 +366,11 @@ def _check(found: tuple[Any, ...]) -> None:
     ):
         if asked and find_spec(package) is None:
             raise ConfigError(f"{option} needs {package}: pip install {package.replace('_', '-')}.")
+    if (backend := given("torch_compile_backend")) and backend.upper() not in DynamoBackend.__members__:
+        known = [name.lower() for name in DynamoBackend.__members__]
+        raise ConfigError(f"--torch_compile_backend {backend}: unknown{did_you_mean(backend, known)}")
+    if given("fp16") and find_accelerator() is None:
+        raise ConfigError("--fp16 needs a GPU, whose scaled loss Accelerate has. Use --bf16 true, or neither.")
     if given("early_stopping_patience") is not None and given("eval_strategy") == "no":
         raise ConfigError("--early_stopping_patience needs evaluations: leave --eval_strategy no out.")
     if given("push_to_hub") and not given("hub_token") and get_token() is None:

@@ -1,6 +1,7 @@
 """Errors of a user that would end a run only after its model is loaded, found before."""
 
 import inspect
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
+from hf_fsdp_tools.modeling.model_class import model_class
 from hf_fsdp_tools.sharding.optimizers import check_kind
 from hf_fsdp_tools.text import first_line, listed
 
@@ -46,10 +48,11 @@ def check_before_loading(
     Every rank must call. The ranks exchange errors alone.
 
     Raises:
-        ConfigError: a sequence may be longer than the model has positions; a chat template is needed and absent; all
-            labels of the rows are masked; `--lora_target_modules` match nothing; bitsandbytes cannot compute on this
-            device; packed rows would see each other, or `--padding_free` would leave rows uncut; the optimizer cannot
-            step shards, or its package is absent; there is nothing to resume from, or another run's checkpoints
+        ConfigError: a causal language model is to be trained, and this one generates no text; a sequence may be longer
+            than the model has positions; a chat template is needed and absent; all labels of the rows are masked;
+            `--lora_target_modules` match nothing; bitsandbytes cannot compute on this device; packed rows would see
+            each other, or `--padding_free` would leave rows uncut; the optimizer cannot step shards, or its package is
+            absent; the output folder cannot be written; there is nothing to resume from, or another run's checkpoints
             lie in the output folder. On every rank alike.
 
     Example:
@@ -67,6 +70,8 @@ def check_before_loading(
             revision=model_args.model_revision,
             trust_remote_code=getattr(training, "trust_remote_code", False),
         )
+        if auto_class is None:
+            _check_generates(config, training, model_args.model_name_or_path)
         _check_output(training)
         _check_optimizer(training)
         if getattr(training, "padding_free", False) and not training.packing and training.max_length is not None:
@@ -74,7 +79,7 @@ def check_before_loading(
                 f"--padding_free true cuts no rows, and --max_length is {training.max_length}. Use --max_length none "
                 "with rows that are short enough, or --packing true instead, which cuts them."
             )
-        _fit_positions(config, training, model_args.model_name_or_path)
+        _fit_positions(config, training, model_args)
         if tokenizer is not None:
             _check_rows(training, tokenizer, train)
         if model_args.load_in_4bit:
@@ -87,9 +92,23 @@ def check_before_loading(
                 _check_targets(model, model_args)
 
 
+def _check_generates(config: Any, training: Any, name: str) -> None:
+    """Refuse a model that writes no text (an encoder) where a causal language model is trained."""
+    kind = model_class(config, trust_remote_code=getattr(training, "trust_remote_code", False))
+    if hasattr(kind, "can_generate") and not kind.can_generate():
+        raise ConfigError(
+            f"{name} is a {kind.__name__}, which generates no text. Give a causal language model, or train a "
+            "classifier of it (the recipe classify)."
+        )
+
+
 def _check_output(training: Any) -> None:
     """Refuse to resume from nothing, and to mix checkpoints of two runs: the older ones would be deleted as surplus."""
     folder = Path(training.output_dir)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        why = "may not be written to" if there.is_dir() else "is a file"
+        raise ConfigError(f"--output_dir {folder}: {there} {why}. Give a folder that you may write to.")
     resume = training.resume_from_checkpoint
     found = sorted(folder.glob("checkpoint-*"))
     if resume and resume is not True and not Path(resume).is_dir():
@@ -126,13 +145,13 @@ def _check_optimizer(training: Any) -> None:
         raise ConfigError(f"--optim {name}: {error}") from None
 
 
-def _fit_positions(config: Any, training: Any, name: str) -> None:
+def _fit_positions(config: Any, training: Any, model_args: Any) -> None:
     """Refuse a `max_length` beyond the model's positions; the options' default, which nobody asked for, is cut."""
     positions = getattr(text_config(config), "max_position_embeddings", None)
-    length = getattr(training, "max_length", None)
+    length, name = getattr(training, "max_length", None), model_args.model_name_or_path
     if not isinstance(positions, int) or positions <= 0 or length is None or length <= positions:
         return
-    if length != getattr(type(training), "max_length", None):
+    if length != model_args.default_max_length:
         raise ConfigError(
             f"--max_length {length}: {name} has {positions} positions (max_position_embeddings of its config). Use "
             f"--max_length {positions}, or a model for longer sequences."

@@ -1,7 +1,7 @@
 """The data of a recipe: files, folders and hub names as a training and an evaluation split; and the tokenizer."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,10 @@ _TEST_SPLITS = ("validation", "eval", "dev")
 _ALPACA = ({"instruction", "output"}, {"question", "answer"})
 """Columns of a question and its answer; alpaca has `input` besides, which belongs to the question."""
 
+_NOT_LOADED = "Check the name; one of the hub needs the network, and `hf auth login` where it is private or gated."
+
+_TURNS, _TEXT_OR_TURNS = {"messages", "conversations"}, {"prompt", "chosen", "rejected", "completion"}
+
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant"}
 """Roles of ShareGPT as chat templates name them."""
 
@@ -48,8 +52,8 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
     Every rank must call. The ranks exchange errors alone.
 
     Raises:
-        ConfigError: a dataset is absent, empty, malformed (with file and line) or has other columns; there are fewer
-            rows than ranks; on all ranks alike.
+        ConfigError: a dataset is absent, empty, malformed (with file and line) or has other columns, or no text in
+            them; there are fewer rows than ranks; on all ranks alike.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -109,7 +113,7 @@ def _splits_of(name: str, script: Any) -> Any:
             f"--dataset_name {name}: {where or first_line(error.__cause__ or error)}. Mend or delete that row."
         ) from error
     except (OSError, ValueError, RuntimeError, StopIteration) as error:
-        raise ConfigError(f"--dataset_name {name} cannot be loaded: {first_line(error)}.") from error
+        raise ConfigError(f"--dataset_name {name} cannot be loaded: {first_line(error)}. {_NOT_LOADED}") from error
     return splits
 
 
@@ -149,16 +153,17 @@ def _converted(dataset: Any, name: str, columns: Sequence[AbstractSet[str]]) -> 
         ConfigError: it has other columns.
     """
     found = _columns(dataset)
-    if any(wanted <= found for wanted in columns):
+    if (used := next((wanted for wanted in columns if wanted <= found), None)) is not None:
+        _check_types(dataset, name, used if len(used) == 1 else used & (_TURNS | _TEXT_OR_TURNS))
         return dataset
-    takes = [frozenset(wanted) for wanted in columns]
-    if "conversations" in found and frozenset({"messages"}) in takes:
+    turns, pairs = ({*wanted} in map(set, columns) for wanted in (["messages"], ["prompt", "completion"]))
+    if "conversations" in found and turns:
+        _check_types(dataset, name, {"conversations"})
         return dataset.map(_from_sharegpt, remove_columns=["conversations"])
     question = next((pair for pair in _ALPACA if pair <= found), None)
-    if question is not None and (pairs := frozenset({"prompt", "completion"}) in takes) | (
-        frozenset({"messages"}) in takes
-    ):
+    if question is not None and (pairs or turns):
         ask, answer = ("instruction", "output") if "output" in question else ("question", "answer")
+        _check_types(dataset, name, {ask, answer, "input", "system"})
         keep = {"ask": ask, "answer": answer, "pairs": pairs}
         return dataset.map(_from_alpaca, fn_kwargs=keep, remove_columns=sorted(found))
     needed = listed([" and ".join(f"`{one}`" for one in sorted(wanted)) for wanted in columns], 8, separator="; or ")
@@ -167,6 +172,20 @@ def _converted(dataset: Any, name: str, columns: Sequence[AbstractSet[str]]) -> 
         "Rename one"
         + (", or name a text column with --dataset_text_field." if any(len(one) == 1 for one in columns) else ".")
     )
+
+
+def _check_types(dataset: Any, name: str, columns: AbstractSet[str]) -> None:
+    """Refuse a dataset whose first row has something else than text, or turns of a chat, in these columns."""
+    row: Mapping[str, Any] = next(iter(dataset), {})
+    for column in sorted(columns & set(row)):
+        value, wanted = row[column], "turns, each with `role` and `content`" if column in _TURNS else "text"
+        turns = value if isinstance(value, list) and column in _TURNS | _TEXT_OR_TURNS else [None]
+        is_text = value is None or (isinstance(value, str) and column not in _TURNS)
+        if not is_text and not all(isinstance(turn, Mapping) and turn.get("role", turn.get("from")) for turn in turns):
+            raise ConfigError(
+                f"--dataset_name {name}: the column `{column}` must hold {wanted}, and its first row is "
+                f"{repr(value)[:60]}. Mend it, or rename it and name another one."
+            )
 
 
 def _columns(dataset: Any) -> set[str]:
@@ -356,11 +375,13 @@ def _template(path: str, tokenizer: Any) -> str:
 
     if Path(path).is_file():
         return Path(path).read_text(encoding="utf-8")
+    if Path(path).suffix in (".jinja", ".j2", ".txt"):
+        raise ConfigError(f"--chat_template_path {path}: no such file.")
     try:
         other = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(
-            f"--chat_template_path {path}: neither a Jinja file nor a tokenizer: {first_line(error)}."
+            f"--chat_template_path {path}: no Jinja file and no tokenizer: {first_line(error)}."
         ) from error
     template = other.chat_template
     if not isinstance(template, str):

@@ -1,9 +1,10 @@
 """From a checkpoint to a trained one: load, train, save, say what was made, and end."""
 
 import atexit
+import logging
 import os
+import signal
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -24,7 +25,9 @@ from hf_fsdp_tools.scripting.streams import check_divided_once
 __all__ = ["finish", "load_model", "run", "show_losses", "train"]
 
 
-def load_model(model_args: Any, training: Any, accelerator: Any, *, auto_class: Any = None, **keywords: Any) -> Any:
+def load_model(
+    model_args: Any, training: Any, accelerator: Any, *, auto_class: Any = None, show: bool = True, **keywords: Any
+) -> Any:
     """The sharded model, with a new adapter where the arguments ask for one; prints its units and the load report.
 
     Args:
@@ -32,6 +35,7 @@ def load_model(model_args: Any, training: Any, accelerator: Any, *, auto_class: 
         training: the Trainer's arguments.
         accelerator: of `make_accelerator`.
         auto_class: the `AutoModelFor…` class, or a model class; None means `AutoModelForCausalLM`.
+        show: False prints nothing, for a second model of the same checkpoint.
         keywords: of `from_pretrained`, before those that follow from the arguments.
 
     Every rank must call; errors and what is communicated are those of `from_pretrained`.
@@ -57,9 +61,20 @@ def load_model(model_args: Any, training: Any, accelerator: Any, *, auto_class: 
         **({"auto_class": auto_class} if auto_class is not None else {}),
         **_four_bits(model_args, accelerator.mixed_precision),
     }
-    model, report = from_pretrained(model_args.model_name_or_path, output_loading_info=True, **(options | keywords))
-    accelerator.print(f"\n{describe_sharding(model)}\n\n{report}\n")
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(_is_no_table)
+    try:
+        model, report = from_pretrained(model_args.model_name_or_path, output_loading_info=True, **(options | keywords))
+    finally:
+        logger.removeFilter(_is_no_table)
+    if show:
+        accelerator.print(f"\n{describe_sharding(model)}\n\n{report}\n")
     return model
+
+
+def _is_no_table(record: logging.LogRecord) -> bool:
+    """Whether a log record is not transformers' table of missing keys, which the load report names too."""
+    return "LOAD REPORT" not in record.getMessage()
 
 
 def _four_bits(model_args: Any, mixed_precision: str) -> dict[str, Any]:
@@ -108,8 +123,6 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
         trainer.add_callback(EarlyStoppingCallback(patience))
     if getattr(training, "packing", False):
         check_documents_apart(trainer)
-    # TRL 1.16 asks transformers by an older name, in each DPO evaluation.
-    warnings.filterwarnings("ignore", message=".*`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     resume = training.resume_from_checkpoint
     training.eval_on_start = training.eval_on_start and not resume and trainer.eval_dataset is not None
     has_bars = not are_progress_bars_disabled()
@@ -211,7 +224,7 @@ def _picture(trainer: Any, folder: Path) -> str:
 
 
 def run(main: Callable[[], object], name: str) -> NoReturn:
-    """Run a recipe's `main` and end the process; an error of this package is one line on each machine.
+    """Run a recipe's `main` and end the process; an error of this package, or Ctrl-C, is one line on each machine.
 
     The process ends without tearing the interpreter down: threads of gloo and Arrow may still ask for it then, and now
     and then that aborts the process with "terminate called without an active exception" (pytorch issues 190489 and
@@ -234,6 +247,12 @@ def run(main: Callable[[], object], name: str) -> NoReturn:
         if rank_on_node()[0] == 0:
             print(f"{name}: error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends it once more
+        if rank_on_node()[0] == 0:
+            after = "--resume_from_checkpoint true goes on from the last checkpoint"
+            print(f"\n{name}: interrupted; {after}", file=sys.stderr)
+        os._exit(130)
     atexit._run_exitfuncs()  # trackers write their last lines here
     sys.stdout.flush()
     sys.stderr.flush()

@@ -6,7 +6,7 @@ from transformers import AutoModelForSequenceClassification, pipeline
 
 from hf_fsdp_tools.scripting.demo import make_demo_model
 from hf_fsdp_tools.scripting.demo_data import demo_rows
-from tests.recipes._launch import Series, launch_series, three_runs, write_split
+from tests.recipes._launch import Series, four_bits, launch_series, three_runs, write_split
 
 pytest.importorskip("trl")
 
@@ -32,16 +32,19 @@ def runs(tmp_path_factory) -> Series:
         },
     }
     data = {name: ["--dataset_name", write_split(folder / f"{name}_rows", part)] for name, part in rows.items()}
-    model = str(make_demo_model(folder / "model", hidden_size=64, num_layers=2))
+    model = str(make_demo_model(folder / "model", hidden_size=64, num_layers=2, max_length=256))
     bare = ["--model_name_or_path", model, "--per_device_train_batch_size", "2", "--logging_steps", "1"]
     bare += ["--max_length", "64", "--lr_scheduler_type", "constant"]
     common = [*bare, *data["classes"]]
     runs = three_runs(folder, 8, *common, learning_rate=3e-3)
     lora = ["--use_peft", "--lora_r", "4", "--merge_adapters", "--max_steps", "4", "--learning_rate", "3e-3"]
     runs["lora"] = [*common, *lora]
-    numbers = [*bare, *data["numbers"], "--dataset_text_field", "sentence", "--label_column_name"]
+    runs |= four_bits([*common, "--learning_rate", "3e-3", "--max_steps"])
+    numbers = [*bare[:6], *data["numbers"], "--dataset_text_field", "sentence", "--label_column_name"]
     runs["numbers"] = [*numbers, "stars", "--max_steps", "1", "--gradient_accumulation_steps", "2"]
-    refused = {"unnamed": [*numbers, "star"], **{name: [*bare, *data[name]] for name in labels}}
+    refused = {"unnamed": [*numbers, "star"], "figures": [*bare, *data["numbers"], "--dataset_text_field", "stars"]}
+    refused["figures"] += ["--label_column_name", "sentence"]
+    refused |= {name: [*bare, *data[name]] for name in labels}
     return launch_series(folder, "classify.py", runs, refused=refused)
 
 
@@ -67,6 +70,7 @@ def test_the_loss_is_a_mean_over_ranks_and_micro_batches(runs):
     # three classes of which the fresh head prefers none
     assert runs.log("numbers", "loss") == pytest.approx([1.1], abs=0.2)
     assert "0, 1, 2" in runs.of("numbers")
+    assert "--max_length 256: " in runs.of("numbers"), "the default, cut to the model's positions"
 
 
 def test_an_adapter_is_saved_with_the_head(runs):
@@ -80,10 +84,15 @@ def test_an_adapter_is_saved_with_the_head(runs):
     assert "peft.AutoPeftModelForSequenceClassification" in runs.of("lora")
 
 
+def test_an_adapter_on_4_bits_learns(runs):
+    runs.check_four_bits()
+
+
 @pytest.mark.parametrize(
     ("run", "said"),
     [
         ("unnamed", "Needed: `sentence` and `star`"),
+        ("figures", "Column 'stars' holds no text"),
         ("scores", "float64"),
         ("alone", "1 different labels in 16 rows"),
         ("ids", "16 different labels in 16 rows"),

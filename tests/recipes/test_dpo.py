@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools.scripting.demo import make_demo_model
 from hf_fsdp_tools.scripting.demo_data import demo_rows
-from tests.recipes._launch import Series, launch_series, three_runs, write_split
+from tests.recipes._launch import Series, four_bits, launch_series, three_runs, write_split
 
 pytest.importorskip("trl")
 
@@ -29,6 +29,8 @@ def runs(tmp_path_factory) -> Series:
     short = [*common, "--learning_rate", "3e-3", "--max_steps"]
     runs["lora"] = [*short, "4", "--use_peft", "--lora_r", "4", "--merge_adapters"]
     runs["precomputed"] = [*short, "2", "--precompute_ref_log_probs", "--eval_strategy", "no"]
+    runs["precomputed"] += ["--torch_compile", "true", "--torch_compile_backend", "eager"]
+    runs |= four_bits(short)
     runs["implicit"] = [*bare, *data["implicit"], "--max_steps", "1", "--eval_strategy", "no"]
     refused = {
         "same": [*bare, *data["same"]],
@@ -55,15 +57,21 @@ def test_a_run_resumed_in_the_middle_has_the_same_end(runs):
 def test_an_adapter_is_its_own_reference(runs):
     before, after = runs.log("lora", "eval_loss")
     assert before == NO_PREFERENCE and after < before
-    first, second = runs.of("trained").split("the reference, which is not trained:")
-    assert runs.of("lora").count("read per rank") == first.count("read per rank") == second.count("read per rank") == 1
+    assert "reference: the same checkpoint in float32, sharded alike and not trained\n" in runs.of("trained")
+    assert "reference" not in runs.of("lora") and runs.of("trained").count("read per rank") == 1
     assert "is_gradient_checkpointing" not in runs.said
     for folder in (runs.folder / "lora", runs.folder / "lora" / "merged"):
         runs.check_opened("lora", AutoModelForCausalLM.from_pretrained(folder))
 
 
-def test_values_of_the_reference_computed_before_are_the_same(runs):
+def test_an_adapter_on_4_bits_learns(runs):
+    runs.check_four_bits()
+
+
+def test_values_of_the_reference_computed_before_are_the_same_and_so_are_compiled_blocks(runs):
     assert runs.log("precomputed", "loss") == pytest.approx(runs.log("trained", "loss")[:2], rel=1e-5)
+    assert "compiled: model.layers.0 model.layers.1\n" in runs.of("precomputed")
+    assert "compiled: none\n" in runs.of("trained")
 
 
 def test_a_prompt_may_stand_in_both_answers(runs):

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fsdp_tools.scripting.demo import make_demo_model
 from tests._hub import fake_hub
-from tests.recipes._launch import PROBE, ROOT, Series, launch, launch_series, three_runs, write_lines
+from tests.recipes._launch import HAS_BITSANDBYTES, PROBE, ROOT, Series, launch, launch_series, three_runs, write_lines
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}]}
@@ -21,8 +21,6 @@ SHARED = [
 ]
 ALPACA = [{"instruction": "Count.", "input": f"to {n}", "output": f"{n}."} for n in range(40)]
 TEXT = [{"text": f"{n} and then {n + 1}. " * (1 + n % 5)} for n in range(60)]
-
-has_bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
 
 
 def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
@@ -74,7 +72,8 @@ def series(tmp_path_factory) -> Series:
     runs["stopped"] += ["--eval_steps", "1"]
     adapter = ["--use_peft", "--lora_target_modules", "all-linear", "--max_steps", "4", "--learning_rate", "1e-2"]
     runs["lora"] = [*common, *adapter, "--dataset_name", data["alpaca"], "--merge_adapters"]
-    if has_bitsandbytes:
+    runs["lora"] += ["--report_to", "noting"]
+    if HAS_BITSANDBYTES:
         runs["qlora"] = [*common, *adapter, "--dataset_name", data["text"], "--load_in_4bit", "--use_bnb_nested_quant"]
         runs["qlora"] += ["--bnb_4bit_quant_storage", "float32"]
     packed = ["--dataset_name", data["text"], "--packing", "--max_steps", "2", "--eval_strategy", "no"]
@@ -87,7 +86,7 @@ def series(tmp_path_factory) -> Series:
     runs["streamed"] = [*common, *streamed, "--per_device_eval_batch_size", "1", "--learning_rate", "1e-2"]
     runs["streamed"] += ["--eval_strategy", "epoch"]
     wrong = [*common, "--dataset_name", write_lines(folder / "wrong.jsonl", [{"question": "?", "reply": "!"}] * 8)]
-    done = launch_series(folder, "finetune.py", runs, wrong=wrong)
+    done = launch_series(folder, "finetune.py", runs, wrong=wrong, ends=True)
     assert done.code == 1, done.said[-4000:]
     return done
 
@@ -139,12 +138,20 @@ def test_what_was_saved_opens_in_plain_transformers_and_is_what_was_trained(seri
         torch.testing.assert_close(probed(merged), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(not has_bitsandbytes, reason="bitsandbytes is not installed (pip install bitsandbytes)")
+@pytest.mark.skipif(not HAS_BITSANDBYTES, reason="bitsandbytes is not installed (pip install bitsandbytes)")
 def test_qlora_in_one_command(series):
     assert re.search(r"trained +float32, .*% of the parameters", series.of("qlora"))
     before, after = series.losses("qlora")
     assert after < before
     AutoModelForCausalLM.from_pretrained(series.folder / "qlora")  # the plain base and the adapter, by PEFT
+
+
+def test_who_is_reported_to_gets_all_figures(series):
+    noted = [json.loads(line) for line in (series.folder / "lora" / "noted.jsonl").read_text().splitlines()]
+    steps = [line for line in noted if "loss" in line]
+    assert [line["loss"] for line in steps] == series.log("lora", "loss") and len(steps) == 4
+    assert all({"learning_rate", "peak_memory_gb", "num_tokens"} <= set(line) for line in steps)
+    assert "tokens_per_second" in steps[-1] and any("eval_loss" in line for line in noted)
 
 
 def test_without_evaluation_nothing_is_evaluated(series):

@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification
 from hf_fsdp_tools import from_pretrained
 from hf_fsdp_tools.scripting.demo import make_demo_model
 from hf_fsdp_tools.scripting.demo_data import demo_rows
-from tests.recipes._launch import Series, launch_series, three_runs, write_split
+from tests.recipes._launch import Series, four_bits, launch_series, three_runs, write_split
 
 pytest.importorskip("trl")
 
@@ -29,6 +29,7 @@ def runs(tmp_path_factory) -> Series:
     runs = three_runs(folder, 8, *common, learning_rate=3e-3)
     lora = ["--use_peft", "--lora_r", "4", "--merge_adapters", "--max_steps", "4", "--learning_rate", "3e-3"]
     runs["lora"] = [*common, *lora]
+    runs |= four_bits([*common, "--learning_rate", "3e-3", "--max_steps"])
     refused = {
         "wrong": [*bare, *data["wrong"]],
         "few": [*bare, *data["few"]],
@@ -64,6 +65,10 @@ def test_an_adapter_is_saved_with_the_head(runs):
     adapted = AutoPeftModelForSequenceClassification.from_pretrained(runs.folder / "lora", num_labels=1)
     runs.check_opened("lora", adapted)
     assert "peft.AutoPeftModelForSequenceClassification" in runs.of("lora")
+
+
+def test_an_adapter_on_4_bits_learns(runs):
+    runs.check_four_bits()
 
 
 @pytest.mark.parametrize(

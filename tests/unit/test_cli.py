@@ -74,6 +74,11 @@ def test_wrong_usage_exits_with_2(capsys):
             main(words)
         assert stop.value.code == 2
         assert "usage: hf-fsdp" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "model", "--num-proceses", "3"])
+    said = capsys.readouterr().err
+    assert "usage: hf-fsdp plan" in said and "--num-proceses is no option of this command: did you mean" in said
+    assert "--num-processes" in said.splitlines()[-1]
 
 
 def test_blocks(capsys, llama):
@@ -142,7 +147,7 @@ def test_a_config_json_is_enough(capsys, llama, tmp_path):
         (["{tmp}/unknown"], "nosuchtype"),
         (["{llama}", "--auto-class", "AutoModelForCausalML"], "did you mean AutoModelForCausalLM"),
         (["{llama}", "--auto-class", "Qqqq"], "Use AutoModel"),
-        (["{llama}", "--auto-class", "AutoModelForSpeechSeq2Seq"], "Leave out, or give LlamaForCausalLM as auto_class"),
+        (["{llama}", "--auto-class", "AutoModelForSpeechSeq2Seq"], "no AutoModelForSpeechSeq2Seq for LlamaConfig"),
         (["{llama}", "--dtype", "int8"], "use bfloat16, float16 or float32"),
         (["{llama}", "--dtype", "nn"], "use bfloat16, float16 or float32"),
         (["{llama}", "--block-types", "LlamaDecoderLayr"], "LlamaDecoderLayer"),

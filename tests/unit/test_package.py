@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import hf_fsdp_tools
@@ -178,6 +180,22 @@ def test_the_help_of_a_recipe_ends_with_its_own(monkeypatch, capfd):
     monkeypatch.setattr(subprocess, "call", call)
     assert main(["finetune", "--help"]) == 0
     assert "--config_file YAML" in capfd.readouterr().out
+
+
+def test_a_launcher_that_is_told_to_end_says_so(monkeypatch, capsys):
+    for stopped, code, said in (
+        (KeyboardInterrupt(), 130, "hf-fsdp: interrupted\n"),
+        (SignalException("it", signal.SIGINT), 130, "hf-fsdp: interrupted\n"),
+        (SignalException("it", signal.SIGTERM), 143, "hf-fsdp: ended by SIGTERM\n"),
+    ):
+
+        def stop(stopped=stopped):
+            raise stopped
+
+        monkeypatch.setattr(accelerate_launch, "launch", stop)
+        with pytest.raises(SystemExit, match=str(code)):
+            accelerate_launch.main()
+        assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ def trainer_arguments(**options):
             "needs evaluations: leave --eval_strategy no out",
         ),
         (["--push_to_hub"], "--push_to_hub needs a token"),
+        (["--torch_compile_backend", "indctor"], "--torch_compile_backend indctor: unknown: did you mean inductor"),
+        (["--fp16", "true"], "--fp16 needs a GPU, .*Use --bf16 true, or neither"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -118,6 +120,9 @@ def test_the_command_line_goes_before_the_file_and_a_checkpoint_may_be_true(tmp_
     _, training, _ = parsed(monkeypatch, *options)
     assert (training.learning_rate, training.max_steps, training.resume_from_checkpoint) == (1e-4, 3, True)
     assert not training.eval_on_start, "nothing is evaluated"
+    (tmp_path / "run.yaml").write_text("max_length: 64\n")
+    _, training, model_args = parsed(monkeypatch, "--config", "run.yaml")
+    assert (training.max_length, model_args.default_max_length) == (64, SFTConfig.max_length)
     assert not training.gradient_checkpointing, "the launch config decides"
     for option in ("gradient_checkpointing", "activation_checkpointing"):
         if hasattr(SFTConfig, option):  # the second in newer transformers
@@ -150,13 +155,21 @@ def test_the_help_begins_with_the_options_of_the_recipe(monkeypatch, capsys):
     assert shown.count("\n  --learning_rate ") == 1
 
 
-def test_the_errors_of_a_recipe_are_one_line_and_a_status(capsys):
+def test_the_errors_of_a_recipe_are_one_line_and_a_status(capsys, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
     def main():
         raise ConfigError("this is wrong")
 
     with pytest.raises(SystemExit, match="1"):
         run(main, "finetune")
     assert capsys.readouterr().err == "finetune: error: this is wrong\n"
+    monkeypatch.setattr("os._exit", sys.exit)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(SystemExit, match="130"):
+        run(interrupted, "finetune")
+    assert "finetune: interrupted; --resume_from_checkpoint true goes on" in capsys.readouterr().err
 
 
 # ---- data ----
@@ -178,6 +191,13 @@ def test_a_twentieth_is_held_out_unless_nothing_is_evaluated(tmp_path, capsys):
         ("bad.jsonl", ['{"text": "a"}', '{"text": '], r"bad.jsonl, line 2 is no JSON: .* Mend or delete that row"),
         ("one.jsonl", [{"text": "a"}], "has 1 row, and evaluation needs one of its own"),
         ("qa.jsonl", [{"q": 1, "a": 2}] * 9, "has the columns a, q; none can be trained on. Needed: `text`; or"),
+        ("n.jsonl", [{"text": 7}] * 9, "n.jsonl: the column `text` must hold text, and its first row is 7"),
+        ("l.jsonl", [{"text": ["a", "b"]}] * 9, r"`text` must hold text, and its first row is \['a', 'b'\]"),
+        ("m.jsonl", [{"messages": "hello"}] * 9, "`messages` must hold turns, each with `role` and `content`, and its"),
+        ("r.jsonl", [{"messages": [{"content": "x"}]}] * 9, "`messages` must hold turns"),
+        ("c.jsonl", [{"conversations": ["x"]}] * 9, "`conversations` must hold turns"),
+        ("p.jsonl", [{"prompt": "a", "completion": 3}] * 9, "`completion` must hold text, and its first row is 3"),
+        ("i.jsonl", [{"instruction": 1, "output": "b"}] * 9, "`instruction` must hold text"),
         ("x.jsonl,y.jsonl", None, "x.jsonl: no such file"),
     ],
 )
@@ -232,6 +252,7 @@ def check(model, rows, tokenizer=None, model_options=None, **options):
     from datasets import Dataset
 
     arguments = ModelArguments(model_name_or_path=model, dtype=None, **(model_options or {}))
+    arguments.default_max_length = SFTConfig.max_length
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
     check_before_loading(arguments, trainer_arguments(**options), tokenizer, Dataset.from_list(rows))
 
@@ -325,6 +346,9 @@ def test_a_run_does_not_mix_its_checkpoints_with_anothers(model, tmp_path):
         check(model, CHAT, resume_from_checkpoint="nope")
     with pytest.raises(ConfigError, match="out holds no checkpoint"):
         check(model, CHAT, resume_from_checkpoint=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--output_dir file/out: .*file is a file. Give a folder"):
+        check(model, CHAT, output_dir="file/out")
     (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
     check(model, CHAT, resume_from_checkpoint=True)
     with pytest.raises(ConfigError, match=r"another run \(checkpoint-5\)"):
@@ -338,6 +362,12 @@ def test_a_wrong_model_and_a_model_without_a_tokenizer(model, tmp_path):
     (tmp_path / "bare" / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(CheckpointError, match="has a config and no tokenizer that can be loaded"):
         load_tokenizer(ModelArguments(model_name_or_path=str(tmp_path / "bare")), trainer_arguments())
+    (tmp_path / "bare" / "config.json").rename(tmp_path / "bare" / "adapter_config.json")
+    with pytest.raises(CheckpointError, match=r"bare' holds an adapter alone\. Give the folder of its base"):
+        load_tokenizer(ModelArguments(model_name_or_path=str(tmp_path / "bare")), trainer_arguments())
+    (tmp_path / "bare" / "config.json").write_text('{"model_type": "bert", "architectures": ["BertForMaskedLM"]}')
+    with pytest.raises(ConfigError, match=r"bare is a BertForMaskedLM, which generates no text.*classify"):
+        check(str(tmp_path / "bare"), CHAT, AutoTokenizer.from_pretrained(model))
 
 
 def test_a_chat_template_from_a_file_or_another_tokenizer(model, tmp_path):
@@ -346,6 +376,8 @@ def test_a_chat_template_from_a_file_or_another_tokenizer(model, tmp_path):
     assert (
         load_tokenizer(arguments, trainer_arguments(chat_template_path="chat.jinja")).chat_template == "{{ messages }}"
     )
+    with pytest.raises(ConfigError, match=r"chat.j2: no such file"):
+        load_tokenizer(arguments, trainer_arguments(chat_template_path="chat.j2"))
     other = AutoTokenizer.from_pretrained(model)
     other.chat_template = "<|start|>{{ messages }}"
     other.add_special_tokens({"additional_special_tokens": ["<|start|>"]})
