@@ -30,7 +30,7 @@ from hf_fsdp_tools.integrations.settings import is_set, warn_on_node
 from hf_fsdp_tools.modeling.given import as_count, as_dtype
 from hf_fsdp_tools.text import did_you_mean
 
-__all__ = ["make_accelerator", "start_state", "use_one_device"]
+__all__ = ["make_accelerator", "make_dynamo_plugin", "start_state", "use_one_device"]
 
 
 def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerate_kwargs: Any) -> Accelerator:
@@ -81,7 +81,7 @@ def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerat
         cpu=bool(accelerate_kwargs.get("cpu")),
         parallelism_config=accelerate_kwargs.get("parallelism_config"),
         dynamo_plugin=accelerate_kwargs.get("dynamo_plugin")
-        or TorchDynamoPlugin(backend=accelerate_kwargs.get("dynamo_backend")),
+        or make_dynamo_plugin(accelerate_kwargs.get("dynamo_backend")),
         group=_group_options(accelerate_kwargs.get("kwargs_handlers")),
     )
     # As the Trainer does: the order of shuffled rows follows from seed and epoch, so a resumed run gets the same one.
@@ -191,6 +191,18 @@ def start_state(
         shared.device = device
     _check_state(plugin)
     _check_axes(state.parallelism_config)
+
+
+def make_dynamo_plugin(backend: str | None, mode: str | None = None) -> TorchDynamoPlugin:
+    """What Accelerate is to know of `torch.compile`; None leaves it to the launcher.
+
+    Raises:
+        ConfigError: it knows no such backend.
+    """
+    known = {name.lower() for name in DynamoBackend.__members__}
+    if backend is not None and str(backend).lower() not in known:
+        raise ConfigError(f"The backend of torch.compile is {backend!r}: unknown{did_you_mean(str(backend), known)}")
+    return TorchDynamoPlugin(backend=backend, mode=mode)
 
 
 def use_one_device(args: Any) -> None:

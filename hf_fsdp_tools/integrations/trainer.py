@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import TorchDynamoPlugin
 from accelerate.utils.fsdp_utils import load_fsdp_optimizer, save_fsdp_optimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -45,7 +44,7 @@ from hf_fsdp_tools.integrations.pushing import PushingMixin, push_of
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
 from hf_fsdp_tools.integrations.saving import saveable
 from hf_fsdp_tools.integrations.settings import plugin_arguments
-from hf_fsdp_tools.integrations.state import start_state, use_one_device
+from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state, use_one_device
 from hf_fsdp_tools.integrations.unwritten import Unwritten, finish_state
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
 from hf_fsdp_tools.sharding.shard import sharded_module
@@ -152,7 +151,7 @@ class FSDPTrainerMixin(PushingMixin):
             mixed_precision=args.mixed_precision,
             cpu=args.use_cpu,
             parallelism_config=args.parallelism_config,
-            dynamo_plugin=TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode),
+            dynamo_plugin=make_dynamo_plugin(args.torch_compile_backend, args.torch_compile_mode),
             group={"timeout": args.ddp_timeout_delta},
         )
         use_one_device(args)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from accelerate.utils import DynamoBackend
 from huggingface_hub import get_token
 from trl import ModelConfig, TrlParser
 
@@ -366,9 +365,6 @@ def _check(found: tuple[Any, ...]) -> None:
     ):
         if asked and find_spec(package) is None:
             raise ConfigError(f"{option} needs {package}: pip install {package.replace('_', '-')}.")
-    if (backend := given("torch_compile_backend")) and backend.upper() not in DynamoBackend.__members__:
-        known = [name.lower() for name in DynamoBackend.__members__]
-        raise ConfigError(f"--torch_compile_backend {backend}: unknown{did_you_mean(backend, known)}")
     if given("fp16") and find_accelerator() is None:
         raise ConfigError("--fp16 needs a GPU, whose scaled loss Accelerate has. Use --bf16 true, or neither.")
     if given("early_stopping_patience") is not None and given("eval_strategy") == "no":

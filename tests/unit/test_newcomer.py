@@ -154,6 +154,7 @@ def test_a_name_in_place_of_a_model_says_how_to_make_one(folder: Path) -> None:
     [
         ({"mixed_precison": "bf16"}, "no argument 'mixed_precison': did you mean mixed_precision"),
         ({"mixed_precision": "bf61"}, "mixed_precision='bf61' is no floating-point dtype"),
+        ({"dynamo_backend": "indctor"}, "backend of torch.compile is 'indctor': unknown: did you mean inductor"),
         ({"gradient_accumulation_steps": "four"}, "gradient_accumulation_steps is 'four'; it must be a whole number"),
     ],
 )

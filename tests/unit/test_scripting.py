@@ -83,7 +83,6 @@ def trainer_arguments(**options):
             "needs evaluations: leave --eval_strategy no out",
         ),
         (["--push_to_hub"], "--push_to_hub needs a token"),
-        (["--torch_compile_backend", "indctor"], "--torch_compile_backend indctor: unknown: did you mean inductor"),
         (["--fp16", "true"], "--fp16 needs a GPU, .*Use --bf16 true, or neither"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
