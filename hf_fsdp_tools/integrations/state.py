@@ -193,15 +193,16 @@ def start_state(
     _check_axes(state.parallelism_config)
 
 
-def make_dynamo_plugin(backend: str | None, mode: str | None = None) -> TorchDynamoPlugin:
+def make_dynamo_plugin(backend: DynamoBackend | str | None, mode: str | None = None) -> TorchDynamoPlugin:
     """What Accelerate is to know of `torch.compile`; None leaves it to the launcher.
 
     Raises:
         ConfigError: it knows no such backend.
     """
     known = {name.lower() for name in DynamoBackend.__members__}
-    if backend is not None and str(backend).lower() not in known:
-        raise ConfigError(f"The backend of torch.compile is {backend!r}: unknown{did_you_mean(str(backend), known)}")
+    name = backend.value if isinstance(backend, DynamoBackend) else backend
+    if name is not None and str(name).lower() not in known:
+        raise ConfigError(f"The backend of torch.compile is {name!r}: unknown{did_you_mean(str(name), known)}")
     return TorchDynamoPlugin(backend=backend, mode=mode)
 
 

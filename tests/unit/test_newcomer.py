@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
 from peft import LoraConfig
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
@@ -169,7 +170,10 @@ def test_fp16_on_a_cpu_is_named_before_anything_is_loaded() -> None:
 
 
 def test_names_of_torch_are_names_of_precisions() -> None:
-    assert make_accelerator(mixed_precision="bfloat16", gradient_accumulation_steps="2").mixed_precision == "bf16"
+    accelerator = make_accelerator(
+        mixed_precision="bfloat16", gradient_accumulation_steps="2", dynamo_backend=DynamoBackend.EAGER
+    )
+    assert accelerator.mixed_precision == "bf16" and accelerator.state.dynamo_plugin.backend is DynamoBackend.EAGER
 
 
 # ---- a sharded model ----
