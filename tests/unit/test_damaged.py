@@ -477,7 +477,8 @@ def test_a_damaged_adapter_is_one_error_and_leaves_the_model_as_it_was(
     damage, said = DAMAGED_ADAPTERS[name]
     folder = Path(shutil.copytree(adapter, tmp_path / "damaged"))
     damage(folder)
-    monkeypatch.setattr(adapter_files, "_MATCHING_S", 1.0)
+    if "takes more than" in said:
+        monkeypatch.setattr(adapter_files, "_MATCHING_S", 1.0)
     model = AutoModelForCausalLM.from_pretrained(good["files"])
     before = described(model)
     with pytest.raises((CheckpointError, ConfigError), match=said) as caught:

@@ -347,7 +347,7 @@ def test_one_chunk_leaves_the_device_while_the_one_before_is_written(
         if not beside:  # the first one: goes on once another chunk has arrived
             arrived.clear()
             beside.append(False)
-            beside[0] = arrived.wait(10)
+            beside[0] = arrived.wait(100)
         return real(*args)
 
     monkeypatch.setattr(files.os, "pwritev", pwritev)
