@@ -50,22 +50,13 @@ class OutOfMemory(Exception):
 class _Block:
     """A part of a segment, in use or free."""
 
-    __slots__ = ("address", "before", "behind", "in_use", "pool", "segment", "size")
+    __slots__ = ("address", "before", "behind", "in_use", "pool", "size")
 
-    def __init__(self, address: int, size: int, pool: "_Pool", segment: "_Segment") -> None:
-        self.address, self.size, self.pool, self.segment = address, size, pool, segment
+    def __init__(self, address: int, size: int, pool: "_Pool") -> None:
+        self.address, self.size, self.pool = address, size, pool
         self.before: _Block | None = None
         self.behind: _Block | None = None
         self.in_use = False
-
-
-class _Segment:
-    """What was asked of the driver in one piece."""
-
-    __slots__ = ("size",)
-
-    def __init__(self, size: int) -> None:
-        self.size = size
 
 
 class _Pool:
@@ -144,10 +135,13 @@ class CachingAllocator:
         self.allocated -= block.size
         block.in_use = False
         pool = block.pool
-        for neighbour in (block.before, block.behind):
-            if neighbour is not None and not neighbour.in_use:
-                pool.remove(neighbour)
-                block = self._join(block, neighbour)
+        if (before := block.before) is not None and not before.in_use:
+            pool.remove(before)
+            self._join(before, block)
+            block = before
+        if (behind := block.behind) is not None and not behind.in_use:
+            pool.remove(behind)
+            self._join(block, behind)
         pool.add(block)
 
     def _new_segment(self, pool: _Pool, size: int) -> _Block:
@@ -158,7 +152,7 @@ class CachingAllocator:
         else:
             wanted = -(-size // _LARGE_UNIT) * _LARGE_UNIT
         self._reserve(wanted)
-        block = _Block(self._top, wanted, pool, _Segment(wanted))
+        block = _Block(self._top, wanted, pool)
         self._top += wanted
         return block
 
@@ -170,16 +164,15 @@ class CachingAllocator:
         missing = -(-(size - (ready.size if ready else 0)) // page) * page
         self._reserve(missing)
         if last is None:
-            last = ready = _Block(self._top, 0, pool, _Segment(0))
+            last = ready = _Block(self._top, 0, pool)
             self._top += 2**50  # each segment has a range of addresses of its own
         elif ready is None:
-            ready = _Block(last.address + last.size, 0, pool, last.segment)
+            ready = _Block(last.address + last.size, 0, pool)
             ready.before, last.behind = last, ready
         else:
             pool.remove(ready)
         assert ready is not None
         ready.size += missing
-        ready.segment.size += missing
         pool.last = ready
         return ready
 
@@ -198,13 +191,13 @@ class CachingAllocator:
                 if block.before is None and block.behind is None:
                     pool.remove(block)
                     count += 1
-                    self.reserved -= block.segment.size
+                    self.reserved -= block.size
                     if pool.last is block:
                         pool.last = None
         return count
 
     def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.address + size, block.size - size, block.pool, block.segment)
+        rest = _Block(block.address + size, block.size - size, block.pool)
         rest.before, rest.behind = block, block.behind
         if block.behind is not None:
             block.behind.before = rest
@@ -214,16 +207,14 @@ class CachingAllocator:
             block.pool.last = rest
         block.pool.add(rest)
 
-    def _join(self, one: _Block, other: _Block) -> _Block:
-        """One block of two neighbours: the lower one, longer."""
-        low, high = (one, other) if one.address < other.address else (other, one)
+    def _join(self, low: _Block, high: _Block) -> None:
+        """Let a block take in the next."""
         low.size += high.size
         low.behind = high.behind
         if high.behind is not None:
             high.behind.before = low
         if low.pool.last is high:
             low.pool.last = low
-        return low
 
 
 @dataclass(frozen=True, kw_only=True)

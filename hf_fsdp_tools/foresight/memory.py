@@ -16,7 +16,7 @@ from hf_fsdp_tools.foresight.timeline import memory_timeline
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
 from hf_fsdp_tools.text import show_bytes, show_count
 
-__all__ = ["MemoryEstimate", "Outside", "estimate_memory", "memory_of"]
+__all__ = ["MemoryEstimate", "Outside", "estimate_memory", "memory_of", "replayed_in_gpu"]
 
 _WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
 """cuBLAS' workspace, which PyTorch takes from its allocator at the first matmul and keeps (`parseChosenWorkspaceSize`
@@ -207,8 +207,7 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
     setup, step = forecast.setup, forecast.step
     gpu = gpu_named(setup.gpu)
     outside = _outside(setup)
-    room = gpu.memory_bytes - sum(each.num_bytes for each in outside)
-    used = tight = _replayed(step, setup, limit=room)
+    used = tight = replayed_in_gpu(forecast)
     if is_full := tight.out_of_memory_at is not None:
         used = _replayed(step, setup)
     at = max(range(len(used.allocated)), key=used.allocated.__getitem__)
@@ -232,6 +231,13 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
         notes=forecast.trace.notes + ((_COMPILED,) if setup.compile else ()),
         forecast=forecast,
     )
+
+
+def replayed_in_gpu(forecast: Forecast) -> Replay:
+    """A late step of a forecast in the allocator, which has what is left of the GPU's memory."""
+    setup = forecast.setup
+    room = gpu_named(setup.gpu).memory_bytes - sum(each.num_bytes for each in _outside(setup))
+    return _replayed(forecast.step, setup, limit=room)
 
 
 def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None, *, expandable: bool = False) -> Replay:

@@ -9,7 +9,7 @@ from typing import Any
 from hf_fsdp_tools.foresight.events import Event, Work
 from hf_fsdp_tools.foresight.forecast import Forecast, Source, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import compose
-from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of
+from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of, replayed_in_gpu
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.efficiency import LATEST_ERA, Efficiency, efficiency_of
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
@@ -258,7 +258,7 @@ def throughput_of(
     if steps <= 2:
         return _throughput_of_all(forecast, memory, era)
     few = [_with_micro_steps(forecast, count) for count in (1, 2)]
-    memories = [memory_of(each) if memory.retried else memory for each in few]
+    memories = [_as_tight(memory, each) if memory.retried else memory for each in few]
     one, two = (_throughput_of_all(*each, era) for each in zip(few, memories, strict=True))
 
     def continued(first: float, second: float) -> float:
@@ -279,6 +279,12 @@ def throughput_of(
 def _with_micro_steps(forecast: Forecast, count: int) -> Forecast:
     setup = replace(forecast.setup, gradient_accumulation_steps=count)
     return replace(forecast, setup=setup, step=compose(forecast.trace, forecast.plan, setup))
+
+
+def _as_tight(memory: MemoryEstimate, forecast: Forecast) -> MemoryEstimate:
+    """An estimate with the stops of another forecast."""
+    tight = replayed_in_gpu(forecast)
+    return replace(memory, is_full=tight.out_of_memory_at is not None, retried=tight.retried)
 
 
 def _throughput_of_all(forecast: Forecast, memory: MemoryEstimate, era: str) -> ThroughputEstimate:

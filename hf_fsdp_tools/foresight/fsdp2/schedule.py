@@ -39,9 +39,9 @@ class _Unit:
     """The module whose inputs trigger the unit's post-backward."""
     exit: str | None = None
     """The module whose output triggers its pre-backward."""
-    gathered: list[int] | None = None
-    """Memory of the gathered parameters; None while they are sharded."""
-    partly: list[int] | None = None
+    gathered: list[int] = field(default_factory=list)
+    """Memory of the gathered parameters; none while they are sharded."""
+    partly: list[int] = field(default_factory=list)
     """Memory of the shards over fewer ranks (`reshard_after_forward` as a number)."""
     partly_event: int | None = None
     pending: "_Gather | None" = None
@@ -249,13 +249,13 @@ class Fsdp2Schedule:
 
     def _unshard(self, unit: _Unit) -> None:
         """`FSDPParamGroup.unshard`, `foreach_all_gather`."""
-        if unit.pending is not None or unit.gathered is not None or not unit.shards:
+        if unit.pending is not None or unit.gathered or not unit.shards:
             return
         writer = self._writer
         if unit.partly_event is not None:
             writer.wait(unit.partly_event, "copy_in", "all_gather")
             unit.partly_event = None
-        ranks = int(unit.reshard) if unit.partly is not None else self._setup.dp_shard_size
+        ranks = int(unit.reshard) if unit.partly else self._setup.dp_shard_size
         if ranks == 1:
             unit.pending = _Gather(None, writer.record(), 1)
             return
@@ -279,7 +279,7 @@ class Fsdp2Schedule:
         Shards over fewer ranks are on the device in the dtype of gathers; those of cast parameters are copied all the
         same.
         """
-        if self._setup.offload and unit.partly is None:
+        if self._setup.offload and not unit.partly:
             for shard in unit.shards:
                 yield self._copy_to_device(shard, stream)
             return
@@ -287,7 +287,7 @@ class Fsdp2Schedule:
         if cast:
             to = ratio * sum(shard.gathered_bytes for shard in cast)
             yield self._writer.take(to, "gather buffers", stream)
-            read = to if unit.partly is not None else sum(shard.num_bytes for shard in cast)
+            read = to if unit.partly else sum(shard.num_bytes for shard in cast)
             self._writer.work("memory", read + to, stream)
 
     def _copy_to_device(self, shard: Shard, stream: Stream) -> int:
@@ -318,10 +318,8 @@ class Fsdp2Schedule:
         else:
             writer.wait(gather.event, "compute")
             unit.gathered = self._copy_out(unit)
-        if unit.partly is not None:
-            writer.free(*unit.partly)
-            unit.partly = None
-        unit.pending = None
+        writer.free(*unit.partly)
+        unit.partly, unit.pending = [], None
         event = writer.record()
         if gather.output is not None and unit.state == "forward":
             self._kept_gather = (gather.output, event)
@@ -379,23 +377,18 @@ class Fsdp2Schedule:
         if unit.state == "forward":
             if unit.reshard is False:
                 return
-            if unit.reshard is not True and unit.gathered is not None and unit.reshard != self._setup.dp_shard_size:
+            if unit.reshard is not True and unit.gathered and unit.reshard != self._setup.dp_shard_size:
                 ratio = self._setup.dp_shard_size / unit.reshard
-                unit.partly = []
                 for shard, block in zip(unit.shards, unit.gathered, strict=True):
                     num_bytes = int(shard.gathered_bytes * ratio)
                     unit.partly.append(writer.take(num_bytes, "gathered parameters"))
                     writer.work("memory", 2 * num_bytes)
                     writer.free(block)
-                unit.gathered = None
+                unit.gathered = []
                 unit.partly_event = writer.record()
                 return
-        if unit.gathered is not None:
-            writer.free(*unit.gathered)
-            unit.gathered = None
-        if unit.partly is not None:
-            writer.free(*unit.partly)
-            unit.partly = None
+        writer.free(*unit.gathered, *unit.partly)
+        unit.gathered, unit.partly = [], []
 
 
 def _reshard(split: UnitShards, setup: TrainingSetup) -> bool | int:
