@@ -125,15 +125,16 @@ def _check_output(training: Any) -> None:
         )
 
 
-_NEED_WHOLE_MATRICES = ("galore", "apollo", "lomo", "adalomo")
-"""Beginnings of names of optimizers that multiply gradients with matrices of their own, or replace the backward pass:
-parts of a gradient will not do. (assumed)"""
+_NEED_WHOLE_GRADIENTS = ("galore", "apollo", "lomo", "adalomo")
+"""Beginnings of names of optimizers that cannot step shards. Tried on 2 ranks: APOLLO multiplies them with plain
+matrices and fails; GaLore keeps an object for each of them, which no training state holds; LOMO updates in the
+backward pass, where shards have no gradients yet, and keeps all of them. AdaLomo has plain rows and columns of each."""
 
 
 def _check_optimizer(training: Any) -> None:
     """Refuse an optimizer that cannot step shards, or whose package is absent."""
     name = str(getattr(training.optim, "value", training.optim))
-    if name.startswith(_NEED_WHOLE_MATRICES):
+    if name.startswith(_NEED_WHOLE_GRADIENTS):
         raise ConfigError(f"--optim {name} needs whole gradients, and each process has its shards. Use adamw_torch.")
     try:
         kind, _ = Trainer.get_optimizer_cls_and_kwargs(training)

@@ -115,7 +115,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"load_in_8bit": True}, r"load_in_8bit=True \(Give quantization_config=BitsAndBytesConfig\(load_in_4bit=True"),
     ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, r"=BitsAndBytesConfig\(load_in_8bit=True\) cann"),
     ({"auto_class": "AutoModelForCasualLM"}, r"no model class of transformers.*AutoModelForCausalLM"),
-    ({"auto_class": "AutoModelForSpeechSeq2Seq"}, r"give LlamaForCausalLM as auto_class"),
+    ({"auto_class": "AutoModelForSpeechSeq2Seq"}, r"its usual class, LlamaForCausalLM, as auto_class"),
     ({"policy": HybridPolicy}, r"policy is the class HybridPolicy: it must be a HybridPolicy\(…\)"),
     ({"policy": {"block_type": ()}}, r"policy has no 'block_type': did you mean block_types\?"),
     ({"peft_config": {"rank": 8}}, r"peft_config has no 'rank'.*LoraConfig of PEFT"),
