@@ -1,7 +1,7 @@
 """Launch recipes as a user does: `accelerate launch`, two processes on CPUs, a folder of their own.
 
-Starting takes 8 s, nearly all of it imports. So two launched ranks stay for all tests of this folder: `launch_series`
-has them call a recipe's `main` for each of its runs, and note the logits of each trained model on its shards.
+Starting takes 8 s, nearly all of it imports. So what differs in options and data only is run in a series after one
+start: `launch_series` calls the recipe's `main` for each run, and notes the logits of each trained model on its shards.
 """
 
 import importlib.util
@@ -10,8 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-__all__ = [
-    "ROOT",
-    "Series",
-    "end_ranks",
-    "four_bits",
-    "launch",
-    "launch_series",
-    "three_runs",
-    "write_lines",
-    "write_split",
-]
+__all__ = ["ROOT", "Series", "four_bits", "launch", "launch_series", "three_runs", "write_lines", "write_split"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,8 +27,8 @@ HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 
 CONFIG = ROOT / "accelerate_configs" / "cpu.yaml"
 
-RANKS = """
-import itertools, os, runpy, sys, time
+SERIES = """
+import os, runpy, sys
 from json import dumps, loads
 from pathlib import Path
 import torch
@@ -58,76 +46,52 @@ class Noting(TrainerCallback):
 
 
 INTEGRATION_TO_CALLBACK["noting"] = Noting  # as --report_to names it
-jobs, asking = Path(sys.argv[1]), int(sys.argv[2])
-rank, environment = os.environ["RANK"], dict(os.environ)
-PartialState.destroy_process_group = lambda *_: None  # one group for all: torch's launcher has a store for one
+recipe, probe, *series, wrong = sys.argv[1:]
+names = runpy.run_path(recipe)
+scope = names["main"].__globals__  # runpy returns a copy
+environment = dict(os.environ)
+PartialState.destroy_process_group = lambda *_: None  # one group for the series: torch's launcher has a store for one
+ending = "finish" if "finish" in scope else "save_pretrained"
+finish = scope[ending]
 
 
-def say(text):
-    if rank == "0":
-        print(text, flush=True)
+def noting_finish(last, where, *rest, **keywords):
+    model, folder = (last.model, where.output_dir) if ending == "finish" else (last, where)
+    model.eval()
+    inputs = {name: torch.tensor(value) for name, value in loads(probe).items()}
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    compiled = [name for name, module in model.named_modules() if module._compiled_call_impl]
+    if os.environ["RANK"] == "0":
+        print(f"compiled: {' '.join(compiled) or 'none'}", flush=True)
+    finish(last, where, *rest, **keywords)
+    if os.environ["RANK"] == "0":
+        torch.save(logits, Path(folder, "logits.pt"))
 
 
-def run_series(recipe, probe, series, wrong):
-    scope = runpy.run_path(recipe)["main"].__globals__  # runpy returns a copy
-    ending = "finish" if "finish" in scope else "save_pretrained"
-    finish = scope[ending]
-
-    def noting_finish(last, where, *rest, **keywords):
-        model, folder = (last.model, where.output_dir) if ending == "finish" else (last, where)
-        model.eval()
-        inputs = {name: torch.tensor(value) for name, value in probe.items()}
-        with torch.no_grad():
-            logits = model(**inputs).logits
-        compiled = [name for name, module in model.named_modules() if module._compiled_call_impl]
-        say(f"compiled: {' '.join(compiled) or 'none'}")
-        finish(last, where, *rest, **keywords)
-        if rank == "0":
-            torch.save(logits, Path(folder, "logits.pt"))
-
-    scope[ending] = noting_finish
-    for name, arguments, is_refused in series:
-        sys.argv = [recipe, *arguments]
-        say(f"=== {name}")
-        try:
-            scope["main"]()
-        except FSDPToolsError as error:
-            if not is_refused:
-                raise
-            say(f"error: {error}")
-        forget()
-        say("=== done")
-    if wrong is None:
-        return 0
-    sys.argv = [recipe, *wrong]
+scope[ending] = noting_finish
+for name, arguments, is_refused in map(loads, series):
+    sys.argv = [recipe, *arguments]
+    if os.environ["RANK"] == "0":
+        print(f"=== {name}", flush=True)
     try:
-        runpy.run_path(recipe, run_name="__main__")
-    except SystemExit as error:
-        return error.code
-    finally:
-        forget()
-
-
-def forget():
+        scope["main"]()
+    except FSDPToolsError as error:
+        if not is_refused:
+            raise
+        if os.environ["RANK"] == "0":
+            print(f"error: {error}")
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     os.environ.clear()
     os.environ.update(environment)
-
-
-for number in itertools.count():
-    job = jobs / f"{number}.json"
-    while not job.exists():
-        os.kill(asking, 0)  # fails where the tests were killed
-        time.sleep(0.02)
-    where, ends, *series = loads(job.read_text())
-    os.chdir(where)
-    code = run_series(*series)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if ends:
-        os._exit(code)  # as recipes do
-    (jobs / f"{number}.{rank}").write_text(str(code))
+    if os.environ["RANK"] == "0":
+        print("=== done", flush=True)
+if loads(wrong) is not None:
+    sys.argv = [recipe, *loads(wrong)]
+    runpy.run_path(recipe, run_name="__main__")
+sys.stdout.flush()
+os._exit(0)  # as recipes do
 """
 
 PROBE = {"input_ids": [list(range(3, 19))]}
@@ -148,7 +112,7 @@ class Series:
     """Standard error of all processes."""
 
     code: int
-    """Exit status of the wrong run, or of the launcher where it has ended."""
+    """Exit status of the launcher."""
 
     def of(self, name: str) -> str:
         """What a run printed; fails with all of standard error where it did not end well."""
@@ -218,57 +182,18 @@ def launch(
     folder: Path, *arguments: str, script: Path, variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Launch a script on two ranks in a folder, without a hub unless the variables give one."""
-    command, keywords = _command(folder, *arguments, script=script)
-    keywords["env"] |= variables or {}
-    return subprocess.run(command, **keywords, capture_output=True, text=True, timeout=280, check=False)
-
-
-def _command(folder: Path, *arguments: str, script: Path) -> tuple[list[str], dict[str, Any]]:
-    """What starts two ranks in a folder, and the folder and environment as keywords of `subprocess`."""
     command = [Path(sys.executable).with_name("accelerate"), "launch", "--config_file", CONFIG, script]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     told = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "PYTHONPATH": paths}
-    return [*map(str, command), *arguments], {"cwd": folder, "env": os.environ | told}
-
-
-class Ranks:
-    """Two launched ranks that wait for series of runs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.count = folder, 0
-        script = folder / "ranks.py"
-        script.write_text(RANKS)
-        command, keywords = _command(folder, str(folder), str(os.getpid()), script=script)
-        with open(folder / "printed", "wb") as printed, open(folder / "said", "wb") as said:
-            self.launcher = subprocess.Popen(command, **keywords, stdout=printed, stderr=said)
-
-    def run(self, where: Path, *series: Any, ends: bool = False) -> tuple[str, str, int]:
-        """What the ranks print and say in a series, and its exit status; `ends` lets them end with it."""
-        streams = [self.folder / name for name in ("printed", "said")]
-        starts = [stream.stat().st_size for stream in streams]
-        partial = self.folder / "partial"
-        partial.write_text(json.dumps([str(where), ends, *series]))
-        partial.replace(self.folder / f"{self.count}.json")
-        marks = [self.folder / f"{self.count}.{rank}" for rank in range(2)]
-        self.count += 1
-        until = time.monotonic() + 280
-        while self.launcher.poll() is None and not all(mark.exists() and mark.read_text() for mark in marks):
-            assert time.monotonic() < until, streams[1].read_text()[-6000:]
-            time.sleep(0.02)
-        texts = [stream.read_bytes()[start:].decode() for stream, start in zip(streams, starts, strict=True)]
-        code = self.launcher.returncode
-        return texts[0], texts[1], int(marks[0].read_text()) if code is None else code
-
-
-_ranks: list[Ranks] = []
-
-
-def end_ranks() -> None:
-    """Let the ranks end that wait for further series, if there are any."""
-    while _ranks:
-        ranks = _ranks.pop()
-        ranks.launcher.terminate()  # which ends the ranks
-        ranks.launcher.wait(60)
+    return subprocess.run(
+        [*map(str, command), *arguments],
+        cwd=folder,
+        env={**os.environ, **told, **(variables or {})},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
 
 
 def launch_series(
@@ -279,9 +204,8 @@ def launch_series(
     refused: dict[str, list[str]] | None = None,
     probe: dict[str, Any] | None = None,
     wrong: list[str] | None = None,
-    ends: bool = False,
 ) -> Series:
-    """Run a recipe several times on the ranks that stay, which are launched where there are none.
+    """Run a recipe several times after one start.
 
     Args:
         folder: in which all runs write, each into a folder of its own name.
@@ -290,19 +214,19 @@ def launch_series(
         refused: the options of further runs, each of which is to end in an error of this package.
         probe: keywords of the model as lists of numbers; the logits for them are noted at the end of each run.
         wrong: options of a last run, which is to end in an error, as a process of its own would.
-        ends: the processes end with the series; the next is launched anew.
     """
+    script = folder / "series.py"
+    script.write_text(SERIES)
     given = [
         (name, [*options, "--output_dir", str(folder / name)], part is refused)
         for part in (runs, refused or {})
         for name, options in part.items()
     ]
     last = None if wrong is None else [*wrong, "--output_dir", str(folder / "wrong")]
-    if not _ranks or _ranks[-1].launcher.poll() is not None:
-        _ranks[:] = [Ranks(Path(tempfile.mkdtemp(prefix="ranks-", dir=folder.parent)))]
-    shown, said, code = _ranks[-1].run(folder, str(ROOT / "recipes" / recipe), probe or PROBE, given, last, ends=ends)
-    printed = dict(re.findall(r"^=== (\S+)\n(.*?)^=== done$", shown, re.DOTALL | re.MULTILINE))
-    return Series(folder, printed, said, code)
+    arguments = [str(ROOT / "recipes" / recipe), *map(json.dumps, [probe or PROBE, *given, last])]
+    done = launch(folder, *arguments, script=script)
+    printed = dict(re.findall(r"^=== (\S+)\n(.*?)^=== done$", done.stdout, re.DOTALL | re.MULTILINE))
+    return Series(folder, printed, done.stderr, done.returncode)
 
 
 def three_runs(folder: Path, steps: int, *options: str, learning_rate: float) -> dict[str, list[str]]:

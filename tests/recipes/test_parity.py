@@ -5,12 +5,12 @@ On two ranks: `tests/ranks/test_trl.py`.
 
 import json
 import os
-import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 from datasets import load_dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -25,6 +25,26 @@ from hf_fsdp_tools.scripting.demo_data import demo_rows
 from tests.recipes._launch import ROOT, write_lines
 
 trl = pytest.importorskip("trl")
+
+SCRIPT = """
+import os, runpy, sys
+from json import loads
+
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+series = sys.argv[1:]
+environment = dict(os.environ)
+PartialState.destroy_process_group = lambda *_: None  # one group for the series
+for recipe, arguments in map(loads, series):
+    sys.argv = [recipe, *arguments]
+    runpy.run_path(recipe)["main"]()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ.clear()
+    os.environ.update(environment)
+sys.stdout.flush()
+os._exit(0)
+"""
 
 SETTINGS = {
     "per_device_train_batch_size": 4,
@@ -50,7 +70,7 @@ def sources(tmp_path_factory) -> dict[str, Any]:
     """Of each recipe a model, with a head where one is needed, and rows; all recipes have been run on them."""
     folder = tmp_path_factory.mktemp("parity")
     base = make_demo_model(folder / "model", hidden_size=64, num_layers=2)
-    found: dict[str, Any] = {}
+    found, series = {}, []
     for recipe, kind in KINDS.items():
         model = str(base)
         if recipe in NUM_LABELS:  # where it is fresh, its values are ours
@@ -63,15 +83,15 @@ def sources(tmp_path_factory) -> dict[str, Any]:
         found[recipe] = {"model": model, "data": data, "folder": folder / recipe}
         settings = SETTINGS | {"max_length": LENGTH, "model_name_or_path": model, "dataset_name": data}
         arguments = [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
-        with pytest.MonkeyPatch.context() as alone:
-            alone.setattr("sys.argv", [recipe, *arguments, "--output_dir", str(folder / recipe)])
-            alone.setattr("datasets.config.HF_DATASETS_CACHE", str(folder / "cache"))
-            environment = dict(os.environ)
-            runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"))["main"]()
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
-            os.environ.clear()
-            os.environ.update(environment)
+        path = str(ROOT / "recipes" / f"{recipe}.py")
+        series.append(json.dumps([path, [*arguments, "--output_dir", str(folder / recipe)]]))
+    told = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "PYTHONPATH": str(ROOT)}
+    (folder / "series.py").write_text(SCRIPT)
+    command = [sys.executable, str(folder / "series.py"), *series]
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | told, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
     return found
 
 
