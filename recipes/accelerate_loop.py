@@ -73,7 +73,7 @@ def main() -> None:
     # 2. The model straight into shards; the optimizer of these shards
     model = from_pretrained(args.model_name_or_path, accelerator=accelerator, dtype="float32")
     accelerator.print(f"\n{describe_sharding(model)}\n")
-    args.max_length = min(args.max_length, getattr(model.config, "max_position_embeddings", args.max_length))
+    args.max_length = min(args.max_length, getattr(model.config, "max_position_embeddings", 0) or args.max_length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
     model, optimizer, loader, eval_loader = accelerator.prepare(model, optimizer, loader, eval_loader)
     scheduler = get_scheduler("cosine", optimizer, 10, steps)
