@@ -92,18 +92,19 @@ def run_on_processes(function: Callable[[], T], size: int) -> T:
         context.Process(target=_work, args=(function, rank, size, store.port), daemon=True) for rank in range(1, size)
     ]
     killed: list[str] = []
-    over = threading.Event()
+    over, interrupting = threading.Event(), threading.Lock()
     before = signal.signal(_KILLED, signal.default_int_handler)
     with _as_rank(0, size):
         try:
             for process in processes:
                 process.start()
-            threading.Thread(target=_watch, args=(processes, killed, over), daemon=True).start()
+            threading.Thread(target=_watch, args=(processes, killed, over, interrupting), daemon=True).start()
             dist.init_process_group("gloo", store=store, rank=0, world_size=size)
             try:
                 return function()
             finally:
-                over.set()
+                with interrupting:  # an interrupt that is under way comes first, and none afterwards
+                    over.set()
                 dist.destroy_process_group()
         except (KeyboardInterrupt, RanksError):
             if killed:
@@ -162,7 +163,9 @@ def _as_rank(rank: int, size: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _watch(processes: list[BaseProcess], killed: list[str], over: threading.Event) -> None:
+def _watch(
+    processes: list[BaseProcess], killed: list[str], over: threading.Event, interrupting: threading.Lock
+) -> None:
     """Interrupt the main thread when a process is killed, for rank 0 may be at work for long."""
     while not over.is_set():
         wait([process.sentinel for process in processes if process.is_alive()] or [], timeout=0.5)
@@ -173,8 +176,10 @@ def _watch(processes: list[BaseProcess], killed: list[str], over: threading.Even
                     f"Process {rank} of {len(processes) + 1} was ended ({_how(process.exitcode)}). Nothing was "
                     "changed. If the system ended it for want of memory, use fewer processes."
                 )
-                # A signal, for one that is raised here would wait until the main thread has slept or read enough.
-                signal.pthread_kill(threading.main_thread().ident or 0, _KILLED)
+                with interrupting:
+                    if not over.is_set():
+                        # A signal: an error raised here would wait until the main thread has slept or read enough.
+                        signal.pthread_kill(threading.main_thread().ident or 0, _KILLED)
                 return
         if not any_lives:
             return

@@ -69,6 +69,22 @@ def test_no_buffer_is_made_while_one_is_idle() -> None:
     assert ring.take() is first and ring.made == 1
 
 
+def test_a_buffer_for_which_there_is_no_memory_is_not_counted() -> None:
+    answers = iter([MemoryError("no memory"), torch.empty(4)])
+
+    def make() -> torch.Tensor:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    ring = Ring(make, 1)
+    with pytest.raises(MemoryError, match="no memory"):
+        ring.take()
+    assert ring.made == 0
+    assert ring.take().shape == (4,)  # and not the error of an empty queue
+
+
 def test_threads_never_hold_the_same_buffer() -> None:
     ring = Ring(lambda: torch.zeros(1, dtype=torch.int64), 3)
 

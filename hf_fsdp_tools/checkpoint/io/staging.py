@@ -67,10 +67,19 @@ class Ring:
             else:
                 buffer, copied = self._free.popleft()
         if is_new:
-            return self._make()
+            return self._made()
         if copied is not None and not is_idle:
             copied.synchronize()
         return buffer
+
+    def _made(self) -> torch.Tensor:
+        """A new buffer, already counted; where there is no memory for one, the others are not told that there is."""
+        try:
+            return self._make()
+        except BaseException:
+            with self._lock:
+                self.made -= 1
+            raise
 
     def give_back(self, buffer: torch.Tensor, copied: Mark | None) -> None:
         """Note that a buffer can be taken again after `copied`."""
