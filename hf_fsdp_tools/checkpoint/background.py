@@ -103,15 +103,15 @@ class _Save:
         with using(rounds):
             try:
                 with agreed("saving in the background", known.folder):
-                    report = finish()
-                self.report = replace(
-                    report,
-                    pause_seconds=known.pause_seconds,
-                    copied_bytes=known.copied_bytes,
-                    seconds=round(time.perf_counter() - start_s, 4),
-                )
-                if rank_and_size()[0] == 0:
-                    _tell(self.report)
+                    report = replace(
+                        finish(),
+                        pause_seconds=known.pause_seconds,
+                        copied_bytes=known.copied_bytes,
+                        seconds=round(time.perf_counter() - start_s, 4),
+                    )
+                    if rank_and_size()[0] == 0:
+                        _tell(report)  # may fail: a terminal is closed
+                self.report = report
             except BaseException as error:  # the main thread raises it
                 self._fail(error)
             finally:

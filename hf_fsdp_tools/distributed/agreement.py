@@ -120,7 +120,12 @@ def agreed(doing: str, where: str | PathLike[str] = "", *, ranks: Sequence[int] 
         except Exception as error:
             failure = error
             rounds.fail(scope)
-        told = rounds.exchange(_as_told(failure), doing, ends=scope)
+        try:
+            told = rounds.exchange(_as_told(failure), doing, ends=scope)
+        except RanksError as error:
+            if failure is not None:
+                error.add_note(f"Before, this rank failed: {failure!r}")
+            raise
     if failure is not None and not isinstance(failure, FSDPToolsError):
         raise failure
     failed = {rank: one for rank, one in zip(rounds.ranks, told, strict=True) if one is not None}

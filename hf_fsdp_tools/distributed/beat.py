@@ -60,12 +60,12 @@ class Beat:
             self._changed.notify()
 
     def _run(self) -> None:
-        store = self._store.clone()  # a connection of its own: the main thread may wait on the other
         told = False
         with suppress(RuntimeError):  # the store is gone: whoever waits for it says so
+            store = self._store.clone()  # a connection of its own: the main thread may wait on the other
             while not self._stopped.wait(_BEAT_S):
                 with self._changed:
-                    if not self._places and not told:
+                    if not self._places and not told and not self._stopped.is_set():
                         if self._changed.wait(_IDLE_S) or self._places:  # a call may begin as the time is over
                             continue
                         self._thread = None  # the next call starts another one

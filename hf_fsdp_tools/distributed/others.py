@@ -1,7 +1,7 @@
 """The ranks that a round waits for: which are late, lost, in another call or in a pass that waits for this one."""
 
 import json
-import socket
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from hf_fsdp_tools.distributed.passes import behind
 from hf_fsdp_tools.errors import frames_of_package
 from hf_fsdp_tools.text import listed
 
-__all__ = ["Others", "different_calls"]
+__all__ = ["Others", "different_calls", "processes_in_sight"]
 
 _WARN_S = 30.0
 """From when on a rank without progress is named, and again after each doubling. (assumed)"""
@@ -86,19 +86,26 @@ class Others:
 
     def _lost(self, rank: int, beat: dict[str, Any] | None) -> str:
         ended = f"rank {rank} has ended: it failed, and says why, or did not make this call, which every rank must make"
-        if self._store.check([f"{self._prefix}/ended/{rank}"]):
+        if (state := self._state(rank)) in ("Z", "X"):
             return ended
-        state = ""
-        if self._store.check([key := f"{self._prefix}/who/{rank}"]):
-            host, process = json.loads(self._store.get(key))
-            state = _state_of(process) if host == socket.gethostname() else ""
-            if state in ("Z", "X"):
-                return ended
         if state != "T" and (beat is None or not beat["doing"]):  # it beats in calls alone
             return ""
         silent_s = _since(self._counts, rank, beat["count"] if beat else 0)
         what = "is stopped (SIGSTOP)" if state == "T" else "gives no sign of life"
         return f"rank {rank} {what} for {silent_s:.0f} s" if silent_s > _LOST_S else ""
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank's script or process is over, as far as can be seen from here."""
+        return self._state(rank) in ("Z", "X")
+
+    def _state(self, rank: int) -> str:
+        """The state of a rank's process, as `_state_of`; "X" after its farewell, "" out of sight."""
+        if self._store.check([f"{self._prefix}/ended/{rank}"]):
+            return "X"
+        if not self._store.check([key := f"{self._prefix}/who/{rank}"]):
+            return ""
+        sight, process = json.loads(self._store.get(key))
+        return _state_of(process) if sight and sight == processes_in_sight() else ""
 
     def _apart(self, rank: int, own: list[Place], beat: dict[str, Any] | None) -> str:
         """Why a rank and this one never meet; empty if they may."""
@@ -128,9 +135,23 @@ def _since(seen: dict[int, tuple[int, float]], rank: int, value: int) -> float:
     return now_s - seen[rank][1]
 
 
+def processes_in_sight() -> str:
+    """What is the same for processes that see each other by their numbers; "" where nothing says so.
+
+    Not the name of the host: machines share one, and so do containers on one machine that use its network.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
 def _state_of(process: int) -> str:
-    """The state of a process here (proc(5)): "T" stopped, "Z" ended, "X" not there; "" without such files."""
+    """The state of a process here (proc(5)): "T" stopped, "Z" ended, "X" not there; "" where it is not shown."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends while it is read
         return "X" if Path("/proc/self/stat").exists() else ""
+    except OSError:
+        return ""

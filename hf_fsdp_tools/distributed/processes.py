@@ -33,6 +33,9 @@ _MEMORY_EACH = 2 * 2**30
 _KILLED = signal.SIGUSR1
 """The signal that interrupts rank 0 when a process was killed: SIGINT is ignored in background jobs of a shell."""
 
+_POLL_S = 0.01
+"""Between two looks for processes that start."""
+
 _END_S = 10.0
 """How long processes may take to end after their work. (assumed)"""
 
@@ -99,6 +102,8 @@ def run_on_processes(function: Callable[[], T], size: int) -> T:
             for process in processes:
                 process.start()
             threading.Thread(target=_watch, args=(processes, killed, over, interrupting), daemon=True).start()
+            while not store.check([f"started/{rank}" for rank in range(1, size)]):
+                time.sleep(_POLL_S)  # here, and not within the start of a group, which no signal interrupts
             dist.init_process_group("gloo", store=store, rank=0, world_size=size)
             try:
                 return function()
@@ -125,9 +130,10 @@ def _work(function: Callable[[], object], rank: int, size: int, port: int) -> No
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 
     with _as_rank(rank, size):
+        store = TCPStore("127.0.0.1", port, size, is_master=False)
+        store.set(f"started/{rank}", "")
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         try:
-            store = TCPStore("127.0.0.1", port, size, is_master=False)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
             with suppress(FSDPToolsError):
                 function()
             dist.destroy_process_group()

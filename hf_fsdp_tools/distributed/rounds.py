@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import pickle
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -29,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_fsdp_tools.distributed.beat import Beat
-from hf_fsdp_tools.distributed.others import Others, different_calls
+from hf_fsdp_tools.distributed.others import Others, different_calls, processes_in_sight
 from hf_fsdp_tools.distributed.passes import PassWatch, of_ended, passes_run
 from hf_fsdp_tools.errors import ConfigError, RanksError
 
@@ -54,6 +53,9 @@ _POLL_S = (0.0002, 0.05)
 
 _POLLS_PER_S = 2000
 """How many looks of all ranks together the store is asked for in a second: a tenth of what one answers."""
+
+_READ_S = 30.0
+"""How long rank 0 waits for ranks that have to read an outcome: a busy machine may let a process wait. (assumed)"""
 
 _WATCHERS = 2
 """How many of the ranks that wait look at the others; if all did, the store would be asked N times for N ranks."""
@@ -133,15 +135,16 @@ class Rounds:
     def __init__(self, store: Any, rank: int, ranks: tuple[int, ...], *, name: str = "", home: Any = None) -> None:
         self._store, self.rank, self.ranks, self._home = store, rank, ranks, home
         name += hashlib.sha256(json.dumps(ranks).encode()).hexdigest()[:16]
-        # A group that is started again over the same store must not find the keys of its former life.
-        life = (store.add(f"hf_fsdp_tools/{name}/lives", 1) - 1) // len(ranks)
-        self._prefix = f"hf_fsdp_tools/{name}/{life}"
+        with _store_errors():
+            # A group that is started again over the same store must not find the keys of its former life.
+            life = (store.add(f"hf_fsdp_tools/{name}/lives", 1) - 1) // len(ranks)
+            self._prefix = f"hf_fsdp_tools/{name}/{life}"
+            store.set(f"{self._prefix}/who/{rank}", json.dumps([processes_in_sight(), os.getpid()]))
         self._scopes: list[Scope] = []
         self._counts = [0]  # rounds and scopes so far, in the whole and in each open scope
-        self._former: str | None = None
+        self._left: list[str] = []  # the last round to which all ranks have come, and those that were given up since
         self._beat = Beat(store, f"{self._prefix}/beat/{rank}")
         self._passes = PassWatch(store, self._prefix, rank, ranks)
-        store.set(f"{self._prefix}/who/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
 
     def goodbye(self) -> Callable[[], None]:
         """A function that tells those that wait for this rank that its group or its script is over."""
@@ -190,6 +193,7 @@ class Rounds:
     def give_up(self, scope: Scope, error: RanksError) -> RanksError:
         """Tell those that come to the end of the scope later that nobody waits for them there, and why; the error of
         the rank that was the first to tell."""
+        self._left.append(f"{scope.path}/end")
         with suppress(RuntimeError):  # the store is gone, as they will see
             said = pickle.loads(self._store.compare_set(f"{scope.path}/end/outcome", "", _given_up(str(error))))[0]
             return error if said == str(error) else RanksError(said)
@@ -215,29 +219,45 @@ class Rounds:
             place = self._store.add(f"{path}/count", 1)
             if place == len(self.ranks):
                 joined = _join(self._store.multi_get([f"{path}/{rank}" for rank in self.ranks]))
-                said = _split(self._store.compare_set(f"{path}/outcome", "", joined))
-                if self._former is not None:  # all ranks have read it, or they would not have come here
+                outcome = self._store.compare_set(f"{path}/outcome", "", joined)
+                for former in self._left:  # all ranks have read them, or they would not have come here
                     for key in ("count", "outcome"):
-                        self._store.delete_key(f"{self._former}/{key}")
+                        self._store.delete_key(f"{former}/{key}")
             else:
                 self._wait(path, place, doing, around)
-                said = _split(self._store.get(f"{path}/outcome"))
+                outcome = self._store.get(f"{path}/outcome")
+            problem, said = _split(outcome)
             with suppress(dist.DistError):  # rank 0 sees that all have read, and may end the store with itself
-                self._store.delete_key(f"{path}/{self.rank}")
-        self._former = path
+                if problem:  # the value stays: whoever comes last waits for the values of all
+                    self._store.set(f"{path}/{self.rank}/left", b"")
+                else:
+                    self._store.delete_key(f"{path}/{self.rank}")
+        if problem:
+            self._left.append(path)
+            raise RanksError(problem)
+        self._left = [path]
         if len({other for other, _ in said}) > 1:
             raise RanksError(different_calls(zip(self.ranks, (other for other, _ in said), strict=True)))
         return [value for _, value in said]
 
     def wait_for_readers(self) -> None:
-        """On rank 0, return once every rank has read the last round, or after 5 s.
+        """On rank 0, return once every rank that came to the last rounds has read what became of them, or has ended.
 
-        Rank 0 keeps the store unless a launcher does: if it ended at once, the others would not learn that all came.
+        Rank 0 keeps the store unless a launcher does: if it ended at once, the others would learn neither that all came
+        nor why a round was given up.
         """
-        unread = [f"{self._former}/{rank}" for rank in self.ranks] if self.rank == 0 and self._former else []
-        end_s = time.monotonic() + 5
-        while (unread := [key for key in unread if self._store.check([key])]) and time.monotonic() < end_s:
-            time.sleep(_POLL_S[1] / 10)
+        unread = [(path, rank) for path in self._left for rank in self.ranks if self.rank == 0 and rank > 0]
+        others = Others(self._store, self._prefix, "", self.ranks, self.rank)
+        end_s = time.monotonic() + _READ_S
+        with suppress(RuntimeError):  # the store is gone: nobody can read
+            while unread := [one for one in unread if self._is_still_to_read(*one) and not others.has_ended(one[1])]:
+                if time.monotonic() > end_s:
+                    break
+                time.sleep(_POLL_S[1] / 10)
+
+    def _is_still_to_read(self, path: str, rank: int) -> bool:
+        """Whether a rank has come to a round and not left it."""
+        return self._store.check([f"{path}/{rank}"]) and not self._store.check([f"{path}/{rank}/left"])
 
     def _failed(self, scopes: Iterable[Scope]) -> Scope | None:
         """The first of some scopes in which a rank has failed."""
@@ -283,16 +303,10 @@ def _given_up(problem: str) -> bytes:
     return pickle.dumps((problem, [], []))
 
 
-def _split(outcome: bytes) -> list[Any]:
-    """The values that `_join` joined; each rank's is an object of its own.
-
-    Raises:
-        RanksError: the round was given up.
-    """
+def _split(outcome: bytes) -> tuple[str, list[Any]]:
+    """Why the round was given up, or else the values that `_join` joined; each rank's is an object of its own."""
     problem, distinct, places = pickle.loads(outcome)
-    if problem:
-        raise RanksError(problem)
-    return [pickle.loads(distinct[place]) for place in places]
+    return problem, [pickle.loads(distinct[place]) for place in places]
 
 
 @contextmanager

@@ -197,6 +197,19 @@ def disk_full_on_one_rank(source: Path, target: Path) -> None:
     assert files_in(target).keys() == before.keys() and files_in(target) != before
 
 
+def nobody_reads_what_rank_0_says(source: Path, target: Path) -> None:
+    """It fails alone, after the save; the others do not wait for it, nor it for them."""
+    model = loaded(source / "llama")
+    save_pretrained(model, target, blocking=False)
+    wait_for_saves()
+    closed = patch.object(background, "_tell", side_effect=BrokenPipeError("nobody reads"))
+    with closed, pytest.raises((BrokenPipeError, CheckpointError), match="nobody reads"):
+        save_pretrained(model, target, blocking=False)
+        wait_for_saves()
+    save_pretrained(model, target, blocking=False)
+    assert wait_for_saves() is not None
+
+
 def folder_is_removed(source: Path, target: Path) -> None:
     model = loaded(source / "llama")
     with gated() as gate:
@@ -244,6 +257,7 @@ CASES = (
     values_of_the_moment,
     the_next_save_waits_and_so_does_a_load,
     disk_full_on_one_rank,
+    nobody_reads_what_rank_0_says,
     folder_is_removed,
     no_memory_for_the_copy,
     memory_is_kept_until_a_save_needs_none,
@@ -264,10 +278,15 @@ def test_complaint_24_training_goes_on_while_a_save_is_written(tmp_path: Path) -
 # ---- the end of a process ----
 
 
+def wait_for_the_end_of_the_group() -> None:
+    while dist.is_initialized():
+        time.sleep(0.01)
+
+
 def end_right_after(source: Path, target: Path) -> bool:
     gate = Gate()
     gate.opened.set()
-    gate.before = lambda: time.sleep(0.1)
+    gate.before = wait_for_the_end_of_the_group
     os.pwritev = gate  # until the process ends
     publish.ThreadPoolExecutor = None  # the interpreter begins no thread while it ends
     save_pretrained(loaded(source), target, max_shard_size="60KB", blocking=False)

@@ -252,6 +252,22 @@ def test_a_killed_process_ends_the_command() -> None:
     assert not dist.is_initialized() and "RANK" not in os.environ
 
 
+class Fatal:
+    """Ends the process that receives it, before there is a group."""
+
+    def __call__(self) -> None:
+        pytest.fail("there is no group")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os._exit, (3,)
+
+
+def test_a_process_that_ends_before_there_is_a_group_ends_the_command() -> None:
+    with pytest.raises(RanksError, match=r"Process 1 of 2 was ended \(exit code 3\)"):
+        run_on_processes(Fatal(), 2)
+    assert not dist.is_initialized() and "RANK" not in os.environ
+
+
 WAITING = """
 import sys, time
 from unittest.mock import patch
@@ -278,7 +294,7 @@ def test_an_interrupted_command_says_so_and_leaves_the_folder_as_it_was(
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     assert len(list(former.glob(".save-*"))) == 1
     process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)
+    said = process.communicate(timeout=200)
     assert (process.returncode, *said) == (130, "", "hf-fsdp: interrupted\n")
     assert files_of(former) == before and not list(former.glob(".save-*"))
 

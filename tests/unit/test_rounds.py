@@ -114,8 +114,88 @@ def test_who_gives_up_first_says_why(two: list[Rounds]) -> None:
 def test_a_rank_that_has_failed_learns_that_another_is_lost(two: list[Rounds], monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits where the block ends, and everybody knows of its failure; a rank that has ended does not come for it."""
     monkeypatch.setattr(others, "_state_of", lambda process: "X")
-    with using(two[0]), pytest.raises(RanksError, match="While saving: rank 1 has ended"), agreed("saving"):
+    with using(two[0]), pytest.raises(RanksError, match="While saving: rank 1 has ended") as caught, agreed("saving"):
         raise CheckpointError("disk full")
+    assert caught.value.__notes__ == ["Before, this rank failed: CheckpointError('disk full')"], "not lost"
+
+
+@pytest.mark.parametrize("where", ["in a round", "where a block ends"])
+def test_rank_0_leaves_when_the_others_have_read_why_all_stop(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0, which may keep the store, gives up what rank 1 waits for; rank 2 has not come. Rank 1 reads it late."""
+    three = ranks_of(3)
+    key = f"{three[0]._prefix}.0/1" if where == "in a round" else f"{three[0]._prefix}.0/end/1"
+    came, asked, over = threading.Event(), threading.Event(), threading.Event()
+
+    def check_of_rank_0(own: Callable[..., bool], keys: list[str]) -> bool:
+        if keys == [key] and given_up:
+            asked.set()  # rank 0 looks whether rank 1 has read
+        return own(keys)
+
+    def check_of_rank_1(own: Callable[..., bool], keys: list[str]) -> bool:
+        if keys[0].endswith("/outcome"):
+            came.set()
+            assert asked.wait(HANG_S)
+        assert not over.is_set(), "the store is gone"
+        return own(keys)
+
+    def first() -> Any:
+        assert came.wait(HANG_S)
+        try:
+            if where == "in a round":
+                three[0].exchange("a", "saving")
+            with using(three[0]), agreed("saving"):
+                raise RanksError("Nobody comes.")
+        finally:
+            given_up.append(True)
+            three[0].wait_for_readers()
+            asked.set()
+            over.set()
+
+    def second() -> Any:
+        if where == "in a round":
+            return three[1].exchange("b", "saving")
+        with using(three[1]), agreed("saving"):
+            raise CheckpointError("disk full")
+
+    given_up: list[bool] = []
+    monkeypatch.setattr(Others, "problem", lambda self, *args, **options: "Nobody comes." * (self._rank == 0))
+    three[0]._store = Store(three[0]._store, check=check_of_rank_0)
+    three[1]._store = Store(three[1]._store, check=check_of_rank_1)
+    assert [str(one) for one in together(first, second)] == ["Nobody comes."] * 2
+    with pytest.raises(RanksError, match="Nobody comes"):  # rank 2 comes last, and finds the values that it joins
+        if where == "in a round":
+            three[2].exchange("c", "saving")
+        with using(three[2]), agreed("saving"):
+            pass
+
+
+def test_a_reader_that_has_ended_is_not_waited_for(two: list[Rounds], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Others, "problem", lambda self, *args, **options: "Nobody comes.")
+    with pytest.raises(RanksError):
+        two[0].exchange("a", "saving")
+    two[1]._store.set(f"{two[1]._prefix}.0/1", b"")  # it came meanwhile, and was killed
+    monkeypatch.setattr(others, "_state_of", lambda process: "X")
+    monkeypatch.setattr(rounds.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    two[0].wait_for_readers()
+
+
+def test_a_process_of_another_machine_of_that_name_is_not_looked_for_here(
+    two: list[Rounds], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines that are all called localhost, and containers of one machine on its network."""
+    known = Others(two[0]._store, two[0]._prefix, "", (0, 1), 0)
+    monkeypatch.setattr(others, "_state_of", lambda process: "X")
+    assert known.has_ended(1) == (others.processes_in_sight() != "")
+    monkeypatch.setattr(others, "processes_in_sight", lambda: "another")
+    assert not known.has_ended(1)
+
+
+def test_a_store_that_is_gone_at_the_first_call_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*args: Any) -> int:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    with pytest.raises(RanksError, match="The key-value store of the process group does not answer"):
+        Rounds(Store(dist.HashStore(), add=gone), 0, (0, 1))
 
 
 def told_of(places: list[Any], *, count: int = 1, progress: int = 1) -> str:
@@ -238,6 +318,41 @@ def test_bytes_of_any_library_and_watched_blocks_are_progress() -> None:
     with tempfile.TemporaryFile() as file:
         file.write(bytes(2**21))
     assert progress_made() >= before + 2
+
+
+def test_a_beat_that_is_ended_as_it_would_wait_for_a_call_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold the store of a group that is over, and with it the store's port, for a minute."""
+    one = Beat(dist.HashStore(), "beat")
+    over, waits = threading.Event(), []
+
+    def ended_after(timeout_s: float) -> bool:
+        """The time is over, the call too; before the thread has the lock, the beat is ended."""
+        assert over.wait(HANG_S)
+        was_ended = one._stopped.is_set()
+        one.stop()
+        return was_ended
+
+    monkeypatch.setattr(one._stopped, "wait", ended_after)
+    monkeypatch.setattr(one._changed, "wait", waits.append)
+    with one.telling("opening", "0"):
+        thread = one._thread
+    over.set()
+    assert thread is not None
+    thread.join(HANG_S)
+    assert not thread.is_alive() and not waits, "nobody would wake it"
+
+
+def test_a_beat_of_a_store_that_is_gone_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*args: Any) -> Any:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    one = Beat(Store(dist.HashStore(), clone=gone), "beat")
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    with one.telling("opening", "0"):
+        assert one._thread is not None
+        one._thread.join(HANG_S)
+    assert not raised
 
 
 def test_a_call_that_begins_as_the_beat_would_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
