@@ -10,12 +10,14 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
-__all__ = ["LIMIT_S", "hide_gpus", "imitate_gpus", "num_gpus", "run_alone", "run_cases", "run_ranks"]
+__all__ = ["LIMIT_S", "free_port", "hide_gpus", "imitate_gpus", "num_gpus", "run_alone", "run_cases", "run_ranks"]
 
 LIMIT_S = 500.0
 """How long ranks may take: less than pytest waits for a test, and several times what one busy core needs."""
@@ -63,6 +65,19 @@ def num_gpus() -> int:
     """How many ranks with `device="cuda"` there can be."""
     count: int = _gpus["count"]
     return count
+
+
+def free_port(address: str) -> int:
+    """A port for launchers that must be told one: bind port 0 wherever that can be done instead.
+
+    It lies below those that systems give unasked (from 32768), so that nobody gets it meanwhile, and in another place
+    for each process of the tests.
+    """
+    for port in range(20000 + os.getpid() * 7 % 12000, 32768):
+        with socket.socket() as free, suppress(OSError):  # it is in use
+            free.bind((address, port))
+            return port
+    raise OSError(f"no free port for {address}")
 
 
 def imitate_gpus(monkeypatch: Any, count: int, *, bf16: bool = True) -> None:
@@ -107,7 +122,7 @@ def run_ranks(
         ]
         for process in ranks:
             process.start()
-        _wait(ranks, deadline)
+        _wait(ranks, deadline, Path(folder))
         failures = [_failure(Path(folder), rank, ranks[rank], timeout_s) for rank in range(world_size)]
         if any(failures):
             raise AssertionError("\n".join(filter(None, failures)))
@@ -180,17 +195,21 @@ def _forget_accelerate() -> None:
         state.GradientState._reset_state()
 
 
-def _wait(ranks: list[BaseProcess], deadline: float) -> None:
+def _wait(ranks: list[BaseProcess], deadline: float, folder: Path) -> None:
     """Return when all have ended; kill what is left at the deadline, or a little after the first failure."""
     while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
         if any(process.exitcode not in (None, 0) for process in ranks):
             deadline = min(deadline, time.monotonic() + _GRACE_S)
         time.sleep(0.01)
-    stuck = [process for process in ranks if process.is_alive()]
-    for process in stuck:
+    stuck = {folder / f"{rank}.stack": process for rank, process in enumerate(ranks) if process.is_alive()}
+    for process in stuck.values():
         os.kill(process.pid or 0, signal.SIGUSR1)  # it writes down where it is
-    time.sleep(0.5 if stuck else 0)
-    for process in stuck:
+    before, written = None, [0 for _ in stuck]
+    end_s = time.monotonic() + 10
+    while (before != written or 0 in written) and time.monotonic() < end_s and stuck:
+        time.sleep(0.5)
+        before, written = written, [file.stat().st_size if file.exists() else 0 for file in stuck]
+    for process in stuck.values():
         process.kill()
     for process in ranks:
         process.join()

@@ -7,11 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
+import hypothesis
 import pytest
 
 from tests._dist import hide_gpus
 
 hide_gpus()
+# The same examples each time, and no limits of time: a busy machine is no defect. For others: --hypothesis-seed=random
+hypothesis.settings.register_profile(
+    "tests",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("tests")
 os.environ.pop("COLUMNS", None)  # tables are as wide as they are
 
 

@@ -117,7 +117,7 @@ def _about() -> list[Part]:
             name="hf-fsdp doctor",
             programs={"doctor": [sys.executable, "-c", doctor]},
             read=reading.doctor,
-            limit_s=90,
+            limit_s=180,
             gpus=0,
         ),
         Part(

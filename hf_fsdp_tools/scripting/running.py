@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -23,6 +24,9 @@ from hf_fsdp_tools.scripting.progress import Progress
 from hf_fsdp_tools.scripting.streams import check_divided_once
 
 __all__ = ["finish", "load_model", "run", "show_losses", "train"]
+
+_FIRST_SAYS_S = 30.0
+"""How long the first process of a machine may take to say an error after another has met it. (assumed)"""
 
 
 def load_model(
@@ -244,8 +248,10 @@ def run(main: Callable[[], object], name: str) -> NoReturn:
     try:
         main()
     except FSDPToolsError as error:  # the same on every rank, so one of each node says it
-        if rank_on_node()[0] == 0:
-            print(f"{name}: error: {error}", file=sys.stderr)
+        if rank_on_node()[0] > 0:  # a launcher ends all when one has ended: not before the first has said why
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            time.sleep(_FIRST_SAYS_S)  # after which the first goes on, and the error is this one's alone
+        print(f"{name}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends it once more

@@ -7,7 +7,6 @@ for CUDA, and NCCL's operations are counted.
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 import hf_fsdp_tools
+from tests._dist import free_port
 
 
 def _is_there() -> bool:
@@ -100,9 +100,6 @@ os._exit(0)
 
 def _start(first: str, ranks: list[dict[str, str]], folder: Path, out: Path) -> list[dict[str, Any]]:
     """What each rank found; the ranks have the given variables, and nothing of another launcher's."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     launchers = (
         "RANK",
         "WORLD_SIZE",
@@ -120,7 +117,11 @@ def _start(first: str, ranks: list[dict[str, str]], folder: Path, out: Path) -> 
     variables |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     variables |= {"FAKE_GPUS": "2", "FAKEGPU_KERNELS": "cpu"}
     if len(ranks) > 1:
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(ranks))}
+        variables |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port("127.0.0.1")),
+            "WORLD_SIZE": str(len(ranks)),
+        }
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT, first, str(folder), str(out)],

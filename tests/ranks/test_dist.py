@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 
+from tests import _dist
 from tests._dist import run_cases, run_ranks
 
 
@@ -48,14 +49,20 @@ def test_every_case_runs_and_those_that_failed_are_named() -> None:
 
 
 def stays_away() -> None:
-    assert dist.get_rank() == 1, "rank 0 fails"
-    time.sleep(60)
+    """Rank 0 fails once rank 1 is away, and soon gives it up."""
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.wait(["away"])
+        _dist._GRACE_S = 2 * _dist.LIMIT_S
+        pytest.fail("rank 0 fails")
+    store.set("away", "")
+    time.sleep(2 * _dist.LIMIT_S)
 
 
 def test_a_rank_that_does_not_come_back_is_shown_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests._dist._GRACE_S", 0.5)
     with pytest.raises(AssertionError) as caught:
-        run_ranks(run_cases, 2, [stays_away, last], timeout_s=11)
+        run_ranks(run_cases, 2, [stays_away, last])
     first, second = str(caught.value).split("--- rank 1 was killed")
     assert "1 of 2 cases failed\n--- case 'stays away':\n" in first and "rank 0 fails" in first
     assert "Another rank has not come back from it; no further case was begun" in first

@@ -18,6 +18,7 @@ from hf_fsdp_tools import RanksError
 from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.distributed import beat, others, rounds
 from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.distributed.current import rounds_of
 from hf_fsdp_tools.integrations import accelerator as accelerators
 from hf_fsdp_tools.integrations.state import make_accelerator
 from hf_fsdp_tools.pretrained import from_pretrained
@@ -58,7 +59,11 @@ def save(folder: Path, sent: signal.Signals) -> None:
 
 def join(folder: Path, sent: signal.Signals) -> None:
     """Rank 1 comes last, so that the other's value is there and nobody joins it with its own."""
-    time.sleep(dist.get_rank())
+    rounds_of_all = rounds_of()
+    assert rounds_of_all is not None
+    count = f"{rounds_of_all._prefix}.{rounds_of_all._counts[-1]}/count"
+    while dist.get_rank() == 1 and not rounds_of_all._store.add(count, 0):
+        time.sleep(0.01)
     with patch.object(rounds, "_join", once(sent, rounds._join)):
         all_ranks("value", "joining")
 

@@ -81,7 +81,9 @@ def rank_0_alone_generates(folder: Path) -> None:
             )
             assert numbers and int(numbers[1]) == int(numbers[2]) + 1, said
             assert "generate" in said
-            time.sleep(4 * passes._LOOK_S)
+            rounds = rounds_of()
+            while rounds._store.check([f"{rounds._prefix}/alone/0"]):  # until rank 0 has said it
+                time.sleep(passes._LOOK_S)
         model.generate(IDS, max_new_tokens=2, do_sample=False)
         if dist.get_rank() == 0:
             with pytest.raises(RanksError, match="All ranks stop"):

@@ -148,9 +148,11 @@ def moments_of_a_state(source: Path, out: Path) -> None:
         assert moments.count > 20
 
 
-def _slowly(sync: Callable[[int], None], descriptor: int) -> None:
+def _slowly(sync: Callable[[int], None], opened: threading.Event, descriptor: int) -> None:
     """So that training goes on meanwhile."""
-    time.sleep(0.05 if threading.current_thread().name == "save" else 0)
+    if threading.current_thread().name == "save":
+        time.sleep(0.05)
+        assert opened.wait(200), "nobody lets it through"
     sync(descriptor)
 
 
@@ -158,16 +160,20 @@ def the_same_is_saved_in_the_background(source: Path, out: Path) -> None:
     """Every file of every checkpoint, but for what names the save itself, while the next steps run."""
     own = ("training_args.bin", "optimizer_0/.metadata", "pytorch_model_fsdp_0/.metadata")
     limits = {"save_total_limit": 2, "max_steps": 4}
-    with patch.object(os, "fsync", partial(_slowly, os.fsync)):
+    opened = threading.Event()
+    opened.set()
+    with patch.object(os, "fsync", partial(_slowly, os.fsync, opened)):
         for blocking in (True, False):
             _trainer(source, out / f"{blocking}", attributes={"blocking": blocking}, **limits).train()
         accelerator, model, optimizer = _loop(source)
         _step(accelerator, model, optimizer)
         accelerator.save_state(out / "True" / "state")
+        opened.clear()
         accelerator.save_state(out / "False" / "state", blocking=False)
         assert not (out / "False" / "state").exists(), "nobody sees what is not complete"
         for _ in range(2):
             _step(accelerator, model, optimizer)
+        opened.set()
         report = wait_for_saves()
         assert report is not None and report.total_bytes > report.bytes_written > 0 and report.copied_bytes
     for name in ("checkpoint-3", "checkpoint-4", "state"):

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 from hf_fsdp_tools.scripting.demo import make_demo_model
-from tests.recipes._launch import PROBE, Series, launch_series, three_runs, write_lines
+from tests.recipes._launch import PROBE, Series, launch, launch_series, three_runs, write_lines
 
 EIGHT = [{"text": f"{n} and then {n + 1}. " * (1 + n % 4)} for n in range(8)]
 """Rows of 4 to 20 tokens: as many as the two ranks take in a step, in two micro-batches of two rows each."""
@@ -107,3 +107,33 @@ def test_bad_input_gets_one_clear_line(series):
     errors = [line for line in series.said.splitlines() if line.startswith("accelerate_loop: error:")]
     assert len(errors) == 1 and "has the columns txt" in errors[0]
     assert 'accelerate_loop.py", line' not in series.said
+
+
+LATE = """
+import os, time
+from pathlib import Path
+from hf_fsdp_tools import ConfigError
+from hf_fsdp_tools.scripting import run
+
+sleep = time.sleep
+
+def noting_sleep(seconds):
+    Path("waits").touch()
+    sleep(seconds)
+
+def main():
+    while os.environ["RANK"] == "0" and not Path("waits").exists():
+        sleep(0.05)
+    time.sleep = noting_sleep
+    raise ConfigError("no such column")
+
+run(main, "late")
+"""
+
+
+def test_the_line_is_said_by_a_rank_that_comes_to_the_error_last(tmp_path):
+    """The launcher ends all processes a moment after one of them has ended."""
+    (tmp_path / "late.py").write_text(LATE)
+    done = launch(tmp_path, script=tmp_path / "late.py")
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if line.startswith("late: ")] == ["late: error: no such column"]

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from tests._checkpoints import make_checkpoint
+from tests._dist import free_port
 from tests._training import make_rows, train
 
 STEPS = 4
@@ -83,9 +83,7 @@ def test_two_machines_train_as_one_process_and_say_alike_what_they_do_not_share(
     source = make_checkpoint("tied", tmp_path / "model")
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.2", 0))
-        port = free.getsockname()[1]
+    port = free_port("127.0.0.2")
     machines = [
         launch(rank, port, tmp_path / f"machine{rank}", str(script), str(source), str(tmp_path / "saved"))
         for rank in range(2)

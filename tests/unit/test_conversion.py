@@ -91,7 +91,7 @@ def movements(draw: Callable[..., Any]) -> Callable[[list[torch.Tensor]], torch.
     return run
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(movement=movements(), shape=st.lists(st.integers(1, 6), min_size=1, max_size=3))
 def test_any_chain_of_movements_is_followed(movement: Callable[..., torch.Tensor], shape: list[int]) -> None:
     size = math.prod(shape)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_fsdp_tools.checkpoint import durable
@@ -54,7 +54,7 @@ def cases(draw: Callable[..., Any]) -> list[tuple[torch.Tensor, torch.Tensor, to
     return found
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(tensors=cases(), odd=st.integers(0, 7), staging=st.sampled_from([1024, MIB]))
 def test_any_view_travels_both_ways(tmp_path: Path, tensors: list[Any], odd: int, staging: int) -> None:
     """Unaligned data, casts, strides on both sides, buffers smaller than a tensor; writing touches nothing else."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -325,7 +325,7 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(
     header=st.dictionaries(st.text(max_size=4), entries | json_values, max_size=4).map(lambda h: json.dumps(h).encode())
     | st.binary(max_size=60),
@@ -342,7 +342,7 @@ def test_no_header_does_anything_but_parse_or_raise(tmp_path: Path, header: byte
     assert sum(t.num_bytes for t in tensors) == len(data)
 
 
-@settings(max_examples=200, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200)
 @given(position=st.integers(0, 400), value=st.integers(0, 255))
 def test_one_changed_byte_of_a_good_file_never_crashes(tmp_path: Path, position: int, value: int) -> None:
     file = tmp_path / "model.safetensors"
@@ -363,7 +363,7 @@ names = st.sampled_from(["x.safetensors", "y.safetensors", "../x.safetensors", "
 maps = st.dictionaries(st.sampled_from(["a", "b"]) | st.text(max_size=3), names | json_values, max_size=4)
 
 
-@settings(max_examples=300, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(
     content=st.fixed_dictionaries({"weight_map": maps | json_values}).map(lambda c: json.dumps(c).encode())
     | json_values.map(lambda c: json.dumps(c).encode())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_fsdp_tools.checkpoint import index as index_module
@@ -157,7 +157,7 @@ def test_a_place_that_torch_works_out_wrongly_is_not_believed(tmp_path: Path) ->
         assert [read_back(t).tolist() for t in stored] == [[0.0] * 4, [1.0] * 4]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(position=st.integers(0, 3000), value=st.integers(0, 255))
 @example(position=2078, value=85)  # torch 2.13 raises an EOFError without a text
 def test_one_changed_byte_never_crashes(tmp_path: Path, position: int, value: int) -> None:
