@@ -30,7 +30,7 @@ __all__ = ["LIMIT_S", "free_port", "hide_gpus", "imitate_gpus", "num_gpus", "run
 LIMIT_S = 500.0
 """How long ranks may take: less than pytest waits for a test, and several times what one busy core needs."""
 
-_GRACE_S = 30.0  # how long the other ranks may go on after one has failed (assumed: enough to report their own error)
+_GRACE_S = 100.0  # how long the other ranks may go on after one has failed (assumed: enough to report their own error)
 
 # The fork server imports these once, so that each further rank starts in about 0.1 s instead of 5; the Trainer alone,
 # which imports pandas and datasets, takes 0.6 s. Where GPUs are, the second list is left to each rank: PEFT imports

@@ -64,7 +64,7 @@ class Mark:
         return self.done.is_set()
 
     def synchronize(self) -> None:
-        assert self.done.wait(30), "the stream does not come to this mark"
+        assert self.done.wait(200), "the stream does not come to this mark"
 
 
 class Machine:

@@ -3,6 +3,7 @@ GPUs. Checkpoints that are read alone are made once. No test leaves a process gr
 silence, to the next."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -13,7 +14,7 @@ import pytest
 from tests._dist import hide_gpus
 
 hide_gpus()
-# The same examples each time, and no limits of time: a busy machine is no defect. For others: --hypothesis-seed=random
+# The same examples each time, and no limits of time, for a busy machine is no defect; --hypothesis-profile=default has.
 hypothesis.settings.register_profile(
     "tests",
     deadline=None,
@@ -23,6 +24,15 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("tests")
 os.environ.pop("COLUMNS", None)  # tables are as wide as they are
+_OF_OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "MV2_", "PMI_", "MPI_")
+_OF_OTHERS += ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NCCL_SOCKET", "GLOO_SOCKET", "HF_ENDPOINT", "HF_TOKEN")
+_OF_OTHERS += ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+for _name in [name for name in os.environ if name.startswith(_OF_OTHERS)]:
+    del os.environ[_name]  # of a job within which the tests run, or of a person's shell
+_home = tempfile.TemporaryDirectory(prefix="hf-home-")  # nobody's caches, wherever the tests run
+os.environ["HF_HOME"] = _home.name
+for _name in ("no_proxy", "NO_PROXY"):  # the hubs of the tests are on this machine
+    os.environ[_name] = ",".join(filter(None, [os.environ.get(_name), "127.0.0.1", "localhost"]))
 
 
 @pytest.fixture(autouse=True)

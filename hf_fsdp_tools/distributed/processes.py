@@ -96,6 +96,7 @@ def run_on_processes(function: Callable[[], T], size: int) -> T:
     ]
     killed: list[str] = []
     over, interrupting = threading.Event(), threading.Lock()
+    at_once = False
     before = signal.signal(_KILLED, signal.default_int_handler)
     with _as_rank(0, size):
         try:
@@ -112,12 +113,13 @@ def run_on_processes(function: Callable[[], T], size: int) -> T:
                     over.set()
                 dist.destroy_process_group()
         except (KeyboardInterrupt, RanksError):
+            at_once = True  # all other errors end the processes, too
             if killed:
                 raise RanksError(killed[0]) from None
             raise
         finally:
             over.set()
-            _end(processes)
+            _end(processes, at_once=at_once)
             signal.signal(_KILLED, before)
 
 
@@ -136,9 +138,10 @@ def _work(function: Callable[[], object], rank: int, size: int, port: int) -> No
         try:
             with suppress(FSDPToolsError):
                 function()
-            dist.destroy_process_group()
         except Exception:
             traceback.print_exc()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by itself, and would say that it was interrupted
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -198,11 +201,10 @@ def _how(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def _end(processes: list[BaseProcess]) -> None:
-    """Wait for processes to end, and end those that do not; at once after an error."""
+def _end(processes: list[BaseProcess], *, at_once: bool) -> None:
+    """Wait for processes to end, unless they are to end at once, and end those that do not."""
     started = [process for process in processes if process.pid is not None]
-    waits_s = (0.0, _END_S) if sys.exc_info()[0] is not None else (_END_S, _END_S)
-    for wait_s, end in zip(waits_s, (BaseProcess.terminate, BaseProcess.kill), strict=True):
+    for wait_s, end in ((0.0 if at_once else _END_S, BaseProcess.terminate), (_END_S, BaseProcess.kill)):
         end_s = time.monotonic() + wait_s
         for process in started:
             process.join(max(0.0, end_s - time.monotonic()))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import hf_fsdp_tools
-from tests._dist import free_port
+from tests._dist import LIMIT_S, free_port
 
 
 def _is_there() -> bool:
@@ -130,7 +130,7 @@ def _start(first: str, ranks: list[dict[str, str]], folder: Path, out: Path) -> 
         for rank in ranks
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=280)[0] for process in processes]
+        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -147,7 +147,6 @@ def _one_visible(ranks: list[dict[str, str]]) -> list[dict[str, str]]:
     return [rank | {"CUDA_VISIBLE_DEVICES": str(number)} for number, rank in enumerate(ranks)]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("first", "ranks", "current", "timeout_s"),
     [

@@ -1,6 +1,7 @@
 """Training states as checkpoints: the files that the training itself writes, from any state, by several processes; and
 what becomes of the command when it is stopped."""
 
+import atexit
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import StateDictType
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_fsdp_tools import (
+    CheckpointError,
     ConfigError,
     HybridFSDPPlugin,
     RanksError,
@@ -37,7 +39,7 @@ from hf_fsdp_tools.checkpoint import export
 from hf_fsdp_tools.checkpoint.parts import plan_parts
 from hf_fsdp_tools.checkpoint.report import MemoryWatch
 from hf_fsdp_tools.cli.main import main
-from hf_fsdp_tools.distributed.agreement import wait_for_all_ranks
+from hf_fsdp_tools.distributed.agreement import agreed, wait_for_all_ranks
 from hf_fsdp_tools.distributed.processes import run_on_processes
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 from tests._checkpoints import plain_model, sharded_meta_model, stored_tensors
@@ -250,6 +252,20 @@ def test_a_killed_process_ends_the_command() -> None:
     with pytest.raises(RanksError, match=r"Process 1 of 2 was ended \(SIGKILL\)\. Nothing was changed"):
         run_on_processes(killed_on_rank_1, 2)
     assert not dist.is_initialized() and "RANK" not in os.environ
+
+
+def damaged_and_rank_1_ends_late() -> None:
+    if dist.get_rank() == 1:
+        atexit.register(time.sleep, 2)
+    with agreed("reading"):
+        raise CheckpointError("damaged")
+
+
+def test_processes_end_by_themselves_and_in_silence_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CheckpointError, match=r"^damaged$"):
+        run_on_processes(damaged_and_rank_1_ends_late, 2)
+    out, err = capfd.readouterr()
+    assert out == "" and "SystemExit" not in err and "Traceback" not in err
 
 
 class Fatal:

@@ -23,7 +23,7 @@ from hf_fsdp_tools.integrations import accelerator as accelerators
 from hf_fsdp_tools.integrations.state import make_accelerator
 from hf_fsdp_tools.pretrained import from_pretrained
 from tests._checkpoints import make_model
-from tests._dist import run_cases, run_ranks
+from tests._dist import LIMIT_S, run_cases, run_ranks
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -130,7 +130,7 @@ def live(rank: int, port: int, road: str, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=200))
+    store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=LIMIT_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     beat._BEAT_S = 0.2
     with pytest.raises(RanksError) as caught:
@@ -149,7 +149,7 @@ def test_a_killed_rank_ends_the_others(road: str, folders: dict[str, Path], tmp_
         rank.start()
     try:
         for rank in ranks:
-            rank.join(200)
+            rank.join(LIMIT_S / 2)
         assert (ranks[0].exitcode, ranks[1].exitcode) == (0, -signal.SIGKILL)
         said = (tmp_path / "said").read_text()
         expected = rf"While {ROADS[road][1]}.*: rank 1 has ended: it failed, and says why, or did not make"

@@ -19,6 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests._dist import LIMIT_S
+
 __all__ = ["ROOT", "Series", "four_bits", "launch", "launch_series", "three_runs", "write_lines", "write_split"]
 
 ROOT = Path(__file__).parents[2]
@@ -191,7 +193,7 @@ def launch(
         env={**os.environ, **told, **(variables or {})},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=LIMIT_S,
         check=False,
     )
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from tests._checkpoints import make_checkpoint
-from tests._dist import free_port
+from tests._dist import LIMIT_S, free_port
 from tests._training import make_rows, train
 
 STEPS = 4
@@ -90,7 +90,7 @@ def test_two_machines_train_as_one_process_and_say_alike_what_they_do_not_share(
     ]
     make_checkpoint("tied", tmp_path / "machine0" / "only_here")
     try:
-        printed = [machine.communicate(timeout=200) for machine in machines]
+        printed = [machine.communicate(timeout=LIMIT_S) for machine in machines]
     finally:
         for machine in machines:
             machine.kill()

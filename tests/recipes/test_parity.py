@@ -22,6 +22,7 @@ from transformers import (
 
 from hf_fsdp_tools.scripting.demo import make_demo_model
 from hf_fsdp_tools.scripting.demo_data import demo_rows
+from tests._dist import LIMIT_S
 from tests.recipes._launch import ROOT, write_lines
 
 trl = pytest.importorskip("trl")
@@ -89,7 +90,7 @@ def sources(tmp_path_factory) -> dict[str, Any]:
     (folder / "series.py").write_text(SCRIPT)
     command = [sys.executable, str(folder / "series.py"), *series]
     done = subprocess.run(
-        command, cwd=folder, env=os.environ | told, capture_output=True, text=True, timeout=280, check=False
+        command, cwd=folder, env=os.environ | told, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return found

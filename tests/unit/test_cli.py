@@ -14,7 +14,7 @@ from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from hf_fsdp_tools.planning.plan import WrapPlan
 from tests._checkpoints import make_checkpoint
-from tests._dist import imitate_gpus
+from tests._dist import LIMIT_S, imitate_gpus
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_a_hub_name_without_a_network(llama):
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 1
     assert done.stderr.startswith("hf-fsdp: error: ") and len(done.stderr.splitlines()) == 1

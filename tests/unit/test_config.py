@@ -17,7 +17,7 @@ from hf_fsdp_tools.diagnostics.findings import Finding
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from hf_fsdp_tools.integrations.settings import YAML_KEYS
-from tests._dist import imitate_gpus
+from tests._dist import LIMIT_S, imitate_gpus
 
 REPOSITORY = Path(__file__).parents[2]
 SHIPPED = sorted(path for path in (REPOSITORY / "accelerate_configs").glob("*.yaml") if path.stem != "here")
@@ -88,7 +88,7 @@ def run_python(code: str, *arguments: str, **environment: str) -> subprocess.Com
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
 
 

@@ -123,7 +123,7 @@ WRITES = "import json, sys; json.dump(7, open(sys.argv[1], 'w'))"
 def test_a_part_that_fails_ends_no_other(tmp_path: Path) -> None:
     unheld = Outcome(checks=[Check(claim="1 is 2", held=False)])
     wanted = [
-        _part("raises", "print('before'); raise ValueError('the disk is full')", WRITES),
+        _part("raises", "print('before', flush=True); raise ValueError('the disk is full')", WRITES),
         _part("unreadable", "pass", read=lambda done: done["nobody"]),
         _part("claims", "pass", read=lambda done: unheld),
         _part("needs what is absent", WRITES, packages=("no_such_package",)),
