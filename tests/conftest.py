@@ -25,8 +25,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("tests")
 os.environ.pop("COLUMNS", None)  # tables are as wide as they are
 _OF_OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "MV2_", "PMI_", "MPI_")
-_OF_OTHERS += ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NCCL_SOCKET", "GLOO_SOCKET", "HF_ENDPOINT", "HF_TOKEN")
-_OF_OTHERS += ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+_OF_OTHERS += ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NCCL_SOCKET", "GLOO_SOCKET", "HF_", "TRANSFORMERS_")
 for _name in [name for name in os.environ if name.startswith(_OF_OTHERS)]:
     del os.environ[_name]  # of a job within which the tests run, or of a person's shell
 _home = tempfile.TemporaryDirectory(prefix="hf-home-")  # nobody's caches, wherever the tests run
