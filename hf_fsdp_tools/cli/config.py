@@ -10,11 +10,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.cli.common import write
+from hf_fsdp_tools.cli.common import add_model, write
 from hf_fsdp_tools.cli.fitting import add_search_options, recipe_words, recommend
 from hf_fsdp_tools.cli.machine import add_machine_options, address_words, decide, launcher_words
 from hf_fsdp_tools.cli.slurm import batch_script
-from hf_fsdp_tools.cli.training import add_model_options
 from hf_fsdp_tools.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ def add_config(commands: Any) -> None:
     """Add the command `config`."""
     about = "write an Accelerate config for FSDP: with NAME the fastest that fits, else one for this machine"
     parser = commands.add_parser("config", help=about, description=about)
-    add_model_options(parser, optional=True)
+    add_model(parser, optional=True)
     about = "translate this file: of `accelerate config` (FSDP1, FSDP2, DDP, DeepSpeed), or DeepSpeed's JSON"
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help=about)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the YAML there instead of to stdout")

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdp_tools.cli.common import add_model
 from hf_fsdp_tools.cli.pictures import check_picture, draw_estimate
 from hf_fsdp_tools.cli.training import (
-    add_model_options,
     add_sharding_options,
     add_training_options,
     model_of,
@@ -42,7 +42,7 @@ def add_estimate(commands: Any) -> None:
     """Add the command `estimate`."""
     about = "predict memory, step time, tokens/s and cost of a training, without weights and without a GPU"
     parser = commands.add_parser("estimate", help=about, description=about)
-    add_model_options(parser)
+    add_model(parser)
     add_training_options(parser)
     add_sharding_options(parser)
     show = parser.add_argument_group("what is shown").add_argument

@@ -17,14 +17,13 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 from transformers import AutoConfig, LlamaConfig
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.build import build
+from hf_fsdp_tools.foresight.build import DTYPES, build
 from hf_fsdp_tools.foresight.events import Alloc, Free, Gradient, Mark, Record, Wait, Work
-from hf_fsdp_tools.foresight.fsdp2.optimizer import Updated, optimizer_step
-from hf_fsdp_tools.foresight.fsdp2.shard_sizes import dtype_of
+from hf_fsdp_tools.foresight.fsdp2.optimizer import optimizer_step
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
-from hf_fsdp_tools.foresight.tracing.trace import Parameter, Trace
+from hf_fsdp_tools.foresight.tracing.trace import Parameter, TensorSize, Trace
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy
@@ -79,7 +78,7 @@ def group(size: int) -> Iterator[None]:
 
 def real_step(config: Any, plan: WrapPlan, setup: TrainingSetup) -> list[int]:
     """What a third step of FSDP2 takes and, below 0, gives back."""
-    dtype = dtype_of(setup.master_dtype)
+    dtype = DTYPES[setup.master_dtype]
     model: Any = build_meta_model(config, attn_implementation=setup.attn_implementation, dtype=dtype)
     if setup.activation_checkpointing:
         checkpoint_activations(model)
@@ -90,7 +89,7 @@ def real_step(config: Any, plan: WrapPlan, setup: TrainingSetup) -> list[int]:
     sharding = Sharding(
         plan=plan,
         mesh=mesh if setup.dp_replicate_size > 1 else mesh["dp_shard"],
-        mp_policy=MixedPrecisionPolicy(dtype_of(setup.precision), dtype_of(setup.reduce_dtype)),
+        mp_policy=MixedPrecisionPolicy(DTYPES[setup.precision], DTYPES[setup.reduce_dtype]),
         offload_policy=OffloadPolicy(),
         activation_checkpointing=setup.activation_checkpointing,
     )
@@ -252,7 +251,8 @@ def test_collectives_of_a_unit_carry_its_padded_bytes() -> None:
         ("reduce_scatter", 2 * block, "b", "reduce_scatter"),
         ("reduce_scatter", 2 * root, "", "reduce_scatter"),
     ]
-    assert step.held == {"parameters": 4 * (334 + 667)}
+    assert {alloc.kind for alloc in step.resident} == {"parameters"}
+    assert sum(alloc.num_bytes for alloc in step.resident) == 4 * (334 + 667)
     gradients = [each for each in taken(step) if each[1] == "gradients"]
     assert gradients == [(4 * 667, "gradients", "reduce_scatter"), (4 * 334, "gradients", "reduce_scatter")]
 
@@ -323,7 +323,7 @@ def test_gradients_of_replicated_parameters_are_averaged_together() -> None:
     ],
 )
 def test_an_optimizer_has_its_state_and_its_temporary_memory(optimizer: str, state: list[int], temporary: int) -> None:
-    updated = [Updated(shape=(50, 100), dtype=torch.float32)] * 2
+    updated = [TensorSize(shape=(50, 100), dtype=torch.float32)] * 2
     step = optimizer_step(updated, TrainingSetup(optimizer=optimizer, max_grad_norm=None))
     assert sorted(step.state) == sorted(state)
     now = most = 0

@@ -133,7 +133,6 @@ def _trace(
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()) + _bytes_of_scales(model),
         model_flops=sum(event.model_flops for event in events if isinstance(event, Work)),
         tokens=setup.batch_size * setup.seq_len,
-        blocks=sum(len(stack.indices) for stack in stacks),
         repeated=sum(stack.left_out for stack in stacks),
         notes=tuple(_notes(parameters, events)),
     )
