@@ -25,7 +25,6 @@ from hf_fsdp_tools.plots.memory import draw_memory
 from hf_fsdp_tools.plots.page import page_text
 from hf_fsdp_tools.plots.scaling import ScalingCurve, draw_scaling
 from hf_fsdp_tools.plots.schedule import draw_schedule
-from hf_fsdp_tools.plots.units import draw_units
 from tests.unit.test_timeline import GB, a_step
 
 EVENTS, RESIDENT, SPANS = a_step(units=12)
@@ -63,7 +62,6 @@ PICTURES = {
     "schedule": lambda **k: draw_schedule(SCHEDULE, model="a model", measured=SCHEDULE, **k),
     "scaling": lambda **k: draw_scaling(CURVES, setting="fp16", **k),
     "losses": lambda **k: draw_losses({"one": [(0, 8.0), (9, 2.0)], "two": [(0, 8.1), (9, 2.01)]}, setting="s", **k),
-    "units": lambda **k: draw_units(PLAN, **k),
 }
 
 
@@ -194,12 +192,12 @@ def test_without_matplotlib_the_command_that_installs_it_is_said(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"pip install 'hf-fsdp-tools\[plots\]'"):
-        draw_units(PLAN)
+        draw_losses({"a": [(0, 8.0)]}, setting="")
 
 
 def test_what_cannot_be_drawn_is_said():
     with pytest.raises(ConfigError, match="'light' and 'dark'"):
-        draw_units(PLAN, theme="blue")
+        draw_losses({"a": [(0, 8.0)]}, setting="", theme="blue")
     with pytest.raises(ConfigError, match="Allow more GPUs"):
         draw_scaling(CURVES[2:], setting="")
     with pytest.raises(ConfigError, match="empty"):
