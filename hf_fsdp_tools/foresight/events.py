@@ -120,7 +120,7 @@ class Mark:
 
     where: Literal["before_forward", "after_forward", "before_backward", "after_backward"]
     """`before_backward`: the gradient of the output is there; `after_backward`: those of the inputs are (never, where
-    where no input has one."""
+    no input has one)."""
     module: str
     """Fqn, as in the plan."""
     again: bool = False

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Kind, Work
+from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.trace import TensorSize
@@ -124,7 +124,7 @@ def _clip(parameters: Sequence[nn.Parameter]) -> tuple[Event, ...]:
     recorder.phase = "clip"
     with recorder:
         torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
-    return _temporary(recorder.events, "temporaries")
+    return _temporary(recorder.events)
 
 
 def _step(parameters: Sequence[nn.Parameter], make: _Make) -> tuple[tuple[int, ...], tuple[Event, ...]]:
@@ -142,7 +142,7 @@ def _step(parameters: Sequence[nn.Parameter], make: _Make) -> tuple[tuple[int, .
     recorder.phase = "optimizer"
     with _Numbers(), recorder:  # type: ignore[no-untyped-call]  # torch's own
         optimizer.step()
-    return tuple(tensor.nbytes for tensor in on_device), _temporary(recorder.events, "temporaries")
+    return tuple(tensor.nbytes for tensor in on_device), _temporary(recorder.events)
 
 
 def _step_8bit(updated: Sequence[TensorSize]) -> tuple[tuple[int, ...], tuple[Event, ...]]:
@@ -159,14 +159,14 @@ def _step_8bit(updated: Sequence[TensorSize]) -> tuple[tuple[int, ...], tuple[Ev
     return tuple(state), (work,)
 
 
-def _temporary(events: Sequence[Event], kind: Kind) -> tuple[Event, ...]:
-    """The events with all memory of one kind, and freed at the end where it was not."""
+def _temporary(events: Sequence[Event]) -> tuple[Event, ...]:
+    """The events with all memory as temporaries, and freed at the end where it was not."""
     left: dict[int, None] = {}
     result: list[Event] = []
     for event in events:
         if isinstance(event, Alloc):
             left[event.block] = None
-            event = replace(event, kind=kind)
+            event = replace(event, kind="temporaries")
         elif isinstance(event, Free):
             left.pop(event.block)
         result.append(event)

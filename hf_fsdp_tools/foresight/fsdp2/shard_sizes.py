@@ -6,7 +6,7 @@ from functools import cached_property
 
 from hf_fsdp_tools.foresight.build import DTYPES
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing.trace import Parameter, TensorSize
+from hf_fsdp_tools.foresight.tracing.trace import Parameter, TensorSize, modules_above
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.sharding.placement import is_much_padding, padded_ratio, sharded_dim
 
@@ -63,11 +63,11 @@ def split_parameters(parameters: Sequence[Parameter], plan: WrapPlan, setup: Tra
     first: dict[str, int] = {}
     members: dict[WrapUnit, list[tuple[int, int, Parameter]]] = {unit: [] for unit in plan.units}
     for at, parameter in enumerate(parameters):
-        above = _modules_above(parameter.fqn)
+        above = modules_above(parameter.fqn)
         for module in above:
             first.setdefault(module, at)
         for name in parameter.other_names:
-            for module in _modules_above(name):
+            for module in modules_above(name):
                 first.setdefault(module, at)
         if not parameter.is_whole:
             module = next(module for module in above if module in unit_of)
@@ -81,12 +81,6 @@ def split_parameters(parameters: Sequence[Parameter], plan: WrapPlan, setup: Tra
         )
         for unit in order
     )
-
-
-def _modules_above(fqn: str) -> list[str]:
-    """The modules that a parameter is in, the innermost first, the root last."""
-    parts = fqn.split(".")[:-1]
-    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
 
 
 def _shard(parameter: Parameter, setup: TrainingSetup) -> Shard:

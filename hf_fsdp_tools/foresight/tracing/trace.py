@@ -7,7 +7,7 @@ import torch
 
 from hf_fsdp_tools.foresight.events import Event
 
-__all__ = ["Parameter", "TensorSize", "Trace"]
+__all__ = ["Parameter", "TensorSize", "Trace", "modules_above"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,6 @@ class Parameter(TensorSize):
     """Its other names, where it is tied."""
     requires_grad: bool
     """Whether it is trained."""
-    module: str
-    """Fqn of the module that holds it by its first name."""
     is_whole: bool = False
     """Whether every rank holds it whole, because the plan replicates it or nothing is wrapped."""
     packed_values: int = 0
@@ -72,3 +70,9 @@ class Trace:
     def num_params(self) -> int:
         """Parameters of the model, tied ones once, 4-bit ones as values."""
         return sum(each.packed_values or each.numel for each in self.parameters)
+
+
+def modules_above(fqn: str) -> list[str]:
+    """The modules that a parameter is in, the innermost first, the root last."""
+    parts = fqn.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
