@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib")
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
+from docs.plan_picture import draw_units
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.streams import step_schedule
 from hf_fsdp_tools.foresight.timeline import memory_timeline
@@ -62,6 +63,7 @@ PICTURES = {
     "schedule": lambda **k: draw_schedule(SCHEDULE, model="a model", measured=SCHEDULE, **k),
     "scaling": lambda **k: draw_scaling(CURVES, setting="fp16", **k),
     "losses": lambda **k: draw_losses({"one": [(0, 8.0), (9, 2.0)], "two": [(0, 8.1), (9, 2.01)]}, setting="s", **k),
+    "units": lambda **k: draw_units(PLAN, **k),
 }
 
 
@@ -192,12 +194,12 @@ def test_without_matplotlib_the_command_that_installs_it_is_said(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"pip install 'hf-fsdp-tools\[plots\]'"):
-        draw_losses({"a": [(0, 8.0)]}, setting="")
+        draw_units(PLAN)
 
 
 def test_what_cannot_be_drawn_is_said():
     with pytest.raises(ConfigError, match="'light' and 'dark'"):
-        draw_losses({"a": [(0, 8.0)]}, setting="", theme="blue")
+        draw_units(PLAN, theme="blue")
     with pytest.raises(ConfigError, match="Allow more GPUs"):
         draw_scaling(CURVES[2:], setting="")
     with pytest.raises(ConfigError, match="empty"):
