@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from models import CONFIGS
+from plan_picture import draw_units
 
 from hf_fsdp_tools import build_meta_model, make_wrap_plan
 from hf_fsdp_tools.foresight.forecast import Forecast, step_of
@@ -29,7 +30,6 @@ from hf_fsdp_tools.plots.losses import draw_losses
 from hf_fsdp_tools.plots.memory import draw_memory
 from hf_fsdp_tools.plots.scaling import ScalingCurve, draw_scaling
 from hf_fsdp_tools.plots.schedule import draw_schedule
-from hf_fsdp_tools.plots.units import draw_units
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pictures"

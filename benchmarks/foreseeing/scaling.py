@@ -51,12 +51,11 @@ def _curve(row: Row, gpu: str, published: list[Row]) -> dict[str, Any]:
     values: list[float | None] = []
     for num_gpus in _NUM_GPUS:
         setup = replace(row.setup, gpu=gpu, num_gpus=num_gpus)
-        forecast = forecast_of(row, setup)
-        memory = memory_of(forecast)
+        memory = memory_of(forecast_of(row, setup))
         if memory.is_full or _host_bytes(row, memory) > _HOST_BYTES:
             values.append(None)
         else:
-            estimate = throughput_of(forecast, era=row.era)
+            estimate = throughput_of(memory, era=row.era)
             values.append(round(teraflops(row.model, estimate.tokens_per_second_per_gpu, setup.seq_len), 1))
     return {
         "name": f"{row.model.upper()}, A100 {gpu[5:7]} GB",

@@ -11,13 +11,13 @@ from typing import Literal
 
 from benchmarks.foreseeing.offloading import offload_checkpoints
 from benchmarks.foreseeing.rows import Row, model_config
-from hf_fsdp_tools.foresight.events import Event, Mark, Record, Wait, Work
+from hf_fsdp_tools.foresight.events import COLLECTIVES, Event, Mark, Record, Wait, Work
 from hf_fsdp_tools.foresight.forecast import Forecast, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import compose
 from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.throughput import allocator_stalls
-from hf_fsdp_tools.foresight.timing.durations import COLLECTIVES, Durations
+from hf_fsdp_tools.foresight.timing.durations import Durations
 from hf_fsdp_tools.foresight.timing.efficiency import Efficiency
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.foresight.timing.simulation import run

@@ -1,5 +1,6 @@
 """What several commands share: names of classes and dtypes, quiet libraries, files that are written."""
 
+import argparse
 import logging
 import warnings
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 
 from hf_fsdp_tools.errors import ConfigError
 
-__all__ = ["add_model_class", "parse_dtype", "quiet", "write"]
+__all__ = ["add_model", "add_model_class", "parse_dtype", "quiet", "write"]
 
 
 _CLASSES = (
@@ -16,6 +17,13 @@ _CLASSES = (
     "ImageClassification, SpeechSeq2Seq"
 )
 """What `AutoModelFor…` is often asked for, for the help text."""
+
+
+def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Add the model, its class, and whether its code may run."""
+    about = "hub name, local folder, or path of a config.json"
+    parser.add_argument("model", metavar="NAME", nargs="?" if optional else None, help=about)
+    add_model_class(parser.add_argument)
 
 
 def add_model_class(add: Callable[..., Any]) -> None:

@@ -10,11 +10,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.cli.common import write
-from hf_fsdp_tools.cli.fitting import add_search_options, recommend
+from hf_fsdp_tools.cli.common import add_model, write
+from hf_fsdp_tools.cli.fitting import add_search_options, recipe_words, recommend
 from hf_fsdp_tools.cli.machine import add_machine_options, address_words, decide, launcher_words
 from hf_fsdp_tools.cli.slurm import batch_script
-from hf_fsdp_tools.cli.training import add_model_options
 from hf_fsdp_tools.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ def add_config(commands: Any) -> None:
     """Add the command `config`."""
     about = "write an Accelerate config for FSDP: with NAME the fastest that fits, else one for this machine"
     parser = commands.add_parser("config", help=about, description=about)
-    add_model_options(parser, optional=True)
+    add_model(parser, optional=True)
     about = "translate this file: of `accelerate config` (FSDP1, FSDP2, DDP, DeepSpeed), or DeepSpeed's JSON"
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help=about)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the YAML there instead of to stdout")
@@ -72,12 +71,20 @@ def _config(options: argparse.Namespace) -> None:
     old = None if options.source is None else _translated(options)
     config, reasons = decide(options, None if old is None else old.fields)
     found = None if options.model is None else recommend(options, config)
-    if found is not None:
-        config = replace(config, **found.config)
-    start = ["hf-fsdp", "finetune"] if found is not None else ["accelerate", "launch"]
+    if found is None:
+        start, script = ["accelerate", "launch"], ["your_script.py", *(() if old is None else old.words)]
+        reason_lines = _decisions(config, reasons)
+    else:
+        start, script = ["hf-fsdp", "finetune"], recipe_words(options.model, found.setup)
+        reason_lines = str(found).splitlines()
+        config = replace(
+            config,
+            reshard_after_forward=found.setup.reshard_after_forward,
+            dp_replicate_size=found.setup.dp_replicate_size,
+            offload_params=found.setup.offload,
+            activation_checkpointing=found.setup.activation_checkpointing,
+        )
     start += ["--config_file", str(options.output or "FILE")]
-    script = ["your_script.py", *(() if old is None else old.words)] if found is None else list(found.arguments)
-    reason_lines = _decisions(config, reasons) if found is None else str(found.recommendation).splitlines()
     notes = [f"Start it with: {shlex.join([*start, *address_words(config), *script])}", "", *reason_lines]
     text = config.to_accelerate_yaml(command=options.command_line, notes=notes)
     written = _written(options, text, batch_script(config, [*start, *script], options.command_line))
@@ -86,7 +93,7 @@ def _config(options: argparse.Namespace) -> None:
         value: dict[str, Any] = {"config": asdict(config), "reasons": reasons, "launch": launch, "yaml": text}
         value["output"] = str(options.output) if options.output else None
         if found is not None:
-            value["recommendation"] = json.loads(found.recommendation.to_json())
+            value["recommendation"] = json.loads(found.to_json())
         if old is not None:
             value["translated"] = [dict(zip(("key", "value", "became"), row, strict=True)) for row in old.rows]
         print(json.dumps(value, indent=1))

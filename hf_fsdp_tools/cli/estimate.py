@@ -3,14 +3,13 @@
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.cli.forecasts import Estimate, estimate
+from hf_fsdp_tools.cli.common import add_model
 from hf_fsdp_tools.cli.pictures import check_picture, draw_estimate
 from hf_fsdp_tools.cli.training import (
-    add_model_options,
     add_sharding_options,
     add_training_options,
     model_of,
@@ -21,20 +20,29 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import show_bytes, table, within
 
 if TYPE_CHECKING:
+    from hf_fsdp_tools.foresight.memory import MemoryEstimate
     from hf_fsdp_tools.foresight.setup import TrainingSetup
     from hf_fsdp_tools.foresight.throughput import ThroughputEstimate
 
-__all__ = ["add_estimate"]
+__all__ = ["Estimate", "add_estimate"]
 
 _WRAPPINGS = {"hybrid": "hybrid", "root": "root-only", "none": "no wrapping"}
 """What `--compare` lays beside each other, and how it is called."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one setting needs, and how fast it runs."""
+
+    memory: "MemoryEstimate"
+    time: "ThroughputEstimate"
 
 
 def add_estimate(commands: Any) -> None:
     """Add the command `estimate`."""
     about = "predict memory, step time, tokens/s and cost of a training, without weights and without a GPU"
     parser = commands.add_parser("estimate", help=about, description=about)
-    add_model_options(parser)
+    add_model(parser)
     add_training_options(parser)
     add_sharding_options(parser)
     show = parser.add_argument_group("what is shown").add_argument
@@ -58,11 +66,11 @@ def _estimate(options: argparse.Namespace) -> None:
     with progress() as say:
         for wrapping in wrappings:
             say(f"a step of {options.model} without memory, {_WRAPPINGS[wrapping]} ...")
-            found[wrapping] = estimate(options.model, _wrapped(setup, wrapping), kwargs)
+            found[wrapping] = _estimated(options.model, _wrapped(setup, wrapping), kwargs)
         if options.plot:
             say("drawing ...")
             counts = _counts(setup) if options.plot.suffix == ".html" else ()
-            scaled = {count: estimate(options.model, replace(setup, num_gpus=count), kwargs) for count in counts}
+            scaled = {count: _estimated(options.model, replace(setup, num_gpus=count), kwargs) for count in counts}
             draw_estimate(options.plot, {_WRAPPINGS[name]: each for name, each in found.items()}, scaled)
     shown = dict(list(found.items())[: None if options.compare else 1])
     if options.json:
@@ -78,6 +86,15 @@ def _estimate(options: argparse.Namespace) -> None:
             print(f"  {_cost_words(first.time, options)}")
     if options.plot:
         print(f"wrote {options.plot}")
+
+
+def _estimated(name: str, setup: "TrainingSetup", model_kwargs: dict[str, Any]) -> Estimate:
+    from hf_fsdp_tools.foresight.forecast import step_of
+    from hf_fsdp_tools.foresight.memory import memory_of
+    from hf_fsdp_tools.foresight.throughput import throughput_of
+
+    memory = memory_of(step_of(name, setup, **model_kwargs))
+    return Estimate(memory, throughput_of(memory))
 
 
 def _counts(setup: "TrainingSetup") -> Iterator[int]:

@@ -4,9 +4,9 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,61 +67,29 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON value instead of text")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Task:
-    """What every process of the command does."""
+def _work(command: str, source: str, folder: Path, arguments: dict[str, Any]) -> "SaveReport":
+    """Export or merge; every rank must call."""
+    from hf_fsdp_tools import export_checkpoint, merge_adapter
 
-    command: str
-    source: str
-    folder: Path
-    base: str | None
-    arguments: dict[str, Any]
-    progress: bool
+    quiet()
+    write: Callable[..., SaveReport] = export_checkpoint if command == "export" else merge_adapter
+    with _own_warnings():
+        return write(source, folder, **arguments)
 
-    def run(self) -> "SaveReport":
-        """Export or merge; every rank must call."""
-        from hf_fsdp_tools import export_checkpoint, merge_adapter
 
-        quiet()
-        with _own_warnings():
-            if self.command == "export":
-                return export_checkpoint(self.source, self.folder, progress=self.progress, **self.arguments)
-            return merge_adapter(self.source, self.folder, base=self.base, progress=self.progress, **self.arguments)
+def _num_bytes(source: str, arguments: dict[str, Any]) -> int:
+    """Bytes of the checkpoint that is read."""
+    from hf_fsdp_tools import open_checkpoint
 
-    def num_bytes(self) -> int:
-        """Bytes of the checkpoint that is read."""
-        from hf_fsdp_tools import open_checkpoint
-
-        quiet()
-        names = ("config", "allow_pickle", "trust_remote_code", "revision", "subfolder")
-        given = {name: value for name, value in self.arguments.items() if name in names}
-        return open_checkpoint(self.source if self.base is None else self.base, **given).index.num_bytes
+    quiet()
+    names = ("config", "allow_pickle", "trust_remote_code", "revision", "subfolder")
+    given = {name: value for name, value in arguments.items() if name in names}
+    return open_checkpoint(source, **given).index.num_bytes
 
 
 def _run(command: str, options: argparse.Namespace) -> int:
     from hf_fsdp_tools.distributed.processes import launched_ranks, num_processes_for, run_on_processes
 
-    task = _task(command, options)
-    with launched_ranks() as ranks:
-        if ranks is not None:
-            if options.processes is not None:
-                raise ConfigError("--processes: the launcher has started the processes already; leave it out")
-            try:
-                report = task.run()
-            except FSDPToolsError:
-                if ranks[0] > 0:  # the same as on rank 0, which shows it
-                    return 1
-                raise
-            if ranks[0] == 0:
-                _print(report, ranks[1], options)
-            return 0
-    size = options.processes or num_processes_for(task.num_bytes())
-    report = run_on_processes(task.run, size)
-    _print(report, size, options)
-    return 0
-
-
-def _task(command: str, options: argparse.Namespace) -> _Task:
     if options.processes is not None and options.processes < 1:
         raise ConfigError(f"--processes {options.processes}: give 1 or more")
     arguments = {
@@ -131,16 +99,28 @@ def _task(command: str, options: argparse.Namespace) -> _Task:
         "auto_class": options.auto_class,
         "allow_pickle": options.allow_pickle,
         "trust_remote_code": options.trust_remote_code,
+        "progress": sys.stderr.isatty(),
     }
     arguments |= {name: value for name in ("revision", "subfolder") if (value := getattr(options, name)) is not None}
-    return _Task(
-        command=command,
-        source=options.source,
-        folder=options.folder,
-        base=options.base,
-        arguments=arguments,
-        progress=sys.stderr.isatty(),
-    )
+    arguments |= {"base": options.base} if command == "merge" else {}
+    work = partial(_work, command, options.source, options.folder, arguments)
+    with launched_ranks() as ranks:
+        if ranks is not None:
+            if options.processes is not None:
+                raise ConfigError("--processes: the launcher has started the processes already; leave it out")
+            try:
+                report = work()
+            except FSDPToolsError:
+                if ranks[0] > 0:  # the same as on rank 0, which shows it
+                    return 1
+                raise
+            if ranks[0] == 0:
+                _print(report, ranks[1], options)
+            return 0
+    read = options.source if options.base is None else options.base
+    size = options.processes or num_processes_for(_num_bytes(read, arguments))
+    _print(run_on_processes(work, size), size, options)
+    return 0
 
 
 def _print(report: "SaveReport", size: int, options: argparse.Namespace) -> None:

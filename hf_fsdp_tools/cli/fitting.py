@@ -1,8 +1,6 @@
 """`hf-fsdp config NAME`: the recommended setting as an Accelerate config and as the arguments of a recipe."""
 
 import argparse
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_tools.cli.training import (
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.recommendation import Recommendation
     from hf_fsdp_tools.foresight.setup import TrainingSetup
 
-__all__ = ["Fitting", "add_search_options", "recommend"]
+__all__ = ["add_search_options", "recipe_words", "recommend"]
 
 _OPTIM = {
     "adamw": "adamw_torch_fused",
@@ -44,20 +42,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(add)
 
 
-@dataclass(frozen=True)
-class Fitting:
-    """What a recommendation means for a run."""
-
-    recommendation: "Recommendation"
-    config: Mapping[str, Any]
-    """Fields of `FSDPConfig`."""
-    notes: tuple[str, ...]
-    """Comment of the YAML."""
-    arguments: tuple[str, ...]
-    """Arguments of the recipe `finetune`."""
-
-
-def recommend(options: argparse.Namespace, config: "FSDPConfig") -> Fitting:
+def recommend(options: argparse.Namespace, config: "FSDPConfig") -> "Recommendation":
     """The fastest setting of the model that fits on the machines of a config.
 
     Options that say how the model is sharded are kept; others are searched.
@@ -75,7 +60,7 @@ def recommend(options: argparse.Namespace, config: "FSDPConfig") -> Fitting:
 
     fields = _fixed(options, config)
     with progress() as say:
-        found = recommend_config(
+        return recommend_config(
             options.model,
             global_batch_size=options.global_batch_size,
             model_kwargs=model_of(options),
@@ -83,18 +68,6 @@ def recommend(options: argparse.Namespace, config: "FSDPConfig") -> Fitting:
             **({} if options.margin is None else {"margin": options.margin}),
             **fields,
         )
-    setup = found.setup
-    return Fitting(
-        recommendation=found,
-        config={
-            "reshard_after_forward": setup.reshard_after_forward,
-            "dp_replicate_size": setup.dp_replicate_size,
-            "offload_params": setup.offload,
-            "activation_checkpointing": setup.activation_checkpointing,
-        },
-        notes=tuple(str(found).splitlines()),
-        arguments=tuple(_arguments(options.model, setup)),
-    )
 
 
 def _fixed(options: argparse.Namespace, config: "FSDPConfig") -> dict[str, Any]:
@@ -142,8 +115,8 @@ def _gpu_here() -> str:
     return gpu_named(title).name
 
 
-def _arguments(model: str, setup: "TrainingSetup") -> list[str]:
-    """Arguments of the recipe, in TRL's words."""
+def recipe_words(model: str, setup: "TrainingSetup") -> list[str]:
+    """Arguments of the recipe `finetune` for a setting, in TRL's words."""
     words = ["--model_name_or_path", model, "--dataset_name", "DATASET"]
     words += ["--max_length", str(setup.seq_len), "--per_device_train_batch_size", str(setup.batch_size)]
     words += ["--gradient_accumulation_steps", str(setup.gradient_accumulation_steps)]

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.cli.forecasts import Estimate
 from hf_fsdp_tools.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hf_fsdp_tools.cli.estimate import Estimate
     from hf_fsdp_tools.foresight.forecast import Forecast
     from hf_fsdp_tools.foresight.memory import MemoryEstimate
     from hf_fsdp_tools.foresight.streams import Schedule
@@ -35,7 +35,7 @@ def check_picture(path: Path | None) -> None:
     check_matplotlib()
 
 
-def draw_estimate(path: Path, found: Mapping[str, Estimate], scaled: Mapping[int, Estimate]) -> None:
+def draw_estimate(path: Path, found: Mapping[str, "Estimate"], scaled: Mapping[int, "Estimate"]) -> None:
     """Draw the memory of a step: as a page with all that belongs to it, or as one picture.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools.cli.common import add_model_class, parse_dtype, quiet, write
+from hf_fsdp_tools.cli.common import add_model, parse_dtype, quiet, write
 from hf_fsdp_tools.text import within
 
 __all__ = ["add_blocks", "add_named_model", "add_plan", "class_note", "meta_model"]
@@ -38,9 +38,7 @@ def add_plan(commands: Any) -> None:
 
 def add_named_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """Add the model, its class, and how the answer is printed."""
-    about = "hub name, local folder, or path of a config.json"
-    parser.add_argument("model", metavar="NAME", nargs="?" if optional else None, help=about)
-    add_model_class(parser.add_argument)
+    add_model(parser, optional=optional)
     parser.add_argument("--json", action="store_true", help="print one JSON value instead of text")
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdp_tools.cli.common import add_model
 from hf_fsdp_tools.cli.pictures import check_picture, draw_step
 from hf_fsdp_tools.cli.training import (
-    add_model_options,
     add_sharding_options,
     add_training_options,
     model_of,
@@ -31,7 +31,7 @@ def add_schedule(commands: Any) -> None:
     """Add the command `schedule`."""
     about = "show one step as FSDP runs it: per unit gathers, computation and reductions, hidden or exposed"
     parser = commands.add_parser("schedule", help=about, description=about)
-    add_model_options(parser)
+    add_model(parser)
     add_training_options(parser)
     add_sharding_options(parser)
     show = parser.add_argument_group("what is shown").add_argument

@@ -8,15 +8,13 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.cli.common import add_model_class, quiet
+from hf_fsdp_tools.cli.common import quiet
 from hf_fsdp_tools.errors import ConfigError
 
 if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.setup import TrainingSetup
 
 __all__ = [
-    "Progress",
-    "add_model_options",
     "add_run_options",
     "add_sharding_options",
     "add_training_options",
@@ -27,13 +25,6 @@ __all__ = [
     "progress",
     "setup_of",
 ]
-
-
-def add_model_options(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """Add the model, its class, and whether its code may run."""
-    about = "hub name, local folder, or path of a config.json"
-    parser.add_argument("model", metavar="NAME", nargs="?" if optional else None, help=about)
-    add_model_class(parser.add_argument)
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
@@ -163,29 +154,22 @@ def positions_of(options: argparse.Namespace) -> int | None:
     return max_positions(load_config(options.model, trust_remote_code=options.trust_remote_code))
 
 
-class Progress:
-    """One line on a terminal that is written over; nothing elsewhere."""
-
-    def __init__(self) -> None:
-        self._is_shown = sys.stderr.isatty()
-
-    def __call__(self, text: str) -> None:
-        """Show a text."""
-        if self._is_shown:
-            print(f"\r\x1b[2K{text[:99]}", end="", file=sys.stderr, flush=True)
-
-
 @contextmanager
-def progress() -> Iterator[Progress]:
-    """A line of progress, which is gone at the end; meanwhile Python looks for cycles in its objects rarely.
+def progress() -> Iterator[Callable[[str], None]]:
+    """A line of progress on a terminal, gone at the end; meanwhile Python looks for cycles in its objects rarely.
 
     A dry run makes millions of objects that live on; looking through all of them again and again took a fifth of a
     search (measured).
     """
-    line, thresholds = Progress(), gc.get_threshold()
+    is_shown, thresholds = sys.stderr.isatty(), gc.get_threshold()
+
+    def say(text: str) -> None:
+        if is_shown:
+            print(f"\r\x1b[2K{text[:99]}", end="", file=sys.stderr, flush=True)
+
     gc.set_threshold(200_000, 50, 1_000)
     try:
-        yield line
+        yield say
     finally:
         gc.set_threshold(*thresholds)
-        line("")
+        say("")

@@ -36,15 +36,7 @@ _FreeBlocks = list[tuple[tuple[str, bool], list[tuple[int, int]]]]
 
 
 class OutOfMemory(Exception):
-    """The device has no room for a block, also after all cached segments were given back.
-
-    Args:
-        num_bytes: of the block.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__(f"no room for {num_bytes} bytes")
-        self.num_bytes = num_bytes
+    """The device has no room for a block, also after all cached segments were given back."""
 
 
 class _Block:
@@ -180,7 +172,7 @@ class CachingAllocator:
         if self._limit is not None and self.reserved + num_bytes > self._limit:
             self.retries.append(self._release_cached())
             if self.reserved + num_bytes > self._limit:
-                raise OutOfMemory(num_bytes)
+                raise OutOfMemory(f"no room for {num_bytes} bytes")
         self.reserved += num_bytes
 
     def _release_cached(self) -> int:

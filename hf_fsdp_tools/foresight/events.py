@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 __all__ = [
+    "COLLECTIVES",
+    "COPIES",
     "Alloc",
     "Event",
     "Free",
@@ -50,6 +52,12 @@ Operation = Literal[
 ]
 """What bounds the duration: the matrix units, the attention kernels, the GPU's memory, the links between GPUs, or the
 link to the host."""
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+"""Operations between GPUs."""
+
+COPIES = ("host_to_device", "device_to_host")
+"""Operations between a GPU and its host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +120,7 @@ class Mark:
 
     where: Literal["before_forward", "after_forward", "before_backward", "after_backward"]
     """`before_backward`: the gradient of the output is there; `after_backward`: those of the inputs are (never, where
-    where no input has one."""
+    no input has one)."""
     module: str
     """Fqn, as in the plan."""
     again: bool = False

@@ -17,7 +17,8 @@ from itertools import pairwise
 from typing import Any
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.streams import COLLECTIVES, Bar, Schedule, make_schedule
+from hf_fsdp_tools.foresight.events import COLLECTIVES
+from hf_fsdp_tools.foresight.streams import Bar, Schedule, make_schedule
 from hf_fsdp_tools.foresight.timeline import Timeline, extremes
 
 __all__ = ["read_memory", "read_schedule"]

@@ -1,18 +1,17 @@
 """How much memory a training takes on each GPU, where its peak stands and what it is made of."""
 
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 from hf_fsdp_tools.foresight.allocator import Replay, replay
-from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Work
+from hf_fsdp_tools.foresight.events import Alloc, Work
 from hf_fsdp_tools.foresight.forecast import Forecast, Source, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import Step
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timeline import memory_timeline
+from hf_fsdp_tools.foresight.timeline import memory_timeline, states
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
 from hf_fsdp_tools.text import show_bytes, show_count
 
@@ -211,7 +210,9 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
     if is_full := tight.out_of_memory_at is not None:
         used = _replayed(step, setup)
     at = max(range(len(used.allocated)), key=used.allocated.__getitem__)
-    kinds, phase, unit = _state(step, at)
+    unit, held = next(states(step.events, step.resident, [at]))
+    kinds = dict(held)
+    coming = next((event for event in step.events[at:] if isinstance(event, Work)), None)
     kinds["cuBLAS workspace"] = _workspace(gpu)
     kinds["rounding"] = used.peak_allocated - sum(kinds.values())
     return MemoryEstimate(
@@ -221,7 +222,7 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
         peak_allocated=used.peak_allocated,
         peak_reserved=used.peak_reserved,
         at_peak={kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes},
-        peak_phase=phase,
+        peak_phase="optimizer" if coming is None else coming.phase,
         peak_unit=unit,
         outside=outside,
         limit_bytes=gpu.memory_bytes,
@@ -265,23 +266,3 @@ def _outside(setup: TrainingSetup) -> tuple[Outside, ...]:
         source=f"{groups} groups × 2 directions × {_NCCL_CHANNELS} channels × 10 MiB: NVIDIA/nccl issues 986 and 1685",
     )
     return (context, nccl)
-
-
-def _state(step: Step, at: int) -> tuple[Counter[str], str, str]:
-    """Requested bytes by kind after an event of a step, its phase and the unit that computes."""
-    kinds: Counter[str] = Counter(step.held)
-    live: dict[int, Alloc] = {alloc.block: alloc for alloc in step.resident}
-    unit = ""
-    events: Sequence[Event] = step.events
-    for event in events[: at + 1]:
-        if isinstance(event, Alloc):
-            live[event.block] = event
-            kinds[event.kind] += event.num_bytes
-        elif isinstance(event, Free):
-            freed = live.pop(event.block)
-            kinds[freed.kind] -= freed.num_bytes
-        elif isinstance(event, Work) and event.stream == "compute":
-            unit = event.unit
-    coming = (event for event in events[at:] if isinstance(event, Work))
-    work = next(coming, None)
-    return kinds, work.phase if work is not None else "optimizer", unit

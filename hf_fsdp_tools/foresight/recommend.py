@@ -94,9 +94,8 @@ def recommend_config(
         longest = _most_tokens(name_or_model, kwargs)
 
     def priced(setup: TrainingSetup) -> Cost:
-        forecast = step_of(name_or_model, setup, **kwargs)
-        memory = memory_of(forecast)
-        time = throughput_of(forecast, memory=memory)
+        memory = memory_of(step_of(name_or_model, setup, **kwargs))
+        time = throughput_of(memory)
         waiting = time.parts["communication"] + time.parts["offload"]
         return Cost(memory.total, time.step_seconds, time.step_seconds - waiting, memory.host_bytes)
 

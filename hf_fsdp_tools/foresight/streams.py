@@ -7,16 +7,13 @@ profile (`measured`).
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, Self
+from operator import attrgetter
+from typing import Literal
 
-from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Work
-from hf_fsdp_tools.foresight.timeline import Origin, read_value
+from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Alloc, Event, Free, Work
+from hf_fsdp_tools.foresight.timeline import Origin
 
-__all__ = ["COLLECTIVES", "Bar", "Schedule", "make_schedule", "step_schedule"]
-
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-"""Operations between GPUs."""
+__all__ = ["Bar", "Schedule", "make_schedule", "step_schedule"]
 
 _UNSEEN = 1 / 2000
 """Part of a step below which a pause in the computation is not drawn as one: less than a pixel of most pictures."""
@@ -69,22 +66,8 @@ class Schedule:
         return sum(end - start for start, end in _union(_spans(self.bars, "communication")))
 
     def to_json(self) -> str:
-        """This value as JSON text; `from_json` reads it back to an equal one."""
+        """This value as JSON text."""
         return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ConfigError: the text is no JSON, or has missing or unknown fields.
-        """
-        data = read_value(text, "schedule")
-        try:
-            bars = tuple(Bar(**bar) for bar in data.pop("bars"))
-            return cls(bars=bars, exposed=tuple((start, end) for start, end in data.pop("exposed")), **data)
-        except (TypeError, ValueError, KeyError) as error:
-            raise ConfigError(f"Not a schedule: {error}. Write it again with Schedule.to_json().") from error
 
 
 def step_schedule(events: Sequence[Event], spans: Sequence[tuple[float, float]]) -> Schedule:
@@ -113,7 +96,7 @@ def step_schedule(events: Sequence[Event], spans: Sequence[tuple[float, float]])
 def _bar(work: Work, start: float, end: float) -> Bar:
     if work.operation in COLLECTIVES:
         return Bar("communication", work.operation, work.unit, work.phase, start, end)
-    if work.operation in ("host_to_device", "device_to_host"):
+    if work.operation in COPIES:
         return Bar("host", work.operation, work.unit, work.phase, start, end)
     return Bar("compute", "compute", work.unit, work.phase, start, end, work.again)
 
@@ -142,15 +125,12 @@ def make_schedule(origin: Origin, bars: Iterable[Bar]) -> Schedule:
     return Schedule(origin=origin, bars=tuple(merged), exposed=tuple(exposed))
 
 
+_LOOK = attrgetter("operation", "unit", "phase", "again")
+
+
 def _belongs(bar: Bar, before: Bar) -> bool:
     """Whether two bars are drawn as one: work of one unit on itself, or frees of the parameters of one unit."""
-    alike = (bar.operation, bar.unit, bar.phase, bar.again) == (
-        before.operation,
-        before.unit,
-        before.phase,
-        before.again,
-    )
-    return alike and bar.operation in ("compute", "free")
+    return _LOOK(bar) == _LOOK(before) and bar.operation in ("compute", "free")
 
 
 def _spans(bars: Iterable[Bar], track: str) -> list[tuple[float, float]]:

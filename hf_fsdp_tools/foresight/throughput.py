@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hf_fsdp_tools.foresight.events import Event, Work
-from hf_fsdp_tools.foresight.forecast import Forecast, Source, step_of
+from hf_fsdp_tools.foresight.forecast import Source, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import compose
 from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of, replayed_in_gpu
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -16,15 +16,7 @@ from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
 from hf_fsdp_tools.foresight.timing.time import simulate
 from hf_fsdp_tools.text import show_count
 
-__all__ = [
-    "ThroughputEstimate",
-    "allocator_stalls",
-    "estimate_throughput",
-    "scaling",
-    "straggling",
-    "throughput",
-    "throughput_of",
-]
+__all__ = ["ThroughputEstimate", "allocator_stalls", "estimate_throughput", "straggling", "throughput", "throughput_of"]
 
 _SEGMENT_SECONDS = 2e-3
 """Time for which the GPU stands still per segment that a full allocator gives back: `cudaFree`, and `cudaMalloc` of its
@@ -208,65 +200,34 @@ def estimate_throughput(
         >>> estimate.tokens_per_second_per_gpu > 0
         True
     """
-    return throughput_of(step_of(name_or_model, TrainingSetup.of(**fields), **(model_kwargs or {})), era=era)
+    forecast = step_of(name_or_model, TrainingSetup.of(**fields), **(model_kwargs or {}))
+    return throughput_of(memory_of(forecast), era=era)
 
 
-def scaling(
-    name_or_model: Source,
-    num_gpus: Sequence[int],
-    *,
-    era: str = LATEST_ERA,
-    model_kwargs: Mapping[str, Any] | None = None,
-    **fields: Any,
-) -> tuple[ThroughputEstimate, ...]:
-    """The throughput at each of several numbers of GPUs: the curve of scaling, from one dry run.
-
-    Args:
-        name_or_model: as in `estimate_throughput`.
-        num_gpus: how many, one after the other; the batch per GPU stays.
-        era, model_kwargs, fields: as in `estimate_throughput`.
-
-    Raises:
-        As `estimate_throughput`.
-    """
-    return tuple(
-        estimate_throughput(name_or_model, era=era, model_kwargs=model_kwargs, num_gpus=count, **fields)
-        for count in num_gpus
-    )
-
-
-def throughput_of(
-    forecast: Forecast,
-    *,
-    era: str = LATEST_ERA,
-    memory: MemoryEstimate | None = None,
-) -> ThroughputEstimate:
-    """The throughput of a forecast, slowed where the GPU's memory is full.
+def throughput_of(memory: MemoryEstimate, *, era: str = LATEST_ERA) -> ThroughputEstimate:
+    """The throughput of the forecast whose memory was estimated, slowed where the GPU's memory is full.
 
     Of more than two micro-steps per optimizer step two are simulated: those after the second are like the second.
 
     Args:
-        forecast: of the training.
+        memory: of the forecast.
         era: of software, as in `efficiency.ERAS`.
-        memory: of the same forecast, if it was estimated already.
 
     Raises:
         ConfigError: GPU or era is unknown.
     """
-    steps = forecast.setup.gradient_accumulation_steps
-    memory = memory or memory_of(forecast)
+    setup = memory.forecast.setup
+    steps = setup.gradient_accumulation_steps
     if steps <= 2:
-        return _throughput_of_all(forecast, memory, era)
-    few = [_with_micro_steps(forecast, count) for count in (1, 2)]
-    memories = [_as_tight(memory, each) if memory.retried else memory for each in few]
-    one, two = (_throughput_of_all(*each, era) for each in zip(few, memories, strict=True))
+        return _throughput_of_all(memory, era)
+    one, two = (_throughput_of_all(_with_micro_steps(memory, count), era) for count in (1, 2))
 
     def continued(first: float, second: float) -> float:
         return first + (steps - 1) * (second - first)
 
     return replace(
         two,
-        setup=forecast.setup,
+        setup=setup,
         step_seconds=continued(one.step_seconds, two.step_seconds),
         tokens_per_step=one.tokens_per_step * steps,
         model_flops=one.model_flops * steps,
@@ -276,19 +237,20 @@ def throughput_of(
     )
 
 
-def _with_micro_steps(forecast: Forecast, count: int) -> Forecast:
+def _with_micro_steps(memory: MemoryEstimate, count: int) -> MemoryEstimate:
+    """An estimate with the events of so many micro-steps; where the GPU is full, with their stops too."""
+    forecast = memory.forecast
     setup = replace(forecast.setup, gradient_accumulation_steps=count)
-    return replace(forecast, setup=setup, step=compose(forecast.trace, forecast.plan, setup))
+    few = replace(forecast, setup=setup, step=compose(forecast.trace, forecast.plan, setup))
+    if not memory.retried:
+        return replace(memory, forecast=few)
+    tight = replayed_in_gpu(few)
+    return replace(memory, forecast=few, is_full=tight.out_of_memory_at is not None, retried=tight.retried)
 
 
-def _as_tight(memory: MemoryEstimate, forecast: Forecast) -> MemoryEstimate:
-    """An estimate with the stops of another forecast."""
-    tight = replayed_in_gpu(forecast)
-    return replace(memory, is_full=tight.out_of_memory_at is not None, retried=tight.retried)
-
-
-def _throughput_of_all(forecast: Forecast, memory: MemoryEstimate, era: str) -> ThroughputEstimate:
+def _throughput_of_all(memory: MemoryEstimate, era: str) -> ThroughputEstimate:
     """The throughput of a forecast, all of whose events are simulated."""
+    forecast = memory.forecast
     notes = forecast.trace.notes
     if memory.is_full:
         notes += ("the step does not fit into the memory of this GPU; the times are those of one with more",)

@@ -7,12 +7,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Work
 
-__all__ = ["MOST_POINTS", "Origin", "Timeline", "extremes", "memory_timeline", "read_value"]
+__all__ = ["MOST_POINTS", "Origin", "Timeline", "extremes", "memory_timeline", "states"]
 
 Origin = Literal["predicted", "measured"]
 """Of a dry run, or of a real step."""
@@ -83,29 +82,8 @@ class Timeline:
         return replace(self, axis="seconds", positions=tuple(seconds[int(i)] for i in self.positions))
 
     def to_json(self) -> str:
-        """This value as JSON text; `from_json` reads it back to an equal one."""
+        """This value as JSON text."""
         return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ConfigError: the text is no JSON, or has missing or unknown fields, or fields of different lengths.
-        """
-        data = read_value(text, "memory timeline")
-        try:
-            data = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-            made = cls(**{**data, "kinds": {kind: tuple(values) for kind, values in data["kinds"].items()}})
-            lengths = {len(column) for column in (made.positions, made.phases, made.units, *made.kinds.values())}
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"Not a memory timeline: {error}. Write it again with Timeline.to_json().") from error
-        if len(lengths) != 1 or 0 in lengths or len(made.reserved) not in (0, *lengths):
-            raise ConfigError(
-                f"Not a memory timeline: its fields have {sorted(lengths)} points. Write it again with "
-                "Timeline.to_json()."
-            )
-        return made
 
 
 def memory_timeline(
@@ -132,7 +110,7 @@ def memory_timeline(
     taken = (event for event in (*resident, *events) if isinstance(event, Alloc))
     kinds: dict[str, list[int]] = {event.kind: [] for event in taken}
     units: list[str] = []
-    for unit, now in _states(events, resident, kept):
+    for unit, now in states(events, resident, kept):
         units.append(unit)
         for kind, values in kinds.items():
             values.append(now.get(kind, 0))
@@ -209,10 +187,16 @@ def _computed_until(events: Sequence[Event], spans: Sequence[tuple[float, float]
     return result
 
 
-def _states(
+def states(
     events: Sequence[Event], resident: Iterable[Alloc], kept: Iterable[int]
 ) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """Yield, after each event in `kept`, the unit that computes and the bytes by kind (changed in place later)."""
+    """Yield, after each event in `kept`, the unit that computes and the bytes by kind (changed in place later).
+
+    Args:
+        events: of one step.
+        resident: memory that is there before the step.
+        kept: indices of events.
+    """
     chosen, unit = set(kept), ""
     blocks = {alloc.block: alloc for alloc in resident}
     now: dict[str, int] = {}
@@ -229,18 +213,3 @@ def _states(
             unit = event.unit
         if i in chosen:
             yield unit, now
-
-
-def read_value(text: str, noun: str) -> dict[str, Any]:
-    """The fields of a value that its `to_json` wrote.
-
-    Raises:
-        ConfigError: the text is no JSON object.
-    """
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"Not a {noun}: {error}. Give the text that its to_json() wrote.") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"Not a {noun}: {type(data).__name__} instead of an object. Give what its to_json() wrote.")
-    return data

@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.timeline import Timeline
-from hf_fsdp_tools.plots.figure import Palette, Size, ThemeName, inches, new_figure, panel, spread, text_inches
+from hf_fsdp_tools.plots.figure import Palette, Size, ThemeName, name_lines, new_figure, panel, text_inches
 from hf_fsdp_tools.plots.step_axes import byte_unit, columns, draw_limit, fill_below, laid_over, name_phases, scaled
 from hf_fsdp_tools.text import show_bytes
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["draw_comparison"]
@@ -60,7 +59,11 @@ def draw_comparison(
     axes.set_xticks([])
     axes.set_xlabel("one training step, phases drawn equally wide for all")
     name_phases(axes, palette, reference.phases, scaled(reference.positions), size)
-    _name_lines(axes, timelines, colors, byte_unit(highest)[0], size)
+    ends = [
+        (f"{name}\n{show_bytes(line.peak_bytes)}", line.peak_bytes / byte_unit(highest)[0], colors[name])
+        for name, line in timelines.items()
+    ]
+    name_lines(axes, ends, rows=2.5, points=9.5)
     return figure
 
 
@@ -76,25 +79,3 @@ def _colors(names: Mapping[str, Any], palette: Palette) -> dict[str, str]:
     """Red for root-only, blue for hybrid, other colours for others."""
     others = iter(_OTHERS)
     return {name: palette[name if name in ("root-only", "hybrid") else next(others, "other")] for name in names}
-
-
-def _name_lines(
-    axes: "Axes", timelines: Mapping[str, Timeline], colors: Mapping[str, str], unit_bytes: float, size: Size
-) -> None:
-    """Name each line at the right, at the height of its peak."""
-    low, high = axes.get_ylim()
-    gap = (high - low) * 2.5 * inches() / (axes.get_position().height * size[1])
-    wanted = [line.peak_bytes / unit_bytes for line in timelines.values()]
-    places = spread(wanted, gap, low + gap / 2, high - gap / 2)
-    for (name, line), place in zip(timelines.items(), places, strict=True):
-        axes.annotate(
-            f"{name}\n{show_bytes(line.peak_bytes)}",
-            (1, place),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9.5,
-            fontweight="bold",
-            color=colors[name],
-            annotation_clip=False,
-        )

@@ -26,7 +26,7 @@ __all__ = [
     "ThemeName",
     "check_matplotlib",
     "inches",
-    "name_line",
+    "name_lines",
     "new_figure",
     "panel",
     "readable_on",
@@ -200,27 +200,43 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
     return result
 
 
-def name_line(axes: "Axes", name: str, place: tuple[float, float], color: str, **annotation: Any) -> None:
-    """Write the name of a line beside its end, in its colour.
+def name_lines(
+    axes: "Axes",
+    lines: Sequence[tuple[str, float, str]],
+    *,
+    rows: float = 1.1,
+    distance: float = 6,
+    points: float = 9.0,
+) -> list[float]:
+    """Write the name of each line right of the axes, as near to the height of its end as the others allow.
 
     Args:
-        axes: where the line is.
-        name: of the line.
-        place: the end, in the coordinates of the data or of `xycoords`.
-        color: of the line.
-        annotation: as in `Axes.annotate`; `xytext` is the distance to the end in points.
+        axes: whose limits are set.
+        lines: name, height of the end, colour.
+        rows: lines of text between two names.
+        distance: of the names to the axes, in points.
+        points: size of the font.
+
+    Returns:
+        The heights of the names.
     """
-    axes.annotate(
-        name,
-        place,
-        textcoords="offset points",
-        va="center",
-        fontsize=9,
-        fontweight="bold",
-        color=color,
-        annotation_clip=False,
-        **annotation,
-    )
+    low, high = axes.get_ylim()
+    gap = (high - low) * inches() * rows * axes.figure.dpi / axes.bbox.height
+    places = spread([end for _, end, _ in lines], gap, low + gap / 2, high - gap / 2)
+    for (name, _, color), place in zip(lines, places, strict=True):
+        axes.annotate(
+            name,
+            (1, place),
+            xycoords=axes.get_yaxis_transform(),
+            xytext=(distance, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=points,
+            fontweight="bold",
+            color=color,
+            annotation_clip=False,
+        )
+    return places
 
 
 def short_unit(fqn: str) -> str:

@@ -4,17 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.plots.figure import (
-    LINE_ROLES,
-    Size,
-    ThemeName,
-    inches,
-    name_line,
-    new_figure,
-    panel,
-    spread,
-    text_inches,
-)
+from hf_fsdp_tools.plots.figure import LINE_ROLES, Size, ThemeName, name_lines, new_figure, panel, text_inches
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,9 +44,5 @@ def draw_losses(
         axes.plot(*zip(*runs[name], strict=True), color=palette[role], linewidth=1.5)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss")
-    low, high = axes.get_ylim()
-    gap = (high - low) * inches() * 1.1 / (axes.get_position().height * size[1])
-    places = spread([runs[name][-1][1] for name in names], gap, low + gap / 2, high - gap / 2)
-    for name, place, role in zip(names, places, LINE_ROLES, strict=False):
-        name_line(axes, name, (1, place), palette[role], xycoords=axes.get_yaxis_transform(), xytext=(6, 0))
+    name_lines(axes, [(name, runs[name][-1][1], palette[role]) for name, role in zip(names, LINE_ROLES, strict=False)])
     return figure

@@ -2,20 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.plots.figure import (
-    LINE_ROLES,
-    Size,
-    ThemeName,
-    inches,
-    name_line,
-    new_figure,
-    panel,
-    spread,
-    text_inches,
-)
+from hf_fsdp_tools.plots.figure import LINE_ROLES, Size, ThemeName, name_lines, new_figure, panel, text_inches
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +56,7 @@ def draw_scaling(
     right = 0.3 + max(text_inches(curve.name, 9.0, "bold") for curve in known)
     axes = panel(figure, 0.72, 0.5, size[0] - 0.72 - right, top - 0.5, palette)
     ends = []
-    for curve, role in zip(known, _roles(len(known)), strict=True):
+    for curve, role in zip(known, chain(LINE_ROLES, repeat(LINE_ROLES[-1])), strict=False):
         points = [(n, v) for n, v in zip(curve.num_gpus, curve.values, strict=True) if v is not None]
         axes.plot(*zip(*points, strict=True), color=palette[role], linewidth=1.8, marker="o", markersize=4.5)
         if curve.published:
@@ -80,17 +71,10 @@ def draw_scaling(
             )
         ends.append((*points[-1], curve.name, role))
     _axes(axes, known, quantity)
-    gap = axes.get_ylim()[1] * inches() * 1.1 / (axes.get_position().height * size[1])
-    places = spread([value for _, value, _, _ in ends], gap, gap / 2, axes.get_ylim()[1] - gap / 2)
-    for (n, value, name, role), place in zip(ends, places, strict=True):
-        far = axes.get_xlim()[1]
-        axes.plot([n, far], [value, place], color=palette[role], linewidth=0.6, clip_on=False)
-        name_line(axes, name, (far, place), palette[role], xytext=(3, 0))
+    places = name_lines(axes, [(name, value, palette[role]) for _, value, name, role in ends], distance=3)
+    for (n, value, _, role), place in zip(ends, places, strict=True):
+        axes.plot([n, axes.get_xlim()[1]], [value, place], color=palette[role], linewidth=0.6, clip_on=False)
     return figure
-
-
-def _roles(count: int) -> list[str]:
-    return [LINE_ROLES[min(i, len(LINE_ROLES) - 1)] for i in range(count)]
 
 
 def _finding(curves: Sequence[ScalingCurve], quantity: str) -> str:

@@ -1,20 +1,19 @@
 """The time of collectives: none for one rank, bandwidth for large tensors, latency for small ones, shared networks."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timing.collectives import (
-    Group,
-    all_gather_seconds,
-    all_reduce_seconds,
-    group_of,
-    reduce_scatter_seconds,
-)
+from hf_fsdp_tools.foresight.timing.collectives import Group, collective_seconds, group_of
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
 BIG, SMALL = 64e9, 1e3
+
+all_gather, reduce_scatter, all_reduce = (
+    partial(collective_seconds, operation) for operation in ("all_gather", "reduce_scatter", "all_reduce")
+)
 
 
 def group(axis: str = "shard", gpu: str = "a100-80gb", **fields: object) -> Group:
@@ -24,38 +23,38 @@ def group(axis: str = "shard", gpu: str = "a100-80gb", **fields: object) -> Grou
 
 def test_a_group_of_one_rank_does_nothing() -> None:
     alone = group(num_gpus=1)
-    assert all_gather_seconds(BIG, alone) == reduce_scatter_seconds(BIG, alone) == all_reduce_seconds(BIG, alone) == 0
+    assert all_gather(BIG, alone) == reduce_scatter(BIG, alone) == all_reduce(BIG, alone) == 0
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_large_tensor_passes_each_link_once_but_for_the_own_part(ranks: int) -> None:
-    seconds = all_gather_seconds(BIG, group(num_gpus=ranks))
+    seconds = all_gather(BIG, group(num_gpus=ranks))
     # NCCL counts on 240 of the 300 GB/s of an A100's NVLinks
     assert seconds == pytest.approx((ranks - 1) / ranks * BIG / 240e9, rel=1e-3)
-    assert reduce_scatter_seconds(BIG, group(num_gpus=ranks)) == seconds
-    assert all_reduce_seconds(BIG, group(num_gpus=ranks)) == pytest.approx(2 * seconds, rel=1e-3)
+    assert reduce_scatter(BIG, group(num_gpus=ranks)) == seconds
+    assert all_reduce(BIG, group(num_gpus=ranks)) == pytest.approx(2 * seconds, rel=1e-3)
 
 
 def test_between_machines_the_network_bounds_and_inside_the_link() -> None:
-    seconds = all_gather_seconds(BIG, group(num_gpus=64, network_gbit_s=800))
+    seconds = all_gather(BIG, group(num_gpus=64, network_gbit_s=800))
     assert seconds == pytest.approx(63 / 64 * BIG / 100e9, rel=0.01)
-    fast = all_gather_seconds(BIG, group(num_gpus=64, network_gbit_s=16_000))
+    fast = all_gather(BIG, group(num_gpus=64, network_gbit_s=16_000))
     assert fast == pytest.approx(63 / 64 * BIG / 240e9, rel=0.01)
 
 
 def test_small_tensors_cost_steps_and_no_bandwidth() -> None:
-    times = [all_gather_seconds(SMALL, group(num_gpus=ranks)) for ranks in (2, 8, 16, 128, 1024)]
+    times = [all_gather(SMALL, group(num_gpus=ranks)) for ranks in (2, 8, 16, 128, 1024)]
     assert times == sorted(times) and len(set(times)) == len(times)
     assert times[0] == pytest.approx(7.2e-6, rel=0.01), "6.6 µs and one step of 0.6 µs"
     assert times[-1] > 1e-3, "a ring of 1,024 ranks has 1,023 steps"
-    assert all_gather_seconds(2 * SMALL, group(num_gpus=128)) == pytest.approx(times[3], rel=0.01)
+    assert all_gather(2 * SMALL, group(num_gpus=128)) == pytest.approx(times[3], rel=0.01)
 
 
 def test_the_protocol_of_least_latency_has_little_bandwidth_between_machines() -> None:
     # LL takes 1.25 ms for 1,023 steps and then 20 GB/s at most, LL128 2.2 ms and then 92 % of 240 GB/s
     many = group(num_gpus=1024, network_gbit_s=3200)
-    assert all_gather_seconds(SMALL, many) == pytest.approx(1.25e-3, rel=0.01)
-    assert all_gather_seconds(50e6, many) == pytest.approx(2.2e-3 + 50e6 / 0.92 / 240e9, rel=0.01)
+    assert all_gather(SMALL, many) == pytest.approx(1.25e-3, rel=0.01)
+    assert all_gather(50e6, many) == pytest.approx(2.2e-3 + 50e6 / 0.92 / 240e9, rel=0.01)
 
 
 def test_a_part_of_the_shards_is_gathered_inside_a_machine() -> None:
@@ -66,15 +65,15 @@ def test_a_part_of_the_shards_is_gathered_inside_a_machine() -> None:
 
 def test_a_small_all_reduce_over_many_machines_takes_a_tree() -> None:
     many = group(num_gpus=1024)
-    assert all_reduce_seconds(SMALL, many) < all_gather_seconds(SMALL, many) / 5
-    assert all_reduce_seconds(SMALL, group(num_gpus=2048)) - all_reduce_seconds(SMALL, many) < 30e-6
+    assert all_reduce(SMALL, many) < all_gather(SMALL, many) / 5
+    assert all_reduce(SMALL, group(num_gpus=2048)) - all_reduce(SMALL, many) < 30e-6
 
 
 def test_one_rank_per_machine_has_a_logarithmic_gather() -> None:
     alone = group(num_gpus=64, gpus_per_node=1, network_gbit_s=200)
     assert alone.ranks_per_node == 1
-    assert all_gather_seconds(SMALL, alone) < 64 * 4e-6
-    assert all_gather_seconds(BIG, alone) == pytest.approx(63 / 64 * BIG / 25e9, rel=0.01), "large ones keep the ring"
+    assert all_gather(SMALL, alone) < 64 * 4e-6
+    assert all_gather(BIG, alone) == pytest.approx(63 / 64 * BIG / 25e9, rel=0.01), "large ones keep the ring"
 
 
 def test_shards_inside_machines_do_not_use_the_network_and_replicas_share_it() -> None:

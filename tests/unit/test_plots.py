@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib")
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
+from docs.plan_picture import draw_units
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.streams import step_schedule
 from hf_fsdp_tools.foresight.timeline import memory_timeline
@@ -25,7 +26,6 @@ from hf_fsdp_tools.plots.memory import draw_memory
 from hf_fsdp_tools.plots.page import page_text
 from hf_fsdp_tools.plots.scaling import ScalingCurve, draw_scaling
 from hf_fsdp_tools.plots.schedule import draw_schedule
-from hf_fsdp_tools.plots.units import draw_units
 from tests.unit.test_timeline import GB, a_step
 
 EVENTS, RESIDENT, SPANS = a_step(units=12)

@@ -15,6 +15,7 @@ from benchmarks.foreseeing.peers import accelerate_bytes, deepspeed_bytes
 from benchmarks.foreseeing.rows import Row, read_rows, teraflops
 from benchmarks.foreseeing.throughput import forecast_of, recomputed_events
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Mark, Work
+from hf_fsdp_tools.foresight.memory import memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.foresight.timing.efficiency import efficiency_of
@@ -39,7 +40,8 @@ def row(start: str, **setup: object) -> Row:
     ids=lambda each: each.name,
 )
 def test_published_trainings_run_as_fast_as_foreseen(published: Row) -> None:
-    foreseen = throughput_of(forecast_of(published, published.setup), era=published.era).tokens_per_second_per_gpu
+    memory = memory_of(forecast_of(published, published.setup))
+    foreseen = throughput_of(memory, era=published.era).tokens_per_second_per_gpu
     assert foreseen == pytest.approx(published.tokens_per_second, rel=0.08)
 
 

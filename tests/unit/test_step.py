@@ -1,6 +1,7 @@
 """A step that is composed takes, byte by byte, what a step of FSDP2 takes: real ones run on the CPU, as one rank of a
 process group whose collectives do nothing."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,14 +18,13 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 from transformers import AutoConfig, LlamaConfig
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.build import build
+from hf_fsdp_tools.foresight.build import DTYPES, build
 from hf_fsdp_tools.foresight.events import Alloc, Free, Gradient, Mark, Record, Wait, Work
-from hf_fsdp_tools.foresight.fsdp2.optimizer import Updated, optimizer_step
-from hf_fsdp_tools.foresight.fsdp2.shard_sizes import dtype_of
+from hf_fsdp_tools.foresight.fsdp2.optimizer import optimizer_step
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
-from hf_fsdp_tools.foresight.tracing.trace import Parameter, Trace
+from hf_fsdp_tools.foresight.tracing.trace import Parameter, TensorSize, Trace
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy
@@ -79,7 +79,7 @@ def group(size: int) -> Iterator[None]:
 
 def real_step(config: Any, plan: WrapPlan, setup: TrainingSetup) -> list[int]:
     """What a third step of FSDP2 takes and, below 0, gives back."""
-    dtype = dtype_of(setup.master_dtype)
+    dtype = DTYPES[setup.master_dtype]
     model: Any = build_meta_model(config, attn_implementation=setup.attn_implementation, dtype=dtype)
     if setup.activation_checkpointing:
         checkpoint_activations(model)
@@ -90,7 +90,7 @@ def real_step(config: Any, plan: WrapPlan, setup: TrainingSetup) -> list[int]:
     sharding = Sharding(
         plan=plan,
         mesh=mesh if setup.dp_replicate_size > 1 else mesh["dp_shard"],
-        mp_policy=MixedPrecisionPolicy(dtype_of(setup.precision), dtype_of(setup.reduce_dtype)),
+        mp_policy=MixedPrecisionPolicy(DTYPES[setup.precision], DTYPES[setup.reduce_dtype]),
         offload_policy=OffloadPolicy(),
         activation_checkpointing=setup.activation_checkpointing,
     )
@@ -190,9 +190,7 @@ def test_a_step_takes_what_fsdp2_takes(config: Any, fields: dict[str, Any]) -> N
 
 
 def linear(fqn: str, *shape: int, **options: Any) -> Parameter:
-    return Parameter(
-        fqn=fqn, shape=shape, dtype=torch.bfloat16, requires_grad=True, module=fqn.rpartition(".")[0], **options
-    )
+    return Parameter(fqn=fqn, shape=shape, dtype=torch.bfloat16, requires_grad=True, **options)
 
 
 def hand_made(*, is_whole: bool = False) -> Trace:
@@ -237,6 +235,14 @@ def taken(step: Step) -> list[tuple[int, str, str]]:
     return [(event.num_bytes, event.kind, event.stream) for event in step.events if isinstance(event, Alloc)]
 
 
+def held(step: Step) -> Counter[str]:
+    """Bytes of what is there before a step, by kind."""
+    sums: Counter[str] = Counter()
+    for alloc in step.resident:
+        sums[alloc.kind] += alloc.num_bytes
+    return sums
+
+
 def works(step: Step, *operations: str) -> list[tuple[str, float, str, str]]:
     found = (event for event in step.events if isinstance(event, Work) and event.operation in operations)
     return [(event.operation, event.num_bytes, event.unit, event.stream) for event in found]
@@ -252,7 +258,7 @@ def test_collectives_of_a_unit_carry_its_padded_bytes() -> None:
         ("reduce_scatter", 2 * block, "b", "reduce_scatter"),
         ("reduce_scatter", 2 * root, "", "reduce_scatter"),
     ]
-    assert step.held == {"parameters": 4 * (334 + 667)}
+    assert held(step) == {"parameters": 4 * (334 + 667)}
     gradients = [each for each in taken(step) if each[1] == "gradients"]
     assert gradients == [(4 * 667, "gradients", "reduce_scatter"), (4 * 334, "gradients", "reduce_scatter")]
 
@@ -290,10 +296,10 @@ def test_offloaded_shards_are_copied_to_the_device_and_gradients_back() -> None:
 def test_without_fsdp_every_rank_holds_all_and_buckets_are_reduced() -> None:
     fields: dict[str, Any] = dict(wrapping="none", optimizer="sgd", max_grad_norm=None)
     step = compose(hand_made(is_whole=True), PLAN, TrainingSetup(num_gpus=4, **fields))
-    assert step.held == {"parameters": 4 * 3000, "gradients": 4 * 3000}  # the gradients are views of the buckets
+    assert held(step) == {"parameters": 4 * 3000, "gradients": 4 * 3000}  # the gradients are views of the buckets
     assert works(step, "all_reduce") == [("all_reduce", 4 * 3000, "", "all_reduce")]
     alone = compose(hand_made(is_whole=True), PLAN, TrainingSetup(num_gpus=1, gradient_accumulation_steps=2, **fields))
-    assert alone.held == {"parameters": 4 * 3000}
+    assert held(alone) == {"parameters": 4 * 3000}
     assert works(alone, "all_reduce") == [] and memory_of_step(alone)[1] == 0
     assert [size for size, kind, _ in taken(alone) if kind == "gradients"] == [4 * 2000, 4 * 1000]
 
@@ -323,7 +329,7 @@ def test_gradients_of_replicated_parameters_are_averaged_together() -> None:
     ],
 )
 def test_an_optimizer_has_its_state_and_its_temporary_memory(optimizer: str, state: list[int], temporary: int) -> None:
-    updated = [Updated(shape=(50, 100), dtype=torch.float32)] * 2
+    updated = [TensorSize(shape=(50, 100), dtype=torch.float32)] * 2
     step = optimizer_step(updated, TrainingSetup(optimizer=optimizer, max_grad_norm=None))
     assert sorted(step.state) == sorted(state)
     now = most = 0

@@ -65,7 +65,7 @@ def test_prefetched_gathers_are_hidden_and_the_first_gather_and_the_last_reducti
     steps = two_units()
     timing = simulate(steps, SETUP, efficiency=PERFECT)
     assert timing.seconds == pytest.approx(6 * COMPUTE + 2 * GATHER, rel=0.01)
-    assert timing.exposed == pytest.approx(2 * GATHER, rel=0.01)
+    assert timing.parts["communication"] == pytest.approx(2 * GATHER, rel=0.01)
     assert timing.communication == pytest.approx(5 * GATHER, rel=0.01)
     assert timing.parts["matmul"] == pytest.approx(6 * COMPUTE, rel=0.01)
     assert sum(timing.parts.values()) == pytest.approx(timing.seconds)
@@ -79,7 +79,7 @@ def test_a_slow_network_exposes_what_is_longer_than_the_computation_over_it() ->
     timing = simulate(steps, slow, efficiency=PERFECT)
     # gathers of a, b and a again follow one another; b's reduction is behind them, the last one behind a's backward
     assert timing.seconds == pytest.approx(5 * gather + 1e-3, rel=0.01)
-    assert timing.exposed == pytest.approx(5 * gather - 6 * COMPUTE, rel=0.01)
+    assert timing.parts["communication"] == pytest.approx(5 * gather - 6 * COMPUTE, rel=0.01)
 
 
 def test_a_wait_holds_a_stream_until_the_recorded_work_has_ended() -> None:

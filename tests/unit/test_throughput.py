@@ -10,7 +10,7 @@ from hf_fsdp_tools.foresight.forecast import Forecast, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import compose
 from hf_fsdp_tools.foresight.memory import memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.throughput import scaling, throughput, throughput_of
+from hf_fsdp_tools.foresight.throughput import throughput, throughput_of
 
 CONFIG = LlamaConfig(
     hidden_size=2048,
@@ -28,7 +28,7 @@ def forecast(**fields: object) -> Forecast:
 
 
 def estimate(**fields: object) -> ThroughputEstimate:
-    return throughput_of(forecast(**fields))
+    return throughput_of(memory_of(forecast(**fields)))
 
 
 def test_an_estimate_by_name_is_that_of_the_forecast() -> None:
@@ -50,7 +50,7 @@ def test_an_unknown_field_is_an_error_that_names_the_nearest() -> None:
 def test_many_micro_steps_are_like_the_second() -> None:
     # two GPUs only, so that the optimizer, which runs once, counts
     many = forecast(num_gpus=2, gradient_accumulation_steps=5)
-    result, trace = throughput_of(many), many.trace
+    result, trace = throughput_of(memory_of(many)), many.trace
     events = compose(trace, many.plan, many.setup).events
     all_five = throughput(events, many.setup, name="", tokens=trace.tokens, model_flops=trace.model_flops)
     assert result.step_seconds == pytest.approx(all_five.step_seconds, rel=1e-3)
@@ -61,7 +61,7 @@ def test_many_micro_steps_are_like_the_second() -> None:
 
 def test_throughput_falls_with_the_number_of_gpus_and_much_more_on_a_slow_network() -> None:
     fast, slow = (
-        [one.tokens_per_second_per_gpu for one in scaling(CONFIG, (8, 16, 64, 1024), network_gbit_s=rate, **FIELDS)]
+        [estimate(num_gpus=count, network_gbit_s=rate).tokens_per_second_per_gpu for count in (8, 16, 64, 1024)]
         for rate in (3200, 100)
     )
     assert slow[0] == fast[0], "eight GPUs share a machine"
@@ -85,13 +85,12 @@ def test_recomputation_costs_time_and_counts_as_hardware_flops_only() -> None:
 
 
 def test_a_full_allocator_stops_the_gpu() -> None:
-    made = forecast()
-    memory = memory_of(made)
+    memory = memory_of(forecast())
     assert not memory.retried
-    free = throughput_of(made, memory=memory)
-    full = throughput_of(made, memory=dataclasses.replace(memory, retried=((1000, 50), (2000, 50))))
+    free = throughput_of(memory)
+    full = throughput_of(dataclasses.replace(memory, retried=((1000, 50), (2000, 50))))
     assert full.parts["allocator"] == pytest.approx(0.2)
     assert full.step_seconds > free.step_seconds + 0.2
     assert full.notes == ("the memory is full 2 times in a step, for which the GPU stands still",)
-    none = throughput_of(made, memory=dataclasses.replace(memory, is_full=True, retried=((1000, 50),)))
+    none = throughput_of(dataclasses.replace(memory, is_full=True, retried=((1000, 50),)))
     assert none.step_seconds == free.step_seconds and "does not fit" in str(none)

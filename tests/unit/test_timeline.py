@@ -1,12 +1,14 @@
 """What a step looks like over its course: of hand-made events, and of traces as torch's profiler writes them."""
 
+import json
+
 import pytest
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Alloc, Free, Work
 from hf_fsdp_tools.foresight.measured import read_memory, read_schedule
-from hf_fsdp_tools.foresight.streams import Schedule, step_schedule
-from hf_fsdp_tools.foresight.timeline import Timeline, extremes, memory_timeline
+from hf_fsdp_tools.foresight.streams import Bar, step_schedule
+from hf_fsdp_tools.foresight.timeline import extremes, memory_timeline
 
 GB = 10**9
 
@@ -135,19 +137,14 @@ def test_gathered_parameters_are_free_when_their_unit_has_computed():
     assert {(unit, phase): at for unit, phase, at in frees} == computed
 
 
-def test_values_survive_json_and_damaged_ones_are_refused():
+def test_values_are_written_as_json():
     events, resident, spans = a_step()
     line = memory_timeline(events, resident, reserved=[1] * len(events)).in_seconds(events, spans)
-    assert Timeline.from_json(line.to_json()) == line
+    written = json.loads(line.to_json())
+    assert written["kinds"] == {kind: list(values) for kind, values in line.kinds.items()}
+    assert written["positions"] == list(line.positions) and written["units"] == list(line.units)
     schedule = step_schedule(events, spans)
-    assert Schedule.from_json(schedule.to_json()) == schedule
-    for text in ("", "[]", "{}", '{"kinds": 3}', line.to_json().replace('"axis"', '"axes"')):
-        with pytest.raises(ConfigError, match=r"Not a memory timeline: .*to_json"):
-            Timeline.from_json(text)
-    with pytest.raises(ConfigError, match="its fields have"):
-        Timeline.from_json(line.to_json().replace('"units": ["", ', '"units": ['))
-    with pytest.raises(ConfigError, match=r"Not a schedule: .*to_json"):
-        Schedule.from_json(line.to_json())
+    assert [Bar(**bar) for bar in json.loads(schedule.to_json())["bars"]] == list(schedule.bars)
 
 
 def record(name, ts, dur=None, cat="cpu_op", tid=1, **args):

@@ -11,11 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Kind, Work
+from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
+from hf_fsdp_tools.foresight.tracing.trace import TensorSize
 
-__all__ = ["OPTIMIZERS", "OptimizerStep", "Updated", "optimizer_step"]
+__all__ = ["OPTIMIZERS", "OptimizerStep", "optimizer_step"]
 
 _Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
@@ -39,26 +40,6 @@ _BLOCK_8BIT = 256
 """Elements with one fp32 scale (`blocksize` of its `optimizer_update_8bit_blockwise`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Updated:
-    """A tensor that the optimizer updates on this rank."""
-
-    shape: tuple[int, ...]
-    """Of the shard."""
-    dtype: torch.dtype
-    """Of the shard and of its gradient."""
-
-    @property
-    def numel(self) -> int:
-        """Number of its elements."""
-        return torch.Size(self.shape).numel()
-
-    @property
-    def num_bytes(self) -> int:
-        """Its bytes."""
-        return self.numel * self.dtype.itemsize
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep:
     """A step of an optimizer that has its state."""
@@ -71,11 +52,11 @@ class OptimizerStep:
     """Bytes that its work reads and writes."""
 
 
-def optimizer_step(updated: Sequence[Updated], setup: TrainingSetup) -> OptimizerStep:
+def optimizer_step(updated: Sequence[TensorSize], setup: TrainingSetup) -> OptimizerStep:
     """Clipping and one step of the optimizer of a setup.
 
     Args:
-        updated: the shards of this rank.
+        updated: the shards of this rank, whose gradients have their dtype.
         setup: `optimizer` and `max_grad_norm` are read.
 
     Raises:
@@ -86,12 +67,12 @@ def optimizer_step(updated: Sequence[Updated], setup: TrainingSetup) -> Optimize
         raise ConfigError(f"optimizer is {name!r}; it must be one of {', '.join(map(repr, OPTIMIZERS))}.")
     updated = [each for each in updated if each.numel]
     if name not in _ELEMENTWISE:
-        return _record(tuple(updated), name, clips)
-    stand_ins = tuple(Updated((_STAND_IN + at,), each.dtype) for at, each in enumerate(updated))
+        return _record(tuple(TensorSize(shape=each.shape, dtype=each.dtype) for each in updated), name, clips)
+    stand_ins = tuple(TensorSize(shape=(_STAND_IN + at,), dtype=each.dtype) for at, each in enumerate(updated))
     return _resized(_record(stand_ins, name, clips), stand_ins, updated)
 
 
-def _resized(step: OptimizerStep, stand_ins: Sequence[Updated], updated: Sequence[Updated]) -> OptimizerStep:
+def _resized(step: OptimizerStep, stand_ins: Sequence[TensorSize], updated: Sequence[TensorSize]) -> OptimizerStep:
     """The step of an optimizer that treats all elements alike, for tensors of other sizes."""
     sizes = {stand_in.num_bytes: each.num_bytes for stand_in, each in zip(stand_ins, updated, strict=True)}
     ratio = sum(sizes.values()) / max(sum(sizes), 1)
@@ -107,7 +88,7 @@ def _resized(step: OptimizerStep, stand_ins: Sequence[Updated], updated: Sequenc
 
 
 @cache
-def _record(updated: tuple[Updated, ...], name: str, clips: bool) -> OptimizerStep:
+def _record(updated: tuple[TensorSize, ...], name: str, clips: bool) -> OptimizerStep:
     if not updated:
         return OptimizerStep(events=(), state=(), num_bytes=0.0)
     with FakeTensorMode():
@@ -143,7 +124,7 @@ def _clip(parameters: Sequence[nn.Parameter]) -> tuple[Event, ...]:
     recorder.phase = "clip"
     with recorder:
         torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
-    return _temporary(recorder.events, "temporaries")
+    return _temporary(recorder.events)
 
 
 def _step(parameters: Sequence[nn.Parameter], make: _Make) -> tuple[tuple[int, ...], tuple[Event, ...]]:
@@ -161,10 +142,10 @@ def _step(parameters: Sequence[nn.Parameter], make: _Make) -> tuple[tuple[int, .
     recorder.phase = "optimizer"
     with _Numbers(), recorder:  # type: ignore[no-untyped-call]  # torch's own
         optimizer.step()
-    return tuple(tensor.nbytes for tensor in on_device), _temporary(recorder.events, "temporaries")
+    return tuple(tensor.nbytes for tensor in on_device), _temporary(recorder.events)
 
 
-def _step_8bit(updated: Sequence[Updated]) -> tuple[tuple[int, ...], tuple[Event, ...]]:
+def _step_8bit(updated: Sequence[TensorSize]) -> tuple[tuple[int, ...], tuple[Event, ...]]:
     """bitsandbytes' AdamW8bit: two states of a byte per element with a scale for each block, and two tables of 256."""
     state = [4 * 256, 4 * 256]
     num_bytes = 0.0
@@ -178,14 +159,14 @@ def _step_8bit(updated: Sequence[Updated]) -> tuple[tuple[int, ...], tuple[Event
     return tuple(state), (work,)
 
 
-def _temporary(events: Sequence[Event], kind: Kind) -> tuple[Event, ...]:
-    """The events with all memory of one kind, and freed at the end where it was not."""
+def _temporary(events: Sequence[Event]) -> tuple[Event, ...]:
+    """The events with all memory as temporaries, and freed at the end where it was not."""
     left: dict[int, None] = {}
     result: list[Event] = []
     for event in events:
         if isinstance(event, Alloc):
             left[event.block] = None
-            event = replace(event, kind=kind)
+            event = replace(event, kind="temporaries")
         elif isinstance(event, Free):
             left.pop(event.block)
         result.append(event)

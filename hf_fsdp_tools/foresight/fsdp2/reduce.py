@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from hf_fsdp_tools.foresight.build import DTYPES
 from hf_fsdp_tools.foresight.events import Stream
-from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard, dtype_of
+from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard
 from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 
@@ -30,7 +31,7 @@ class Reducer:
     def __init__(self, writer: EventWriter, setup: TrainingSetup) -> None:
         self._writer = writer
         self._setup = setup
-        self._dtype = dtype_of(setup.reduce_dtype)
+        self._dtype = DTYPES[setup.reduce_dtype]
         self._inputs: list[tuple[int, int]] = []
         """`reduce_scatter_states`: the input of the last reduction, and the event of its end."""
         self._last: dict[Stream, int] = {}

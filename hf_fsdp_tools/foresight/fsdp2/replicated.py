@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hf_fsdp_tools.foresight.fsdp2.shard_sizes import dtype_of
+from hf_fsdp_tools.foresight.build import DTYPES
 from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.trace import Parameter
@@ -159,4 +159,4 @@ class BucketedGradients:
 def kept_bytes(parameter: Parameter, setup: TrainingSetup) -> int:
     """Bytes of a parameter of a model without FSDP, in the dtype that the optimizer updates."""
     is_master = parameter.requires_grad and parameter.dtype.is_floating_point
-    return parameter.numel * (dtype_of(setup.master_dtype) if is_master else parameter.dtype).itemsize
+    return parameter.numel * (DTYPES[setup.master_dtype] if is_master else parameter.dtype).itemsize

@@ -4,40 +4,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
+from hf_fsdp_tools.foresight.build import DTYPES
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing.trace import Parameter
+from hf_fsdp_tools.foresight.tracing.trace import Parameter, TensorSize, modules_above
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.sharding.placement import is_much_padding, padded_ratio, sharded_dim
 
-__all__ = ["Shard", "UnitShards", "dtype_of", "split_parameters"]
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+__all__ = ["Shard", "UnitShards", "split_parameters"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
-    """One parameter's shard on the first rank, which has the longest one."""
+class Shard(TensorSize):
+    """One parameter's shard on the first rank, which has the longest one; FSDP2 pads the shards of all ranks to it.
+
+    Its dtype is that of the optimizer's updates; the gathered parameter has `parameter.dtype`.
+    """
 
     parameter: Parameter
     """The whole parameter."""
-    dtype: torch.dtype
-    """Of the shard, which the optimizer updates; the gathered parameter has `parameter.dtype`."""
     dim: int
     """The dimension that is split."""
-    shape: tuple[int, ...]
-    """Of the shard. FSDP2 pads the shards of all ranks to it."""
-
-    @cached_property
-    def numel(self) -> int:
-        """Elements of the shard, padding included."""
-        return torch.Size(self.shape).numel()
-
-    @cached_property
-    def num_bytes(self) -> int:
-        """Bytes of the shard, padding included."""
-        return self.numel * self.dtype.itemsize
 
     @cached_property
     def gathered_bytes(self) -> int:
@@ -65,11 +51,6 @@ class UnitShards:
         return self.unit.modules[0]
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """The dtype that `TrainingSetup` calls "fp32", "bf16" or "fp16"."""
-    return _DTYPES[name]
-
-
 def split_parameters(parameters: Sequence[Parameter], plan: WrapPlan, setup: TrainingSetup) -> tuple[UnitShards, ...]:
     """The units of a plan, the root first and then in the order of their modules, with their shards.
 
@@ -82,11 +63,11 @@ def split_parameters(parameters: Sequence[Parameter], plan: WrapPlan, setup: Tra
     first: dict[str, int] = {}
     members: dict[WrapUnit, list[tuple[int, int, Parameter]]] = {unit: [] for unit in plan.units}
     for at, parameter in enumerate(parameters):
-        above = _modules_above(parameter.fqn)
+        above = modules_above(parameter.fqn)
         for module in above:
             first.setdefault(module, at)
         for name in parameter.other_names:
-            for module in _modules_above(name):
+            for module in modules_above(name):
                 first.setdefault(module, at)
         if not parameter.is_whole:
             module = next(module for module in above if module in unit_of)
@@ -102,18 +83,12 @@ def split_parameters(parameters: Sequence[Parameter], plan: WrapPlan, setup: Tra
     )
 
 
-def _modules_above(fqn: str) -> list[str]:
-    """The modules that a parameter is in, the innermost first, the root last."""
-    parts = fqn.split(".")[:-1]
-    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
-
-
 def _shard(parameter: Parameter, setup: TrainingSetup) -> Shard:
     ranks, shape = setup.dp_shard_size, parameter.shape
     dtype = parameter.dtype
     is_loaded_as_trained = setup.freeze_vision_tower and setup.lora_r is None  # LoRA's base is loaded in `precision`
     if (parameter.requires_grad or is_loaded_as_trained) and dtype.is_floating_point:
-        dtype = dtype_of(setup.master_dtype)
+        dtype = DTYPES[setup.master_dtype]
     dim = 0
     if is_much_padding(parameter.numel * dtype.itemsize, padded_ratio(shape[0], ranks)):
         dim = sharded_dim(shape, ranks)

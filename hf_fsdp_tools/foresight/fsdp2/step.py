@@ -1,18 +1,17 @@
 """One optimizer step as the host issues it: FSDP2's schedule laid over the events of a trace."""
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Kind, Mark
-from hf_fsdp_tools.foresight.fsdp2.optimizer import OptimizerStep, Updated, optimizer_step
+from hf_fsdp_tools.foresight.build import DTYPES
+from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Mark
+from hf_fsdp_tools.foresight.fsdp2.optimizer import OptimizerStep, optimizer_step
 from hf_fsdp_tools.foresight.fsdp2.replicated import AveragedGradients, BucketedGradients, kept_bytes
 from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule
-from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard, dtype_of, split_parameters
+from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard, split_parameters
 from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing.trace import Parameter, Trace
+from hf_fsdp_tools.foresight.tracing.trace import TensorSize, Trace
 from hf_fsdp_tools.planning.plan import WrapPlan
 
 __all__ = ["Step", "compose"]
@@ -37,14 +36,6 @@ class Step:
     def resident(self) -> tuple[Alloc, ...]:
         """What is there before the step."""
         return self.parameters + self.state
-
-    @cached_property
-    def held(self) -> Mapping[Kind, int]:
-        """Bytes of what is there before the step, by kind."""
-        sums: Counter[Kind] = Counter()
-        for alloc in self.resident:
-            sums[alloc.kind] += alloc.num_bytes
-        return dict(sums)
 
     @property
     def first(self) -> Iterator[Event]:
@@ -78,15 +69,16 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     optimizer_at = len(writer.events)
     # An optimizer has no state of a parameter without a gradient (the vision tower, where the batch has no images).
     reached = {event.parameter for event in trace.events if type(event) is Gradient}
-    updated = [_updated_shard(shard) for shard in shards if shard.parameter.fqn in reached]
-    updated += [_updated_whole(each, setup, is_fsdp) for each in whole if each.fqn in reached]
+    updated: list[TensorSize] = [shard for shard in shards if shard.parameter.fqn in reached]
+    master = DTYPES[setup.master_dtype]
+    updated += [each if is_fsdp else replace(each, dtype=master) for each in whole if each.fqn in reached]
     update = optimizer_step(updated, setup)
     state = _write_optimizer(writer, update, setup, shards)
     if schedule is not None:
         schedule.end_step(parameter.fqn for parameter in trace.parameters)
     others.end_step()
     parameters = [] if setup.offload else [writer.alloc(shard.num_bytes, "parameters") for shard in shards]
-    parameters += [writer.alloc(_whole_bytes(each, setup, is_fsdp), "parameters") for each in whole]
+    parameters += [writer.alloc(each.num_bytes if is_fsdp else kept_bytes(each, setup), "parameters") for each in whole]
     parameters += [writer.alloc(trace.buffer_bytes, "parameters")] if trace.buffer_bytes else []
     if isinstance(others, BucketedGradients):
         parameters += [writer.alloc(num_bytes, "gradients") for num_bytes in others.resident()]
@@ -176,18 +168,6 @@ class _MicroStep:
         writer.phase = "forward"
         writer.events.extend(events[self._end :])
         writer.free(*self._left)
-
-
-def _updated_shard(shard: Shard) -> Updated:
-    return Updated(shape=shard.shape, dtype=shard.dtype)
-
-
-def _updated_whole(parameter: Parameter, setup: TrainingSetup, is_fsdp: bool) -> Updated:
-    return Updated(shape=parameter.shape, dtype=parameter.dtype if is_fsdp else dtype_of(setup.master_dtype))
-
-
-def _whole_bytes(parameter: Parameter, setup: TrainingSetup, is_fsdp: bool) -> int:
-    return parameter.num_bytes if is_fsdp else kept_bytes(parameter, setup)
 
 
 def _write_optimizer(

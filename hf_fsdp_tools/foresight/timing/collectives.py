@@ -11,10 +11,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from hf_fsdp_tools.foresight.events import Operation
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import Gpu
 
-__all__ = ["Axis", "Group", "all_gather_seconds", "all_reduce_seconds", "group_of", "reduce_scatter_seconds"]
+__all__ = ["Axis", "Group", "collective_seconds", "group_of"]
 
 Axis = Literal["shard", "replicate"]
 """The two axes of a mesh of FSDP: ranks that share one copy of the model, and ranks that hold the same shards."""
@@ -109,38 +110,19 @@ def group_of(
     )
 
 
-def all_gather_seconds(num_bytes: float, group: Group) -> float:
-    """Seconds until every rank of the group holds a tensor of which each had a part; 0 in a group of one.
+def collective_seconds(operation: Operation, num_bytes: float, group: Group) -> float:
+    """Seconds until every rank of the group has the result of a collective; 0 in a group of one.
 
     Args:
-        num_bytes: of the whole tensor, after the collective.
+        operation: an all-gather, a reduce-scatter or an all-reduce.
+        num_bytes: of the whole tensor: gathered, or before it is reduced.
         group: who takes part.
     """
     if group.ranks <= 1:
         return 0.0
+    if operation == "all_reduce":
+        return min(_ring(num_bytes, group, 2), _tree(num_bytes, group))
     return min(_ring(num_bytes, group, 1), _pat(num_bytes, group))
-
-
-def reduce_scatter_seconds(num_bytes: float, group: Group) -> float:
-    """Seconds until every rank of the group holds its part of a sum over the group; 0 in a group of one.
-
-    Args:
-        num_bytes: of the whole tensor, before the collective.
-        group: who takes part.
-    """
-    return all_gather_seconds(num_bytes, group)
-
-
-def all_reduce_seconds(num_bytes: float, group: Group) -> float:
-    """Seconds until every rank of the group holds a sum over the group; 0 in a group of one.
-
-    Args:
-        num_bytes: of the tensor.
-        group: who takes part.
-    """
-    if group.ranks <= 1:
-        return 0.0
-    return min(_ring(num_bytes, group, 2), _tree(num_bytes, group))
 
 
 def _ring(num_bytes: float, group: Group, rounds: int) -> float:

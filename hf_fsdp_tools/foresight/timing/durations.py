@@ -1,22 +1,12 @@
 """How long one kernel, copy or collective runs by itself: a roofline over the peaks of a GPU."""
 
-from hf_fsdp_tools.foresight.events import Work
+from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timing.collectives import (
-    Axis,
-    Group,
-    all_gather_seconds,
-    all_reduce_seconds,
-    group_of,
-    reduce_scatter_seconds,
-)
+from hf_fsdp_tools.foresight.timing.collectives import Axis, Group, collective_seconds, group_of
 from hf_fsdp_tools.foresight.timing.efficiency import Efficiency
 from hf_fsdp_tools.foresight.timing.hardware import Gpu
 
-__all__ = ["COLLECTIVES", "COPIES", "Durations"]
-
-COLLECTIVES = frozenset(("all_gather", "reduce_scatter", "all_reduce"))
-COPIES = frozenset(("host_to_device", "device_to_host"))
+__all__ = ["Durations"]
 
 _KERNEL_SECONDS = 2e-6
 """A kernel at least, with the gap before it: what an empty one takes on a busy stream. (assumed)"""
@@ -56,7 +46,7 @@ class Durations:
         """Seconds of a kernel, copy or collective that has the GPU, its memory and the links for itself."""
         operation, num_bytes = work.operation, work.num_bytes
         if operation in COLLECTIVES:
-            return self._collective(work)
+            return collective_seconds(operation, num_bytes, self.group(work))
         if operation in COPIES:
             return num_bytes / self._host_link
         if work.stream == "offload":
@@ -84,11 +74,3 @@ class Durations:
         if key not in self._groups:
             self._groups[key] = group_of(axis, self._setup, self._gpu, self._efficiency.network, work.ranks)
         return self._groups[key]
-
-    def _collective(self, work: Work) -> float:
-        group = self.group(work)
-        if work.operation == "all_gather":
-            return all_gather_seconds(work.num_bytes, group)
-        if work.operation == "reduce_scatter":
-            return reduce_scatter_seconds(work.num_bytes, group)
-        return all_reduce_seconds(work.num_bytes, group)

@@ -26,8 +26,6 @@ class Gpu:
     """Which row of the fitted efficiencies is its own (`efficiency`)."""
     fp32: float
     """Peak flop/s of fp32 without TF32, which is torch's default for matmuls."""
-    tf32: float
-    """Peak flop/s of fp32 matmuls with TF32; that of fp32 where there is none."""
     bf16: float
     """Peak dense flop/s of bf16 with fp32 accumulation; that of fp32 where there is none (V100)."""
     fp16: float
@@ -108,29 +106,29 @@ _SOURCES = {
 """
 
 _TABLE = """
-name           family   fp32  tf32  bf16   fp16   fp8    GiB    GB/s link   GB/s Gbit/s host memory title
-v100-32gb      v100     15.7  -     -      125    -      31.74   900 nvlink  150   12.5   16     32 V100 SXM2 32 GB
-v100-16gb      v100     15.7  -     -      125    -      15.77   900 nvlink  150   12.5   16     32 V100 SXM2 16 GB
-a10-24gb       a10      31.2  62.5  125    125    -      21.98   600 pcie     32   12.5   32     51 A10 24 GB
-a10g-24gb      a10      35    35    70     70     -      21.98   600 pcie     32   12.5   32     51 A10G 24 GB
-a100-80gb      a100     19.5  156   312    312    -      79.15  2039 nvlink  300  200     32     51 A100 SXM 80 GB
-a100-40gb      a100     19.5  156   312    312    -      39.39  1555 nvlink  300  200     32     51 A100 SXM 40 GB
-a100-80gb-pcie a100     19.5  156   312    312    -      79.15  1935 pcie     32   50     32     51 A100 PCIe 80 GB
-a100-40gb-pcie a100     19.5  156   312    312    -      39.39  1555 pcie     32   50     32     51 A100 PCIe 40 GB
-l4-24gb        l4       30.3  60    121    121    242.5  21.96   300 pcie     32   12.5   32     51 L4 24 GB
-l40s-48gb      l40s     91.6  183   362    362    733    44.39   864 pcie     32   50     32     51 L40S 48 GB
-rtx-3090       geforce  35.6  35.6  71     71     -      23.68   936 pcie     16    2.5   32     51 RTX 3090 24 GB
-rtx-4090       geforce  82.6  82.6  165.2  165.2  330.3  23.64  1008 pcie     16    2.5   32     51 RTX 4090 24 GB
-rtx-5090       geforce 104.8 104.8  209.5  209.5  419    31.36  1792 pcie     32    2.5   64     51 RTX 5090 32 GB
-h100-80gb      h100     67   494.7  989.4  989.4 1978.9  79.10  3350 nvlink  450  400     64     77 H100 SXM 80 GB
-h100-80gb-pcie h100     51   378    756    756   1513    79.10  2039 pcie     64  100     64     77 H100 PCIe 80 GB
-h100-nvl       h100     60   417.5  835.5  835.5 1670.5  93.02  3938 pcie     64  100     64     77 H100 NVL 94 GB
-h100-96gb      h100     67   494.7  989.4  989.4 1978.9  95.04  2400 nvlink  450  400     64     77 H100 HBM2e 96 GB
-h200-141gb     h100     67   494.7  989.4  989.4 1978.9 139.72  4800 nvlink  450  400     64     77 H200 SXM 141 GB
-b200-180gb     b200     75  1125   2250   2250   4500   178.35  7672 nvlink  900  400     64     90 B200 180 GB
-gh200-96gb     h100     67   494.7  989.4  989.4 1978.9  94.50  4000 nvlink  150  200    450    500 GH200 96 GB
-mi250x         mi250x   47.9  -    191.5  191.5   -      63.98  1638 nvlink  150  100     36     26 MI250X (one GCD)
-mi300x         mi300x  163.4 653.7 1307.4 1307.4 2614.9 191.69  5325 nvlink  448  400     64     77 MI300X 192 GB
+name           family   fp32  bf16   fp16   fp8    GiB    GB/s link   GB/s Gbit/s host memory title
+v100-32gb      v100     15.7  -      125    -      31.74   900 nvlink  150   12.5   16     32 V100 SXM2 32 GB
+v100-16gb      v100     15.7  -      125    -      15.77   900 nvlink  150   12.5   16     32 V100 SXM2 16 GB
+a10-24gb       a10      31.2  125    125    -      21.98   600 pcie     32   12.5   32     51 A10 24 GB
+a10g-24gb      a10      35    70     70     -      21.98   600 pcie     32   12.5   32     51 A10G 24 GB
+a100-80gb      a100     19.5  312    312    -      79.15  2039 nvlink  300  200     32     51 A100 SXM 80 GB
+a100-40gb      a100     19.5  312    312    -      39.39  1555 nvlink  300  200     32     51 A100 SXM 40 GB
+a100-80gb-pcie a100     19.5  312    312    -      79.15  1935 pcie     32   50     32     51 A100 PCIe 80 GB
+a100-40gb-pcie a100     19.5  312    312    -      39.39  1555 pcie     32   50     32     51 A100 PCIe 40 GB
+l4-24gb        l4       30.3  121    121    242.5  21.96   300 pcie     32   12.5   32     51 L4 24 GB
+l40s-48gb      l40s     91.6  362    362    733    44.39   864 pcie     32   50     32     51 L40S 48 GB
+rtx-3090       geforce  35.6  71     71     -      23.68   936 pcie     16    2.5   32     51 RTX 3090 24 GB
+rtx-4090       geforce  82.6  165.2  165.2  330.3  23.64  1008 pcie     16    2.5   32     51 RTX 4090 24 GB
+rtx-5090       geforce 104.8 209.5  209.5  419    31.36  1792 pcie     32    2.5   64     51 RTX 5090 32 GB
+h100-80gb      h100     67   989.4  989.4 1978.9  79.10  3350 nvlink  450  400     64     77 H100 SXM 80 GB
+h100-80gb-pcie h100     51   756    756   1513    79.10  2039 pcie     64  100     64     77 H100 PCIe 80 GB
+h100-nvl       h100     60   835.5  835.5 1670.5  93.02  3938 pcie     64  100     64     77 H100 NVL 94 GB
+h100-96gb      h100     67   989.4  989.4 1978.9  95.04  2400 nvlink  450  400     64     77 H100 HBM2e 96 GB
+h200-141gb     h100     67   989.4  989.4 1978.9 139.72  4800 nvlink  450  400     64     77 H200 SXM 141 GB
+b200-180gb     b200     75  2250   2250   4500   178.35  7672 nvlink  900  400     64     90 B200 180 GB
+gh200-96gb     h100     67   989.4  989.4 1978.9  94.50  4000 nvlink  150  200    450    500 GH200 96 GB
+mi250x         mi250x   47.9  191.5  191.5   -      63.98  1638 nvlink  150  100     36     26 MI250X (one GCD)
+mi300x         mi300x  163.4 1307.4 1307.4 2614.9 191.69  5325 nvlink  448  400     64     77 MI300X 192 GB
 """
 """Peak rates in Tflop/s, "-" where the GPU has none; memory in GiB and GB/s; the link inside a machine per GPU in one
 direction; the usual network per GPU; the link to the host in one direction and host memory per GPU, in GB/s.
@@ -139,16 +137,15 @@ Of alike names the usual GPU stands first: it is the one that a short name means
 
 def _gpu(row: str) -> Gpu:
     """The GPU of a row of the table."""
-    name, family, *figures, title = row.split(maxsplit=14)
-    link = figures.pop(7)
-    fp32, tf32, bf16, fp16, fp8, gib, *rest = (0.0 if figure == "-" else float(figure) for figure in figures)
+    name, family, *figures, title = row.split(maxsplit=13)
+    link = figures.pop(6)
+    fp32, bf16, fp16, fp8, gib, *rest = (0.0 if figure == "-" else float(figure) for figure in figures)
     bandwidth, link_bandwidth, network, host, host_memory = rest
     return Gpu(
         name=name,
         title=title,
         family=family,
         fp32=fp32 * 1e12,
-        tf32=(tf32 or fp32) * 1e12,
         bf16=(bf16 or fp32) * 1e12,
         fp16=fp16 * 1e12,
         fp8=(fp8 or fp16) * 1e12,

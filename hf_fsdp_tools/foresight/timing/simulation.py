@@ -9,8 +9,8 @@ multiple NCCL communicators concurrently"); collectives that share a link take t
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hf_fsdp_tools.foresight.events import Event, Record, Wait, Work
-from hf_fsdp_tools.foresight.timing.durations import COLLECTIVES, COPIES, Durations
+from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Event, Record, Wait, Work
+from hf_fsdp_tools.foresight.timing.durations import Durations
 
 __all__ = ["Spent", "run"]
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_fsdp_tools.foresight.events import Event, Work
+from hf_fsdp_tools.foresight.events import COLLECTIVES, Event, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timing.durations import COLLECTIVES, Durations
+from hf_fsdp_tools.foresight.timing.durations import Durations
 from hf_fsdp_tools.foresight.timing.efficiency import Efficiency, efficiency_of
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.foresight.timing.simulation import run
@@ -28,11 +28,6 @@ class Timing:
     between GPU and host, or the optimizer runs on the CPU), `allocator` (the stalls), `host` (launches are late)."""
     communication: float
     """Seconds of all collectives, hidden or exposed."""
-
-    @property
-    def exposed(self) -> float:
-        """Seconds of communication that no computation hides."""
-        return self.parts["communication"]
 
 
 def simulate(

@@ -133,7 +133,6 @@ def _trace(
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()) + _bytes_of_scales(model),
         model_flops=sum(event.model_flops for event in events if isinstance(event, Work)),
         tokens=setup.batch_size * setup.seq_len,
-        blocks=sum(len(stack.indices) for stack in stacks),
         repeated=sum(stack.left_out for stack in stacks),
         notes=tuple(_notes(parameters, events)),
     )
@@ -144,7 +143,7 @@ def _notes(parameters: Sequence[Parameter], events: Sequence[Event]) -> Iterator
     reached = {event.parameter for event in events if isinstance(event, Gradient)}
     missed = [each for each in parameters if each.requires_grad and each.fqn not in reached]
     if missed:
-        first = ".".join(missed[0].module.split(".")[:2])
+        first = ".".join(missed[0].fqn.split(".")[:-1][:2])
         yield (
             f"{show_count(sum(each.numel for each in missed))} parameters get no gradient from the batch, among them "
             f"those of {first!r}."
@@ -201,7 +200,6 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
             shape=tuple(parameter.shape),
             dtype=parameter.dtype if name in packed else _dtype(parameter, setup, is_whole=is_whole),
             requires_grad=parameter.requires_grad,
-            module=name.rpartition(".")[0],
             is_whole=is_whole or setup.wrapping == "none",
             packed_values=packing_of(packed[name]).numel if name in packed else 0,
         )

@@ -13,7 +13,7 @@ from torch import nn
 from hf_fsdp_tools.foresight.build import DTYPES
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Mark, Phase, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing.trace import Parameter
+from hf_fsdp_tools.foresight.tracing.trace import Parameter, modules_above
 from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.planning.plan import WrapPlan
 
@@ -52,9 +52,7 @@ class _Formula:
         units = {name: unit.modules[0] for unit in plan.units for name in unit.modules}
         self._held: dict[str, list[Parameter]] = {unit.modules[0]: [] for unit in plan.units}
         for each in parameters:
-            parts = each.module.split(".")
-            above = (".".join(parts[:end]) for end in range(len(parts), -1, -1))
-            self._held[next(units[name] for name in above if name in units)].append(each)
+            self._held[next(units[name] for name in modules_above(each.fqn) if name in units)].append(each)
         self._units = [unit.modules[0] for unit in plan.units if unit.modules != ("",)]
 
     def events(self) -> Iterator[Event]:

@@ -77,7 +77,7 @@ def images_of(model: nn.Module, setup: TrainingSetup) -> Images | None:
     config: Any = model.config
     count = setup.images or 1
     try:
-        made = _processed(_processor(config), count, _size(config, setup))
+        made = _processed(_processor(config), count, setup.image_size or (_side(config) or _SIDE,) * 2)
         tokens, rest = divmod(_rows(model, made), count)
     except Exception as error:  # of transformers' code for any kind of model: the text is followed all the same
         raise NoImagesError(f"{type(error).__name__}: {first_line(error)}") from error
@@ -109,10 +109,6 @@ def _side(config: PreTrainedConfig) -> int | None:
     return side if isinstance(side, int) and side > 0 else None
 
 
-def _size(config: PreTrainedConfig, setup: TrainingSetup) -> tuple[int, int]:
-    return setup.image_size or (_side(config) or _SIDE,) * 2
-
-
 def _processor(config: PreTrainedConfig) -> Any:
     """The checkpoint's image processor, or that of the kind of model with the sizes of the configuration.
 
@@ -120,9 +116,8 @@ def _processor(config: PreTrainedConfig) -> Any:
         ImportError: it needs a package that is not installed.
         LookupError: there is none.
     """
-    if name := getattr(config, "name_or_path", ""):
-        return _saved_processor(name) or _usual_processor(config)
-    return _usual_processor(config)
+    name = getattr(config, "name_or_path", "")
+    return (_saved_processor(name) if name else None) or _usual_processor(config)
 
 
 @lru_cache(maxsize=8)

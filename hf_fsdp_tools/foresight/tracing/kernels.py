@@ -15,7 +15,10 @@ from transformers import masking_utils, modeling_utils
 from hf_fsdp_tools.foresight.events import Operation
 from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of
 
-__all__ = ["AsOnCuda", "counted", "flash_attention", "imitate_4bit", "run_on", "scratch"]
+__all__ = ["MAKES_NOTHING", "AsOnCuda", "counted", "flash_attention", "imitate_4bit", "run_on", "scratch"]
+
+MAKES_NOTHING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
+"""Operations without a kernel: their result is new memory, whose values are left open."""
 
 
 class AsOnCuda(TorchFunctionMode):
@@ -26,7 +29,7 @@ class AsOnCuda(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
-        if func is functional.rms_norm and hasattr(torch.ops.aten, "_fused_rms_norm"):
+        if func is functional.rms_norm:
             return _rms_norm(*args, **kwargs)
         if func is functional.dropout:
             return _dropout(*args, **kwargs)

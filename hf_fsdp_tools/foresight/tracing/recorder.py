@@ -9,13 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Kind, Mark, Phase, Work
-from hf_fsdp_tools.foresight.tracing.kernels import counted, run_on, scratch
+from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, counted, run_on, scratch
 from hf_fsdp_tools.foresight.tracing.sums import holders_of_a_sum, is_sum_in_place
 
 __all__ = ["Recorder"]
-
-_MAKES_NOTHING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
-"""Operations without a kernel although their result is new memory."""
 
 
 @dataclass(eq=False)
@@ -146,7 +143,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         schema = func._schema
         if not new and not schema.is_mutable:
             return result  # a view
-        if packet.__name__ in _MAKES_NOTHING:
+        if packet.__name__ in MAKES_NOTHING:
             return result
         self._work(func, args, kwargs, result, made)
         if self._on_cuda:

@@ -19,14 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING
+
 __all__ = ["Values", "followed_values"]
 
 _MOST_BYTES = 2**26
 """Of a result that is followed: token ids and grids are, masks of long sequences squared are not. (assumed)"""
-
-
-_MAKE_NOTHING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
-"""Operations that leave values open."""
 
 
 class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -47,11 +45,12 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         real = self._known.get(tensor) if isinstance(tensor, FakeTensor) else tensor
         return None if real is None or real.untyped_storage()._cdata in self._lost else real
 
-    def as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor with the values of a real one; a fake one as it is."""
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        fake: torch.Tensor = self._as_fake(tensor)
+    def as_fake(self, real: Any) -> Any:
+        """Fake tensors with the values of real ones, nested alike; a fake tensor as it is."""
+        if isinstance(real, FakeTensor):
+            return real
+        fake = tree_map_only(torch.Tensor, lambda one: torch.empty(one.shape, dtype=one.dtype), real)
+        self._keep(fake, real)
         return fake
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,7 +63,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         except (DataDependentOutputException, DynamicOutputShapeException):
             if not is_known:
                 return self._shaped_by_a_mask(func, args, kwargs)
-            return self._as_fake(self._real(func, args, kwargs))
+            return self.as_fake(self._real(func, args, kwargs))
         if not is_known:
             self._forget(func, args, kwargs)
         elif _new_bytes(result, given) <= _MOST_BYTES:
@@ -74,7 +73,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def _follows(self, func: Any) -> bool:
         """Whether the values of an operation's results follow from those of its inputs."""
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        return not is_random and func.overloadpacket.__name__ not in _MAKE_NOTHING
+        return not is_random and func.overloadpacket.__name__ not in MAKES_NOTHING
 
     def _real(self, func: Any, args: Any, kwargs: Any) -> Any:
         with _disable_current_modes():
@@ -84,12 +83,6 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         for one, value in zip(tree_flatten(fake)[0], tree_flatten(real)[0], strict=True):
             if isinstance(one, FakeTensor):
                 self._known[one] = value
-
-    def _as_fake(self, real: Any) -> Any:
-        """A result whose shape follows from values."""
-        fake = tree_map_only(torch.Tensor, lambda one: torch.empty(one.shape, dtype=one.dtype), real)
-        self._keep(fake, real)
-        return fake
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
         """What an operation writes without known values is known no longer."""
