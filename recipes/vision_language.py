@@ -94,6 +94,8 @@ def main() -> Trainer:
 
     # 2. What would fail later
     auto_class = AutoModelForImageTextToText
+    if training.packing or training.padding_free:
+        raise ConfigError("--packing, --padding_free: TRL packs no rows with images. Leave them out.")
     check_before_loading(model_args, training, None, data, held_out, auto_class=auto_class)
     check_images(data, processor, training)  # with the --max_length that the model has positions for
 
@@ -153,8 +155,6 @@ def image_tokens(processor: ProcessorMixin) -> list[int]:
 
 def check_images(data: datasets.Dataset, processor: ProcessorMixin, training: SFTConfig) -> None:
     """Refuse rows that make no batch, or lose images or the answer to --max_length."""
-    if training.packing or training.padding_free:
-        raise ConfigError("--packing, --padding_free: TRL packs no rows with images. Leave them out.")
     if processor.chat_template is None:
         raise ConfigError("The processor of this model has no chat template. Give --chat_template_path.")
     template = None

@@ -80,7 +80,7 @@ def check_before_loading(
                 f"--padding_free true cuts no rows, and --max_length is {training.max_length}. Use --max_length none "
                 "with rows that are short enough, or --packing true instead, which cuts them."
             )
-        _fit_positions(config, training, model_args)
+        _fit_positions(config, training, model_args, auto_class)
         if tokenizer is not None:
             _check_rows(training, tokenizer, train)
         if model_args.load_in_4bit:
@@ -152,11 +152,15 @@ def _check_optimizer(training: Any) -> None:
         raise ConfigError(f"--optim {name}: {error}") from None
 
 
-def _fit_positions(config: Any, training: Any, model_args: Any) -> None:
+def _fit_positions(config: Any, training: Any, model_args: Any, auto_class: Any) -> None:
     """Refuse a `max_length` beyond the model's positions; the options' default, which nobody asked for, is cut."""
     positions = getattr(text_config(config), "max_position_embeddings", None)
     length, name = getattr(training, "max_length", None), model_args.model_name_or_path
-    if not isinstance(positions, int) or positions <= 0 or length is None or length <= positions:
+    if not isinstance(positions, int) or positions <= 0 or length is None:
+        return
+    if auto_class is not None and length + (getattr(text_config(config), "pad_token_id", None) or 0) >= positions:
+        positions -= _rows_before_positions(_on_meta(config, model_args, training, auto_class))
+    if length <= positions:
         return
     if length != model_args.default_max_length:
         raise ConfigError(
@@ -166,6 +170,13 @@ def _fit_positions(config: Any, training: Any, model_args: Any) -> None:
     training.max_length = positions
     if rank_and_size()[0] == 0:
         print(f"--max_length {positions}: {name} has no more positions (the default is {length})")
+
+
+def _rows_before_positions(model: Any) -> int:
+    """Rows of the table of positions that stand for none: RoBERTa and its kind count from behind that of padding."""
+    tables = (module for name, module in model.named_modules() if name.endswith(".position_embeddings"))
+    padding = next((table.padding_idx for table in tables if getattr(table, "padding_idx", None) is not None), None)
+    return 0 if padding is None else int(padding) + 1
 
 
 # ---- what is trained on ----

@@ -33,10 +33,10 @@ def tokenizer():
     return train_demo_tokenizer(demo_split()[0][:100], vocab_size=400, max_length=256)
 
 
-def check(kind: str, rows: list[dict], tokenizer, folder: Path, *, auto_class=None, **options: object) -> None:
+def check(kind: str, rows: list[dict], tokenizer, folder: Path, *, auto_class=None, length=64, **options) -> None:
     hf.AutoConfig.for_model(kind, **SIZES).save_pretrained(folder / kind)
     model_args = ModelArguments(model_name_or_path=str(folder / kind), **options)
-    training = SFTConfig(output_dir=str(folder / "out"), max_length=64, use_cpu=True, bf16=False)
+    training = SFTConfig(output_dir=str(folder / "out"), max_length=length, use_cpu=True, bf16=False)
     check_before_loading(model_args, training, tokenizer, rows, auto_class=auto_class)
 
 
@@ -44,6 +44,14 @@ def check(kind: str, rows: list[dict], tokenizer, folder: Path, *, auto_class=No
 def test_an_encoder_with_a_decoder_is_refused(kind, tokenizer, tmp_path):
     with pytest.raises(ConfigError, match=rf"{kind} is an encoder and a decoder \({kind}\).* Give a causal language m"):
         check(kind, TEXT, tokenizer, tmp_path)
+
+
+def test_positions_begin_behind_the_row_of_padding(tokenizer, tmp_path):
+    classifier = hf.AutoModelForSequenceClassification
+    with pytest.raises(ConfigError, match=r"--max_length 256: .*roberta has 254 positions"):
+        check("roberta", TEXT, tokenizer, tmp_path, auto_class=classifier, length=256)
+    check("roberta", TEXT, tokenizer, tmp_path, auto_class=classifier, length=254)
+    check("bert", TEXT, tokenizer, tmp_path, auto_class=classifier, length=256)
 
 
 def test_what_peft_cannot_adapt_is_named_with_what_helps(tokenizer, tmp_path):
