@@ -1,6 +1,7 @@
 """The data of a recipe: files, folders and hub names as a training and an evaluation split; and the tokenizer."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
@@ -314,7 +315,7 @@ def load_processor(model_args: Any, training: Any) -> Any:
 
     Raises:
         CheckpointError: there is no such model, or it has no processor of images; on every rank alike.
-        ConfigError: the template cannot be had.
+        ConfigError: the template cannot be had, or a package that the processor needs is absent.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -335,10 +336,17 @@ def load_processor(model_args: Any, training: Any) -> Any:
         }
         try:
             processor = AutoProcessor.from_pretrained(name, **hub)
-        except (OSError, ValueError, ImportError) as error:
+        except ImportError as error:
+            needed = re.search(r"(\w+) requires the (\w+) library", str(error))
+            said = first_line(error)
+            if needed:
+                package = {"PIL": "pillow"}.get(needed[2], needed[2].lower())
+                said = f"{needed[1]} requires {needed[2]}: pip install {package}"
+            raise ConfigError(f"The processor of {name} needs a package that is absent. {said}.") from error
+        except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{name} has a tokenizer and no processor of images that can be loaded: {first_line(error)}. Copy "
-                "processor_config.json and preprocessor_config.json of the base model into it; images need pillow."
+                "processor_config.json and preprocessor_config.json of the base model into it."
             ) from error
         if getattr(processor, "image_processor", None) is None:
             raise CheckpointError(

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from trl import SFTConfig
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.scripting import ModelArguments, check_before_loading, finish, images_in_each_batch
+from hf_fsdp_tools.scripting import ModelArguments, check_before_loading, finish, images_in_each_batch, load_processor
 from hf_fsdp_tools.scripting.demo import demo_split, train_demo_tokenizer
 from hf_fsdp_tools.scripting.formats import with_turns_for_prompt
 from hf_fsdp_tools.sharding.settings import with_modules_to_save
@@ -98,6 +98,29 @@ def test_what_no_file_holds_is_saved_with_the_adapter(given, drawn, saved):
     config = LoraConfig(target_modules=["q_proj"], **given)
     assert with_modules_to_save(config, drawn).modules_to_save == saved
     assert config.modules_to_save == given.get("modules_to_save"), "not changed"
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (
+            "QwenVideoProcessor requires the Torchvision library but it was",
+            "QwenVideoProcessor .*: pip install torchvision",
+        ),
+        ("X requires the PIL library but it was not found", "X requires PIL: pip install pillow"),
+        ("Package `num2words` is required. Install it with `pip install num2words`.", "with `pip install num2words`"),
+    ],
+)
+def test_a_package_that_a_processor_needs_is_named(raised, said, tokenizer, tmp_path, monkeypatch):
+    hf.LlavaConfig().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    def from_pretrained(*args: object, **keywords: object) -> None:
+        raise ImportError(raised)
+
+    monkeypatch.setattr(hf.AutoProcessor, "from_pretrained", from_pretrained)
+    with pytest.raises(ConfigError, match=rf"needs a package that is absent\. .*{said}\.$"):
+        load_processor(ModelArguments(model_name_or_path=str(tmp_path)), SFTConfig(use_cpu=True, bf16=False))
 
 
 def test_a_batch_without_images_gets_a_row_that_does_not_count():
