@@ -26,7 +26,14 @@ from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.sharding.adapters import add_adapter, load_adapter
 from hf_fsdp_tools.sharding.first_pass import expect_prepare
-from hf_fsdp_tools.sharding.settings import as_compile, as_mesh, as_mp_policy, as_offload_policy, as_peft_config
+from hf_fsdp_tools.sharding.settings import (
+    as_compile,
+    as_mesh,
+    as_mp_policy,
+    as_offload_policy,
+    as_peft_config,
+    with_modules_to_save,
+)
 from hf_fsdp_tools.sharding.shard import shard_model
 from hf_fsdp_tools.text import quoted
 
@@ -146,7 +153,9 @@ def from_pretrained(
         peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`, or a dict of its arguments
             (`{"r": 16}`; LoRA where it names no `peft_type`): adds a new adapter to the loaded shards (`add_adapter`)
             and returns the `PeftModel`, of which only the adapter is trainable. Where a training state holds values of
-            an adapter, this is the config of that adapter, which gets these values.
+            an adapter, this is the config of that adapter, which gets these values. Modules with weights that no file
+            holds (a new head) are trained whole and saved with the adapter, as if they were in `modules_to_save`:
+            whoever opens the adapter would draw others.
         is_trainable: whether an adapter that is loaded is trainable; it is frozen otherwise, as in PEFT. With
             `peft_config` it is trainable.
         auto_class: the `AutoModelFor…` class, a model class, or the name of one. None means the class that the config's
@@ -271,6 +280,9 @@ def from_pretrained(
     # 6 this rank's bytes of the files
     report = load_weights(model, checkpoint.index, **load_kwargs)
     # 7 the adapter, which PEFT reads or makes
+    if peft_config is not None and checkpoint.adapter_state is None:
+        weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        peft_config = with_modules_to_save(peft_config, [key for key in report.initialized_keys if key in weights])
     model = _with_adapter(model, checkpoint, peft_config, is_trainable, load_kwargs.get("seed"))
     return (model, report) if output_loading_info else model
 

@@ -104,7 +104,8 @@ def main() -> Trainer:
     id2label = dict(enumerate(names))
     label2id = {name: number for number, name in id2label.items()}
     model = load_model(model_args, training, accelerator, auto_class=auto_class, id2label=id2label, label2id=label2id)
-    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # the head reads the last token that is none
+    config = model.config.get_text_config()
+    stored, config.pad_token_id = config.pad_token_id, tokenizer.pad_token_id  # the head reads the last other token
 
     # 4. Train, with the evaluation loss before and after
     trainer = Trainer(
@@ -114,7 +115,8 @@ def main() -> Trainer:
         eval_dataset=encode(held_out, script, training, tokenizer, label2id) if held_out is not None else None,
         processing_class=tokenizer,
         compute_metrics=lambda found: {"accuracy": float((found.predictions == found.label_ids).mean())},
-        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        # an encoder with a decoder gives more than logits
+        preprocess_logits_for_metrics=lambda out, labels: (out[0] if isinstance(out, tuple) else out).argmax(-1),
     )
     # Such a head takes the mean over its own rows. The Trainer (5.23) would multiply it by the number of processes.
     trainer.model_accepts_loss_kwargs = False
@@ -125,6 +127,7 @@ def main() -> Trainer:
     use = f'use it with pipeline("text-classification", "{training.output_dir}")'
     if model_args.use_peft:
         use = f"open it with peft.AutoPeftModelForSequenceClassification.from_pretrained, num_labels={len(names)}"
+        use += "" if stored == config.pad_token_id else f", pad_token_id={config.pad_token_id}"  # in no adapter's files
     says = {
         "evaluation loss": show_losses(before, after),
         "accuracy": f"{right[0]:.0%} before, {right[-1]:.0%} after" if right else "not evaluated",

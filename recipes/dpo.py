@@ -48,6 +48,7 @@ from hf_fsdp_tools.scripting import (
     load_splits,
     load_tokenizer,
     make_demo,
+    opener,
     parse_arguments,
     run,
     show_losses,
@@ -113,7 +114,7 @@ def main() -> Trainer:
     says = {
         "evaluation loss": show_losses(before, after),
         "chosen preferred": f"in {right[-1]:.0%} of the held-out pairs" if right else "not evaluated",
-        "checkpoint": f"{training.output_dir} (open it with AutoModelForCausalLM.from_pretrained)",
+        "checkpoint": f"{training.output_dir} (open it with {opener(trainer.model)}.from_pretrained)",
     }
     finish(trainer, training, model_args, tokenizer, says=says)
     return trainer

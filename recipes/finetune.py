@@ -48,6 +48,7 @@ from hf_fsdp_tools.scripting import (
     load_splits,
     load_tokenizer,
     make_demo,
+    opener,
     parse_arguments,
     run,
     show_losses,
@@ -92,11 +93,10 @@ def main() -> None:
     before, after = train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint, and a look at it
-    sample = generate(trainer.model, tokenizer, prompt_of(data, tokenizer), seed=training.seed)
     says = {
         "evaluation loss": show_losses(before, after),
-        "checkpoint": f"{training.output_dir} (open it with AutoModelForCausalLM.from_pretrained)",
-        "sample": repr(sample),
+        "checkpoint": f"{training.output_dir} (open it with {opener(trainer.model)}.from_pretrained)",
+        "sample": lambda: repr(generate(trainer.model, tokenizer, prompt_of(data, tokenizer), seed=training.seed)),
     }
     finish(trainer, training, model_args, tokenizer, says=says)
 

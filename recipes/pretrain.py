@@ -45,6 +45,7 @@ from hf_fsdp_tools.scripting import (
     load_splits,
     load_tokenizer,
     make_demo,
+    opener,
     parse_arguments,
     run,
     show_losses,
@@ -108,7 +109,7 @@ def main() -> None:
     says = {
         "evaluation loss": show_losses(before, after),
         "perplexity": f"{math.exp(after):,.1f} after" if after is not None else "not evaluated",
-        "checkpoint": f"{training.output_dir} (open it with AutoModelForCausalLM.from_pretrained)",
+        "checkpoint": f"{training.output_dir} (open it with {opener(trainer.model)}.from_pretrained)",
     }
     finish(trainer, training, model_args, tokenizer, says=says)
 

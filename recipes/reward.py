@@ -89,6 +89,8 @@ def main() -> Trainer:
 
     # 3. The model, straight into shards. Its head is in no file: it is drawn by the seed, equal on any number of ranks
     model = load_model(model_args, training, accelerator, auto_class=auto_class, num_labels=1)
+    config = model.config.get_text_config()
+    stored = config.pad_token_id
 
     # 4. Train, with the evaluation loss before and after
     trainer = Trainer(model=model, args=training, train_dataset=data, eval_dataset=held_out, processing_class=tokenizer)
@@ -96,12 +98,15 @@ def main() -> Trainer:
 
     # 5. A normal Hugging Face checkpoint
     right = [log["eval_accuracy"] for log in trainer.state.log_history if "eval_accuracy" in log]
-    opener = "peft.AutoPeftModelForSequenceClassification" if model_args.use_peft else auto_class.__name__
+    opener, pad = auto_class.__name__, ""
+    if model_args.use_peft:
+        opener = "peft.AutoPeftModelForSequenceClassification"
+        pad = "" if stored == config.pad_token_id else f", pad_token_id={config.pad_token_id}"  # in no adapter's files
     says = {
         "evaluation loss": show_losses(before, after),
         "chosen preferred": f"in {right[-1]:.0%} of the held-out pairs" if right else "not evaluated",
-        "checkpoint": f"{training.output_dir} (open it with {opener}.from_pretrained, num_labels=1; logits[:, 0] are "
-        "the rewards)",
+        "checkpoint": f"{training.output_dir} (open it with {opener}.from_pretrained, num_labels=1{pad}; logits[:, 0] "
+        "are the rewards)",
     }
     finish(trainer, training, model_args, tokenizer, says=says)
     return trainer

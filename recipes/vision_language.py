@@ -30,7 +30,8 @@ from typing import Any
 import datasets
 import torch
 from transformers import AutoModelForImageTextToText, PreTrainedModel, ProcessorMixin
-from trl import ScriptArguments, SFTConfig, SFTTrainer
+from trl import ScriptArguments, SFTConfig, SFTTrainer, get_training_chat_template
+from trl.chat_template_utils import has_generation_markers
 from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
@@ -40,6 +41,7 @@ from hf_fsdp_tools.scripting import (
     StreamMixin,
     check_before_loading,
     finish,
+    images_in_each_batch,
     load_model,
     load_processor,
     load_splits,
@@ -92,8 +94,10 @@ def main() -> Trainer:
 
     # 2. What would fail later
     auto_class = AutoModelForImageTextToText
-    check_images(data, processor, training)
+    if training.packing or training.padding_free:
+        raise ConfigError("--packing, --padding_free: TRL packs no rows with images. Leave them out.")
     check_before_loading(model_args, training, None, data, held_out, auto_class=auto_class)
+    check_images(data, processor, training)  # with the --max_length that the model has positions for
 
     # 3. The model, straight into shards; with an adapter, if one is asked for
     model = load_model(model_args, training, accelerator, auto_class=auto_class)
@@ -106,6 +110,7 @@ def main() -> Trainer:
 
     # 4. Train, with the evaluation loss before and after. Images are processed batch by batch
     trainer = Trainer(model=model, args=training, train_dataset=data, eval_dataset=held_out, processing_class=processor)
+    images_in_each_batch(trainer, data)
     before, after = train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint, and a look at it
@@ -113,7 +118,7 @@ def main() -> Trainer:
     says = {
         "evaluation loss": show_losses(before, after),
         "checkpoint": f"{training.output_dir} (open it with AutoModelForImageTextToText.from_pretrained)",
-        "sample": repr(answer(trainer.model, processor, row)),
+        "sample": lambda: repr(answer(trainer.model, processor, row)),
         "expected": repr(turns_of(row)[-1]["content"]),
     }
     finish(trainer, training, model_args, processor, says=says)
@@ -150,24 +155,35 @@ def image_tokens(processor: ProcessorMixin) -> list[int]:
 
 def check_images(data: datasets.Dataset, processor: ProcessorMixin, training: SFTConfig) -> None:
     """Refuse rows that make no batch, or lose images or the answer to --max_length."""
-    if training.packing or training.padding_free:
-        raise ConfigError("--packing, --padding_free: TRL packs no rows with images. Leave them out.")
     if processor.chat_template is None:
         raise ConfigError("The processor of this model has no chat template. Give --chat_template_path.")
+    template = None
+    if training.assistant_only_loss and not has_generation_markers(processor.chat_template):
+        try:
+            template = get_training_chat_template(processor)  # TRL's own, as its trainer takes it
+        except ValueError as error:
+            raise ConfigError(
+                "--assistant_only_loss needs a chat template that marks the assistant's words with {% generation %}, "
+                "and this processor's does not. Give one with --chat_template_path, or leave the option out."
+            ) from error
     marks = torch.tensor(image_tokens(processor))
     for number, row in enumerate(islice(iter(data), ROWS), 1):
         kind = "messages" if "messages" in row else "completion"
         if not all(isinstance(turn, dict) for turn in turns_of(row)):
             raise ConfigError(f"Row {number}: `{kind}` are no turns of `role` and `content`, such as a chat has.")
         collate = DataCollatorForVisionLanguageModeling(
-            processor, completion_only_loss=kind == "completion", assistant_only_loss=training.assistant_only_loss
+            processor,
+            completion_only_loss=kind == "completion",
+            assistant_only_loss=training.assistant_only_loss,
+            chat_template=template,
         )
         try:
             batch = collate([dict(row)])
-        except (ValueError, TypeError, KeyError, OSError, IndexError) as error:
-            said = str(error).strip().split("\n")[0]
+        except (ValueError, TypeError, KeyError, OSError, IndexError, RuntimeError) as error:
+            said = str(error).strip().split("\n")[0].rstrip(".")
+            cure = "" if kind == "messages" else ", or give rows with `messages`, which all processors take"
             raise ConfigError(
-                f"Row {number}: the processor makes no batch of it: {said}. Mend or delete it."
+                f"Row {number}: the processor makes no batch of it: {said}. Mend or delete it{cure}."
             ) from error
         ids, labels = batch["input_ids"][0], batch["labels"][0]
         length = training.max_length or len(ids)
@@ -177,6 +193,8 @@ def check_images(data: datasets.Dataset, processor: ProcessorMixin, training: SF
                 f"--max_length {length}: row {number} has {len(ids)} tokens, {count} of them for "
                 f"{len(images_of(row))} image(s), which may not be cut. Use {len(ids)} or more, or smaller images."
             )
+        if (labels == -100).all():
+            raise ConfigError(f"Row {number} has no answer: none of its tokens counts in the loss. Mend or delete it.")
         if (labels[:length] == -100).all():
             raise ConfigError(
                 f"--max_length {length}: row {number} has {len(ids)} tokens, and none of its answer is within. Use "

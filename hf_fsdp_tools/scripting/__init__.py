@@ -11,10 +11,12 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.scripting.data import load_splits as load_splits
     from hf_fsdp_tools.scripting.data import load_tokenizer as load_tokenizer
     from hf_fsdp_tools.scripting.demo_data import make_demo as make_demo
+    from hf_fsdp_tools.scripting.images import images_in_each_batch as images_in_each_batch
     from hf_fsdp_tools.scripting.progress import Progress as Progress
     from hf_fsdp_tools.scripting.progress import peak_bytes as peak_bytes
     from hf_fsdp_tools.scripting.running import finish as finish
     from hf_fsdp_tools.scripting.running import load_model as load_model
+    from hf_fsdp_tools.scripting.running import opener as opener
     from hf_fsdp_tools.scripting.running import run as run
     from hf_fsdp_tools.scripting.running import show_losses as show_losses
     from hf_fsdp_tools.scripting.running import train as train
@@ -26,8 +28,9 @@ _NAMES_OF = {
     "checks": ("check_before_loading",),
     "data": ("load_processor", "load_splits", "load_tokenizer"),
     "demo_data": ("make_demo",),
+    "images": ("images_in_each_batch",),
     "progress": ("Progress", "peak_bytes"),
-    "running": ("finish", "load_model", "run", "show_losses", "train"),
+    "running": ("finish", "load_model", "opener", "run", "show_losses", "train"),
     "streams": ("StreamMixin", "share_of_stream"),
 }
 

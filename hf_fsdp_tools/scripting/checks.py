@@ -48,12 +48,13 @@ def check_before_loading(
     Every rank must call. The ranks exchange errors alone.
 
     Raises:
-        ConfigError: a causal language model is to be trained, and this one generates no text; a sequence may be longer
-            than the model has positions; a chat template is needed and absent; all labels of the rows are masked;
-            `--lora_target_modules` match nothing; bitsandbytes cannot compute on this device; packed rows would see
-            each other, or `--padding_free` would leave rows uncut; the optimizer cannot step shards, or its package is
-            absent; the output folder cannot be written; there is nothing to resume from, or another run's checkpoints
-            lie in the output folder. On every rank alike.
+        ConfigError: a causal language model is to be trained, and this one generates no text, or has an encoder
+            besides; a sequence may be longer than the model has positions; a chat template is needed and absent; all
+            labels of the rows are masked, or parts of a row are text and others turns of a chat;
+            `--lora_target_modules` match nothing, or PEFT cannot adapt them; bitsandbytes cannot compute on this
+            device; packed rows would see each other, or `--padding_free` would leave rows uncut; the optimizer cannot
+            step shards, or its package is absent; the output folder cannot be written; there is nothing to resume from,
+            or another run's checkpoints lie in the output folder. On every rank alike.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -79,7 +80,7 @@ def check_before_loading(
                 f"--padding_free true cuts no rows, and --max_length is {training.max_length}. Use --max_length none "
                 "with rows that are short enough, or --packing true instead, which cuts them."
             )
-        _fit_positions(config, training, model_args)
+        _fit_positions(config, training, model_args, auto_class)
         if tokenizer is not None:
             _check_rows(training, tokenizer, train)
         if model_args.load_in_4bit:
@@ -87,14 +88,19 @@ def check_before_loading(
         if model_args.use_peft or _packs(training):
             model = _on_meta(config, model_args, training, auto_class)
             if _packs(training):
-                _check_separate(model)
+                _check_separate(model, "--packing" if training.packing else "--padding_free")
             if model_args.use_peft:
                 _check_targets(model, model_args)
 
 
 def _check_generates(config: Any, training: Any, name: str) -> None:
-    """Refuse a model that writes no text (an encoder) where a causal language model is trained."""
+    """Refuse a model that writes no text (an encoder), or reads a question apart, where next tokens are trained."""
     kind = model_class(config, trust_remote_code=getattr(training, "trust_remote_code", False))
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{name} is an encoder and a decoder ({config.model_type}): it reads one text and writes another, and this "
+            "recipe trains a model on the next token of one text. Give a causal language model."
+        )
     if hasattr(kind, "can_generate") and not kind.can_generate():
         raise ConfigError(
             f"{name} is a {kind.__name__}, which generates no text. Give a causal language model, or train a "
@@ -146,11 +152,15 @@ def _check_optimizer(training: Any) -> None:
         raise ConfigError(f"--optim {name}: {error}") from None
 
 
-def _fit_positions(config: Any, training: Any, model_args: Any) -> None:
+def _fit_positions(config: Any, training: Any, model_args: Any, auto_class: Any) -> None:
     """Refuse a `max_length` beyond the model's positions; the options' default, which nobody asked for, is cut."""
     positions = getattr(text_config(config), "max_position_embeddings", None)
     length, name = getattr(training, "max_length", None), model_args.model_name_or_path
-    if not isinstance(positions, int) or positions <= 0 or length is None or length <= positions:
+    if not isinstance(positions, int) or positions <= 0 or length is None:
+        return
+    if auto_class is not None and length + (getattr(text_config(config), "pad_token_id", None) or 0) >= positions:
+        positions -= _rows_before_positions(_on_meta(config, model_args, training, auto_class))
+    if length <= positions:
         return
     if length != model_args.default_max_length:
         raise ConfigError(
@@ -160,6 +170,13 @@ def _fit_positions(config: Any, training: Any, model_args: Any) -> None:
     training.max_length = positions
     if rank_and_size()[0] == 0:
         print(f"--max_length {positions}: {name} has no more positions (the default is {length})")
+
+
+def _rows_before_positions(model: Any) -> int:
+    """Rows of the table of positions that stand for none: RoBERTa and its kind count from behind that of padding."""
+    tables = (module for name, module in model.named_modules() if name.endswith(".position_embeddings"))
+    padding = next((table.padding_idx for table in tables if getattr(table, "padding_idx", None) is not None), None)
+    return 0 if padding is None else int(padding) + 1
 
 
 # ---- what is trained on ----
@@ -197,6 +214,12 @@ def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
             raise ConfigError(
                 f"Row {number} of the training rows is empty: {listed(f'{name} is {row[name]!r}' for name in row)}. "
                 "Delete such rows."
+            )
+        parts = [name for name in ("prompt", "completion", "chosen", "rejected") if row.get(name) is not None]
+        if len({type(row[name]) for name in parts}) > 1:
+            raise ConfigError(
+                f"Row {number} of the training rows: some of {listed(f'`{name}`' for name in parts)} are "
+                "text, and some are turns of a chat. Make all the same."
             )
     lengths, counted = zip(*(_measured(row, tokenizer, template, training) for row in rows), strict=True)
     most = getattr(training, "max_length", None)
@@ -259,7 +282,7 @@ def _packs(training: Any) -> bool:
     return bool(getattr(training, "packing", False) or getattr(training, "padding_free", False))
 
 
-def _check_separate(model: Any) -> None:
+def _check_separate(model: Any, option: str) -> None:
     """Refuse to put rows behind each other where attention would see from one row into the next.
 
     With flash attention the boundaries go to the kernel. Other attention gets a mask that transformers makes of the
@@ -270,8 +293,8 @@ def _check_separate(model: Any) -> None:
     source = inspect.getsource(sys.modules[type(model).__module__])
     if "create_causal_mask" not in source or "position_ids" not in source:
         raise ConfigError(
-            f"--packing: {type(model).__name__} makes no mask between rows that lie behind each other, so that each "
-            "would see the rows before it. Use --attn_implementation flash_attention_2, or leave packing out."
+            f"{option}: {type(model).__name__} makes no mask between rows that lie behind each other, so that each "
+            f"would see the rows before it. Use --attn_implementation flash_attention_2, or leave {option} out."
         )
 
 
@@ -285,11 +308,18 @@ def _check_targets(model: Any, model_args: Any) -> None:
     linear = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
     try:
         adapted = get_peft_model(model, asked, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
+        said = first_line(error).split(". ")[0]
+        if "lora_dropout" in said:
+            raise ConfigError(
+                f"--lora_dropout {asked.lora_dropout:g}: the experts of {type(model).__name__} are no linear layers, "
+                "and PEFT has no dropout for other adapters. Use --lora_dropout 0, or leave the experts out of "
+                "--lora_target_modules."
+            ) from error
         names = listed(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linear), 12)
+        cure = "; or use all-linear" if model_args.lora_target_modules != "all-linear" else ". Name some of them"
         raise ConfigError(
-            f"--lora_target_modules: {first_line(error).split('. ')[0]}. Linear layers of {type(model).__name__}: "
-            f"{names}; or use all-linear."
+            f"--lora_target_modules: {said}. Linear layers of {type(model).__name__}: {names}{cure}."
         ) from error
     head = adapted.get_output_embeddings()
     if isinstance(head, BaseTunerLayer):

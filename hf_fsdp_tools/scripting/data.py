@@ -1,6 +1,7 @@
 """The data of a recipe: files, folders and hub names as a training and an evaluation split; and the tokenizer."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.meta import load_config
+from hf_fsdp_tools.scripting.formats import from_alpaca, from_sharegpt, with_turns_for_prompt
 from hf_fsdp_tools.scripting.streams import share_of_stream
 from hf_fsdp_tools.text import first_line, listed
 
@@ -29,9 +31,6 @@ _ALPACA = ({"instruction", "output"}, {"question", "answer"})
 _NOT_LOADED = "Check the name; one of the hub needs the network, and `hf auth login` where it is private or gated."
 
 _TURNS, _TEXT_OR_TURNS = {"messages", "conversations"}, {"prompt", "chosen", "rejected", "completion"}
-
-_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant"}
-"""Roles of ShareGPT as chat templates name them."""
 
 
 def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str]]) -> tuple[Any, Any]:
@@ -155,17 +154,17 @@ def _converted(dataset: Any, name: str, columns: Sequence[AbstractSet[str]]) -> 
     found = _columns(dataset)
     if (used := next((wanted for wanted in columns if wanted <= found), None)) is not None:
         _check_types(dataset, name, used if len(used) == 1 else used & (_TURNS | _TEXT_OR_TURNS))
-        return dataset
+        return with_turns_for_prompt(dataset)
     turns, pairs = ({*wanted} in map(set, columns) for wanted in (["messages"], ["prompt", "completion"]))
     if "conversations" in found and turns:
         _check_types(dataset, name, {"conversations"})
-        return dataset.map(_from_sharegpt, remove_columns=["conversations"])
+        return dataset.map(from_sharegpt, remove_columns=["conversations"])
     question = next((pair for pair in _ALPACA if pair <= found), None)
     if question is not None and (pairs or turns):
         ask, answer = ("instruction", "output") if "output" in question else ("question", "answer")
         _check_types(dataset, name, {ask, answer, "input", "system"})
         keep = {"ask": ask, "answer": answer, "pairs": pairs}
-        return dataset.map(_from_alpaca, fn_kwargs=keep, remove_columns=sorted(found))
+        return dataset.map(from_alpaca, fn_kwargs=keep, remove_columns=sorted(found))
     needed = listed([" and ".join(f"`{one}`" for one in sorted(wanted)) for wanted in columns], 8, separator="; or ")
     raise ConfigError(
         f"--dataset_name {name} has the columns {', '.join(sorted(found))}; none can be trained on. Needed: {needed}. "
@@ -193,24 +192,6 @@ def _columns(dataset: Any) -> set[str]:
     if dataset.column_names is not None:
         return set(dataset.column_names)
     return set(next(iter(dataset), {}))
-
-
-def _from_sharegpt(row: dict[str, Any]) -> dict[str, Any]:
-    """`{"from": "human", "value": …}` as `{"role": "user", "content": …}`."""
-    turns = [
-        {"role": turn.get("role") or turn.get("from"), "content": turn.get("content") or turn.get("value") or ""}
-        for turn in row["conversations"]
-    ]
-    return {"messages": [turn | {"role": _ROLES.get(str(turn["role"]), turn["role"])} for turn in turns]}
-
-
-def _from_alpaca(row: dict[str, Any], ask: str, answer: str, pairs: bool) -> dict[str, Any]:
-    """A question and its answer as turns of a chat; alpaca's `system` and `input` belong to the question."""
-    question = "\n\n".join(part for part in (row[ask], row.get("input")) if part)
-    turns = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    turns.append({"role": "user", "content": question})
-    reply = [{"role": "assistant", "content": row[answer]}]
-    return {"prompt": turns, "completion": reply} if pairs else {"messages": turns + reply}
 
 
 def _mixed(parts: list[Any], names: list[str], *, streaming: bool) -> Any:
@@ -334,7 +315,7 @@ def load_processor(model_args: Any, training: Any) -> Any:
 
     Raises:
         CheckpointError: there is no such model, or it has no processor of images; on every rank alike.
-        ConfigError: the template cannot be had.
+        ConfigError: the template cannot be had, or a package that the processor needs is absent.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -355,10 +336,17 @@ def load_processor(model_args: Any, training: Any) -> Any:
         }
         try:
             processor = AutoProcessor.from_pretrained(name, **hub)
-        except (OSError, ValueError, ImportError) as error:
+        except ImportError as error:
+            needed = re.search(r"(\w+) requires the (\w+) library", str(error))
+            said = first_line(error)
+            if needed:
+                package = {"PIL": "pillow"}.get(needed[2], needed[2].lower())
+                said = f"{needed[1]} requires {needed[2]}: pip install {package}"
+            raise ConfigError(f"The processor of {name} needs a package that is absent. {said}.") from error
+        except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{name} has a tokenizer and no processor of images that can be loaded: {first_line(error)}. Copy "
-                "processor_config.json and preprocessor_config.json of the base model into it; images need pillow."
+                "processor_config.json and preprocessor_config.json of the base model into it."
             ) from error
         if getattr(processor, "image_processor", None) is None:
             raise CheckpointError(

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.text import first_line
 
 __all__ = ["check_documents_apart"]
 
@@ -32,24 +33,31 @@ def check_documents_apart(trainer: Any) -> None:
     Every rank must call: the forward passes gather the units. All ranks compute the same.
 
     Raises:
-        ConfigError: the documents are not apart; on all ranks alike.
+        ConfigError: the documents are not apart, or the model itself refuses them (recurrent ones, without their
+            kernels); on all ranks alike.
     """
     model = trainer.model
+    option = "--packing" if trainer.args.packing else "--padding_free"
     ids = [3 + number % (model.config.get_text_config().vocab_size - 3) for number in range(3 * _TOKENS)]
     first, other, second = ids[:_TOKENS], ids[_TOKENS : 2 * _TOKENS], ids[2 * _TOKENS :]
     was_training = model.training
     model.eval()
-    found, changed = (_logits_of_second(trainer, before, second) for before in (first, other))
+    try:
+        found, changed = (_logits_of_second(trainer, before, second) for before in (first, other))
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(
+            f"{option}: {type(model).__name__} cannot run on packed rows: {first_line(error)}. Or leave {option} out."
+        ) from error
     model.train(was_training)
     noise = _NOISE.get(found.dtype, _NOISE_16_BITS)
     found, changed = found.float(), changed.float()
     apart = ((found - changed).pow(2).mean().sqrt() / found.std()).item()
     if not apart < noise:
         raise ConfigError(
-            f"--packing: {type(model).__name__} with the attention implementation "
+            f"{option}: {type(model).__name__} with the attention implementation "
             f"{model.config._attn_implementation!r} sees the documents before its own in a packed row (its logits "
             f"change by {apart:.0%} of their spread). Use --attn_implementation flash_attention_2 where the model has "
-            "it, or --packing false."
+            f"it, or leave {option} out."
         )
 
 

@@ -14,7 +14,13 @@ from typing import Any, NoReturn
 
 from huggingface_hub import constants
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
-from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    EarlyStoppingCallback,
+    PrinterCallback,
+    ProgressCallback,
+)
 
 from hf_fsdp_tools.distributed.agreement import wait_for_all_ranks
 from hf_fsdp_tools.distributed.mesh import rank_on_node
@@ -23,7 +29,7 @@ from hf_fsdp_tools.scripting.packing import check_documents_apart
 from hf_fsdp_tools.scripting.progress import Progress
 from hf_fsdp_tools.scripting.streams import check_divided_once
 
-__all__ = ["finish", "load_model", "run", "show_losses", "train"]
+__all__ = ["finish", "load_model", "opener", "run", "show_losses", "train"]
 
 _FIRST_SAYS_S = 30.0
 """How long the first process of a machine may take to say an error after another has met it. (assumed)"""
@@ -73,6 +79,8 @@ def load_model(
         logger.removeFilter(_is_no_table)
     if show:
         accelerator.print(f"\n{describe_sharding(model)}\n\n{report}\n")
+        if hasattr(model, "peft_config") and report.initialized_keys:
+            accelerator.print("what no file holds is trained whole, and saved with the adapter\n")
     return model
 
 
@@ -125,7 +133,7 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     trainer.callback_handler.callbacks.insert(0, Progress())  # before those that report what is logged
     if (patience := getattr(model_args, "early_stopping_patience", None)) is not None:
         trainer.add_callback(EarlyStoppingCallback(patience))
-    if getattr(training, "packing", False):
+    if getattr(training, "packing", False) or getattr(training, "padding_free", False):
         check_documents_apart(trainer)
     resume = training.resume_from_checkpoint
     training.eval_on_start = training.eval_on_start and not resume and trainer.eval_dataset is not None
@@ -157,12 +165,33 @@ def show_losses(before: float | None, after: float | None) -> str:
     return f"{after:.3f} after" if before is None else f"{before:.3f} before, {after:.3f} after"
 
 
+def opener(model: Any) -> str:
+    """What opens the checkpoint of a model that writes text: `AutoModelForCausalLM`, or what its kind has instead.
+
+    Example:
+        >>> opener(from_pretrained("checkpoint", load_kwargs={"progress": False}))
+        'AutoModelForCausalLM'
+    """
+    config = model.config
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "AutoModelForCausalLM"
+    has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return "AutoModelForImageTextToText" if has_images else str(config.architectures[0])
+
+
 def _logged(trainer: Any, name: str) -> list[tuple[int, float]]:
     """(step, value) of each log that holds it."""
     return [(entry["step"], float(entry[name])) for entry in trainer.state.log_history if name in entry]
 
 
-def finish(trainer: Any, training: Any, model_args: Any, tokenizer: Any, *, says: Mapping[str, str]) -> None:
+def finish(
+    trainer: Any,
+    training: Any,
+    model_args: Any,
+    tokenizer: Any,
+    *,
+    says: Mapping[str, str | Callable[[], str]],
+) -> None:
     """Save the model, the log of the run and its picture, and print what was made.
 
     In the output folder: the model or adapter, `trainer_state.json` with all that was logged, `loss.png` where
@@ -173,7 +202,8 @@ def finish(trainer: Any, training: Any, model_args: Any, tokenizer: Any, *, says
         training: its arguments.
         model_args: `ModelArguments`.
         tokenizer: saved beside the model.
-        says: lines of the summary, by their names.
+        says: lines of the summary, by their names. A function that gives one is called by every rank once the model is
+            saved: what the model generates may fail, and must not cost the model.
 
     Every rank must call; errors are those of `save_pretrained`.
 
@@ -204,7 +234,8 @@ def finish(trainer: Any, training: Any, model_args: Any, tokenizer: Any, *, says
         made["merged"] = f"{folder / 'merged'} (opens without PEFT)"
     if training.push_to_hub:
         made["uploaded"] = f"{constants.ENDPOINT}/{trainer.hub_model_id}"
-    lines = {**says, **made}
+    told = {name: line if isinstance(line, str) else line() for name, line in says.items()}
+    lines = {**told, **made}
     width = max(map(len, lines)) + 2
     trainer.accelerator.print("\n" + "\n".join(f"{name:{width}}{text}" for name, text in lines.items()))
     wait_for_all_ranks()

@@ -3,6 +3,8 @@
 - Before the forward pass of each unit, in inference mode: make the memory of gathered parameters outside of it.
 - Before the forward pass of blocks and other modules with shards, under mixed precision: cast their inputs. FSDP2
   itself would cast the inputs of the root, with labels, token counts and masks.
+- Around the forward pass of modules that PEFT trains whole (`modules_to_save`) in fp32 on a base of 16 bits, without
+  mixed precision: inputs in fp32, outputs in the dtype of the base, whose modules take no other.
 - Around the forward pass of modules with whole parameters, under mixed precision: weights in the dtype of computation,
   as FSDP2 gathers those of shards.
 - Around the forward pass of batch norms, under mixed precision: weights in the dtype of the running statistics.
@@ -62,7 +64,7 @@ def add_hooks(
     for module in model.modules():  # hooks of modules that are in no unit any more are removed
         for hook in (_make_gathered_memory, cast_inputs, _use_dtype, _use_dtype_of_statistics):
             _drop_hook(module._forward_pre_hooks, hook)
-        for hook in (_give_weights_back, _reach_experts, _part_from_weights):
+        for hook in (_give_weights_back, _reach_experts, _part_from_weights, _cast_output):
             _drop_hook(module._forward_hooks, hook)
         if isinstance(module, FSDPModule) and module is not model and module._parameters:
             module.register_forward_hook(_part_from_weights, prepend=True)  # before FSDP2's own, which frees
@@ -72,6 +74,8 @@ def add_hooks(
         units = {module for module in model.modules() if isinstance(module, FSDPModule)}
         whole = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
         add_casts(model, param_dtype, units=units, whole=whole)
+    else:
+        _cast_around_copies(model)
     reach_experts(experts or {})
     _drop_hook(model._forward_pre_hooks, begin_pass)
     _drop_hook(model._forward_hooks, _explain_failure)
@@ -111,6 +115,24 @@ def add_casts(
     casting.pop(model, None)  # the root takes labels and counts too
     for module in casting:
         module.register_forward_pre_hook(partial(cast_inputs, dtype=param_dtype), with_kwargs=True)
+
+
+def _cast_around_copies(model: nn.Module) -> None:
+    """Let the copies that PEFT trains in another dtype than their originals take and give what these do."""
+    for wrapper in model.modules():
+        original, copies = (wrapper._modules.get(name) for name in ("original_module", "modules_to_save"))
+        stored = _dtype_of(original)
+        for copy in copies.children() if copies is not None else ():
+            own = _dtype_of(copy)
+            if own is not None and stored is not None and own != stored:
+                copy.register_forward_pre_hook(partial(cast_inputs, dtype=own), with_kwargs=True)
+                copy.register_forward_hook(partial(_cast_output, dtype=stored))
+
+
+def _dtype_of(module: nn.Module | None) -> torch.dtype | None:
+    """The dtype of a module's first floating-point parameter; None where it has none."""
+    parameters = module.parameters() if module is not None else ()
+    return next((parameter.dtype for parameter in parameters if parameter.is_floating_point()), None)
 
 
 def reach_experts(experts: Mapping[nn.Module, nn.Module]) -> None:
@@ -201,6 +223,11 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_cast(item, dtype) for item in value)
     return value
+
+
+def _cast_output(module: nn.Module, args: object, output: Any, *, dtype: torch.dtype) -> Any:
+    """Cast what a module returns, as `cast_inputs` casts what it takes."""
+    return _cast(output, dtype)
 
 
 def _whole_weights(module: nn.Module, whole: Collection[torch.Tensor]) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """What callers give for mesh, precision, offload and compilation as the objects that FSDP2 and torch take."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.given import as_dtype
 from hf_fsdp_tools.text import did_you_mean, first_line, quoted
 
-__all__ = ["as_compile", "as_mesh", "as_mp_policy", "as_offload_policy", "as_peft_config"]
+__all__ = ["as_compile", "as_mesh", "as_mp_policy", "as_offload_policy", "as_peft_config", "with_modules_to_save"]
 
 
 def as_mesh(value: Any, name: str) -> DeviceMesh | None:
@@ -101,6 +102,38 @@ def as_peft_config(value: Any, name: str) -> Any:
         return kind(**{key: one for key, one in value.items() if key != "peft_type"})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name} is no {kind.__name__}: {first_line(error)}.") from None
+
+
+_HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score"), "QUESTION_ANS": ("qa_outputs",)}
+"""What PEFT itself adds to `modules_to_save` for a task type. (PEFT 0.21)"""
+
+
+def with_modules_to_save(config: Any, parameters: Iterable[str]) -> Any:
+    """A config of PEFT by which the owners of these parameters are trained whole and saved; the same if they are.
+
+    PEFT takes a module for one of `modules_to_save` where its name ends in that.
+
+    Args:
+        config: of PEFT, not changed; one that knows no `modules_to_save` is given back.
+        parameters: names in the base model.
+    """
+    if not hasattr(config, "modules_to_save"):
+        return config
+    task = getattr(config.task_type, "value", config.task_type)
+    asked = list(config.modules_to_save or ())
+    covered = (*asked, *_HEADS.get(str(task), ()))
+    owners = [name.rpartition(".")[0] for name in parameters]
+    new = [owner for owner in dict.fromkeys(owners) if owner and not _ends_in(owner, covered)]
+    if new:
+        config = copy(config)
+        config.modules_to_save = [*asked, *new]
+    return config
+
+
+def _ends_in(name: str, endings: tuple[str, ...]) -> bool:
+    """Whether the name of a module, or of one around it, ends in one of these."""
+    parts = name.split(".")
+    return any(".".join(parts[:count]).endswith(endings) for count in range(1, len(parts) + 1))
 
 
 def as_compile(value: Any, name: str) -> bool | Mapping[str, Any]:

@@ -1,8 +1,19 @@
 """A classifier as a user trains it: names of the classes from the rows, a fresh head, accuracy, and a pipeline."""
 
+import re
+from pathlib import Path
+
 import pytest
+import torch
 from peft import AutoPeftModelForSequenceClassification
-from transformers import AutoModelForSequenceClassification, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    pipeline,
+)
 
 from hf_fsdp_tools.scripting.demo import make_demo_model
 from hf_fsdp_tools.scripting.demo_data import demo_rows
@@ -40,12 +51,34 @@ def runs(tmp_path_factory) -> Series:
     lora = ["--use_peft", "--lora_r", "4", "--merge_adapters", "--max_steps", "4", "--learning_rate", "3e-3"]
     runs["lora"] = [*common, *lora]
     runs |= four_bits([*common, "--learning_rate", "3e-3", "--max_steps"])
+    runs["stored"] = [*common, *lora[:3], "--max_steps", "1", "--model_name_or_path", in_bf16(model, folder / "bf16")]
+    masked = bert_without_pooler(model, folder / "bert")
+    runs["pooler"] = [*common, *lora[:3], "--max_steps", "2", "--model_name_or_path", masked]
     numbers = [*bare[:6], *data["numbers"], "--dataset_text_field", "sentence", "--label_column_name"]
     runs["numbers"] = [*numbers, "stars", "--max_steps", "1", "--gradient_accumulation_steps", "2"]
     refused = {"unnamed": [*numbers, "star"], "figures": [*bare, *data["numbers"], "--dataset_text_field", "stars"]}
     refused["figures"] += ["--label_column_name", "sentence"]
     refused |= {name: [*bare, *data[name]] for name in labels}
     return launch_series(folder, "classify.py", runs, refused=refused)
+
+
+def in_bf16(model: str, target: Path) -> str:
+    """The checkpoint as most are stored."""
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(target)
+    AutoTokenizer.from_pretrained(model).save_pretrained(target)
+    return str(target)
+
+
+def bert_without_pooler(model: str, target: Path) -> str:
+    """A model of masked tokens, as DeBERTa-v3 is stored: a classifier of it has a new pooler below its new head."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    BertForMaskedLM(config).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return str(target)
 
 
 def test_the_loss_falls_and_the_result_opens_as_a_pipeline(runs):
@@ -82,6 +115,21 @@ def test_an_adapter_is_saved_with_the_head(runs):
     settings = {"num_labels": len(CLASSES)}
     runs.check_opened("lora", AutoPeftModelForSequenceClassification.from_pretrained(runs.folder / "lora", **settings))
     assert "peft.AutoPeftModelForSequenceClassification" in runs.of("lora")
+
+
+def test_what_no_file_holds_is_saved_with_an_adapter(runs):
+    assert "what no file holds is trained whole, and saved with the adapter" in runs.of("pooler")
+    assert any("bert.pooler.dense" in name for name in runs.weights("pooler"))
+    settings = {"num_labels": len(CLASSES)}
+    opened = AutoPeftModelForSequenceClassification.from_pretrained(runs.folder / "pooler", **settings)
+    runs.check_opened("pooler", opened)
+
+
+def test_a_new_head_is_trained_on_a_base_in_bf16_without_mixed_precision(runs):
+    assert re.search(
+        r"frozen +bfloat16.*\ntrained +float32.*\ncomputation +in the dtype of the weights", runs.of("stored")
+    )
+    assert runs.log("stored", "eval_loss")[0] > 1.2
 
 
 def test_an_adapter_on_4_bits_learns(runs):

@@ -76,6 +76,11 @@ def series(tmp_path_factory) -> Series:
     if HAS_BITSANDBYTES:
         runs["qlora"] = [*common, *adapter, "--dataset_name", data["text"], "--load_in_4bit", "--use_bnb_nested_quant"]
         runs["qlora"] += ["--bnb_4bit_quant_storage", "float32"]
+    stored = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    stored.save_pretrained(folder / "bf16")
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder / "bf16")
+    runs["stored"] = [*common, "--dataset_name", data["text"], "--use_peft", "--max_steps", "2"]
+    runs["stored"] += ["--lora_modules_to_save", "lm_head,embed_tokens", "--model_name_or_path", str(folder / "bf16")]
     packed = ["--dataset_name", data["text"], "--packing", "--max_steps", "2", "--eval_strategy", "no"]
     runs["packed"] = [*common, *packed]
     (folder / "files").mkdir()
@@ -120,6 +125,13 @@ def test_a_run_resumed_in_its_middle_ends_as_the_one_that_was_not_stopped(series
     series.check_resumed()
     steps = [entry["step"] for entry in series.state("resumed")["log_history"] if "loss" in entry]
     assert steps == [1, 2, 3, 4], "the log goes on where it was"
+
+
+def test_copies_in_fp32_are_trained_on_a_base_in_bf16_without_mixed_precision(series):
+    assert re.search(r"frozen +bfloat16.*\ntrained +float32", series.of("stored"))
+    assert series.logits("stored").dtype == torch.bfloat16 and "sample" in series.of("stored")
+    before, after = series.losses("stored")
+    assert after < before + 0.1
 
 
 def probed(model) -> torch.Tensor:

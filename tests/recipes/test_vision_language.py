@@ -34,6 +34,8 @@ def runs(tmp_path_factory, probe) -> Series:
     rows = demo_image_rows()[:32]
     splits = {name: Dataset.from_list(part, image_features()) for name, part in (("train", rows), ("test", rows[:8]))}
     DatasetDict(splits).save_to_disk(folder / "pictures")
+    some = [row if number % 2 else {**row, "images": []} for number, row in enumerate(rows)]
+    Dataset.from_list(some, image_features()).to_parquet(folder / "some.parquet")
     one = [{"image": row["images"][0], "messages": row["prompt"] + row["completion"]} for row in rows[:4]]
     Dataset.from_list(one).to_parquet(folder / "messages.parquet")
     blind = Path(shutil.copytree(model, folder / "blind"))
@@ -48,6 +50,8 @@ def runs(tmp_path_factory, probe) -> Series:
     runs["whole"] = [*common, *messages, *short, "--freeze_vision_tower", "false"]
     lora = ["--use_peft", "--lora_r", "4", "--lora_target_modules", "all-linear", "--merge_adapters"]
     runs["lora"] = [*common, *pictures, *short, *lora]
+    runs["some"] = [*common, "--dataset_name", str(folder / "some.parquet"), "--per_device_train_batch_size", "1"]
+    runs["some"] += ["--max_steps", "6", "--learning_rate", "1e-2", "--per_device_eval_batch_size", "1"]
     refused = {
         "words": [*common, "--dataset_name", write_split(folder / "words", demo_rows("instructions")[:4])],
         "blind": [*bare, *pictures, "--model_name_or_path", str(blind), "--max_length", "64"],
@@ -104,6 +108,12 @@ def test_an_adapter_opens_in_peft_and_merged_without(runs, probe):
     base = AutoModelForImageTextToText.from_pretrained(runs.folder / "model")
     check_opened(runs, "lora", PeftModel.from_pretrained(base, runs.folder / "lora"), probe)
     check_opened(runs, "lora", AutoModelForImageTextToText.from_pretrained(runs.folder / "lora" / "merged"), probe)
+
+
+def test_ranks_with_and_without_images_train_together(runs, probe):
+    before, after = runs.losses("some")
+    assert after < before - 0.5
+    check_opened(runs, "some", AutoModelForImageTextToText.from_pretrained(runs.folder / "some"), probe)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def trainer(kind: str, *, dtype: torch.dtype = torch.float32, **options: object)
     model = hf.AutoModelForCausalLM.from_config(config, **options).to(dtype).train()
     return SimpleNamespace(
         model=model,
+        args=SimpleNamespace(packing=True),
         data_collator=DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True),
         accelerator=SimpleNamespace(device=torch.device("cpu")),
         compute_loss_context_manager=nullcontext,
@@ -66,3 +67,15 @@ def test_models_whose_documents_are_apart_pass(kind, dtype):
 def test_models_that_see_the_documents_before_are_refused(kind, dtype):
     with pytest.raises(ConfigError, match=r"--packing: \w+ForCausalLM with .* sees the documents before"):
         check_documents_apart(trainer(kind, dtype=dtype))
+
+
+def test_what_a_model_says_of_packed_rows_is_said_of_the_option(monkeypatch):
+    one = trainer("llama")
+    one.args.packing = False
+
+    def forward(*args: object, **keywords: object) -> None:  # as Falcon-H1 without its kernels
+        raise ValueError("cannot keep packed sequences apart. Install `causal_conv1d`.")
+
+    monkeypatch.setattr(one.model, "forward", forward)
+    with pytest.raises(ConfigError, match=r"--padding_free: LlamaForC.* Install `causal_conv1d`\. Or leave"):
+        check_documents_apart(one)

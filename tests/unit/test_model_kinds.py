@@ -1,0 +1,159 @@
+"""What differs between kinds of models, found by training each of them: what recipes refuse, adapt to and save."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("trl")
+
+import transformers as hf
+from datasets import Dataset
+from peft import LoraConfig
+from trl import SFTConfig
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.scripting import ModelArguments, check_before_loading, finish, images_in_each_batch, load_processor
+from hf_fsdp_tools.scripting.demo import demo_split, train_demo_tokenizer
+from hf_fsdp_tools.scripting.formats import with_turns_for_prompt
+from hf_fsdp_tools.sharding.settings import with_modules_to_save
+
+SIZES = {
+    "vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "num_local_experts": 4, "mamba_d_ssm": 32,
+    "mamba_n_heads": 4, "mamba_d_head": 8,
+}  # fmt: skip
+ASK = {"role": "user", "content": "Which?"}
+CHATS = {name: [ASK, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+TEXT = [{"text": "A shard."}] * 8
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_demo_tokenizer(demo_split()[0][:100], vocab_size=400, max_length=256)
+
+
+def check(kind: str, rows: list[dict], tokenizer, folder: Path, *, auto_class=None, length=64, **options) -> None:
+    hf.AutoConfig.for_model(kind, **SIZES).save_pretrained(folder / kind)
+    model_args = ModelArguments(model_name_or_path=str(folder / kind), **options)
+    training = SFTConfig(output_dir=str(folder / "out"), max_length=length, use_cpu=True, bf16=False)
+    check_before_loading(model_args, training, tokenizer, rows, auto_class=auto_class)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_an_encoder_with_a_decoder_is_refused(kind, tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match=rf"{kind} is an encoder and a decoder \({kind}\).* Give a causal language m"):
+        check(kind, TEXT, tokenizer, tmp_path)
+
+
+def test_positions_begin_behind_the_row_of_padding(tokenizer, tmp_path):
+    classifier = hf.AutoModelForSequenceClassification
+    with pytest.raises(ConfigError, match=r"--max_length 256: .*roberta has 254 positions"):
+        check("roberta", TEXT, tokenizer, tmp_path, auto_class=classifier, length=256)
+    check("roberta", TEXT, tokenizer, tmp_path, auto_class=classifier, length=254)
+    check("bert", TEXT, tokenizer, tmp_path, auto_class=classifier, length=256)
+
+
+def test_what_peft_cannot_adapt_is_named_with_what_helps(tokenizer, tmp_path):
+    every = {"use_peft": True, "lora_target_modules": ["all-linear"]}
+    with pytest.raises(ConfigError, match=r"--lora_dropout 0\.05: the experts of MixtralForC.* Use --lora_dropout 0,"):
+        check("mixtral", TEXT, tokenizer, tmp_path, **every)
+    check("mixtral", TEXT, tokenizer, tmp_path, **every, lora_dropout=0.0)
+    with pytest.raises(ConfigError, match=r"'out_proj' is incompatible with Mamba.*lm_head\. Name some of them\.$"):
+        check("falcon_h1", TEXT, tokenizer, tmp_path, **every)
+    classifier = {**every, "lora_task_type": "SEQ_CLS", "auto_class": hf.AutoModelForSequenceClassification}
+    with pytest.raises(ConfigError, match=r"modules_to_save cannot be applied .*pre_classifier, classifier\. Name"):
+        check("distilbert", TEXT, tokenizer, tmp_path, **classifier)
+
+
+def test_a_prompt_of_text_beside_chats_becomes_a_turn():
+    asked, good, bad = ASK["content"], *CHATS.values()
+    alone = {name: turns[1:] for name, turns in CHATS.items()}
+    for row, expected in (
+        ({"prompt": asked, **CHATS, "score": 1}, {**CHATS, "score": 1}),  # as ultrafeedback
+        ({"prompt": asked, **alone}, CHATS),
+        ({"prompt": asked, "completion": good[1:]}, {"prompt": [ASK], "completion": good[1:]}),
+        ({"prompt": asked, "chosen": "a", "rejected": "b"}, {"prompt": asked, "chosen": "a", "rejected": "b"}),
+        ({"prompt": [ASK], "chosen": good[1:], "rejected": bad[1:]}, {"prompt": [ASK], **alone}),
+    ):
+        assert with_turns_for_prompt(Dataset.from_list([row]))[0] == expected
+
+
+def test_turns_and_text_in_one_row_are_refused(tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match=r"Row 1 of the .* `prompt`, `completion` are text, and some are turns"):
+        check("llama", [{"prompt": [ASK], "completion": "This."}] * 8, tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "drawn", "saved"),
+    [
+        ({"task_type": "SEQ_CLS"}, ["score.weight", "classifier.dense.bias", "pre_classifier.weight"], None),
+        ({"task_type": "SEQ_CLS"}, ["bert.pooler.dense.weight", "bert.pooler.dense.bias"], ["bert.pooler.dense"]),
+        ({}, ["score.weight"], ["score"]),
+        ({"modules_to_save": ["pooler"]}, ["bert.pooler.dense.weight", "lm_head.weight"], ["pooler", "lm_head"]),
+        ({"modules_to_save": ["pooler"]}, [], ["pooler"]),
+    ],
+)
+def test_what_no_file_holds_is_saved_with_the_adapter(given, drawn, saved):
+    config = LoraConfig(target_modules=["q_proj"], **given)
+    assert with_modules_to_save(config, drawn).modules_to_save == saved
+    assert config.modules_to_save == given.get("modules_to_save"), "not changed"
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (
+            "QwenVideoProcessor requires the Torchvision library but it was",
+            "QwenVideoProcessor .*: pip install torchvision",
+        ),
+        ("X requires the PIL library but it was not found", "X requires PIL: pip install pillow"),
+        ("Package `num2words` is required. Install it with `pip install num2words`.", "with `pip install num2words`"),
+    ],
+)
+def test_a_package_that_a_processor_needs_is_named(raised, said, tokenizer, tmp_path, monkeypatch):
+    hf.LlavaConfig().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    def from_pretrained(*args: object, **keywords: object) -> None:
+        raise ImportError(raised)
+
+    monkeypatch.setattr(hf.AutoProcessor, "from_pretrained", from_pretrained)
+    with pytest.raises(ConfigError, match=rf"needs a package that is absent\. .*{said}\.$"):
+        load_processor(ModelArguments(model_name_or_path=str(tmp_path)), SFTConfig(use_cpu=True, bf16=False))
+
+
+def test_a_batch_without_images_gets_a_row_that_does_not_count():
+    def collate(rows):
+        return {"rows": list(rows), "labels": [5] * len(rows)}
+
+    trainer = SimpleNamespace(data_collator=collate)
+    words, seen = {"images": [], "text": "a"}, {"images": ["png"], "text": "b"}
+    images_in_each_batch(trainer, [words, seen, {"images": ["jpg"]}])
+    assert trainer.data_collator([words, words]) == {"rows": [words, words, seen], "labels": [5, 5, -100]}
+    assert trainer.data_collator([words, seen]) == {"rows": [words, seen], "labels": [5, 5]}
+    assert trainer.data_collator([{"image": "png"}])["labels"] == [5]
+    trainer = SimpleNamespace(data_collator=collate)
+    images_in_each_batch(trainer, [words])
+    assert trainer.data_collator is collate, "no rank runs the tower"
+
+
+def test_a_sample_that_fails_does_not_cost_the_model(tmp_path):
+    done: list[str] = []
+    accelerator = SimpleNamespace(print=done.append, is_main_process=True, end_training=lambda: done.append("ended"))
+    trainer = SimpleNamespace(
+        save_state=lambda: done.append("state"),
+        save_model=lambda: done.append("model"),
+        accelerator=accelerator,
+        state=SimpleNamespace(log_history=[]),
+    )
+    training = SimpleNamespace(output_dir=str(tmp_path), push_to_hub=False)
+    finish(trainer, training, None, None, says={"loss": "1", "sample": lambda: f"after {done[-1]}"})
+    assert done[:2] == ["state", "model"] and "sample  after model\n" in done[2] and done[3] == "ended"
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        finish(trainer, training, None, None, says={"sample": fails})
+    assert done[4:] == ["state", "model"]
+
+
+def fails() -> str:
+    raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
