@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools.cli.machine import add_machine_options, decide, launcher_words
+from hf_fsdp_tools.cli.machine import FIELDS, add_machine_options, decide, launcher_words
 from hf_fsdp_tools.errors import ConfigError
 
 __all__ = ["add_recipes", "shipped"]
@@ -70,7 +70,7 @@ def add_recipes(commands: Any) -> None:
         for option in _REFUSED:
             add(f"--{option}", f"--{option.replace('_', '-')}", nargs="?", const="", help=argparse.SUPPRESS)
         add("-h", "--help", action="store_true", help="show this, and all options of the recipe")
-        parser.set_defaults(run=_launch, recipe=path, rest=[], show=parser.format_help)
+        parser.set_defaults(run=_launch, recipe=path, rest=[], show=parser.format_help, fields=FIELDS)
 
 
 def _launch(options: argparse.Namespace) -> int:

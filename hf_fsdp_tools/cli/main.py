@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools import __version__
-from hf_fsdp_tools.cli.common import quiet
+from hf_fsdp_tools.cli.common import in_options, quiet
 from hf_fsdp_tools.cli.config import add_config
 from hf_fsdp_tools.cli.doctor import add_doctor
 from hf_fsdp_tools.cli.estimate import add_estimate
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FSDPToolsError as error:
         if options.traceback:
             raise
-        print(f"hf-fsdp: error: {error}", file=sys.stderr)
+        print(f"hf-fsdp: error: {in_options(str(error), options.command, words)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("hf-fsdp: interrupted", file=sys.stderr)
