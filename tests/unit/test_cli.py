@@ -350,6 +350,9 @@ def test_demo_model(capsys, tmp_path):
     code, out, err = run(capsys, "demo-model", folder, *sizes, "--seed", "1")
     assert (code, out) == (1, "") and "name a new folder or delete this one" in err
     assert run(capsys, "plan", folder)[0] == 0
+    (tmp_path / "rows").touch()
+    code, out, err = run(capsys, "demo-model", tmp_path / "other", "--dataset", tmp_path / "rows")
+    assert (code, out) == (1, "") and "rows is a file; name a folder" in err
 
 
 def test_doctor_of_this_machine(capsys, monkeypatch):
@@ -397,7 +400,13 @@ def test_doctor_of_a_config(capsys, llama, tmp_path, on_cpu):
     value = json.loads(out)
     assert value["config_file"] == str(path) and [f["code"] for f in value["findings"]] == ["unknown-key"]
     code, out, err = run(capsys, "doctor", "--config_file", tmp_path / "absent.yaml")
-    assert (code, out) == (1, "") and "make a file with `hf-fsdp config`" in err
+    assert (code, out) == (1, "") and "`hf-fsdp config` makes one" in err
+    assert run(capsys, "doctor", "--config_file", "8x80gb")[1].split("\n")[0].endswith("8x80gb.yaml")
+    assert "did you mean 8x80gb" in run(capsys, "doctor", "--config_file", "8x80bg")[2]
+    assert "is a folder; name a file" in run(capsys, "doctor", "--config_file", tmp_path)[2]
+    for words in (["--gpus", "0"], ["--num_processes", "0"], ["--num-machines", "0"]):
+        code, _, err = run(capsys, "finetune", "--config_file", "8x80gb", *words)
+        assert code == 1 and f"error: {words[0]} is 0; use a whole number from 1" in err
     code, out, err = run(capsys, "doctor", llama, "--config_file", path)
     assert (code, out) == (1, "") and "not both" in err
     path.write_text(FSDPConfig(num_processes=2, fsdp_version=1, use_cpu=True).to_accelerate_yaml())
