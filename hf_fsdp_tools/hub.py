@@ -19,6 +19,7 @@ from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.text import first_line, first_lines
@@ -173,7 +174,7 @@ def _new_snapshot(name: str, revision: str | None, cache: str, commit: str) -> P
         snapshot.mkdir(parents=True, exist_ok=True)
         if revision != commit and not (ref.is_file() and ref.read_text() == commit):
             ref.parent.mkdir(parents=True, exist_ok=True)
-            part = ref.with_name(f"{ref.name}.{os.getpid()}")  # no reader finds half of it
+            part = ref.with_name(f"{ref.name}.{uuid4().hex}")  # no reader finds half of it
             part.write_text(commit)
             part.replace(ref)
     return snapshot

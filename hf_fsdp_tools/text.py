@@ -27,6 +27,7 @@ __all__ = [
     "show_count",
     "table",
     "terminal_width",
+    "why",
     "within",
 ]
 
@@ -62,6 +63,11 @@ def first_lines(error: BaseException, most: int = 2) -> str:
     nothing."""
     lines = filter(None, (line.strip() for line in str(error)[:10_000].splitlines()))
     return cut(" ".join(islice(lines, most)) or type(error).__name__, 300).rstrip(".")
+
+
+def why(error: BaseException) -> str:
+    """What an error of the system says, without the file that it repeats; else the first line of the error."""
+    return (isinstance(error, OSError) and error.strerror) or first_line(error)
 
 
 def quoted(value: Any) -> str:

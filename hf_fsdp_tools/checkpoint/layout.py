@@ -15,6 +15,7 @@ from hf_fsdp_tools.checkpoint.conversion import map_saving
 from hf_fsdp_tools.checkpoint.formats.safetensors import DTYPES
 from hf_fsdp_tools.checkpoint.index import WEIGHTS
 from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
+from hf_fsdp_tools.distributed.shards import refuse_ended
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.text import dtype_name, listed
 
@@ -92,7 +93,9 @@ def plan_layout(model: nn.Module, dtype: torch.dtype | None, max_shard_size: int
     Raises:
         CheckpointError: safetensors has no name for a tensor's dtype.
         ConfigError: `max_shard_size` is no size.
+        RanksError: the process group of a sharded model has ended.
     """
+    refuse_ended(model)
     most_bytes = _shard_bytes(max_shard_size)
     tensors = map_saving(model)
     dtypes = {k: dtype if dtype and t.is_floating_point() else t.dtype for k, t in tensors.items()}

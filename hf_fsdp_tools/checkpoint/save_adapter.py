@@ -16,7 +16,7 @@ from hf_fsdp_tools.checkpoint.gather import gather_to_first
 from hf_fsdp_tools.checkpoint.publish import ADAPTER_WEIGHTS, publish_adapter
 from hf_fsdp_tools.checkpoint.report import SaveReport
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
-from hf_fsdp_tools.distributed.shards import LocalBoxes
+from hf_fsdp_tools.distributed.shards import LocalBoxes, refuse_ended
 from hf_fsdp_tools.modeling.peft_view import bare_model, base_of
 
 __all__ = ["save_adapter", "tensors_by_peft"]
@@ -48,6 +48,7 @@ def save_adapter(
             the same on every rank. What was saved there before is unchanged.
     """
     start = time.perf_counter()
+    refuse_ended(model)
     rank, _ = rank_and_size()
     draft = Draft(folder, all_ranks(secrets.token_hex(4), "beginning the save")[0])
     names: tuple[str, ...] = ()

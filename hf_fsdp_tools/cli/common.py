@@ -2,14 +2,15 @@
 
 import argparse
 import logging
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools.errors import ConfigError
 
-__all__ = ["add_model", "add_model_class", "parse_dtype", "quiet", "write"]
+__all__ = ["add_model", "add_model_class", "check_writable", "in_options", "parse_dtype", "quiet", "write"]
 
 
 _CLASSES = (
@@ -66,14 +67,59 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
 
 
+def in_options(message: str, command: argparse.ArgumentParser, words: Sequence[str]) -> str:
+    """A message about fields and arguments in the words of the command line: `--seq-len` for `seq_len`.
+
+    A field is named by the option that was typed, such as `--gpus` for `num_processes`. Where a file was named, fields
+    of other options stay as they are: they may be keys of the file.
+
+    Args:
+        message: of an error.
+        command: parser of the command. Options whose field has another name are in its default `fields`, by dest.
+        words: what was typed.
+    """
+    typed = {word.partition("=")[0] for word in words}
+    fields: dict[str, str] = command.get_default("fields") or {}
+    may_be_keys = not typed.isdisjoint({"--from", "--config_file", "--config-file"})
+    options: dict[str, str] = {}
+    for action in command._actions:  # which argparse gives in no other way
+        given = [option for option in action.option_strings if option in typed]
+        name = fields.get(action.dest, action.dest)
+        if given:
+            options[name] = given[0]
+        elif action.option_strings and not may_be_keys and options.get(name) not in typed:
+            options[name] = action.option_strings[0]
+    # A name without "_" may be a plain word, unless its value follows.
+    names = "|".join(rf"{name}" if "_" in name else rf"{name}(?= is | \d)" for name in options)
+    return re.sub(
+        rf"(?<![\w./`'\"-])(?P<name>{names})(?:=True\b|\b(?![\w=./-]))", lambda found: options[found["name"]], message
+    )
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuse a file that cannot be written, before the work of which it takes the result; None is no file.
+
+    Raises:
+        ConfigError: it is a folder, or a file stands where its folder would be.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name a file")
+    above = next((each for each in path.absolute().parents if each.exists()), None)
+    if above is not None and not above.is_dir():
+        raise ConfigError(f"{path} cannot be written: {above} is a file, not a folder; name another file")
+
+
 def write(path: Path, text: str) -> None:
     """Write a text file, in a new folder if need be.
 
     Raises:
         ConfigError: it cannot be written.
     """
+    check_writable(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file with --output") from None
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file") from None

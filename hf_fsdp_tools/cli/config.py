@@ -10,9 +10,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.cli.common import add_model, write
+from hf_fsdp_tools.cli.common import add_model, check_writable, write
 from hf_fsdp_tools.cli.fitting import add_search_options, recipe_words, recommend
-from hf_fsdp_tools.cli.machine import add_machine_options, address_words, decide, launcher_words
+from hf_fsdp_tools.cli.machine import FIELDS, add_machine_options, address_words, decide, launcher_words
 from hf_fsdp_tools.cli.slurm import batch_script
 from hf_fsdp_tools.errors import ConfigError
 
@@ -64,10 +64,13 @@ def add_config(commands: Any) -> None:
         help="how training checkpoints are written (default: SHARDED_STATE_DICT)",
     )
     add_search_options(parser)
-    parser.set_defaults(run=_config)
+    parser.set_defaults(run=_config, fields=FIELDS)
 
 
 def _config(options: argparse.Namespace) -> None:
+    if options.output is None and options.slurm:
+        raise ConfigError("--slurm writes the batch script beside the config: name that with --output")
+    check_writable(options.output)
     old = None if options.source is None else _translated(options)
     config, reasons = decide(options, None if old is None else old.fields)
     found = None if options.model is None else recommend(options, config)
@@ -109,10 +112,8 @@ def _written(options: argparse.Namespace, text: str, script: str) -> list[str]:
     """Write the config, and with `--slurm` the batch script beside it; return a line for each.
 
     Raises:
-        ConfigError: there is something else, no file is named, or it cannot be written.
+        ConfigError: there is something else, or it cannot be written.
     """
-    if options.output is None and options.slurm:
-        raise ConfigError("--slurm writes the batch script beside the config: name that with --output")
     if options.output is None:
         return []
     texts = {options.output: text} | ({options.output.with_suffix(".sbatch"): script} if options.slurm else {})

@@ -3,9 +3,9 @@
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from hf_fsdp_tools.cli.launch import named_config
 from hf_fsdp_tools.cli.plan import add_named_model, class_note, meta_model
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import within
@@ -23,7 +23,10 @@ def add_doctor(commands: Any) -> None:
     parser = commands.add_parser("doctor", help=about, description=f"{about}. {more}")
     add_named_model(parser, optional=True)
     parser.add_argument(
-        "--config-file", "--config_file", type=Path, metavar="FILE", help="check this file for `accelerate launch`"
+        "--config-file",
+        "--config_file",
+        metavar="FILE",
+        help="check this file for `accelerate launch`, or the one of that name that comes with the package",
     )
     parser.add_argument(
         "--num-processes", type=int, default=8, metavar="N", help="with NAME: processes to shard over (default: 8)"
@@ -52,10 +55,11 @@ def _doctor_of_file(options: argparse.Namespace) -> int:
 
     if options.model is not None:
         raise ConfigError("doctor looks at a model or at a config; give NAME or --config_file, not both")
-    findings = FSDPConfig.check_file(options.config_file)
+    path = named_config(options.config_file)
+    findings = FSDPConfig.check_file(path)
     if options.json:
-        value = {"config_file": str(options.config_file), "findings": [asdict(finding) for finding in findings]}
+        value = {"config_file": str(path), "findings": [asdict(finding) for finding in findings]}
         print(json.dumps(value, indent=1))
     else:
-        print(within("\n".join([str(options.config_file), "", *map(str, findings or ["no findings"])])))
+        print(within("\n".join([str(path), "", *map(str, findings or ["no findings"])])))
     return int(any(finding.severity == "error" for finding in findings))

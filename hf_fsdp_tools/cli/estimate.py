@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,6 +56,9 @@ def add_estimate(commands: Any) -> None:
 
 
 def _estimate(options: argparse.Namespace) -> None:
+    for name in ("tokens", "price"):
+        if (number := getattr(options, name)) is not None and not 0 < number < math.inf:
+            raise ConfigError(f"--{name} {number:g}: give a number above 0")
     if (options.price is not None) != (options.tokens is not None):
         raise ConfigError("--tokens and --price belong together: the tokens to be trained on, and a GPU's hour")
     check_picture(options.plot)

@@ -10,10 +10,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools.cli.machine import add_machine_options, decide, launcher_words
+from hf_fsdp_tools.cli.machine import FIELDS, add_machine_options, decide, launcher_words
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.text import did_you_mean
 
-__all__ = ["add_recipes", "shipped"]
+__all__ = ["add_recipes", "named_config", "shipped"]
 
 _ALONE = ("dequantize",)
 """Recipes that are one process, started as `python recipes/NAME.py`."""
@@ -70,7 +71,7 @@ def add_recipes(commands: Any) -> None:
         for option in _REFUSED:
             add(f"--{option}", f"--{option.replace('_', '-')}", nargs="?", const="", help=argparse.SUPPRESS)
         add("-h", "--help", action="store_true", help="show this, and all options of the recipe")
-        parser.set_defaults(run=_launch, recipe=path, rest=[], show=parser.format_help)
+        parser.set_defaults(run=_launch, recipe=path, rest=[], show=parser.format_help, fields=FIELDS)
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -98,20 +99,34 @@ def _launch(options: argparse.Namespace) -> int:
         return _run([*launch, str(path), *launcher_words(config), *script])
 
 
-def _config_file(name: str) -> Path:
+def named_config(name: str) -> Path:
     """The file of that path, or the one of that name (or of that path in a clone) that comes with the package.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    own = {path.stem: path for path in sorted(shipped("accelerate_configs").glob("*.yaml"))}
+    path = Path(name)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise ConfigError(f"--config_file {name} is a folder; name a file of `accelerate launch`")
+    if path.stem not in own or path.parent not in (Path(), Path("accelerate_configs")):
+        ours = f"; `hf-fsdp config` makes one, and the package has {', '.join(own)}"
+        known = did_you_mean(path.stem, own, otherwise=ours)
+        raise ConfigError(f"--config_file {name}: there is no such file{known}")
+    return own[path.stem]
+
+
+def _config_file(name: str) -> Path:
+    """As `named_config`.
 
     Raises:
         ConfigError: there is none, or it cannot be launched here.
     """
     from hf_fsdp_tools import FSDPConfig
 
-    own = {path.stem: path for path in sorted(shipped("accelerate_configs").glob("*.yaml"))}
-    path = Path(name)
-    if not path.is_file():
-        if path.stem not in own or path.parent not in (Path(), Path("accelerate_configs")):
-            raise ConfigError(f"--config_file {name}: there is no such file; the package has {', '.join(own)}")
-        path = own[path.stem]
+    path = named_config(name)
     findings = FSDPConfig.check_file(path)
     if problems := [f"{each.fact} {each.cure}" for each in findings if each.severity == "error"]:
         raise ConfigError(f"{path}: {' '.join(problems)} `hf-fsdp config --from {path}` translates it.")
@@ -134,8 +149,11 @@ def _overrides(options: argparse.Namespace, path: Path) -> list[str]:
         "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids",
         "mixed_precision",
     )  # fmt: skip
-    given = {name: getattr(options, name) for name in names} | ({"num_processes": options.gpus} if options.gpus else {})
+    given = {name: getattr(options, name) for name in names}
+    given |= {"num_processes": options.gpus} if options.gpus is not None else {}
     for name, value in given.items():
+        if name in ("num_processes", "num_machines") and value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; use a whole number from 1")
         if value is not None:
             words += [f"--{name}", str(value)]
     if not file.get("use_cpu"):

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from hf_fsdp_tools.errors import ConfigError
 if TYPE_CHECKING:
     from hf_fsdp_tools import FSDPConfig
 
-__all__ = ["PORT", "add_machine_options", "address_words", "decide", "launcher_words"]
+__all__ = ["FIELDS", "PORT", "add_machine_options", "address_words", "decide", "launcher_words"]
 
 PORT = 29500
 """Port of several machines where none is given. Source: torch's own default (`torch.distributed.run`)."""
@@ -54,7 +53,7 @@ def decide(options: argparse.Namespace, said: Mapping[str, Any] | None = None) -
     """
     from hf_fsdp_tools import FSDPConfig
 
-    asked = {field: getattr(options, name, None) for name, field in _SETTINGS.items()}
+    asked = {field: getattr(options, name, None) for name, field in SETTINGS.items()}
     is_off = getattr(options, "offload", None) is False  # the one switch that can be turned off
     asked = {field: value for field, value in asked.items() if value is not None and value is not False}
     asked |= {"offload_params": False} if is_off and (said or {}).get("offload_params") else {}
@@ -65,6 +64,9 @@ def decide(options: argparse.Namespace, said: Mapping[str, Any] | None = None) -
         raise ConfigError("--cpu and --gpus: give one of them; --num-processes counts processes on CPUs")
     changes = dict(said or {}) | asked
     on_cpu = options.cpu or (bool(changes.pop("use_cpu", False)) and gpus is None and not is_elsewhere)
+    for name in ("num_processes", "num_machines"):
+        if (number := changes.get(name, 1)) < 1:
+            raise ConfigError(f"{name} is {number}; use a whole number from 1")
     count, machines = changes.get("num_processes"), changes.get("num_machines", 1)
     here, reasons = FSDPConfig.for_machine(gpu_count=0 if on_cpu else None)
     if not on_cpu and count and (is_elsewhere or said is not None or (gpus is not None and here.use_cpu)):
@@ -77,10 +79,12 @@ def decide(options: argparse.Namespace, said: Mapping[str, Any] | None = None) -
             "there; say with --gpus how many the file's machine has, or leave the offload out with --no-offload"
         )
     if "num_machines" in changes and not count:
-        changes["num_processes"] = asked["num_processes"] = here.num_processes * machines
+        changes["num_processes"] = here.num_processes * machines
+        reasons["num_processes"] += f", on each of {machines} machines" if machines > 1 else ""
     if getattr(options, "no_reshard_after_forward", False):
         changes["reshard_after_forward"] = asked["reshard_after_forward"] = False
-    reasons |= dict.fromkeys(said or {}, "as the file says") | dict.fromkeys(asked, "asked for")
+    told = set(said or {}) - ({"use_cpu"} if (said or {}).get("use_cpu") != here.use_cpu else set())
+    reasons |= dict.fromkeys(told, "as the file says") | dict.fromkeys(asked, "asked for")
     if machines > 1:
         for field, value, reason in (
             ("main_process_ip", ANY_ADDRESS, "the launch command gives it"),
@@ -91,10 +95,7 @@ def decide(options: argparse.Namespace, said: Mapping[str, Any] | None = None) -
     if changes.get("fsdp_version") == 1:  # with NO_WRAP it would gather the whole model at once
         changes["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
         reasons["auto_wrap_policy"] = "under FSDP1 it is Accelerate that wraps"
-    try:
-        return replace(here, **changes), reasons
-    except ConfigError as error:
-        raise ConfigError(_in_options(str(error), gpus is not None)) from error
+    return replace(here, **changes), reasons
 
 
 def address_words(config: "FSDPConfig") -> list[str]:
@@ -110,7 +111,7 @@ def launcher_words(config: "FSDPConfig") -> list[str]:
     return [*address_words(config), *(["--num_cpu_threads_per_process", str(threads)] if some else [])]
 
 
-_SETTINGS = {
+SETTINGS = {
     "gpus": "gpus",
     "num_processes": "num_processes",
     "num_machines": "num_machines",
@@ -127,6 +128,9 @@ _SETTINGS = {
 }
 """Field of FSDPConfig by option."""
 
+FIELDS = SETTINGS | {"gpus": "num_processes", "cpu": "use_cpu"}
+"""What messages call each option, for `common.in_options`."""
+
 
 def _check_gpus(here: "FSDPConfig", count: int | None, machines: int, is_elsewhere: bool) -> None:
     """Refuse options that need more GPUs than this machine has, unless they say that the config is for another one."""
@@ -138,11 +142,3 @@ def _check_gpus(here: "FSDPConfig", count: int | None, machines: int, is_elsewhe
             f"{needed} processes on a machine with {here.num_processes} GPU(s): each needs its own; add --gpu if "
             "the file is for another machine, or --cpu"
         )
-
-
-def _in_options(message: str, counts_gpus: bool) -> str:
-    """A message about fields of FSDPConfig in the words of the command line."""
-    options = {field: f"--{name.replace('_', '-')}" for name, field in _SETTINGS.items() if name != "gpus"}
-    options |= {"use_cpu": "--cpu", "num_processes": "--gpus" if counts_gpus else "--num-processes"}
-    fields = re.compile(rf"\b({'|'.join(options)})\b")
-    return fields.sub(lambda found: options[found.group()], message)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools import __version__
-from hf_fsdp_tools.cli.common import quiet
+from hf_fsdp_tools.cli.common import in_options, quiet
 from hf_fsdp_tools.cli.config import add_config
 from hf_fsdp_tools.cli.doctor import add_doctor
 from hf_fsdp_tools.cli.estimate import add_estimate
@@ -23,7 +23,7 @@ from hf_fsdp_tools.cli.export import add_export, add_merge
 from hf_fsdp_tools.cli.launch import add_recipes
 from hf_fsdp_tools.cli.plan import add_blocks, add_plan
 from hf_fsdp_tools.cli.schedule import add_schedule
-from hf_fsdp_tools.errors import FSDPToolsError
+from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.text import did_you_mean
 
 __all__ = ["main"]
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FSDPToolsError as error:
         if options.traceback:
             raise
-        print(f"hf-fsdp: error: {error}", file=sys.stderr)
+        print(f"hf-fsdp: error: {in_options(str(error), options.command, words)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("hf-fsdp: interrupted", file=sys.stderr)
@@ -99,6 +99,8 @@ def _demo_model(options: argparse.Namespace) -> None:
     from hf_fsdp_tools.scripting.demo import make_demo_model
     from hf_fsdp_tools.scripting.demo_data import write_demo_dataset
 
+    if options.dataset is not None and options.dataset.is_file():
+        raise ConfigError(f"--dataset {options.dataset} is a file; name a folder")
     sizes = {name: value for name, value in vars(options).items() if name in _DEMO_SIZES}
     folder = make_demo_model(options.folder, seed=options.seed, **sizes)
     data = [str(path) for path in write_demo_dataset(options.dataset)] if options.dataset else []

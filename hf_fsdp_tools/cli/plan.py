@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools.cli.common import add_model, parse_dtype, quiet, write
+from hf_fsdp_tools.cli.common import add_model, check_writable, parse_dtype, quiet, write
 from hf_fsdp_tools.text import within
 
 __all__ = ["add_blocks", "add_named_model", "add_plan", "class_note", "meta_model"]
@@ -76,6 +76,7 @@ def _blocks(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
+    check_writable(options.output)
     model = meta_model(options, dtype=options.dtype)
     from hf_fsdp_tools.planning.make_plan import make_wrap_plan
     from hf_fsdp_tools.planning.policy import HybridPolicy

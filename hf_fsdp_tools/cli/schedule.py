@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.cli.common import add_model
+from hf_fsdp_tools.cli.common import add_model, check_writable, write
 from hf_fsdp_tools.cli.pictures import check_picture, draw_step
 from hf_fsdp_tools.cli.training import (
     add_sharding_options,
@@ -19,7 +19,7 @@ from hf_fsdp_tools.cli.training import (
     setup_of,
 )
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.text import merge_names, table
+from hf_fsdp_tools.text import merge_names, table, why
 
 if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.streams import Bar, Schedule
@@ -49,6 +49,7 @@ def _schedule(options: argparse.Namespace) -> None:
     from hf_fsdp_tools.foresight.timing.time import chrome_trace, simulate
 
     check_picture(options.output)
+    check_writable(options.trace)
     measured = _measured(options.measured)
     if measured and not options.output:
         raise ConfigError("--measured draws a real step below the foreseen one: name the picture with --output.")
@@ -62,7 +63,7 @@ def _schedule(options: argparse.Namespace) -> None:
             say("drawing ...")
             draw_step(options.output, schedule, forecast, measured=measured)
     if options.trace:
-        options.trace.write_text(json.dumps(chrome_trace(forecast.step.events, timing)), encoding="utf-8")
+        write(options.trace, json.dumps(chrome_trace(forecast.step.events, timing)))
     if options.json:
         print(schedule.to_json())
         return
@@ -93,7 +94,7 @@ def _measured(path: Path | None) -> "Schedule | None":
         return read_schedule(trace if isinstance(trace, dict) else {})
     except (OSError, ValueError, ConfigError) as error:
         raise ConfigError(
-            f"{path} cannot be read as a trace: {error}. Give a file that torch.profiler.profile(...)'s "
+            f"{path} cannot be read as a trace: {why(error)}. Give a file that torch.profiler.profile(...)'s "
             "export_chrome_trace wrote."
         ) from None
 

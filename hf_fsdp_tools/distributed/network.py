@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from hf_fsdp_tools.distributed.launcher import local_rank, local_size, world_size
 
-__all__ = ["choose_interface", "interface_of_nccl", "loopback_address"]
+__all__ = ["choose_interface", "interface_of_nccl", "interface_towards", "loopback_address"]
 
 
 def interface_of_nccl(variables: Mapping[str, str], present: Iterable[str]) -> str | None:
@@ -28,10 +28,11 @@ def interface_of_nccl(variables: Mapping[str, str], present: Iterable[str]) -> s
 
 
 def choose_interface() -> None:
-    """Let gloo use the interface that NCCL is told to use, on several machines; before gloo connects.
+    """Let gloo use an interface over which other machines reach this one; before gloo connects.
 
-    gloo would ask for the address of the host name, which on many machines is that of the loopback. Nothing is changed
-    where `GLOO_SOCKET_IFNAME` is set, and nothing on one machine.
+    gloo asks for the address of the host name, which on many machines is that of the loopback (Debian and its
+    descendants write 127.0.1.1 into /etc/hosts). Then the interface that NCCL is told to use is taken, else the one
+    that leads to `MASTER_ADDR`. Nothing is changed where `GLOO_SOCKET_IFNAME` is set, and nothing on one machine.
     """
     if not _on_several_machines(os.environ) or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
@@ -42,12 +43,39 @@ def choose_interface() -> None:
     elif address := loopback_address():
         text = (
             f"The host name {socket.gethostname()} resolves to {address}, over which processes of other machines "
-            "cannot be reached by gloo. Set GLOO_SOCKET_IFNAME to the interface between the machines (see `ip address`)"
+            "cannot be reached by gloo. "
         )
+        if leading := interface_towards(os.environ.get("MASTER_ADDR", "")):
+            os.environ["GLOO_SOCKET_IFNAME"] = leading
+            text += f"gloo uses {leading}, which leads to MASTER_ADDR; GLOO_SOCKET_IFNAME names another."
+        else:
+            text += "Set GLOO_SOCKET_IFNAME to the interface between the machines (see `ip address`)."
     else:
         return
     if (local_rank(os.environ) or 0) == 0:
         warnings.warn(text, stacklevel=4)
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface of this machine over which packets to a host leave; None for the loopback and for no such host.
+
+    Nothing is sent: a UDP socket that is connected has the address of that interface.
+    """
+    import psutil
+
+    if not host:
+        return None
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)
+            address = probe.getsockname()[0]
+    except OSError:  # no such host, or no road to it
+        return None
+    if _is_loopback(address):
+        return None
+    places = psutil.net_if_addrs().items()
+    return next((name for name, own in places if any(one.address.partition("%")[0] == address for one in own)), None)
 
 
 def loopback_address() -> str:
@@ -62,7 +90,11 @@ def loopback_address() -> str:
     except OSError:  # gloo falls back to the loopback where the name does not resolve
         return "no address"
     addresses = [str(address[0]) for *_, address in found]
-    return addresses[0] if all(one.startswith("127.") or one == "::1" for one in addresses) else ""
+    return addresses[0] if all(map(_is_loopback, addresses)) else ""
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def _on_several_machines(variables: Mapping[str, str]) -> bool:

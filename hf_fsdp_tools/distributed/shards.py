@@ -13,11 +13,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from hf_fsdp_tools.distributed.boxes import Box, local_boxes
+from hf_fsdp_tools.errors import RanksError
 
 __all__ = [
     "LocalBoxes",
@@ -31,6 +33,7 @@ __all__ = [
     "local_tensor",
     "memory_view",
     "part_of",
+    "refuse_ended",
     "replica_of",
     "replicated_axes",
 ]
@@ -49,6 +52,20 @@ class LocalBoxes(Protocol):
 
     def local_boxes(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
         """As `local_boxes_of`; `as_strided` of the tensor must then give real memory for these boxes."""
+
+
+def refuse_ended(model: nn.Module) -> None:
+    """Refuse shards whose ranks cannot meet any more: each would take itself for the only one.
+
+    Raises:
+        RanksError: the process group has ended.
+    """
+    ranks = max((each.device_mesh.size() for each in model.parameters() if isinstance(each, DTensor)), default=1)
+    if ranks > 1 and not dist.is_initialized():
+        raise RanksError(
+            f"{type(model).__name__} is sharded over {ranks} processes, whose process group has ended "
+            "(accelerator.end_training() or destroy_process_group()). Save before it ends."
+        )
 
 
 def local_boxes_of(tensor: torch.Tensor) -> tuple[tuple[Box, tuple[int, ...]], ...]:

@@ -254,7 +254,7 @@ def _batches(setup: TrainingSetup, given: Collection[str], global_batch_size: in
     rest, over = divmod(global_batch_size, divisor)
     if over or rest < 1 or (batch and steps and rest > 1):
         factors = [f"{setup.num_gpus} GPUs", *[f"micro-batch {batch}"] * bool(batch), *[f"{steps} steps"] * bool(steps)]
-        near = {max(rest, 1) * divisor, (rest + 1) * divisor} if not (batch and steps) else {divisor}
+        near = {max(rest, 1) * divisor, max(rest + 1, 1) * divisor} if not (batch and steps) else {divisor}
         raise ConfigError(
             f"a global batch of {global_batch_size} sequences cannot be made by {' x '.join(factors)}; use "
             f"{' or '.join(map(str, sorted(near)))}"

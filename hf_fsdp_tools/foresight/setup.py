@@ -1,5 +1,6 @@
 """What is known of a training before it runs: batch, precision, optimizer, sharding, machines."""
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self, get_args, get_type_hints
 
@@ -106,6 +107,8 @@ class TrainingSetup:
         object.__setattr__(self, "policy", as_policy(self.policy, "policy") or HybridPolicy())
         if self.images is not None and self.images < 0:
             raise ConfigError(f"images is {self.images}; use 0 for text alone, or how many images a sequence has.")
+        if self.network_gbit_s is not None and not 0 < self.network_gbit_s < math.inf:
+            raise ConfigError(f"network_gbit_s is {self.network_gbit_s:g}; give Gbit/s above 0, or leave it out.")
         if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
             raise ConfigError(f"image_size is {self.image_size}; give height and width, such as (512, 512).")
         hints = get_type_hints(type(self))

@@ -17,7 +17,7 @@ from hf_fsdp_tools.diagnostics.findings import Finding
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.contradictions import contradictions
 from hf_fsdp_tools.integrations.settings import HYBRID, YAML_KEYS, read_value, reshards, strategy_of
-from hf_fsdp_tools.text import did_you_mean
+from hf_fsdp_tools.text import did_you_mean, quoted, why
 
 __all__ = ["check_config_file", "is_fsdp1"]
 
@@ -42,14 +42,15 @@ def check_config_file(path: str | os.PathLike[str], defaults: Mapping[str, Any])
     try:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; make a file with `hf-fsdp config`") from None
+        raise ConfigError(f"{path} cannot be read: {why(error)}; make a file with `hf-fsdp config`") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} is not an Accelerate config: expected `key: value` lines, found {str(data)[:60]!r}")
+        found = "nothing" if data is None else quoted(data)
+        raise ConfigError(f"{path} is not an Accelerate config: expected `key: value` lines, found {found}")
     said: dict[str, Any] = {}
-    found = [*_read(data, said), *_check(data, said, defaults)]
-    return tuple(sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity)))
+    findings = [*_read(data, said), *_check(data, said, defaults)]
+    return tuple(sorted(findings, key=lambda finding: ("error", "warning", "info").index(finding.severity)))
 
 
 def _read(data: Mapping[str, Any], said: dict[str, Any]) -> Iterator[Finding]:

@@ -29,6 +29,9 @@ def _type_problems(config: Any) -> Iterator[Problem]:
         value = getattr(config, name)
         if type(value) is not int or value < least:
             yield f"{name} is {value!r}", f"use a whole number from {least}"
+    port = config.main_process_port
+    if port is not None and (type(port) is not int or not 0 <= port < 2**16):
+        yield f"main_process_port is {port!r}", "use a number from 1 to 65535, or 0 for a free port"
 
 
 def _process_problems(config: Any) -> Iterator[Problem]:

@@ -22,6 +22,7 @@ from accelerate.utils import (
 from hf_fsdp_tools.distributed.cpu_backend import GROUP_TIMEOUT
 from hf_fsdp_tools.distributed.launcher import world_size
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device, rank_on_node
+from hf_fsdp_tools.distributed.network import choose_interface
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt
 from hf_fsdp_tools.integrations.launched import check_gpus
@@ -165,6 +166,7 @@ def start_state(
     if not cpu:
         # with gloo beside NCCL, which Accelerate does on some variables only
         ensure_process_group(local_device().type, **options)
+    choose_interface()  # Accelerate may start the group
     PartialState(cpu=cpu, **options if cpu else {})
     device = torch.device("cpu") if cpu else local_device()
     ensure_process_group(device.type, **options)

@@ -38,7 +38,7 @@ from hf_fsdp_tools.integrations.checkpoints import (
     without_rotation,
 )
 from hf_fsdp_tools.integrations.frozen import FROZEN, NEEDED_BY_FROZEN, check_frozen, hashable, shard_frozen
-from hf_fsdp_tools.integrations.hooks import check_hooks
+from hf_fsdp_tools.integrations.hooks import check_hooks, warn_of_uncalled
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_of
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
@@ -118,6 +118,7 @@ class FSDPTrainerMixin(PushingMixin):
                     f"would run. Write class {cls.__name__}({', '.join(ordered)})."
                 )
             check_hooks(FSDPTrainerMixin, super())
+            warn_of_uncalled(cls, FSDPTrainerMixin, Trainer)
         super().__init_subclass__(**kwargs)
 
     def __init__(self, *args: Any, optimizers: tuple[Any, Any] = (None, None), **kwargs: Any) -> None:

@@ -17,7 +17,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations import deepspeed
 from hf_fsdp_tools.integrations.settings import HYBRID, YAML_KEYS, read_value, reshards, strategy_of
-from hf_fsdp_tools.text import did_you_mean
+from hf_fsdp_tools.text import did_you_mean, quoted, why
 
 __all__ = ["Translation", "translate_file"]
 
@@ -62,7 +62,7 @@ def translate_file(path: str | os.PathLike[str]) -> Translation:
         made.fields["use_cpu"] = kind == "MULTI_CPU" or bool(data.get("use_cpu"))
     if kind == "NO":
         made.fields["num_processes"] = 1
-    known = [each.name for each in fields(ClusterConfig)] + ["fp16", "dynamo_backend"]
+    known = _known()
     for key, value in data.items():
         if key == "distributed_type":
             made.say(key, value, _KINDS[kind])
@@ -119,12 +119,27 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; name the file to translate") from error
+        raise ConfigError(f"{path} cannot be read: {why(error)}; name the file to translate") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} is no config: expected `key: value` lines, found {str(data)[:60]!r}")
-    return {str(key): value for key, value in data.items()}
+        found = "nothing" if data is None else quoted(data)
+        raise ConfigError(f"{path} is no config: expected `key: value` lines, found {found}")
+    keys = {str(key): value for key, value in data.items()}
+    if not keys.keys() & {*_known(), "distributed_type", *deepspeed.KEYS}:
+        some = ", ".join(list(keys)[:3])
+        raise ConfigError(
+            f"{path} is a config neither of Accelerate nor of DeepSpeed: they have none of its keys ({some}, …); name "
+            "the file that --config_file of `accelerate launch`, or deepspeed_config_file, names"
+        )
+    for key in ("fsdp_config", "parallelism_config", "deepspeed_config", "zero_optimization", "optimizer"):
+        if not isinstance(keys.get(key) or {}, dict):
+            raise ConfigError(f"{path}: {key} is {quoted(keys[key])}; write `key: value` lines below it")
+    return keys
+
+
+def _known() -> list[str]:
+    return [*(each.name for each in fields(ClusterConfig)), "fp16", "dynamo_backend"]
 
 
 def _general(key: str, value: Any, made: Translation) -> None:

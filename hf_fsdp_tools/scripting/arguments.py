@@ -19,6 +19,7 @@ from trl import ModelConfig, TrlParser
 
 from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.mesh import gpus_are_hidden, rank_on_node
+from hf_fsdp_tools.distributed.network import choose_interface
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
@@ -98,7 +99,8 @@ def parse_arguments(
         defaults: of this recipe, before those of the dataclasses.
         demo: defaults where neither the command line nor the file names a model; never with a model of the user's.
 
-    Each process calls it for itself; nothing is communicated, and the result is the same on all.
+    Each process calls it for itself, and the result is the same on all. `TrainingArguments` start the process group,
+    over an interface that leads to the other machines.
 
     Raises:
         ConfigError: an option or key is unknown (with the nearest name), a value has the wrong type, options
@@ -111,6 +113,7 @@ def parse_arguments(
         >>> script.dataset_name, training.max_steps, training.learning_rate
         ('rows.jsonl', 2, 0.0001)
     """
+    choose_interface()  # TrainingArguments start the process group
     parser = _Parser(dataclasses, allow_abbrev=True, formatter_class=_Help)
     known = {action.dest for action in parser._actions}
     on_cpu = find_accelerator() is None

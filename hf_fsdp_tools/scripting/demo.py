@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_tools.errors import ConfigError
 
@@ -32,6 +32,7 @@ __all__ = [
     "demo_text",
     "is_made",
     "make_demo_model",
+    "save_here",
     "train_demo_tokenizer",
 ]
 
@@ -187,21 +188,36 @@ def make_demo_model(
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
     with appearing(target) as partial:
-        model.save_pretrained(partial, max_shard_size=max_shard_size)
+        save_here(model, partial, max_shard_size=max_shard_size)
         tokenizer.save_pretrained(partial)
         (partial / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    is_made(target, record)
     return target
+
+
+def save_here(model: Any, folder: Path, **options: Any) -> None:
+    """`model.save_pretrained` on whichever rank calls: where ranks run, transformers' own writes on rank 0 alone, and
+    the first rank of a second machine with a disk of its own would be left without weights."""
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    model.save_pretrained(folder, **options)
 
 
 @contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-    """A folder to fill in a block, renamed to `folder` once all is in it; nothing is left where the block fails."""
+    """A folder to fill in a block, renamed to `folder` once all is in it; nothing is left where the block fails.
+
+    Of several machines with one disk, each has a process that makes the demo: the first that is ready wins.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         yield partial
         partial.chmod(0o755)  # mkdtemp makes it private to this user, which a checkpoint is not
-        partial.replace(folder)
+        try:
+            partial.replace(folder)
+        except OSError:
+            if not (folder.is_dir() and any(folder.iterdir())):
+                raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

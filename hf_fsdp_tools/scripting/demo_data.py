@@ -13,6 +13,7 @@ import random
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from hf_fsdp_tools.distributed.agreement import going_first
 from hf_fsdp_tools.distributed.mesh import rank_on_node
@@ -82,7 +83,7 @@ def write_demo_dataset(folder: str | os.PathLike[str], kind: str = "text") -> tu
         "eval.jsonl": rows[::EVAL_EVERY],
     }
     for name, part in split.items():
-        partial = root / f"{name}.{os.getpid()}.partial"
+        partial = root / f"{name}.{uuid4().hex}.partial"  # not the process's id: machines with one disk may share it
         partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part), encoding="utf-8")
         partial.replace(root / name)
     return root / "train.jsonl", root / "eval.jsonl"

@@ -18,6 +18,7 @@ from hf_fsdp_tools.scripting.demo import (
     demo_passages,
     demo_split,
     is_made,
+    save_here,
     train_demo_tokenizer,
 )
 
@@ -151,9 +152,10 @@ def make_demo_vision_model(
         torch.manual_seed(0)
         model = LlavaForConditionalGeneration(_config(tokenizer, **sizes))
     with appearing(target) as partial:
-        model.save_pretrained(partial)
+        save_here(model, partial)
         processor.save_pretrained(partial)
         (partial / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    is_made(target, record)
     return target
 
 

@@ -1,5 +1,6 @@
 """`hf-fsdp`: what is printed can be read by people and programs, and a mistake is one message with its cure."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import torch
 import transformers
 import yaml
 
+from hf_fsdp_tools.cli.common import in_options
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -151,7 +153,11 @@ def test_a_config_json_is_enough(capsys, llama, tmp_path):
         (["{llama}", "--dtype", "int8"], "use bfloat16, float16 or float32"),
         (["{llama}", "--dtype", "nn"], "use bfloat16, float16 or float32"),
         (["{llama}", "--block-types", "LlamaDecoderLayr"], "LlamaDecoderLayer"),
-        (["{llama}", "--output", "{tmp}/unknown/config.json/plan.json"], "name another file with --output"),
+        (["{llama}", "--output", "{tmp}/unknown/config.json/plan.json"], "config.json is a file, not a folder; name"),
+        (["{llama}", "--output", "{tmp}/empty"], "empty is a folder; name a file"),
+        (["{llama}", "--num-processes", "0"], "error: --num-processes is 0; it must be 1 or more"),
+        (["{llama}", "--min-unit-params", "-1"], "--min-unit-params is -1.0"),
+        (["{llama}", "--auto-class", "Qqqq"], "error: --auto-class 'Qqqq' is no model class"),
     ],
 )
 def test_mistakes_are_one_message(capsys, llama, tmp_path, words, cure):
@@ -267,6 +273,11 @@ def test_config_options_reach_the_config(capsys, on_cpu):
     ("words", "cure"),
     [
         (["--gpu"], "say with --gpus"),
+        (["--gpus", "0"], "error: --gpus is 0; use a whole number from 1"),
+        (["--gpu", "h100-80gb", "--num-gpus", "0"], "error: --num-gpus is 0; use a whole number from 1"),
+        (["--num_processes=0"], "error: --num_processes is 0"),
+        (["--gpus", "8", "--main-process-port", "70000"], "--main-process-port is 70000; use a number from 1 to 65535"),
+        (["--slurm"], "name that with --output"),
         (["--cpu", "--offload"], "; drop --offload"),
         (["--cpu", "--gpus", "2"], "--num-processes counts processes on CPUs"),
         (["--hsdp", "3"], "--hsdp 3 does not divide --num-processes 2; use a divisor"),
@@ -279,6 +290,30 @@ def test_config_contradictions(capsys, on_cpu, words, cure):
     code, out, err = run(capsys, "config", *words)
     assert (code, out) == (1, "")
     assert err.startswith("hf-fsdp: error: ") and cure in err
+
+
+def test_fields_are_named_as_they_were_typed():
+    command = argparse.ArgumentParser()
+    command.add_argument("--gpus", "--num-gpus", dest="num_gpus")
+    command.add_argument("--lora-r")
+    command.add_argument("--margin")
+    command.add_argument("--trust-remote-code", action="store_true")
+    command.add_argument("--hsdp")
+    command.set_defaults(fields={"hsdp": "dp_replicate_size"})
+    for message, words, said in [
+        ("num_gpus is 0", ["--num-gpus", "0"], "--num-gpus is 0"),
+        ("num_gpus is 0", ["--gpus=0"], "--gpus is 0"),
+        ("give lora_r, such as 16.", [], "give --lora-r, such as 16."),
+        ("num_gpus is 0", ["--from", "old.yaml"], "num_gpus is 0"),  # a key of that file
+        ("margin is 2: a margin of memory", ["--margin", "2"], "--margin is 2: a margin of memory"),
+        ("pass trust_remote_code=True", [], "pass --trust-remote-code"),
+        (
+            "dp_replicate_size 3 and lora_r=4 in /a/lora_r/num_gpus.txt",
+            [],
+            "--hsdp 3 and lora_r=4 in /a/lora_r/num_gpus.txt",
+        ),
+    ]:
+        assert in_options(message, command, words) == said
 
 
 def test_config_for_more_gpus_than_there_are(capsys, on_four_gpus):
@@ -315,6 +350,9 @@ def test_demo_model(capsys, tmp_path):
     code, out, err = run(capsys, "demo-model", folder, *sizes, "--seed", "1")
     assert (code, out) == (1, "") and "name a new folder or delete this one" in err
     assert run(capsys, "plan", folder)[0] == 0
+    (tmp_path / "rows").touch()
+    code, out, err = run(capsys, "demo-model", tmp_path / "other", "--dataset", tmp_path / "rows")
+    assert (code, out) == (1, "") and "rows is a file; name a folder" in err
 
 
 def test_doctor_of_this_machine(capsys, monkeypatch):
@@ -346,7 +384,7 @@ def test_doctor_of_a_model(capsys, llama):
     assert planned["share"] == told["share"] and WrapPlan.from_json(json.dumps(planned)).num_params
     assert "each of 8 ranks keeps" in run(capsys, "plan", llama, "--num-processes", "8")[1]
     code, out, err = run(capsys, "doctor", llama, "--num-processes", "0")
-    assert (code, out) == (1, "") and "num_processes is 0; it must be 1 or more" in err
+    assert (code, out) == (1, "") and "--num-processes is 0; it must be 1 or more" in err
 
 
 def test_doctor_of_a_config(capsys, llama, tmp_path, on_cpu):
@@ -362,7 +400,13 @@ def test_doctor_of_a_config(capsys, llama, tmp_path, on_cpu):
     value = json.loads(out)
     assert value["config_file"] == str(path) and [f["code"] for f in value["findings"]] == ["unknown-key"]
     code, out, err = run(capsys, "doctor", "--config_file", tmp_path / "absent.yaml")
-    assert (code, out) == (1, "") and "make a file with `hf-fsdp config`" in err
+    assert (code, out) == (1, "") and "`hf-fsdp config` makes one" in err
+    assert run(capsys, "doctor", "--config_file", "8x80gb")[1].split("\n")[0].endswith("8x80gb.yaml")
+    assert "did you mean 8x80gb" in run(capsys, "doctor", "--config_file", "8x80bg")[2]
+    assert "is a folder; name a file" in run(capsys, "doctor", "--config_file", tmp_path)[2]
+    for words in (["--gpus", "0"], ["--num_processes", "0"], ["--num-machines", "0"]):
+        code, _, err = run(capsys, "finetune", "--config_file", "8x80gb", *words)
+        assert code == 1 and f"error: {words[0]} is 0; use a whole number from 1" in err
     code, out, err = run(capsys, "doctor", llama, "--config_file", path)
     assert (code, out) == (1, "") and "not both" in err
     path.write_text(FSDPConfig(num_processes=2, fsdp_version=1, use_cpu=True).to_accelerate_yaml())

@@ -191,6 +191,7 @@ CONTRADICTIONS = [
     ({"dp_replicate_size": 2}, "nothing is sharded"),
     ({"mixed_precision": "bf61"}, "use one of no, bf16, fp16"),
     ({"fsdp_version": 3}, "use one of 1, 2"),
+    ({"main_process_port": -5}, "use a number from 1 to 65535"),
     ({"num_processes": 0}, "use a whole number from 1"),
     ({"num_processes": "2"}, "use a whole number from 1"),
     ({"state_dict_type": "LOCAL_STATE_DICT"}, "use SHARDED_STATE_DICT or FULL_STATE_DICT"),

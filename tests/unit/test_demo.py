@@ -1,15 +1,20 @@
 """The demo checkpoint is what a hub checkpoint looks like, its text is real, and both are the same each time."""
 
 import json
+import shutil
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.scripting import demo
 from hf_fsdp_tools.scripting.demo import demo_split, demo_text, make_demo_model
 from hf_fsdp_tools.scripting.demo_data import demo_rows, write_demo_dataset
+from hf_fsdp_tools.scripting.demo_images import write_demo_images
 
 SMALL = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_key_value_heads": 1, "vocab_size": 400}
 
@@ -177,3 +182,30 @@ def test_instructions_preferences_and_classes_are_made_of_the_same_passages():
     assert demo_rows("preferences") == pairs, "the same each time"
     with pytest.raises(ConfigError, match="'poems'; choose text"):
         demo_rows("poems")
+
+
+@pytest.fixture
+def rank_1_of_2():
+    """The process that comes first on a second machine."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_first_rank_of_each_machine_writes_all_of_it(tmp_path, folder, rank_1_of_2):
+    made = make_demo_model(tmp_path / "model", **SMALL, max_shard_size="20KB")
+    assert set(contents(made)) == set(contents(folder))
+    assert write_demo_images(tmp_path / "vision", tmp_path / "images") is None
+    assert {"config.json", "model.safetensors"} <= set(contents(tmp_path / "vision"))
+
+
+def test_two_machines_with_one_disk_make_one_demo(tmp_path, folder, monkeypatch):
+    train = demo.train_demo_tokenizer
+
+    def late(*arguments, **sizes):  # the other machine is ready while this one works
+        shutil.copytree(folder, tmp_path / "model")
+        return train(*arguments, **sizes)
+
+    monkeypatch.setattr(demo, "train_demo_tokenizer", late)
+    made = make_demo_model(tmp_path / "model", **SMALL, max_shard_size="20KB")
+    assert contents(made) == contents(folder) and [path.name for path in tmp_path.iterdir()] == ["model"]

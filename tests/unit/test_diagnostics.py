@@ -154,6 +154,8 @@ def test_a_rehearsal_refuses_what_it_cannot_do(fake_group):
         rehearse(make_model("llama"))
     with pytest.raises(ConfigError, match="num_processes is 0; it must be 1 or more"):
         rehearse(make_model("llama"), num_processes=0)
+    with pytest.raises(ConfigError, match=r"num_processes is 100,000,000; .* at most 65,536"):
+        rehearse(make_model("llama"), num_processes=10**8)
 
 
 def test_adapters_before_and_after_sharding(fake_group):

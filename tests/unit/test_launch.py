@@ -2,8 +2,10 @@
 device and its network, timeouts are kept."""
 
 import os
+import socket
 from datetime import timedelta
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,10 +15,12 @@ from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import FSDPTrainerMixin, MeshError, make_accelerator
 from hf_fsdp_tools.diagnostics.environment import check_environment
+from hf_fsdp_tools.distributed import network
 from hf_fsdp_tools.distributed.cpu_backend import GROUP_TIMEOUT, timeout_of
 from hf_fsdp_tools.distributed.launcher import device_index, local_rank, local_size
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, shared_devices
-from hf_fsdp_tools.distributed.network import choose_interface, interface_of_nccl, loopback_address
+from hf_fsdp_tools.distributed.network import choose_interface, interface_of_nccl, interface_towards, loopback_address
+from hf_fsdp_tools.scripting import arguments
 from tests._checkpoints import make_model
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -223,6 +227,39 @@ def test_a_host_name_of_the_loopback_is_warned_of(two_machines):
     two_machines.setenv("GLOO_SOCKET_IFNAME", "")
     two_machines.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("10.0.0.7", 0))])
     assert loopback_address() == ""
+
+
+def test_gloo_takes_the_interface_that_leads_to_the_first_machine(two_machines):
+    two_machines.setenv("MASTER_ADDR", "10.0.0.1")
+    two_machines.setattr(network, "interface_towards", {"10.0.0.1": "eth1"}.get)
+    with pytest.warns(UserWarning, match=r"resolves to 127\.0\.1\.1, .* gloo uses eth1, which leads to MASTER_ADDR"):
+        choose_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
+
+
+def test_the_interface_towards_a_host():
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family == socket.AF_INET:
+                expected = None if one.address.startswith("127.") else name
+                assert interface_towards(one.address) == expected
+    assert interface_towards("localhost") is None and interface_towards("no-such.invalid") is None
+    assert interface_towards("") is None, "no launcher has said where the first machine is"
+
+
+def test_a_recipe_chooses_the_interface_before_its_arguments_start_the_group(monkeypatch):
+    calls = []
+
+    def start(_):
+        calls.append("group")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(arguments, "choose_interface", lambda: calls.append("interface"))
+    monkeypatch.setattr(TrainingArguments, "__post_init__", start)
+    monkeypatch.setattr("sys.argv", ["mine.py", "--output_dir", "somewhere"])
+    with pytest.raises(KeyboardInterrupt):
+        arguments.parse_arguments(TrainingArguments)
+    assert calls == ["interface", "group"]
 
 
 # ---- time limits, and what the Trainer takes for its own ----

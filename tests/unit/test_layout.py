@@ -5,17 +5,33 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
-from hf_fsdp_tools import save_pretrained
+from hf_fsdp_tools import ParallelDims, make_wrap_plan, save_pretrained, shard_model
 from hf_fsdp_tools.checkpoint.layout import plan_layout
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import ConfigError, RanksError
+from tests._checkpoints import make_model
 
 
 def model() -> nn.Module:
     """Of three tensors of 4,000 bytes and one of 40,000."""
     parts = {name: nn.Linear(100, 10 if name != "large" else 100, bias=False) for name in ("a", "b", "large", "z")}
     return nn.ModuleDict(parts)
+
+
+def test_shards_are_not_saved_once_their_process_group_has_ended(tmp_path: Path) -> None:
+    """Each rank would take itself for the only one, and write its part into files of its own."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        sharded = make_model("llama")
+        shard_model(sharded, make_wrap_plan(sharded), mesh=ParallelDims().build_mesh("cpu"))
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(RanksError, match=r"sharded over 2 processes, whose process group has ended .* Save before"):
+        save_pretrained(sharded, tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,14 @@ def test_offload_on_a_machine_without_gpus_names_what_was_given(
         ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: NO_SHARD}\n", "NO_SHARD.*MULTI_GPU"),
         ("a: [", "neither YAML nor JSON"),
         ("3", "is no config"),
+        ("", "found nothing"),
+        ("learning_rate: 1\nmax_length: 2\n", r"neither of Accelerate nor of DeepSpeed.*learning_rate, max_length"),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: ds.json\n",
+            "_config is 'ds.json'; write `key: value`",
+        ),
+        ("distributed_type: FSDP\nfsdp_config: [1]\n", r"fsdp_config is \[1\]; write `key: value` lines"),
+        ("zero_optimization: 3\n", "zero_optimization is 3; write"),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: no.json}\n", "no.json cannot be read"),
     ],
 )
