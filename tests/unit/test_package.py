@@ -159,7 +159,7 @@ def test_a_run_on_gpus_that_are_not_there_is_not_started(started, monkeypatch, c
 @pytest.mark.parametrize(
     ("text", "cure"),
     [
-        (None, "there is no such file; the package has 1x141gb, "),
+        (None, "there is no such file; `hf-fsdp config` makes one, and the package has 1x141gb, "),
         ("distributed_type: MULTI_GPU\nnum_processes: 2\n", "hf-fsdp config --from"),
         ("distributed_type: FSDP\nnum_processes: 1\nnum_procs: 2\n", "num_processes"),
     ],
