@@ -104,9 +104,7 @@ def main() -> Trainer:
     if script.freeze_vision_tower:
         frozen = vision_tower(model)
         frozen.requires_grad_(False)
-        accelerator.print(
-            f"the vision tower ({type(frozen).__name__}) is frozen; --freeze_vision_tower false trains it"
-        )
+        accelerator.print(f"the vision tower ({type(frozen).__name__}) is frozen (--freeze_vision_tower)")
 
     # 4. Train, with the evaluation loss before and after. Images are processed batch by batch
     trainer = Trainer(model=model, args=training, train_dataset=data, eval_dataset=held_out, processing_class=processor)
