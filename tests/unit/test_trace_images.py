@@ -1,5 +1,8 @@
 """The dry run of models of text and images: images are in it, or a note says why not."""
 
+from dataclasses import replace
+from functools import wraps
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -57,6 +60,23 @@ def test_products_are_those_of_a_real_step_with_images(name, tokens, fields):
     with FlopCounterMode(display=False) as counter:
         real(**batch, use_cache=False).loss.backward()
     assert foreseen.model_flops == counter.get_total_flops()
+
+
+def test_the_vision_tower_is_followed_once_for_all_batches_and_once_for_each_size(monkeypatch):
+    _, _, setup, model, _ = built("VLM, Qwen2.5-VL")
+    find, calls = type(model).get_image_features, []
+
+    @wraps(find)
+    def counted(*args, **keywords):
+        calls.append(keywords)
+        return find(*args, **keywords)
+
+    monkeypatch.setattr(type(model), "get_image_features", counted)
+    one, two = (images_of(model, replace(setup, batch_size=count)) for count in (1, 2))
+    assert len(calls) == 1 and one.tokens == two.tokens
+    assert all(2 * len(one.tensors[name]) == len(tensor) for name, tensor in two.tensors.items())
+    small = images_of(model, replace(setup, image_size=(56, 56)))
+    assert len(calls) == 2 and small.tokens < one.tokens
 
 
 def test_images_add_memory_and_reach_the_tower():

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -37,6 +38,13 @@ _SAME = {"max_image_tiles": "max_num_tiles", "merge_size": "spatial_merge_size"}
 
 _NAMED = ("patch_size", "temporal_patch_size", "image_grid_pinpoints", *_SAME)
 """Settings of image processors that configurations repeat."""
+
+
+Look = tuple[dict[str, torch.Tensor], int]
+"""What a processor makes of the images of one sequence, and how many tokens stand for each."""
+
+_looks: WeakKeyDictionary[nn.Module, dict[tuple[int, int, int], Look]] = WeakKeyDictionary()
+"""By model and by number, height and width of images: the vision tower runs once for all batches of a search."""
 
 
 class NoImagesError(Exception):
@@ -76,13 +84,11 @@ def images_of(model: nn.Module, setup: TrainingSetup) -> Images | None:
         return None
     config: Any = model.config
     count = setup.images or 1
-    try:
-        made = _processed(_processor(config), count, setup.image_size or (_side(config) or _SIDE,) * 2)
-        tokens, rest = divmod(_rows(model, made), count)
-    except Exception as error:  # of transformers' code for any kind of model: the text is followed all the same
-        raise NoImagesError(f"{type(error).__name__}: {first_line(error)}") from error
-    if rest:
-        raise NoImagesError(f"{count} equal images have {count * tokens + rest} features")
+    height, width = setup.image_size or (_side(config) or _SIDE,) * 2
+    looks = _looks.setdefault(model, {})
+    if (count, height, width) not in looks:
+        looks[count, height, width] = _look(model, count, (height, width))
+    made, tokens = looks[count, height, width]
     found = [getattr(config, name, None) for name in ("image_token_id", "image_token_index")]
     token_id = next((one for one in found if isinstance(one, int)), 0)
     tensors = {name: _repeated(value, setup.batch_size) for name, value in made.items() if name in takes}
@@ -93,6 +99,17 @@ def images_of(model: nn.Module, setup: TrainingSetup) -> Images | None:
             raise NoImagesError(said)
         raise ConfigError(f"{said}. Give a seq_len of {needed:,} or more, or fewer or smaller images.")
     return images
+
+
+def _look(model: nn.Module, count: int, size: tuple[int, int]) -> Look:
+    try:
+        made = _processed(_processor(model.config), count, size)
+        tokens, rest = divmod(_rows(model, made), count)
+    except Exception as error:  # of transformers' code for any kind of model: the text is followed all the same
+        raise NoImagesError(f"{type(error).__name__}: {first_line(error)}") from error
+    if rest:
+        raise NoImagesError(f"{count} equal images have {count * tokens + rest} features")
+    return made, tokens
 
 
 # ---- pictures ----
