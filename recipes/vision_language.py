@@ -19,8 +19,8 @@ tower frozen, on H100:
                                               # LoRA on one: 48 GB, 8,200 tokens/s
 
 Every option of TRL's SFTConfig works (`--help`), also from a YAML file (`--config run.yaml`). Rows have `images` (a
-list) or `image`, and `messages`, or `prompt` and `completion`, of which the completion alone counts. `--max_length`
-must hold whole images. `--freeze_vision_tower false` trains the image encoder too.
+list) or `image`, and `messages` or ShareGPT's `conversations`, or `prompt` and `completion`, of which the completion
+alone counts. `--max_length` must hold whole images. `--freeze_vision_tower false` trains the image encoder too.
 """
 
 from dataclasses import dataclass, field
@@ -113,11 +113,12 @@ def main() -> Trainer:
 
     # 5. A normal Hugging Face checkpoint, and a look at it
     row = next(iter(held_out if held_out is not None else data))
+    expected = turns_of(row)[-1]["content"]
     says = {
         "evaluation loss": show_losses(before, after),
         "checkpoint": f"{training.output_dir} (open it with AutoModelForImageTextToText.from_pretrained)",
         "sample": lambda: repr(answer(trainer.model, processor, row)),
-        "expected": repr(turns_of(row)[-1]["content"]),
+        "expected": repr(expected if isinstance(expected, str) else expected[-1]["text"]),
     }
     finish(trainer, training, model_args, processor, says=says)
     return trainer
@@ -203,9 +204,8 @@ def check_images(data: datasets.Dataset, processor: ProcessorMixin, training: SF
 def answer(model: PreTrainedModel, processor: ProcessorMixin, row: dict[str, Any]) -> str:
     """What the sharded model says of a row's images: every rank calls."""
     model.eval()
-    question = row["messages"][:1] if "messages" in row else row["prompt"]
     inputs = processor.apply_chat_template(
-        prepare_multimodal_messages(question, images=images_of(row)),
+        prepare_multimodal_messages(turns_of(row)[:-1], images=images_of(row)),
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,

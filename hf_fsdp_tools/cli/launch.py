@@ -53,6 +53,7 @@ def add_recipes(commands: Any) -> None:
         name = path.stem.replace("_", "-")
         parser = commands.add_parser(
             name,
+            aliases=[path.stem] if path.stem != name else [],
             help=about[:1].lower() + about[1:].rstrip("."),
             usage=f"hf-fsdp {name} [--config_file YAML | --gpus N | --cpu] [ARGUMENT OF THE RECIPE ...]",
             add_help=False,

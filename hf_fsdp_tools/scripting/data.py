@@ -10,7 +10,7 @@ from typing import Any
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.meta import load_config
-from hf_fsdp_tools.scripting.formats import from_alpaca, from_sharegpt, with_turns_for_prompt
+from hf_fsdp_tools.scripting.formats import from_alpaca, from_sharegpt, with_places_of_images, with_turns_for_prompt
 from hf_fsdp_tools.scripting.streams import share_of_stream
 from hf_fsdp_tools.text import first_line, listed
 
@@ -154,11 +154,12 @@ def _converted(dataset: Any, name: str, columns: Sequence[AbstractSet[str]]) -> 
     found = _columns(dataset)
     if (used := next((wanted for wanted in columns if wanted <= found), None)) is not None:
         _check_types(dataset, name, used if len(used) == 1 else used & (_TURNS | _TEXT_OR_TURNS))
-        return with_turns_for_prompt(dataset)
-    turns, pairs = ({*wanted} in map(set, columns) for wanted in (["messages"], ["prompt", "completion"]))
-    if "conversations" in found and turns:
+        dataset = with_turns_for_prompt(dataset)
+        return with_places_of_images(dataset) if used & {"image", "images"} else dataset
+    if "conversations" in found and any(wanted <= found - {"conversations"} | {"messages"} for wanted in columns):
         _check_types(dataset, name, {"conversations"})
-        return dataset.map(from_sharegpt, remove_columns=["conversations"])
+        return _converted(dataset.map(from_sharegpt, remove_columns=["conversations"]), name, columns)
+    turns, pairs = ({*wanted} in map(set, columns) for wanted in (["messages"], ["prompt", "completion"]))
     question = next((pair for pair in _ALPACA if pair <= found), None)
     if question is not None and (pairs or turns):
         ask, answer = ("instruction", "output") if "output" in question else ("question", "answer")

@@ -1,9 +1,16 @@
 """Rows of other formats as TRL's trainers take them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
-__all__ = ["from_alpaca", "from_sharegpt", "with_turns_for_prompt"]
+__all__ = ["from_alpaca", "from_sharegpt", "with_places_of_images", "with_turns_for_prompt"]
+
+_PLACE = "<image>"
+"""What stands for an image in the texts of LLaVA's, ShareGPT's and LLaMA-Factory's rows."""
+
+_LOOKED_AT = 100
+"""Rows among which one with such a place is looked for. (assumed)"""
 
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant"}
 """Roles of ShareGPT as chat templates name them."""
@@ -45,3 +52,33 @@ def _with_prompt(row: dict[str, Any], answers: list[str]) -> dict[str, Any]:
         return {"prompt": asked, "completion": row["completion"]}
     turns = {name: row[name] for name in answers}
     return {name: one if one and one[0].get("role") != "assistant" else asked + one for name, one in turns.items()}
+
+
+def with_places_of_images(dataset: Any) -> Any:
+    """A dataset whose turns have their images where `<image>` stood in the text, as parts of a turn.
+
+    TRL leaves that word in the text and puts all images before the first question. Rows without the word get theirs
+    there too.
+    """
+    rows = islice(iter(dataset), _LOOKED_AT)
+    texts = (turn.get("content") for row in rows for turn in row.get("messages") or ())
+    if not any(isinstance(text, str) and _PLACE in text for text in texts):
+        return dataset
+    return dataset.map(_in_parts)
+
+
+def _in_parts(row: dict[str, Any]) -> dict[str, Any]:
+    count = len(row["images"] or ()) if "images" in row else int(row.get("image") is not None)
+    turns = [dict(turn) for turn in row["messages"]]
+    asked = next((turn for turn in turns if turn["role"] == "user"), None)
+    if asked is not None and not any(_PLACE in (turn["content"] or "") for turn in turns):
+        asked["content"] = _PLACE * count + asked["content"]
+    return {"messages": [turn | {"content": list(_parts(turn["content"] or ""))} for turn in turns]}
+
+
+def _parts(text: str) -> Iterator[dict[str, Any]]:
+    for number, part in enumerate(text.split(_PLACE)):
+        if number:
+            yield {"type": "image", "text": None}
+        if words := part.strip() if _PLACE in text else part:
+            yield {"type": "text", "text": words}

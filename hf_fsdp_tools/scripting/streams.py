@@ -88,9 +88,10 @@ def share_of_stream(stream: Any, *, held_out: Any = None, columns: Collection[st
         own = own.filter(_is_new, fn_kwargs={"kept_back": kept_back, "columns": columns})
     with agreed("dividing the stream among the ranks"):
         if next(iter(own), None) is None:
+            kept = f": {len(kept_back):,} different rows are held out to evaluate" if kept_back else ""
             raise ConfigError(
-                f"--dataset_streaming: rank {rank} of {ranks} has no row to train on. Give more rows, or use fewer "
-                "processes."
+                f"--dataset_streaming: rank {rank} of {ranks} has no row to train on{kept}. Give more rows, or use "
+                "fewer processes" + (", or --eval_strategy no." if kept else ".")
             )
     return own.repeat(None)
 

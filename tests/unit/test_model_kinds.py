@@ -1,5 +1,6 @@
 """What differs between kinds of models, found by training each of them: what recipes refuse, adapt to and save."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,12 +11,20 @@ pytest.importorskip("trl")
 import transformers as hf
 from datasets import Dataset
 from peft import LoraConfig
-from trl import SFTConfig
+from trl import ScriptArguments, SFTConfig
+from trl.data_utils import prepare_multimodal_messages
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.scripting import ModelArguments, check_before_loading, finish, images_in_each_batch, load_processor
+from hf_fsdp_tools.scripting import (
+    ModelArguments,
+    check_before_loading,
+    finish,
+    images_in_each_batch,
+    load_processor,
+    load_splits,
+)
 from hf_fsdp_tools.scripting.demo import demo_split, train_demo_tokenizer
-from hf_fsdp_tools.scripting.formats import with_turns_for_prompt
+from hf_fsdp_tools.scripting.formats import with_places_of_images, with_turns_for_prompt
 from hf_fsdp_tools.sharding.settings import with_modules_to_save
 
 SIZES = {
@@ -157,3 +166,35 @@ def test_a_sample_that_fails_does_not_cost_the_model(tmp_path):
 
 def fails() -> str:
     raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+
+
+def test_images_are_where_the_text_has_their_place():
+    """LLaVA's and LLaMA-Factory's rows; TRL puts all images before the first question and leaves the word there."""
+    asked = [{"role": "user", "content": "<image>\nWho?"}, {"role": "assistant", "content": "She."}]
+    later = [*asked, {"role": "user", "content": "And <image> here, <image>"}, {"role": "assistant", "content": "He."}]
+    plain = [{"role": "system", "content": "Look."}, {"role": "user", "content": "Who?"}]
+    rows = [{"images": ["a"], "messages": asked}, {"images": list("abc"), "messages": later}]
+    rows += [{"images": ["a", "b"], "messages": plain}, {"images": [], "messages": plain}]
+    found = list(with_places_of_images(Dataset.from_list(rows)))
+    said = [["".join(part["text"] or "#" for part in turn["content"]) for turn in row["messages"]] for row in found]
+    assert said == [
+        ["#Who?", "She."],
+        ["#Who?", "She.", "And#here,#", "He."],
+        ["Look.", "##Who?"],
+        ["Look.", "Who?"],
+    ]
+    for row in found:
+        prepare_multimodal_messages(row["messages"], images=row["images"])  # counts places and images
+    streamed = list(with_places_of_images(Dataset.from_list(rows).to_iterable_dataset()))
+    assert [row["messages"] for row in streamed] == [row["messages"] for row in found]
+    assert with_places_of_images(data := Dataset.from_list(rows[2:])) is data
+
+
+def test_conversations_with_an_image_are_turns_with_a_place_for_it(tmp_path):
+    turns = [{"from": "human", "value": "<image>\nWho?"}, {"from": "gpt", "value": "She."}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"id": n, "image": "a.png", "conversations": turns}) for n in range(40)))
+    script, training = ScriptArguments(dataset_name=str(path)), SimpleNamespace(eval_strategy="no", seed=0)
+    train, _ = load_splits(script, training, columns=[{"image", "messages"}])
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "Who?"}]
+    assert train[0]["messages"][0] == {"role": "user", "content": parts} and train[0]["image"] == "a.png"

@@ -172,13 +172,14 @@ def test_a_config_that_cannot_be_launched_is_not_started(started, monkeypatch, c
     assert cure in capsys.readouterr().err
 
 
-def test_the_help_of_a_recipe_ends_with_its_own(monkeypatch, capfd):
+@pytest.mark.parametrize("name", ["finetune", "vision-language", "vision_language"])
+def test_the_help_of_a_recipe_ends_with_its_own(monkeypatch, capfd, name):
     def call(words):
-        assert words[1:] == [str(REPOSITORY / "recipes" / "finetune.py"), "--help"]
+        assert words[1:] == [str(REPOSITORY / "recipes" / f"{name.replace('-', '_')}.py"), "--help"]
         return 0
 
     monkeypatch.setattr(subprocess, "call", call)
-    assert main(["finetune", "--help"]) == 0
+    assert main([name, "--help"]) == 0
     assert "--config_file YAML" in capfd.readouterr().out
 
 

@@ -89,3 +89,5 @@ def test_a_trainer_that_would_divide_a_share_again_is_refused():
 def test_a_rank_without_rows_is_an_error_before_training(monkeypatch):
     with pytest.raises(ConfigError, match=r"rank 2 of 3 has no row to train on.*fewer processes"):
         share(monkeypatch, 2, 3, stream(1, count=2))
+    with pytest.raises(ConfigError, match=r"train on: 5 different rows are held out.* or --eval_strategy no"):
+        share(monkeypatch, 0, 1, stream(1, count=5), held_out=list(stream(1, count=5)))
