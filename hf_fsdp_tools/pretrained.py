@@ -1,6 +1,6 @@
 """Load a model by name into shards (`from_pretrained`); each step is a public function."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from os import PathLike
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -280,22 +280,29 @@ def from_pretrained(
     # 6 this rank's bytes of the files
     report = load_weights(model, checkpoint.index, **load_kwargs)
     # 7 the adapter, which PEFT reads or makes
-    if peft_config is not None and checkpoint.adapter_state is None:
-        weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        peft_config = with_modules_to_save(peft_config, [key for key in report.initialized_keys if key in weights])
-    model = _with_adapter(model, checkpoint, peft_config, is_trainable, load_kwargs.get("seed"))
+    drawn = report.initialized_keys
+    model = _with_adapter(model, checkpoint, peft_config, is_trainable, drawn, load_kwargs.get("seed"))
     return (model, report) if output_loading_info else model
 
 
 def _with_adapter(
-    model: PreTrainedModel, checkpoint: Checkpoint, peft_config: Any, is_trainable: bool, seed: int | None
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    peft_config: Any,
+    is_trainable: bool,
+    drawn: Collection[str],
+    seed: int | None,
 ) -> Any:
-    """The loaded model, or the `PeftModel` around it."""
+    """The loaded model, or the `PeftModel` around it; a new adapter has the modules whose weights were drawn."""
     if checkpoint.adapter is not None:
         return load_adapter(model, checkpoint.adapter, is_trainable=is_trainable, **checkpoint.hub_kwargs)
     if (state := checkpoint.adapter_state) is not None:
         return restore_adapter(model, state, is_trainable=is_trainable or peft_config is not None)
-    return model if peft_config is None else add_adapter(model, peft_config, seed=seed)
+    if peft_config is None:
+        return model
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    config = with_modules_to_save(peft_config, [key for key in drawn if key in weights])
+    return add_adapter(model, config, seed=seed)
 
 
 def _chosen_dtype(

@@ -44,7 +44,7 @@ def check_documents_apart(trainer: Any) -> None:
     model.eval()
     try:
         found, changed = (_logits_of_second(trainer, before, second) for before in (first, other))
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError) as error:  # how recurrent models of transformers say it
         raise ConfigError(
             f"{option}: {type(model).__name__} cannot run on packed rows: {first_line(error)}. Or leave {option} out."
         ) from error
