@@ -36,6 +36,7 @@ _GRACE_S = 100.0  # how long the other ranks may go on after one has failed (ass
 # which imports pandas and datasets, takes 0.6 s. Where GPUs are, the second list is left to each rank: PEFT imports
 # bitsandbytes, which looks for GPUs, and CUDA that found none finds none after a fork.
 _PRELOAD = [
+    "hf_fsdp_tools.distributed.cpu_backend",  # before a group is made: its collectives then run on one thread
     "torch.distributed.fsdp",
     "transformers.modeling_utils",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "mixtral", "gpt2", "bert", "t5")),

@@ -3,13 +3,20 @@
 import ctypes
 import errno
 import os
+import secrets
 import sys
+import time
 from pathlib import Path
 
+from hf_fsdp_tools.checkpoint.durable import storage_errors
 from hf_fsdp_tools.checkpoint.layout import Layout
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
 
-__all__ = ["check_visible", "create_files"]
+__all__ = ["check_shared", "check_visible", "create_files"]
+
+_APPEARS_S = 60.0
+"""How long a new file of another machine may be unseen: NFS keeps what it knows of a folder (`acdirmax` of nfs(5))."""
 
 
 def create_files(layout: Layout, folder: Path) -> None:
@@ -61,3 +68,32 @@ def check_visible(layout: Layout, folder: Path) -> None:
                 f"{'absent' if found is None else f'{found} bytes long'}, expected {size} bytes. Save to a file system "
                 "that all ranks share."
             )
+
+
+def check_shared(folder: Path) -> None:
+    """Make a folder for later saves, and refuse one that rank 0 cannot write to or that some rank does not share.
+
+    Every rank must call; rank 0 makes an empty file there and removes it.
+
+    Raises:
+        CheckpointError: the same on every rank.
+    """
+    is_first = rank_and_size()[0] == 0
+    probe = folder / all_ranks(f".seen-by-all-{secrets.token_hex(4)}", "beginning to look at the folder")[0]
+    with agreed("making the folder", folder), storage_errors("save to", folder):
+        if is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+    try:
+        with agreed("looking for the folder of rank 0", folder):
+            end_s = time.monotonic() + _APPEARS_S
+            while not probe.exists():
+                if time.monotonic() > end_s:
+                    raise CheckpointError(
+                        f"{str(folder)!r} is not the same folder on this rank as on rank 0: a file that rank 0 made "
+                        "is absent. Save to a file system that all ranks share."
+                    )
+                time.sleep(0.1)
+    finally:
+        if is_first:
+            probe.unlink(missing_ok=True)

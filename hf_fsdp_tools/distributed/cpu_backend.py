@@ -1,6 +1,9 @@
-"""Gloo beside the device's own backend in groups that were started without it, for tensors and objects on the CPU."""
+"""Gloo: beside the device's own backend in groups that were started without it, and with one thread in every group."""
 
+import os
 from datetime import timedelta
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,40 @@ GROUP_TIMEOUT = timedelta(minutes=30)
 Trainer all of its groups (`ddp_timeout`)."""
 
 _CPU = torch.device("cpu")
+
+
+def _run_on_one_thread() -> None:
+    """Let each gloo group that anybody makes in this process from now on run its collectives on one thread.
+
+    By default two threads take them in turn, and each sets the name of the collective that it has completed without a
+    lock (`pgStatus_->lastCompletedWorkName` in `ProcessGroupGloo::runLoop`, torch 2.11 to 2.15). When two collectives
+    end together, the memory of the name is freed twice, and later the process dies of SIGSEGV or SIGABRT ("malloc():
+    unaligned tcache chunk detected"). Names of up to 15 characters need no memory; ALLGATHER_COALESCED, which is what
+    `DTensor.full_tensor` runs, does. Found in the core of a rank; four gathers under way at a time lead to it within
+    15 s. FSDP waits for each collective, so that a second thread has nothing to run meanwhile.
+    """
+    kind: Any = dist.ProcessGroupGloo
+    make = kind.__init__
+
+    @wraps(make)
+    def make_with_one_thread(self: Any, store: Any, rank: int, size: int, *args: Any, **named: Any) -> None:
+        if args or "options" in named:  # the caller's own
+            make(self, store, rank, size, *args, **named)
+            return
+        names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        options = kind._Options()
+        options._devices = [kind.create_device(interface=name) for name in names] or [kind.create_default_device()]
+        options._timeout = named.pop("timeout", GROUP_TIMEOUT)
+        options._threads = 1
+        for name, value in named.items():
+            setattr(options, name, value)
+        make(self, store, rank, size, options)
+
+    kind.__init__ = make_with_one_thread
+
+
+if dist.is_gloo_available():
+    _run_on_one_thread()
 
 
 def has_cpu_backend(group: ProcessGroup | None = None) -> bool:
@@ -54,7 +91,7 @@ def add_cpu_backend(group: ProcessGroup | None = None) -> None:
     group._set_group_desc(description)
 
 
-def _connect(group: ProcessGroup) -> dist.ProcessGroupGloo:
+def _connect(group: ProcessGroup) -> "dist.ProcessGroupGloo":
     choose_interface()
     store, path = _get_default_store(), f"hf_fsdp_tools/gloo/{group.group_name}"
     # A group that is started again over the same store must not find the addresses of its former life.

@@ -12,7 +12,7 @@ from accelerate.utils.fsdp_utils import load_fsdp_optimizer, save_fsdp_optimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from hf_fsdp_tools.checkpoint.background import wait_for_saves
 from hf_fsdp_tools.checkpoint.durable import storage_errors, sync
@@ -21,6 +21,7 @@ from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.checkpoint.publish import ADAPTER_WEIGHTS
 from hf_fsdp_tools.checkpoint.report import SaveReport
+from hf_fsdp_tools.checkpoint.reserve import check_shared
 from hf_fsdp_tools.checkpoint.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import ConfigError
@@ -38,7 +39,7 @@ from hf_fsdp_tools.integrations.checkpoints import (
     without_rotation,
 )
 from hf_fsdp_tools.integrations.frozen import FROZEN, NEEDED_BY_FROZEN, check_frozen, hashable, shard_frozen
-from hf_fsdp_tools.integrations.hooks import check_hooks, warn_of_uncalled
+from hf_fsdp_tools.integrations.hooks import check_hooks, done_by_mixin, warn_of_uncalled
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_of
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
@@ -295,7 +296,8 @@ class FSDPTrainerMixin(PushingMixin):
 
         Raises:
             CheckpointError: the checkpoint asked for is incomplete or damaged, no checkpoint is complete, or it lacks
-                what this run goes on with (see `allow_incomplete`); the same on every rank, before the first step.
+                what this run goes on with (see `allow_incomplete`); or checkpoints are to be saved to a folder that the
+                ranks do not share; the same on every rank, before the first step.
         """
         wait_for_saves()
         if resume_from_checkpoint:
@@ -304,6 +306,8 @@ class FSDPTrainerMixin(PushingMixin):
             if chosen is not True:
                 check_checkpoint(self, Path(str(chosen)))
             resume_from_checkpoint = chosen
+        if self.args.save_strategy != SaveStrategy.NO:
+            check_shared(Path(self.args.output_dir))
         result = super().train(resume_from_checkpoint, *args, **kwargs)
         wait_for_saves()  # whose error belongs to this training
         return result
@@ -334,6 +338,8 @@ class FSDPTrainerMixin(PushingMixin):
         with agreed("reading the scheduler", folder), storage_errors("read", folder):
             if (folder / SCHEDULER_NAME).is_file():
                 self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+        with agreed("reading the trainer's own state", folder), done_by_mixin(Trainer, "_load_optimizer_and_scheduler"):
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """As the Trainer's; a rank whose random states cannot be restored stops all of them."""

@@ -36,6 +36,26 @@ def _without_cpus(folder: Path, backend: str) -> tuple[int, int]:
     return rank, size
 
 
+def _threads_of(group: Any) -> tuple[int, timedelta]:
+    options = group._get_backend(torch.device("cpu")).options
+    return options._threads, options._timeout
+
+
+def _groups_of_gloo() -> None:
+    assert _threads_of(dist.group.WORLD)[0] == 1
+    assert _threads_of(dist.new_group(timeout=SECONDS)) == (1, SECONDS)
+    own = dist.ProcessGroupGloo._Options()
+    own._devices, own._threads = [dist.ProcessGroupGloo.create_device(interface="lo")], 3
+    assert dist.ProcessGroupGloo(dist.HashStore(), 0, 1, own).options._threads == 3, "what a caller asks for stays"
+    with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "absent0"}), pytest.raises(RuntimeError, match="absent0"):
+        dist.new_group()
+
+
+def test_collectives_of_gloo_run_on_one_thread():
+    # torch's two corrupt the memory of a process in which two gathers of DTensors end together
+    run_ranks(_groups_of_gloo, 1)
+
+
 def _given_a_backend(model: Path, out: Path) -> list[float]:
     on_cpu = local_device().type == "cpu"
     backend = "cuda:gloo" if on_cpu else "nccl"  # the first: gloo for a kind of device that is not there

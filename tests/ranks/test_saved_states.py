@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback
 
 from hf_fsdp_tools import CheckpointError, from_pretrained, make_accelerator, wait_for_saves
+from hf_fsdp_tools.checkpoint import reserve
 from hf_fsdp_tools.checkpoint.manifest import MANIFEST
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.integrations.checkpoints import problem_of
@@ -249,6 +250,18 @@ def removed_while_it_is_saved(source: Path, out: Path) -> None:
     assert problem_of(out / "checkpoint-2")
 
 
+def a_folder_of_each_rank(source: Path, out: Path) -> None:
+    """Each node has a disk of its own: said before the first step, not after an hour at the first save."""
+    own = out / f"{dist.get_rank()}"
+    trainer = _trainer(source, own)
+    with patch.object(reserve, "_APPEARS_S", 0.5), pytest.raises(CheckpointError, match="that all ranks share") as said:
+        trainer.train()
+    assert "failed on 1 of 2 ranks" in str(said.value)
+    assert trainer.state.global_step == 0 and not [path for path in own.rglob("*") if path.is_file()]
+    trainer.args.save_strategy = "no"
+    trainer.train()
+
+
 def test_at_each_moment_of_a_save_a_whole_state_is_there_and_nothing_else_counts_as_one(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -258,6 +271,7 @@ def test_at_each_moment_of_a_save_a_whole_state_is_there_and_nothing_else_counts
         the_same_is_saved_in_the_background,
         no_space_in_the_background,
         removed_while_it_is_saved,
+        a_folder_of_each_rank,
     )
     named = {case.__name__: partial(case, folders["llama"], tmp_path / case.__name__) for case in cases}
     run_ranks(run_cases, 2, named)

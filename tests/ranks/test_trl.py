@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -392,6 +393,27 @@ def test_grpo_generates_scores_and_trains_on_shards_as_under_ddp(checkpoints, tm
     for result, plain in zip(run_ranks(_generate, 2, checkpoints, tmp_path / "fsdp", True), expected, strict=True):
         close(result[0], plain[0])
         close(result[1], plain[1])
+
+
+def _goes_on(sources, folder):
+    class _Begins(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            begun.append(trainer.entropy_coef)
+
+    begun, ended = [], []
+    for steps in (STEPS, STEPS + 1):
+        trainer = _trainer(
+            "grpo", _model("grpo", sources["llama"], _accelerator()), folder, mixed=True, max_steps=steps,
+            use_adaptive_entropy=True, entropy_coef=0.5, save_strategy="steps", save_steps=STEPS,
+        )  # fmt: skip
+        trainer.add_callback(_Begins())
+        trainer.train(resume_from_checkpoint=steps > STEPS)
+        ended.append(trainer.entropy_coef)
+    assert begun == [0.5, ended[0]] and ended[0] != 0.5
+
+
+def test_grpo_goes_on_with_the_state_that_it_keeps_itself(checkpoints, tmp_path):
+    run_ranks(_goes_on, 2, checkpoints, tmp_path)
 
 
 # ---- several models ----
