@@ -6,6 +6,7 @@ import os
 import secrets
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from hf_fsdp_tools.checkpoint.durable import storage_errors
@@ -96,4 +97,5 @@ def check_shared(folder: Path) -> None:
                 time.sleep(0.1)
     finally:
         if is_first:
-            probe.unlink(missing_ok=True)
+            with suppress(OSError):  # on this rank alone: an empty file stays, and the first save says what is wrong
+                probe.unlink()
