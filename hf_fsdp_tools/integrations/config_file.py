@@ -16,7 +16,7 @@ from accelerate.commands.launch import launch_command_parser
 from hf_fsdp_tools.diagnostics.findings import Finding
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.contradictions import contradictions
-from hf_fsdp_tools.integrations.settings import HYBRID, YAML_KEYS, read_value, reshards, strategy_of
+from hf_fsdp_tools.integrations.settings import HYBRID, OLD_KEYS, YAML_KEYS, read_value, reshards, strategy_of
 from hf_fsdp_tools.text import did_you_mean, quoted, why
 
 __all__ = ["check_config_file", "is_fsdp1"]
@@ -71,6 +71,7 @@ def _read(data: Mapping[str, Any], said: dict[str, Any]) -> Iterator[Finding]:
         for key, value in values.items():
             # The launcher adds the prefix, in this section alone.
             name = f"fsdp_{key}" if section == "fsdp_config" and not str(key).startswith("fsdp") else str(key)
+            name = OLD_KEYS.get(name, name)
             if name not in known:
                 fact = f"{name}: the launcher {'drops it without a word' if section else 'stops at it'}."
                 yield _error(code="unknown-key", fact=fact, cure=f"This is no key{did_you_mean(name, known)}")

@@ -18,6 +18,7 @@ from hf_fsdp_tools.text import did_you_mean
 
 __all__ = [
     "HYBRID",
+    "OLD_KEYS",
     "SETTINGS",
     "TRAINING_KEYS",
     "VARIABLES",
@@ -113,6 +114,8 @@ SETTINGS = (
 
 VARIABLES = {row.variable: row for row in SETTINGS if row.variable}
 YAML_KEYS = {row.key: row for row in SETTINGS if row.key}
+OLD_KEYS = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
+"""What keys are called that `accelerate config` wrote until 2023, and the launcher drops now (accelerate#2288)."""
 TRAINING_KEYS = {name: row for row in SETTINGS for name in row.training}
 
 

@@ -16,7 +16,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations import deepspeed
-from hf_fsdp_tools.integrations.settings import HYBRID, YAML_KEYS, read_value, reshards, strategy_of
+from hf_fsdp_tools.integrations.settings import HYBRID, OLD_KEYS, YAML_KEYS, read_value, reshards, strategy_of
 from hf_fsdp_tools.text import did_you_mean, quoted, why
 
 __all__ = ["Translation", "translate_file"]
@@ -187,7 +187,7 @@ def _fsdp(section: Mapping[str, Any], made: Translation, *, machines: Any, is_us
     if freed:
         made.fields["reshard_after_forward"] = all(freed)
     for key, value in values.items():
-        row = YAML_KEYS.get(key)
+        row = YAML_KEYS.get(OLD_KEYS.get(key, key))
         if row is None:
             made.say(key, value, f"left out, not known{did_you_mean(key, YAML_KEYS)}")
         elif key in strategies or value is None:

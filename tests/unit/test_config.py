@@ -281,6 +281,7 @@ FOUND = [
     (text_of(use_cpu=True), "warning use-cpu", 'Add gpu_ids: ""'),
     (text_of(num_processes=16), "warning few-devices", "lower num_processes"),
     (text_of(fsdp={"fsdp_use_orig_params": True}), "info only-fsdp1", "Remove the line."),
+    (text_of(fsdp={"fsdp_backward_prefetch_policy": "BACKWARD_PRE"}), "info only-fsdp1", "Remove the line."),
     (text_of(fsdp={"fsdp_sharding_strategy": 2}), "info translated", "Write fsdp_reshard_after_forward: false."),
 ]
 

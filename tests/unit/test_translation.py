@@ -79,13 +79,19 @@ def test_unknown_keys_are_named_with_the_nearest(tmp_path: Path) -> None:
         "distributed_type": "FSDP",
         "num_process": 2,
         "num_processes": 2,
-        "fsdp_config": {"offload_param": True, "fsdp_version": 2, "fsdp_offload_params": True},
+        "fsdp_config": {
+            "offload_param": True,
+            "fsdp_version": 2,
+            "fsdp_offload_params": True,
+            "fsdp_backward_prefetch_policy": "BACKWARD_PRE",  # a name of 2023
+        },
         "parallelism_config": {"parallelism_config_dp_replicate": 2, "parallelism_config_tp_size": 2},
     }
     new, became = translate(tmp_path, file)
     assert new["fsdp_config"]["fsdp_offload_params"] is True
     assert "did you mean num_processes" in became["num_process"]
     assert "did you mean fsdp_offload_params" in became["fsdp_offload_param"]
+    assert became["fsdp_backward_prefetch_policy"] == "left out: FSDP2 always does so"
     assert "dp_replicate_size" in became["parallelism_config_dp_replicate"]
     assert became["parallelism_config_tp_size"] == "left out: this package shards and copies only"
 
