@@ -27,8 +27,8 @@ def _run_on_one_thread() -> None:
     lock (`pgStatus_->lastCompletedWorkName` in `ProcessGroupGloo::runLoop`, torch 2.11 to 2.15). When two collectives
     end together, the memory of the name is freed twice, and later the process dies of SIGSEGV or SIGABRT ("malloc():
     unaligned tcache chunk detected"). Names of up to 15 characters need no memory; ALLGATHER_COALESCED, which is what
-    `DTensor.full_tensor` runs, does. Found in the core of a rank; four gathers under way at a time lead to it within
-    15 s. FSDP waits for each collective, so that a second thread has nothing to run meanwhile.
+    `DTensor.full_tensor` runs, does. Found in the core of a rank; four gathers under way at a time lead to it within a
+    minute. FSDP waits for each collective, so that a second thread has nothing to run meanwhile.
     """
     kind: Any = dist.ProcessGroupGloo
     make = kind.__init__
