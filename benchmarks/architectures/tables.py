@@ -39,9 +39,9 @@ TRUST = """
 """
 
 FAR = """A difference is the largest of a tensor divided by the largest value of that tensor, so that 1.0 says that one
-gradient is of another size than the plain model's: two computations in bf16 were compared, and fp32 judges them. {count}
-types are above 0.01 in bf16 and agree all the same, because the plain model in bf16 is as far from the plain model in
-fp32, to a factor of two: {types}."""
+gradient is of another size than the plain model's: two computations in bf16 were compared, and fp32 judges them.
+{count} types are above 0.01 in bf16 and agree all the same, because the plain model in bf16 is as far from the plain
+model in fp32, to a factor of two: {types}."""
 
 
 def render(rows: Iterable[Row], versions: str, output: str) -> str:

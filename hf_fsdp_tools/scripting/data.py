@@ -203,11 +203,14 @@ def _converted(dataset: Any, name: str, wanted: _Wanted) -> Any:
         _check_types(dataset, name, {ask, answer, "input", "system"})
         keep = {"ask": ask, "answer": answer, "pairs": pairs}
         return dataset.map(from_alpaca, fn_kwargs=keep, remove_columns=sorted(found))
-    raise ConfigError(f"--dataset_name {name} has the columns {', '.join(sorted(found))}; {_not_these(found, wanted)}")
+    raise ConfigError(
+        f"--dataset_name {name} has the columns {', '.join(sorted(found))}; none can be trained on. "
+        + _cure(found, wanted)
+    )
 
 
-def _not_these(found: AbstractSet[str], wanted: _Wanted) -> str:
-    """Why none of these columns can be trained on, and what to do."""
+def _cure(found: AbstractSet[str], wanted: _Wanted) -> str:
+    """What to do with a dataset of other columns."""
     formats = [*wanted.columns]
     formats += [{"conversations"}] if {"messages"} in formats else []
     formats += _ALPACA if {"messages"} in formats or {"prompt", "completion"} in formats else []
@@ -216,10 +219,10 @@ def _not_these(found: AbstractSet[str], wanted: _Wanted) -> str:
     near = next((f"`{one}`{end} " for one, end in ends.items() if end), "")
     sign = next((sign for sign in ";\t|" if len(found) == 1 and sign in next(iter(found))), None)
     if sign is not None:
-        return f"the separator seems to be {sign!r}, and a .csv file has commas between its columns."
+        return f"The separator seems to be {sign!r}, and a .csv file has commas between its columns."
     needed = listed([" and ".join(f"`{one}`" for one in sorted(columns)) for columns in formats], 9, separator="; or ")
     option = "".join(f", or name a column with {option}" for option in wanted.options[:1])
-    return f"none can be trained on. {near}Needed: {needed}. Rename one{option}."
+    return f"{near}Needed: {needed}. Rename one{option}."
 
 
 def _without_empty(dataset: Any, name: str, used: AbstractSet[str], text: str) -> Any:

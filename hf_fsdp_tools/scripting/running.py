@@ -155,10 +155,9 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
         after = trainer.evaluate()["eval_loss"]
     stopped = trainer.state.global_step
     if patience is not None and stopped < trainer.state.max_steps:
-        why = f"the evaluation loss has not fallen {patience} times in a row"
-        trainer.accelerator.print(
-            f"stopped early at step {stopped:,}: {why}; kept {trainer.state.best_model_checkpoint}"
-        )
+        kept = trainer.state.best_model_checkpoint or "the last weights"
+        why = f"no lower evaluation loss {patience} times in a row"
+        trainer.accelerator.print(f"stopped early at step {stopped:,}: {why}; kept {kept}")
     return losses[0][1] if losses else None, after
 
 
@@ -228,6 +227,7 @@ def finish(
         >>> tokenizer = load_tokenizer(model_args, training)
         >>> trainer = MyTrainer(model, training, train_dataset=data, processing_class=tokenizer)
         >>> train(trainer, training, model_args)
+        step 2 of 2: loss ...
         (None, None)
         >>> finish(trainer, training, model_args, tokenizer, says={"checkpoint": training.output_dir})
         checkpoint  outputs/mine

@@ -215,7 +215,7 @@ def test_a_twentieth_is_held_out_unless_nothing_is_evaluated(tmp_path, capsys):
             "row 4 has .* no `completion`",
         ),
         ("t.jsonl", [{"mesages": []}] * 9, "`mesages`: did you mean messages.*`instruction` and `output`"),
-        ("s.jsonl", [{"prompt;completion": "a;b"}] * 9, "the separator seems to be ';'"),
+        ("s.jsonl", [{"prompt;completion": "a;b"}] * 9, "The separator seems to be ';'"),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_named(name, rows, message, tmp_path):
