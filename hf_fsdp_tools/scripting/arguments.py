@@ -118,7 +118,9 @@ def parse_arguments(
     known = {action.dest for action in parser._actions}
     on_cpu = find_accelerator() is None
     # where GPUs are absent but not hidden, `make_accelerator` says whether they were meant
-    machine = {"dataloader_pin_memory": not on_cpu, "use_cpu": on_cpu and gpus_are_hidden()}
+    machine: dict[str, Any] = {"dataloader_pin_memory": not on_cpu, "use_cpu": on_cpu and gpus_are_hidden()}
+    if not on_cpu:
+        machine["accelerator_config"] = {"non_blocking": True}  # the host does not wait for a batch that is copied
     chosen = _RECIPE_DEFAULTS | machine | dict(defaults or {})
     parser.set_defaults(**{name: value for name, value in chosen.items() if name in known})
     default_length = parser.get_default("max_length")  # before the file's values become defaults

@@ -133,6 +133,9 @@ def test_the_command_line_goes_before_the_file_and_a_checkpoint_may_be_true(tmp_
     monkeypatch.setattr("hf_fsdp_tools.scripting.arguments._check_reports", lambda *_: None)
     _, training, _ = parsed(monkeypatch, "--report_to", "tensorboard,wandb", "--max_steps", "2")
     assert training.report_to == ["tensorboard", "wandb"] and training.logging_steps == 2, "a loss is shown"
+    assert not training.logging_nan_inf_filter and not training.accelerator_config.non_blocking
+    monkeypatch.setattr("hf_fsdp_tools.scripting.arguments.find_accelerator", lambda: "cuda")
+    assert parsed(monkeypatch)[1].accelerator_config.non_blocking, "a GPU's batches are copied while it computes"
 
 
 def test_a_run_in_the_default_folder_does_not_meet_the_one_before(tmp_path, monkeypatch):
