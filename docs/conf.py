@@ -19,6 +19,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 root_doc = "docs/index"
 include_patterns = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/*.md", "benchmarks/results/*.md"]
 exclude_patterns = ["benchmarks/results/*_preface.md"]
+html_extra_path = ["index.html"]  # at the top of the site, where hosts look for it
 html_theme = "furo"
 html_title = "hf_fsdp_tools"
 html_copy_source = html_show_sphinx = html_show_copyright = False

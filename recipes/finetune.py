@@ -34,6 +34,8 @@ Every option of TRL's SFTConfig works (`--help`), also from a YAML file (`--conf
     reports     --report_to tensorboard, wandb, …; trainer_state.json and loss.png in the output folder; --push_to_hub
 """
 
+from itertools import takewhile
+
 import datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import ScriptArguments, SFTConfig, SFTTrainer
@@ -105,7 +107,8 @@ def prompt_of(dataset: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> 
     """The beginning of the first training example, as the model saw it in training."""
     example = next(iter(dataset))
     if "messages" in example:
-        return tokenizer.apply_chat_template(example["messages"][:1], tokenize=False, add_generation_prompt=True)
+        asked = list(takewhile(lambda turn: turn["role"] != "assistant", example["messages"]))
+        return tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     if isinstance(example.get("prompt"), list):
         return tokenizer.apply_chat_template(example["prompt"], tokenize=False, add_generation_prompt=True)
     text = example.get("prompt") or next(value for value in example.values() if isinstance(value, str))

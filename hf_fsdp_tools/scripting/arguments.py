@@ -118,7 +118,9 @@ def parse_arguments(
     known = {action.dest for action in parser._actions}
     on_cpu = find_accelerator() is None
     # where GPUs are absent but not hidden, `make_accelerator` says whether they were meant
-    machine = {"dataloader_pin_memory": not on_cpu, "use_cpu": on_cpu and gpus_are_hidden()}
+    machine: dict[str, Any] = {"dataloader_pin_memory": not on_cpu, "use_cpu": on_cpu and gpus_are_hidden()}
+    if not on_cpu:
+        machine["accelerator_config"] = {"non_blocking": True}  # the host does not wait for a batch that is copied
     chosen = _RECIPE_DEFAULTS | machine | dict(defaults or {})
     parser.set_defaults(**{name: value for name, value in chosen.items() if name in known})
     default_length = parser.get_default("max_length")  # before the file's values become defaults
@@ -149,6 +151,7 @@ _RECIPE_DEFAULTS: dict[str, Any] = {
     "dtype": None,
     "gradient_checkpointing": False,
     "logging_steps": 5,
+    "logging_nan_inf_filter": False,  # it reads the loss of each micro-batch, and the device waits
     "report_to": "none",
     # Ten checkpoints in a run of any length, of which two are kept.
     "save_strategy": "steps",
@@ -193,6 +196,8 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
             raise ConfigError(f"The options cannot be used: {first_lines(error, 4)}.") from error
         if unknown:
             asked = next((part for part in unknown if part.startswith("-")), unknown[0]).split("=")[0]
+            if not asked.startswith("-"):
+                raise ConfigError(f"{asked} stands behind no option. Put commas between the values of one option.")
             raise ConfigError(f"{asked} is no option of this recipe{did_you_mean(asked, names, otherwise=_HELP)}")
         return tuple(found)
 
@@ -296,6 +301,10 @@ def _complete(found: tuple[Any, ...]) -> None:
             one.resume_from_checkpoint = True if asked == "true" else None
         if getattr(one, "eval_strategy", None) == "no":
             one.eval_on_start = False
+        if isinstance(getattr(one, "report_to", None), list):
+            one.report_to = [name for names in one.report_to for name in names.split(",") if name]
+        if 0 < one.max_steps < one.logging_steps:
+            one.logging_steps = one.max_steps  # a run of two steps shows its loss too
 
 
 def _use_own_folder(found: tuple[Any, ...], default: str) -> None:
@@ -388,4 +397,5 @@ def _check_reports(names: list[str], option: str) -> None:
         try:
             INTEGRATION_TO_CALLBACK[name]()
         except (RuntimeError, ImportError) as error:
-            raise ConfigError(f"{option} {name}: {first_line(error)}. Install it, or leave {option} out.") from error
+            install = f"pip install {name}, or leave {option} out"
+            raise ConfigError(f"{option} {name}: {first_line(error)}. Run {install}.") from error

@@ -17,15 +17,12 @@ from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.modeling.model_class import model_class
 from hf_fsdp_tools.sharding.optimizers import check_kind
-from hf_fsdp_tools.text import first_line, listed
+from hf_fsdp_tools.text import first_line, listed, why
 
 __all__ = ["check_before_loading"]
 
 _ROWS = 100
 """Rows of which labels and lengths are looked at. (assumed: enough to see a mistake that all rows share)"""
-
-_WORDS = ("messages", "prompt", "chosen", "completion", "input_ids", "labels", "images")
-"""Columns of which a row needs one with something in it."""
 
 
 def check_before_loading(
@@ -113,8 +110,8 @@ def _check_output(training: Any) -> None:
     folder = Path(training.output_dir)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        why = "may not be written to" if there.is_dir() else "is a file"
-        raise ConfigError(f"--output_dir {folder}: {there} {why}. Give a folder that you may write to.")
+        said = "may not be written to" if there.is_dir() else "is a file"
+        raise ConfigError(f"--output_dir {folder}: {there} {said}. Give a folder that you may write to.")
     resume = training.resume_from_checkpoint
     found = sorted(folder.glob("checkpoint-*"))
     if resume and resume is not True and not Path(resume).is_dir():
@@ -124,6 +121,10 @@ def _check_output(training: Any) -> None:
             f"--resume_from_checkpoint true: {folder} holds no checkpoint. Give the --output_dir of the run that is to "
             "go on."
         )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output_dir {folder} cannot be made: {why(error)}. Give another folder.") from error
     if not resume and found:
         raise ConfigError(
             f"{folder} holds checkpoints of another run ({listed([path.name for path in found], 2)}). Go on with it by "
@@ -210,11 +211,6 @@ def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
                 "and this tokenizer's does not. Give one with --chat_template_path, or leave the option out."
             ) from error
     for number, row in enumerate(rows, 1):
-        if not any(row.get(name) for name in (*_WORDS, getattr(training, "dataset_text_field", "text"))):
-            raise ConfigError(
-                f"Row {number} of the training rows is empty: {listed(f'{name} is {row[name]!r}' for name in row)}. "
-                "Delete such rows."
-            )
         parts = [name for name in ("prompt", "completion", "chosen", "rejected") if row.get(name) is not None]
         if len({type(row[name]) for name in parts}) > 1:
             raise ConfigError(

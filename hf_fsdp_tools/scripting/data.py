@@ -1,20 +1,18 @@
-"""The data of a recipe: files, folders and hub names as a training and an evaluation split; and the tokenizer."""
+"""The data of a recipe: files, folders and hub names as a training and an evaluation split."""
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.modeling.meta import load_config
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.scripting.formats import from_alpaca, from_sharegpt, with_places_of_images, with_turns_for_prompt
 from hf_fsdp_tools.scripting.streams import share_of_stream
-from hf_fsdp_tools.text import first_line, listed
+from hf_fsdp_tools.text import did_you_mean, first_line, listed
 
-__all__ = ["load_processor", "load_splits", "load_tokenizer"]
+__all__ = ["load_splits"]
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """The builder of datasets for a file's suffix."""
@@ -32,6 +30,27 @@ _NOT_LOADED = "Check the name; one of the hub needs the network, and `hf auth lo
 
 _TURNS, _TEXT_OR_TURNS = {"messages", "conversations"}, {"prompt", "chosen", "rejected", "completion"}
 
+_WORDS = _TURNS | _TEXT_OR_TURNS | {"input_ids", "labels"}
+"""Columns beside that of the text of which a row needs one with something in it."""
+
+
+class _Wanted(NamedTuple):
+    """What a recipe reads."""
+
+    columns: Sequence[AbstractSet[str]]
+    """It needs all of one of these sets."""
+    text: str
+    """The column of plain text."""
+    options: list[str]
+    """Options of the recipe that name a column."""
+
+
+def _wanted(columns: Sequence[AbstractSet[str]], script: Any, training: Any) -> _Wanted:
+    fields = ("dataset_text_field", "label_column_name")
+    options = [f"--{field}" for field in fields if hasattr(script, field) or hasattr(training, field)]
+    text = getattr(training, "dataset_text_field", getattr(script, "dataset_text_field", "text"))
+    return _Wanted(columns, text, options)
+
 
 def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str]]) -> tuple[Any, Any]:
     """The training and the evaluation split, in the format that the recipe needs; prints how many rows each has.
@@ -39,7 +58,8 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
     `--dataset_name` is a hub name, a folder, a .jsonl/.json/.csv/.parquet/.txt file, or several of these with commas
     between them. Rows of alpaca (`instruction`, `input`, `output`) become `prompt` and `completion`, those of ShareGPT
     (`conversations` with `from` and `value`) become `messages`. Where there is no evaluation split, a twentieth of the
-    rows is held out, 2,000 at most; nothing is with `--eval_strategy no`. With `--dataset_streaming` rows are read as
+    rows is held out, 2,000 at most; nothing is with `--eval_strategy no`. Rows with nothing in them (a blank line of a
+    .txt file) are left out, and their number is printed. With `--dataset_streaming` rows are read as
     they are needed, each rank its share without end (`share_of_stream`), for a trainer with `StreamMixin`; 2,000 rows
     are evaluated at most.
 
@@ -52,7 +72,7 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
 
     Raises:
         ConfigError: a dataset is absent, empty, malformed (with file and line) or has other columns, or no text in
-            them; there are fewer rows than ranks; on all ranks alike.
+            them; a row lacks a column that other rows have; there are fewer rows than ranks; on all ranks alike.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -67,11 +87,15 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
             names = [name.strip() for name in names[0].split(",") if name.strip()]
         loaded = [_splits_of(name, script) for name in names]
         parts = [_part(splits, script.dataset_train_split, name) for name, splits in zip(names, loaded, strict=True)]
-        parts = [_converted(part, name, columns) for name, part in zip(names, parts, strict=True)]
+        wanted = _wanted(columns, script, training)
+        try:
+            parts = [_converted(part, name, wanted) for name, part in zip(names, parts, strict=True)]
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--dataset_name {script.dataset_name}: {_bad_line(names) or error}.") from error
         train = parts[0] if len(parts) == 1 else _mixed(parts, names, streaming=script.dataset_streaming)
         whole, evaluation = train, None
         if training.eval_strategy != "no":
-            train, evaluation = _held_out(train, script, training, names, loaded, columns)
+            train, evaluation = _held_out(train, script, training, names, loaded, wanted)
         _check_sizes(script, training, train, evaluation)
         if script.dataset_streaming and evaluation is not None:
             evaluation = Dataset.from_list(list(evaluation.take(_HELD_OUT_MOST)), features=evaluation.features)
@@ -93,8 +117,7 @@ def _splits_of(name: str, script: Any) -> Any:
     path = Path(name)
     if not path.exists() and (path.suffix in _BUILDERS or name.startswith((".", "/", "~"))):
         raise ConfigError(f"--dataset_name {name}: no such file. Give a file, a folder, or a hub name.")
-    files = [path] if path.is_file() else sorted(p for p in path.glob("*") if p.suffix in _BUILDERS)
-    for file in files:
+    for file in _files_of(name):
         if not file.stat().st_size:
             raise ConfigError(f"--dataset_name {name}: {file.name} is empty.")
     try:
@@ -106,30 +129,41 @@ def _splits_of(name: str, script: Any) -> Any:
             splits = stored if hasattr(stored, "items") else {"train": stored}
         else:
             splits = load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
-    except DatasetGenerationError as error:
-        where = next(filter(None, map(_first_bad_line, files)), None)
-        raise ConfigError(
-            f"--dataset_name {name}: {where or first_line(error.__cause__ or error)}. Mend or delete that row."
-        ) from error
-    except (OSError, ValueError, RuntimeError, StopIteration) as error:
+    except (DatasetGenerationError, OSError, ValueError, RuntimeError, StopIteration) as error:
+        if (where := _bad_line([name])) is not None:
+            raise ConfigError(f"--dataset_name {name}: {where}.") from error
+        if isinstance(error, DatasetGenerationError):
+            said = first_line(error.__cause__ or error)
+            raise ConfigError(f"--dataset_name {name}: {said}. Mend or delete that row.") from error
         raise ConfigError(f"--dataset_name {name} cannot be loaded: {first_line(error)}. {_NOT_LOADED}") from error
     return splits
 
 
+def _files_of(name: str) -> list[Path]:
+    path = Path(name)
+    return [path] if path.is_file() else sorted(file for file in path.glob("*") if file.suffix in _BUILDERS)
+
+
+def _bad_line(names: list[str]) -> str | None:
+    return next(filter(None, (_first_bad_line(file) for name in names for file in _files_of(name))), None)
+
+
 def _first_bad_line(file: Path) -> str | None:
-    """What is wrong with the first line of a .jsonl file that is not one JSON object; None where nothing is."""
-    if file.suffix != ".jsonl":
+    """What is wrong with the first line that is not UTF-8, or in .jsonl not one JSON object; None where nothing is."""
+    if file.suffix not in (".jsonl", ".json", ".csv", ".txt"):
         return None
-    with open(file, encoding="utf-8", errors="replace") as lines:
+    with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
             try:
-                row = json.loads(line)
+                text = line.decode()
+                if file.suffix == ".jsonl" and text.strip() and not isinstance(json.loads(text.lstrip("\ufeff")), dict):
+                    return f"{file.name}, line {number} is no JSON object. Mend or delete that row"
+            except UnicodeDecodeError as error:
+                byte, name = line[error.start], file.name
+                cure = f"Convert it: iconv -f latin1 -t utf-8 {name} > utf8-{name}"
+                return f"{name}, line {number} is not UTF-8 (byte 0x{byte:02x}). {cure}"
             except ValueError as error:
-                return f"{file.name}, line {number} is no JSON: {first_line(error)}"
-            if not isinstance(row, dict):
-                return f"{file.name}, line {number} is no JSON object"
+                return f"{file.name}, line {number} is no JSON: {first_line(error)}. Mend or delete that row"
     return None
 
 
@@ -145,33 +179,85 @@ def _part(splits: Any, wanted: str, name: str) -> Any:
     return part
 
 
-def _converted(dataset: Any, name: str, columns: Sequence[AbstractSet[str]]) -> Any:
-    """The dataset in a format that the recipe needs; rows of alpaca and ShareGPT are converted.
+def _converted(dataset: Any, name: str, wanted: _Wanted) -> Any:
+    """The dataset in a format that the recipe needs, without empty rows; alpaca and ShareGPT are converted.
 
     Raises:
-        ConfigError: it has other columns.
+        ConfigError: it has other columns, or a row lacks one of them.
     """
-    found = _columns(dataset)
-    if (used := next((wanted for wanted in columns if wanted <= found), None)) is not None:
+    found, columns = _columns(dataset), wanted.columns
+    if (used := next((one for one in columns if one <= found), None)) is not None:
+        dataset = _without_empty(dataset, name, used, wanted.text)
         _check_types(dataset, name, used if len(used) == 1 else used & (_TURNS | _TEXT_OR_TURNS))
         dataset = with_turns_for_prompt(dataset)
         return with_places_of_images(dataset) if used & {"image", "images"} else dataset
-    if "conversations" in found and any(wanted <= found - {"conversations"} | {"messages"} for wanted in columns):
+    if "conversations" in found and any(one <= found - {"conversations"} | {"messages"} for one in columns):
+        dataset = _without_empty(dataset, name, {"conversations"}, wanted.text)
         _check_types(dataset, name, {"conversations"})
-        return _converted(dataset.map(from_sharegpt, remove_columns=["conversations"]), name, columns)
-    turns, pairs = ({*wanted} in map(set, columns) for wanted in (["messages"], ["prompt", "completion"]))
+        return _converted(dataset.map(from_sharegpt, remove_columns=["conversations"]), name, wanted)
+    turns, pairs = ({*one} in map(set, columns) for one in (["messages"], ["prompt", "completion"]))
     question = next((pair for pair in _ALPACA if pair <= found), None)
     if question is not None and (pairs or turns):
         ask, answer = ("instruction", "output") if "output" in question else ("question", "answer")
+        dataset = _without_empty(dataset, name, question, wanted.text)
         _check_types(dataset, name, {ask, answer, "input", "system"})
         keep = {"ask": ask, "answer": answer, "pairs": pairs}
         return dataset.map(from_alpaca, fn_kwargs=keep, remove_columns=sorted(found))
-    needed = listed([" and ".join(f"`{one}`" for one in sorted(wanted)) for wanted in columns], 8, separator="; or ")
     raise ConfigError(
-        f"--dataset_name {name} has the columns {', '.join(sorted(found))}; none can be trained on. Needed: {needed}. "
-        "Rename one"
-        + (", or name a text column with --dataset_text_field." if any(len(one) == 1 for one in columns) else ".")
+        f"--dataset_name {name} has the columns {', '.join(sorted(found))}; none can be trained on. "
+        + _cure(found, wanted)
     )
+
+
+def _cure(found: AbstractSet[str], wanted: _Wanted) -> str:
+    """What to do with a dataset of other columns."""
+    formats = [*wanted.columns]
+    formats += [{"conversations"}] if {"messages"} in formats else []
+    formats += _ALPACA if {"messages"} in formats or {"prompt", "completion"} in formats else []
+    names = sorted(set().union(*formats))
+    ends = {one: did_you_mean(one, names, otherwise="") for one in sorted(found - {*names})}
+    near = next((f"`{one}`{end} " for one, end in ends.items() if end), "")
+    sign = next((sign for sign in ";\t|" if len(found) == 1 and sign in next(iter(found))), None)
+    if sign is not None:
+        return f"The separator seems to be {sign!r}, and a .csv file has commas between its columns."
+    needed = listed([" and ".join(f"`{one}`" for one in sorted(columns)) for columns in formats], 9, separator="; or ")
+    option = "".join(f", or name a column with {option}" for option in wanted.options[:1])
+    return f"{near}Needed: {needed}. Rename one{option}."
+
+
+def _without_empty(dataset: Any, name: str, used: AbstractSet[str], text: str) -> Any:
+    """The dataset without rows that have nothing in them; says how many are left out.
+
+    Raises:
+        ConfigError: nothing is left, or a row lacks a column that other rows have.
+    """
+    needed = sorted(used & (_TURNS | _TEXT_OR_TURNS | {text, *_ALPACA[0], *_ALPACA[1]}))
+    columns = sorted(_columns(dataset) & (_WORDS | {text}) | set(needed))
+    find = {"input_columns": columns, "fn_kwargs": {"columns": columns, "needed": needed, "name": name}}
+    if not hasattr(dataset, "__len__"):
+        return dataset.filter(_have_words, batched=True, with_indices=True, **find)
+    kept = dataset.filter(_have_words, batched=True, with_indices=True, keep_in_memory=True, **find)
+    left_out = len(dataset) - len(kept)
+    if not len(kept):
+        raise ConfigError(f"--dataset_name {name}: all {len(dataset):,} rows are empty.")
+    if left_out and rank_and_size()[0] == 0:
+        print(f"{name}: {left_out:,} of {len(dataset):,} rows are empty and are left out")
+    return kept if left_out else dataset
+
+
+def _have_words(*batch: list[Any], columns: list[str], needed: list[str], name: str) -> list[bool]:
+    """Of each row of a batch, whether it has something in one of these columns; `batch` ends with their numbers."""
+    *values, indices = batch
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+    have = [any(row.values()) for row in rows]
+    for row, index, has_words in zip(rows, indices, have, strict=True):
+        if has_words and (absent := next((column for column in needed if row[column] is None), None)) is not None:
+            there = listed(f"`{column}`" for column in columns if row[column])
+            raise ConfigError(
+                f"--dataset_name {name}: row {index + 1} has {there} and no `{absent}`, which other rows have. Keep "
+                "rows of one kind in a file."
+            )
+    return have
 
 
 def _check_types(dataset: Any, name: str, columns: AbstractSet[str]) -> None:
@@ -211,9 +297,11 @@ def _mixed(parts: list[Any], names: list[str], *, streaming: bool) -> Any:
             return interleave_datasets(parts, stopping_strategy="all_exhausted")
         return concatenate_datasets(parts)
     except (ValueError, TypeError) as error:
+        kinds = {name: {str(part.features[name]) for part in parts if part.features} for name in sorted(common)}
+        other = listed(f"`{name}`" for name, found in kinds.items() if len(found) > 1)
         raise ConfigError(
-            f"--dataset_name: {' and '.join(names)} cannot be mixed: {first_line(error)}. Their columns must have the "
-            "same types."
+            f"--dataset_name: {' and '.join(names)} cannot be mixed: {other or 'the columns'} have other types in one "
+            "than in another (text, or turns of a chat, which alpaca's rows become). Make all the same."
         ) from error
 
 
@@ -223,12 +311,12 @@ def _held_out(
     training: Any,
     names: list[str],
     loaded: list[Any],
-    columns: Sequence[AbstractSet[str]],
+    wanted: _Wanted,
 ) -> tuple[Any, Any]:
     """The training rows, and those to evaluate: the evaluation splits of the datasets, or rows held out."""
-    wanted = [script.dataset_test_split, *_TEST_SPLITS]
-    found = [next((splits[name] for name in wanted if name in splits), None) for splits in loaded]
-    tests = [_converted(part, name, columns) for part, name in zip(found, names, strict=True) if part is not None]
+    tests = [script.dataset_test_split, *_TEST_SPLITS]
+    found = [next((splits[name] for name in tests if name in splits), None) for splits in loaded]
+    tests = [_converted(part, name, wanted) for part, name in zip(found, names, strict=True) if part is not None]
     if tests:
         return train, tests[0] if len(tests) == 1 else _mixed(tests, names, streaming=script.dataset_streaming)
     if script.dataset_streaming:
@@ -259,131 +347,3 @@ def _check_sizes(script: Any, training: Any, train: Any, evaluation: Any) -> Non
                 f"--dataset_name {script.dataset_name}: {len(rows)} row(s) for {what} on {ranks} processes, and each "
                 f"needs one. {cure}."
             )
-
-
-def load_tokenizer(model_args: Any, training: Any) -> Any:
-    """The model's tokenizer, with the chat template of `--chat_template_path` where that is given.
-
-    The path is a Jinja file, or the folder or hub name of a tokenizer, whose template is taken. Tokens that the
-    template needs must be in the vocabulary.
-
-    Args:
-        model_args: `ModelArguments`.
-        training: the Trainer's arguments; its `chat_template_path` becomes None, for the template is set.
-
-    Every rank must call. The ranks exchange errors alone.
-
-    Raises:
-        CheckpointError: there is no such model, or it has no tokenizer; on every rank alike.
-        ConfigError: the template cannot be had.
-
-    Example:
-        >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
-        >>> tokenizer = load_tokenizer(model_args, training)
-        >>> len(tokenizer), tokenizer.eos_token
-        (400, '<|eos|>')
-    """
-    from transformers import AutoTokenizer
-
-    name = model_args.model_name_or_path
-    hub = {
-        "revision": model_args.model_revision,
-        "trust_remote_code": getattr(training, "trust_remote_code", False),
-    }
-    with agreed("loading the tokenizer"):
-        load_config(name, **hub)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name, **hub)
-        except (OSError, ValueError, ImportError) as error:
-            raise CheckpointError(
-                f"{name} has a config and no tokenizer that can be loaded: {first_line(error)}. Copy the tokenizer's "
-                "files of the base model into it."
-            ) from error
-        if (path := getattr(training, "chat_template_path", None)) is not None:
-            tokenizer.chat_template = _template(path, tokenizer)
-            training.chat_template_path = None
-    return tokenizer
-
-
-def load_processor(model_args: Any, training: Any) -> Any:
-    """A vision-language model's image processor and tokenizer, with the template of `--chat_template_path` if given.
-
-    Args:
-        model_args: `ModelArguments`.
-        training: the Trainer's arguments; its `chat_template_path` becomes None, for the template is set.
-
-    Every rank must call. The ranks exchange errors alone.
-
-    Raises:
-        CheckpointError: there is no such model, or it has no processor of images; on every rank alike.
-        ConfigError: the template cannot be had, or a package that the processor needs is absent.
-
-    Example:
-        >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
-        >>> model_args.model_name_or_path = "vision_checkpoint"
-        >>> processor = load_processor(model_args, training)
-        >>> processor.image_processor.size["shortest_edge"], processor.tokenizer.eos_token
-        (32, '<|eos|>')
-    """
-    from transformers import AutoProcessor
-
-    name, path = model_args.model_name_or_path, training.chat_template_path
-    training.chat_template_path = None
-    tokenizer = load_tokenizer(model_args, training)
-    with agreed("loading the processor"):
-        hub = {
-            "revision": model_args.model_revision,
-            "trust_remote_code": getattr(training, "trust_remote_code", False),
-        }
-        try:
-            processor = AutoProcessor.from_pretrained(name, **hub)
-        except ImportError as error:
-            needed = re.search(r"(\w+) requires the (\w+) library", str(error))
-            said = first_line(error)
-            if needed:
-                package = {"PIL": "pillow"}.get(needed[2], needed[2].lower())
-                said = f"{needed[1]} requires {needed[2]}: pip install {package}"
-            raise ConfigError(f"The processor of {name} needs a package that is absent. {said}.") from error
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{name} has a tokenizer and no processor of images that can be loaded: {first_line(error)}. Copy "
-                "processor_config.json and preprocessor_config.json of the base model into it."
-            ) from error
-        if getattr(processor, "image_processor", None) is None:
-            raise CheckpointError(
-                f"{name} has no processor of images, so it is a model of text alone, or processor_config.json and "
-                "preprocessor_config.json are missing. Give a vision-language model, or use finetune."
-            )
-        if path is not None:
-            processor.chat_template = _template(path, tokenizer)
-    return processor
-
-
-def _template(path: str, tokenizer: Any) -> str:
-    from transformers import AutoTokenizer
-
-    if Path(path).is_file():
-        return Path(path).read_text(encoding="utf-8")
-    if Path(path).suffix in (".jinja", ".j2", ".txt"):
-        raise ConfigError(f"--chat_template_path {path}: no such file.")
-    try:
-        other = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(
-            f"--chat_template_path {path}: no Jinja file and no tokenizer: {first_line(error)}."
-        ) from error
-    template = other.chat_template
-    if not isinstance(template, str):
-        raise ConfigError(f"--chat_template_path {path}: this tokenizer has no chat template.")
-    unknown = [token for token in _special_tokens(other) if token in template and token not in tokenizer.get_vocab()]
-    if unknown:
-        raise ConfigError(
-            f"--chat_template_path {path}: its template uses {listed(unknown)}, which the tokenizer of the model does "
-            "not have. Use a template made of the model's own tokens, or add the tokens to a copy of the model first."
-        )
-    return template
-
-
-def _special_tokens(tokenizer: Any) -> Iterator[str]:
-    for token in tokenizer.added_tokens_decoder.values():
-        yield str(token)

@@ -47,6 +47,10 @@ class Progress(ProgressCallback):  # type: ignore[misc]  # transformers is not t
         self.start_s = time.perf_counter()
         self.first_step = state.global_step
         self.last = (self.start_s, 0 if not state.global_step else None, state.global_step)
+        if state.global_step and state.is_world_process_zero:
+            asked = args.resume_from_checkpoint
+            path = asked if isinstance(asked, str) else f"{args.output_dir}/checkpoint-{state.global_step}"
+            print(f"step {state.global_step:,} of {state.max_steps:,}: goes on from {path}", flush=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Move the bar."""

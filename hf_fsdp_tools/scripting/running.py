@@ -28,6 +28,7 @@ from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.scripting.packing import check_documents_apart
 from hf_fsdp_tools.scripting.progress import Progress
 from hf_fsdp_tools.scripting.streams import check_divided_once
+from hf_fsdp_tools.text import listed
 
 __all__ = ["finish", "load_model", "opener", "run", "show_losses", "train"]
 
@@ -79,8 +80,10 @@ def load_model(
         logger.removeFilter(_is_no_table)
     if show:
         accelerator.print(f"\n{describe_sharding(model)}\n\n{report}\n")
-        if hasattr(model, "peft_config") and report.initialized_keys:
-            accelerator.print("what no file holds is trained whole, and saved with the adapter\n")
+        if report.initialized_keys:
+            names = listed(report.initialized_keys)
+            end = "; it is trained whole, and saved with the adapter" if hasattr(model, "peft_config") else ""
+            accelerator.print(f"drawn by the seed, for no file holds it: {names}{end}\n")
     return model
 
 
@@ -150,6 +153,11 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
         after = losses[-1][1]
     else:
         after = trainer.evaluate()["eval_loss"]
+    stopped = trainer.state.global_step
+    if patience is not None and stopped < trainer.state.max_steps:
+        kept = trainer.state.best_model_checkpoint or "the last weights"
+        why = f"no lower evaluation loss {patience} times in a row"
+        trainer.accelerator.print(f"stopped early at step {stopped:,}: {why}; kept {kept}")
     return losses[0][1] if losses else None, after
 
 
@@ -162,7 +170,8 @@ def show_losses(before: float | None, after: float | None) -> str:
     """
     if after is None:
         return "not evaluated"
-    return f"{after:.3f} after" if before is None else f"{before:.3f} before, {after:.3f} after"
+    end = ", which is no better" if before is not None and after >= before else ""
+    return f"{after:.3f} after" if before is None else f"{before:.3f} before, {after:.3f} after{end}"
 
 
 def opener(model: Any) -> str:
@@ -218,6 +227,7 @@ def finish(
         >>> tokenizer = load_tokenizer(model_args, training)
         >>> trainer = MyTrainer(model, training, train_dataset=data, processing_class=tokenizer)
         >>> train(trainer, training, model_args)
+        step 2 of 2: loss ...
         (None, None)
         >>> finish(trainer, training, model_args, tokenizer, says={"checkpoint": training.output_dir})
         checkpoint  outputs/mine

@@ -119,10 +119,15 @@ def test_a_stream_of_chats_goes_on_when_all_rows_were_seen(series):
 def test_a_run_that_no_longer_gets_better_is_stopped(series):
     before, after = series.losses("stopped")
     assert after == before and series.state("stopped")["global_step"] < 8
+    assert "after, which is no better" in series.of("stopped")
+    assert re.search(r"stopped early at step \d: no lower .*; kept ", series.of("stopped"))
 
 
 def test_a_run_resumed_in_its_middle_ends_as_the_one_that_was_not_stopped(series):
     series.check_resumed()
+    assert re.search(r"^step 2 of 4: goes on from .*checkpoint-2$", series.of("resumed"), flags=re.M)
+    card = (series.folder / "resumed" / "README.md").read_text()
+    assert "`demo`" in card and "None" not in card and "licence" not in card, "the base is a folder"
     steps = [entry["step"] for entry in series.state("resumed")["log_history"] if "loss" in entry]
     assert steps == [1, 2, 3, 4], "the log goes on where it was"
 

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,6 +84,7 @@ def trainer_arguments(**options):
             "needs evaluations: leave --eval_strategy no out",
         ),
         (["--push_to_hub"], "--push_to_hub needs a token"),
+        (["--optim", "sgd", "wandb"], "wandb stands behind no option. Put commas between"),
         (["--fp16", "true"], "--fp16 needs a GPU, .*Use --bf16 true, or neither"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -128,6 +130,12 @@ def test_the_command_line_goes_before_the_file_and_a_checkpoint_may_be_true(tmp_
             assert parsed(monkeypatch, f"--{option}", "true")[1].gradient_checkpointing, "unless it is asked for here"
     _, training, _ = parsed(monkeypatch, "--early_stopping_patience", "2")
     assert training.load_best_model_at_end and training.save_strategy == "best"
+    monkeypatch.setattr("hf_fsdp_tools.scripting.arguments._check_reports", lambda *_: None)
+    _, training, _ = parsed(monkeypatch, "--report_to", "tensorboard,wandb", "--max_steps", "2")
+    assert training.report_to == ["tensorboard", "wandb"] and training.logging_steps == 2, "a loss is shown"
+    assert not training.logging_nan_inf_filter and not training.accelerator_config.non_blocking
+    monkeypatch.setattr("hf_fsdp_tools.scripting.arguments.find_accelerator", lambda: "cuda")
+    assert parsed(monkeypatch)[1].accelerator_config.non_blocking, "a GPU's batches are copied while it computes"
 
 
 def test_a_run_in_the_default_folder_does_not_meet_the_one_before(tmp_path, monkeypatch):
@@ -198,6 +206,19 @@ def test_a_twentieth_is_held_out_unless_nothing_is_evaluated(tmp_path, capsys):
         ("p.jsonl", [{"prompt": "a", "completion": 3}] * 9, "`completion` must hold text, and its first row is 3"),
         ("i.jsonl", [{"instruction": 1, "output": "b"}] * 9, "`instruction` must hold text"),
         ("x.jsonl,y.jsonl", None, "x.jsonl: no such file"),
+        ("e.jsonl", [{"text": ""}] * 9, "e.jsonl: all 9 rows are empty"),
+        (
+            "k.jsonl",
+            [{"text": "a"}] * 3 + [{"prompt": "b", "completion": "c"}],
+            "row 4 has .* and no `text`",
+        ),
+        (
+            "d.jsonl",
+            [{"prompt": "b", "completion": "c"}] * 3 + [{"prompt": "b"}],
+            "row 4 has .* no `completion`",
+        ),
+        ("t.jsonl", [{"mesages": []}] * 9, "`mesages`: did you mean messages.*`instruction` and `output`"),
+        ("s.jsonl", [{"prompt;completion": "a;b"}] * 9, "The separator seems to be ';'"),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_named(name, rows, message, tmp_path):
@@ -206,6 +227,40 @@ def test_data_that_cannot_be_trained_on_is_named(name, rows, message, tmp_path):
     with pytest.raises(ConfigError, match=message) as caught:
         load_splits(script(name), trainer_arguments(), columns=SFT)
     assert "\n" not in str(caught.value)
+
+
+def test_empty_rows_are_left_out_and_counted(tmp_path, capsys):
+    (tmp_path / "lines.txt").write_text("one two\n\nthree four\n\n" * 20)
+    training, held_out = load_splits(script("lines.txt"), trainer_arguments(), columns=SFT)
+    assert set(training["text"]) | set(held_out["text"]) == {"one two", "three four"}
+    assert "lines.txt: 40 of 80 rows are empty and are left out" in capsys.readouterr().out
+    chats = lines(tmp_path / "c.jsonl", [*CHAT, {"messages": []}])
+    training, held_out = load_splits(script(chats), trainer_arguments(), columns=SFT)
+    assert len(training) + len(held_out) == len(CHAT)
+    streamed, training = script("lines.txt", dataset_streaming=True), trainer_arguments(max_steps=2, eval_strategy="no")
+    stream, _ = load_splits(streamed, training, columns=SFT)
+    assert [row["text"] for row, _ in zip(stream, range(3), strict=False)] == ["one two", "three four", "one two"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".txt"])
+def test_a_file_in_another_encoding_is_named_with_its_line(suffix, tmp_path):
+    head = {".csv": "text\n"}.get(suffix, "")
+    row = '{"text": "%s"}\n' if suffix == ".jsonl" else "%s\n"
+    (tmp_path / f"old{suffix}").write_bytes((head + row % "plain" + row % "café" * 9).encode("latin1"))
+    with pytest.raises(ConfigError, match=rf"line {2 + bool(head)} is not UTF-8 \(byte 0xe9\). Convert it: iconv"):
+        load_splits(script(f"old{suffix}"), trainer_arguments(), columns=SFT)
+
+
+def test_an_option_is_named_for_columns_where_the_recipe_has_it(tmp_path):
+    """`accelerate_loop` has none."""
+    lines(tmp_path / "q.jsonl", [{"sentence": "a", "label": 1}] * 9)
+    with pytest.raises(ConfigError, match=r"Rename one, or name a column with --dataset_text_field\.$"):
+        load_splits(script("q.jsonl"), trainer_arguments(), columns=[{"text", "label"}])
+    bare = SimpleNamespace(
+        dataset_name="q.jsonl", dataset_streaming=False, dataset_train_split="train", eval_strategy="no"
+    )
+    with pytest.raises(ConfigError, match=r"Needed: `text`\. Rename one\.$"):
+        load_splits(bare, bare, columns=[{"text"}])
 
 
 def test_fewer_rows_than_ranks(tmp_path, monkeypatch):
@@ -232,6 +287,9 @@ def test_alpaca_and_sharegpt_become_what_the_trainer_reads(tmp_path):
     assert mixed.column_names == ["messages"] and len(mixed) + len(held_out) == 80
     with pytest.raises(ConfigError, match="no column in common"):
         load_splits(script(f"{alpaca},{chats}"), trainer_arguments(), columns=SFT)
+    texts = lines(tmp_path / "p.jsonl", [{"prompt": "a", "completion": "b"}] * 40)
+    with pytest.raises(ConfigError, match=r"cannot be mixed: `completion`, `prompt` have other types"):
+        load_splits(script(f"{texts},{alpaca}"), trainer_arguments(), columns=SFT)
 
 
 def test_a_stream_is_read_in_turn_and_needs_a_number_of_steps(tmp_path):
@@ -280,8 +338,6 @@ def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsy
     with pytest.raises(ConfigError, match=r"All labels of the first 8 rows are masked.*--max_length 64"):
         check(model, pairs)
     check(model, pairs, completion_only_loss=False)
-    with pytest.raises(ConfigError, match=r"Row 2 of the training rows is empty: text is None. Delete such rows"):
-        check(model, [text[0], {"text": None}])
     questions = [{"messages": [{"role": "user", "content": "?"}]}] * 8
     with pytest.raises(ConfigError, match="All labels of the first 8 rows are masked"):
         check(model, questions, assistant_only_loss=True)
@@ -348,6 +404,8 @@ def test_a_run_does_not_mix_its_checkpoints_with_anothers(model, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"--output_dir file/out: .*file is a file. Give a folder"):
         check(model, CHAT, output_dir="file/out")
+    with pytest.raises(ConfigError, match=r"--output_dir /proc/nope cannot be made: .*Give another folder"):
+        check(model, CHAT, output_dir="/proc/nope")
     (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
     check(model, CHAT, resume_from_checkpoint=True)
     with pytest.raises(ConfigError, match=r"another run \(checkpoint-5\)"):
@@ -360,6 +418,9 @@ def test_a_wrong_model_and_a_model_without_a_tokenizer(model, tmp_path):
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(CheckpointError, match="has a config and no tokenizer that can be loaded"):
+        load_tokenizer(ModelArguments(model_name_or_path=str(tmp_path / "bare")), trainer_arguments())
+    (tmp_path / "bare" / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(CheckpointError, match="bare has no tokenizer files: its Qwen2Tokenizer knows special tokens"):
         load_tokenizer(ModelArguments(model_name_or_path=str(tmp_path / "bare")), trainer_arguments())
     (tmp_path / "bare" / "config.json").rename(tmp_path / "bare" / "adapter_config.json")
     with pytest.raises(CheckpointError, match=r"bare' holds an adapter alone\. Give the folder of its base"):
@@ -387,5 +448,6 @@ def test_a_chat_template_from_a_file_or_another_tokenizer(model, tmp_path):
 
 def test_losses_that_were_not_evaluated_break_no_summary():
     assert show_losses(7.638, 4.3431) == "7.638 before, 4.343 after"
+    assert show_losses(4.3, 4.3431) == "4.300 before, 4.343 after, which is no better"
     assert show_losses(None, 4.3431) == "4.343 after"  # --eval_on_start false
     assert show_losses(None, None) == "not evaluated"
