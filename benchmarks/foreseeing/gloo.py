@@ -6,7 +6,8 @@ NCCL does not: what is allocated inside a collective's own call (`c10d::…`, on
 (`gloo:…`, on its threads) is counted apart, and so is its release, by its address; so is what the CPU's kernel takes to
 join gradients (`aten::_chunk_cat`), which a GPU's does not. That this is all of gloo's scratch
 and nothing else is checked by the sizes: twice the gathered bytes for each all-gather, the whole input for each
-reduce-scatter (`scratch_of`).
+reduce-scatter. Kernels are PyTorch's own: oneDNN's take scratch by the instructions of the processor (a convolution of
+a tiny model a megabyte with AMX, and nothing without), so that the numbers would be those of one machine.
 """
 
 import gc
@@ -81,7 +82,8 @@ def measure(name: str, size: str) -> dict[str, Any]:
     world = dist.get_world_size()
     case = next(case for case in CASES if case.name == name)
     sizes: Sizes = []
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, _released_at_once(sizes):
+    recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with torch.backends.mkldnn.flags(enabled=False), recording as profiler, _released_at_once(sizes):
         with record_function(f"{_MARK}build"):
             training = Training(case, size, num_gpus=world, device=torch.device("cpu"))
         for step in range(_STEPS):

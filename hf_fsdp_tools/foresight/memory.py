@@ -23,11 +23,12 @@ in `aten/src/ATen/cuda/CublasHandlePool.cpp`) …"""
 _WORKSPACES = {
     "h100": 32 * 2**20,
     "b200": 32 * 2**20,
-    "rtx-5090": 32 * 2**20,
+    "blackwell": 32 * 2**20,
     "mi250x": 32 * 2**20,
     "mi300x": 128 * 2**20,
+    "mi355x": 128 * 2**20,
 }
-"""… by family or name of the GPUs for which it is larger: compute capability 9, 10 and 12, and AMD's."""
+"""… by family of the GPUs for which it is larger: compute capability 9, 10 and 12, and AMD's."""
 
 _CONTEXT = 500 * 2**20
 """CUDA context with the kernels of PyTorch and cuBLAS that are loaded. (assumed; 0.4 to 0.6 GiB are usual)"""
@@ -249,7 +250,7 @@ def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None, *, exp
 
 
 def _workspace(gpu: Gpu) -> int:
-    return _WORKSPACES.get(gpu.name, _WORKSPACES.get(gpu.family, _WORKSPACE))
+    return _WORKSPACES.get(gpu.family, _WORKSPACE)
 
 
 def _outside(setup: TrainingSetup) -> tuple[Outside, ...]:

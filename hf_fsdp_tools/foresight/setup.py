@@ -6,6 +6,7 @@ from typing import Any, Literal, Self, get_args, get_type_hints
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight.timing.hardware import Gpu
 from hf_fsdp_tools.modeling.given import as_count, as_flag
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.text import did_you_mean
@@ -34,12 +35,15 @@ class TrainingSetup:
 
     num_gpus: int = 1
     """Processes over all machines, one per GPU."""
-    gpu: str = "h100-80gb"
-    """Name in the table of GPUs (`hardware`)."""
+    gpu: str | Gpu = "h100-80gb"
+    """Name in the table of GPUs (`hardware`), or a `Gpu` of one's own."""
     gpus_per_node: int = 8
     """GPUs that share a machine and its fast links."""
     network_gbit_s: float | None = None
     """Gbit/s of all network cards of one machine together; None takes the usual one for the GPU."""
+    link_gb_s: float | None = None
+    """GB/s between the GPUs of a machine, the bus bandwidth of nccl-tests' `all_gather_perf`; None takes the usual one
+    for the GPU, which PCIe with few or shared lanes does not reach."""
     dp_replicate_size: int = 1
     """Copies of the sharded model (HSDP)."""
     batch_size: int = 1
@@ -107,8 +111,9 @@ class TrainingSetup:
         object.__setattr__(self, "policy", as_policy(self.policy, "policy") or HybridPolicy())
         if self.images is not None and self.images < 0:
             raise ConfigError(f"images is {self.images}; use 0 for text alone, or how many images a sequence has.")
-        if self.network_gbit_s is not None and not 0 < self.network_gbit_s < math.inf:
-            raise ConfigError(f"network_gbit_s is {self.network_gbit_s:g}; give Gbit/s above 0, or leave it out.")
+        for name, unit in (("network_gbit_s", "Gbit/s"), ("link_gb_s", "GB/s")):
+            if (rate := getattr(self, name)) is not None and not 0 < rate < math.inf:
+                raise ConfigError(f"{name} is {rate:g}; give {unit} above 0, or leave it out.")
         if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
             raise ConfigError(f"image_size is {self.image_size}; give height and width, such as (512, 512).")
         hints = get_type_hints(type(self))

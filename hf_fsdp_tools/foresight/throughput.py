@@ -11,6 +11,7 @@ from hf_fsdp_tools.foresight.forecast import Source, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import compose
 from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of, replayed_in_gpu
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.timing.collectives import node_network
 from hf_fsdp_tools.foresight.timing.efficiency import LATEST_ERA, Efficiency, efficiency_of
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
 from hf_fsdp_tools.foresight.timing.time import simulate
@@ -22,6 +23,10 @@ _SEGMENT_SECONDS = 2e-3
 """Time for which the GPU stands still per segment that a full allocator gives back: `cudaFree`, and `cudaMalloc` of its
 successor. (assumed. The FSDP paper, arXiv 2304.11277, saw the backward pass of GPT-175B with batches of 2 on 128 GPUs
 take 86 % of a step instead of 67 %: about 0.3 s more for each of 96 blocks, that is of 150 such segments)"""
+
+_TRAINER = (0.62, 0.88)
+"""What a `Trainer` with FSDP reaches of the tokens per second of tuned loops, on which the efficiencies were fitted: 9
+published trainings of 7 and 8 B on 4 A100, FSDP1, 512 tokens, padding counted (Liger's example, 2024)."""
 
 _PARTS = {
     "matmul": "matmuls",
@@ -65,7 +70,7 @@ class ThroughputEstimate:
     communication_seconds: float
     """Of all collectives, hidden or not."""
     error: float
-    """Mean relative error of the estimates where the efficiencies were not fitted."""
+    """What tokens per second may be off, as a share (`Efficiency.error`); infinite where they are not foreseen."""
     source: str
     """What the efficiencies were fitted on."""
     notes: tuple[str, ...] = ()
@@ -82,10 +87,22 @@ class ThroughputEstimate:
         return self.tokens_per_step / self.step_seconds
 
     @property
-    def range(self) -> tuple[float, float]:
-        """Tokens per second and GPU, less and plus the mean error."""
+    def is_foreseen(self) -> bool:
+        """Whether published trainings of this GPU are known. Without any, seconds and tokens per second serve to
+        compare settings with each other, and nothing else."""
+        return math.isfinite(self.error)
+
+    @property
+    def range(self) -> tuple[float, float] | None:
+        """Tokens per second and GPU of a tuned loop, less and plus the error; None where they are not foreseen."""
         value = self.tokens_per_second_per_gpu
-        return value * (1 - self.error), value * (1 + self.error)
+        return (value * (1 - self.error), value * (1 + self.error)) if self.is_foreseen else None
+
+    @property
+    def trainer_range(self) -> tuple[float, float] | None:
+        """The same of transformers' `Trainer`, as far as published trainings with it fell short; None likewise."""
+        value = self.tokens_per_second_per_gpu
+        return (value * _TRAINER[0], value * _TRAINER[1]) if self.is_foreseen else None
 
     @property
     def tflops_per_gpu(self) -> float:
@@ -130,6 +147,7 @@ class ThroughputEstimate:
         derived = (
             "tokens_per_second_per_gpu",
             "range",
+            "trainer_range",
             "tflops_per_gpu",
             "peak_flops",
             "mfu",
@@ -137,24 +155,22 @@ class ThroughputEstimate:
             "exposed_seconds",
         )
         own = {name: getattr(self, name) for name in (*self.__dataclass_fields__, *derived)}
+        own["error"] = self.error if self.is_foreseen else None
         return json.dumps(own | {"setup": asdict(self.setup)}, default=repr)
 
     def __str__(self) -> str:
-        setup, (low, high) = self.setup, self.range
+        setup = self.setup
         where = ""
         if (nodes := math.ceil(setup.num_gpus / setup.gpus_per_node)) > 1:
-            network = self.gpu.node_network(setup) * 8 / 1e9
+            network = node_network(setup, self.gpu) * 8 / 1e9
             where = f" ({nodes:,} machines of {setup.gpus_per_node}, {network:,.0f} Gbit/s each)"
-        again = ""
-        if self.hardware_flops > self.model_flops:
-            again = f", with what is computed again {self.hfu:.1%}"
-        rate = self.tokens_per_second_per_gpu
-        lines = [
-            f"{self.name} on {setup.num_gpus:,} × {self.gpu.title}{where}",
-            f"  {rate:,.0f} tokens/s per GPU, {low:,.0f} to {high:,.0f}; {rate * setup.num_gpus:,.0f} on all",
-            f"  {self.tflops_per_gpu:,.0f} Tflop/s per GPU, {self.mfu:.1%} of its peak (MFU){again}",
-            f"  {_show_seconds(self.step_seconds)} per step of {self.tokens_per_step:,} tokens per GPU:",
-        ]
+        step = _show_seconds(self.step_seconds)
+        if (rates := self._rates()) is None:
+            rates = [f"  tokens/s are not foreseen: no published training on {self.gpu.title} is known", f"  {step}"]
+            rates[1] += " per step with the shares of the peaks that stand below, to compare settings:"
+        else:
+            rates.append(f"  {step} per step of {self.tokens_per_step:,} tokens per GPU:")
+        lines = [f"{self.name} on {setup.num_gpus:,} × {self.gpu.title}{where}", *rates]
         for part, seconds in self.parts.items():
             if seconds >= 0.0005 * self.step_seconds:
                 lines.append(f"    {_PARTS[part]:<32} {_show_seconds(seconds):>10} {seconds / self.step_seconds:>7.1%}")
@@ -163,6 +179,20 @@ class ThroughputEstimate:
             lines.append(f"  {_show_seconds(self.communication_seconds)} of communication, {hidden:.0%} of it hidden")
         lines.append(f"  software of {self.era}; efficiencies {self.source}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _rates(self) -> list[str] | None:
+        """Lines of what is foreseen per second; None where nothing is."""
+        if self.range is None or self.trainer_range is None:
+            return None
+        rate, (low, high), (least, most) = self.tokens_per_second_per_gpu, self.range, self.trainer_range
+        again = ""
+        if self.hardware_flops > self.model_flops:
+            again = f", with what is computed again {self.hfu:.1%}"
+        return [
+            f"  {rate:,.0f} tokens/s per GPU, {low:,.0f} to {high:,.0f}; {rate * self.setup.num_gpus:,.0f} on all",
+            f"  this is of a tuned loop; published trainings with a Trainer would be {least:,.0f} to {most:,.0f}",
+            f"  {self.tflops_per_gpu:,.0f} Tflop/s per GPU, {self.mfu:.1%} of its peak (MFU){again}",
+        ]
 
 
 def _show_seconds(seconds: float) -> str:

@@ -45,3 +45,9 @@ def test_memory_left_out_is_what_gloo_copies(real, name):
         assert scratch.pop("c10d::_allgather_base_") == scratch.pop("gloo:all_gather") == gathered
         assert scratch.pop("c10d::_reduce_scatter_base_") == reduced
         assert sum(scratch.values()) < 1024
+
+
+def test_what_kernels_of_one_processor_take_is_not_counted(real):
+    """oneDNN chooses its kernels by the processor, and their scratch with them."""
+    for rank in real:
+        assert not [told for case in rank.values() for *_, told in case["events"] if "mkldnn" in told]

@@ -242,7 +242,21 @@ def test_unknown_hardware_and_software_are_errors() -> None:
 def test_every_gpu_has_efficiencies_below_one_with_their_source(name: str, era: str) -> None:
     one = efficiency_of(GPUS[name], era)
     assert all(0 < share <= 1 for share in (one.matmul, one.attention, one.memory, one.network, one.compiled_memory))
-    assert 0 < one.error < 1 and one.source
+    assert one.error > 0 and one.source
+
+
+def test_a_gpu_without_a_published_training_has_no_tokens_per_second() -> None:
+    known, unknown = (
+        estimate(two_units(), dataclasses.replace(SETUP, gpu=name), efficiency_of(GPUS[name]))
+        for name in ("a100-80gb", "mi355x")
+    )
+    assert known.range is not None and known.trainer_range is not None
+    assert known.trainer_range[0] < known.trainer_range[1] < known.range[1]
+    assert "tokens/s per GPU" in str(known) and "with a Trainer would be" in str(known)
+    assert not unknown.is_foreseen and unknown.range is unknown.trainer_range is None
+    assert "tokens/s are not foreseen: no published training on MI355X 288 GB is known" in str(unknown)
+    assert "tokens/s per GPU" not in str(unknown) and "MFU" not in str(unknown)
+    assert json.loads(unknown.to_json())["range"] is None
 
 
 def test_a_trace_for_the_browser_has_every_work_on_its_stream() -> None:

@@ -15,7 +15,7 @@ from hf_fsdp_tools.foresight.events import Operation
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import Gpu
 
-__all__ = ["Axis", "Group", "collective_seconds", "group_of"]
+__all__ = ["Axis", "Group", "collective_seconds", "group_of", "node_network"]
 
 Axis = Literal["shard", "replicate"]
 """The two axes of a mesh of FSDP: ranks that share one copy of the model, and ranks that hold the same shards."""
@@ -101,13 +101,22 @@ def group_of(
     in_node = min(setup.gpus_per_node, setup.num_gpus)
     ranks_per_node = max(1, min(ranks, in_node // apart))
     sharing = max(1, in_node // ranks_per_node)
+    usual = gpu.link_bandwidth * _LINK_EFFICIENCY[gpu.link]
+    link = usual if setup.link_gb_s is None else setup.link_gb_s * 1e9
     return Group(
         ranks=ranks,
         ranks_per_node=ranks_per_node,
         link=gpu.link,
-        link_bandwidth=gpu.link_bandwidth * _LINK_EFFICIENCY[gpu.link],
-        network_bandwidth=gpu.node_network(setup) * network_efficiency / sharing,
+        link_bandwidth=link,
+        network_bandwidth=node_network(setup, gpu) * network_efficiency / sharing,
     )
+
+
+def node_network(setup: TrainingSetup, gpu: Gpu) -> float:
+    """Bytes per second of all network cards of one machine, in one direction: `setup.network_gbit_s`, or the usual
+    network per GPU times the GPUs of a machine."""
+    gbit_s = setup.network_gbit_s
+    return (gbit_s if gbit_s is not None else gpu.network_gbit_s * setup.gpus_per_node) * 1e9 / 8
 
 
 def collective_seconds(operation: Operation, num_bytes: float, group: Group) -> float:

@@ -237,6 +237,7 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
             config.use_cache = False
     if setup.activation_checkpointing:
         checkpoint_activations(model)
+        _watch_second_passes(model, recorder)
     modules = dict(model.named_modules(remove_duplicate=False))
     for unit in plan.units:
         for name in unit.modules:
@@ -308,6 +309,20 @@ def _with_gradients(value: Any, change: Callable[..., Iterable[torch.Tensor]]) -
     leaves, spec = tree_flatten(value)
     new = [next(changed) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf for leaf in leaves]
     return tree_unflatten(new, spec)
+
+
+def _watch_second_passes(model: nn.Module, recorder: Recorder) -> None:
+    """Tell the recorder of forward passes inside the backward pass: of modules that are computed again."""
+
+    def count(change: int) -> Callable[..., None]:
+        def counted(*_: object) -> None:
+            recorder.repeated += change if recorder.phase == "backward" else 0
+
+        return counted
+
+    for module in model.modules():
+        module.register_forward_pre_hook(count(1), prepend=True)
+        module.register_forward_hook(count(-1), always_call=True)  # also where what is needed has been computed
 
 
 def _watch_head(model: nn.Module, recorder: Recorder) -> None:

@@ -53,6 +53,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self.in_loss = False
         """Whether what is taken now is logits, or made of them."""
         self.last_operation = ""
+        self.repeated = 0
+        """How many forward passes, one inside the other, run for the second time, inside the backward pass."""
         self._units = units
         self._on_cuda = on_cuda
         self._root = _Pass("", "")
@@ -154,7 +156,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> None:
         operation, flops, model_flops = counted(func, args, kwargs, result)
         read = list(_tensors((args, kwargs)))
-        again = self.phase == "backward" and torch.is_grad_enabled()
+        # an autograd function of a model runs without gradients, also where its module is computed again
+        again = self.phase == "backward" and (self.repeated > 0 or torch.is_grad_enabled())
         self.events.append(
             Work(
                 operation=operation,
