@@ -88,7 +88,7 @@ def main() -> Trainer:
     )
     for name in ("dataset_text_field", "max_length", "trust_remote_code"):  # of TRL's arguments, not of transformers'
         setattr(training, name, getattr(script, name))
-    accelerator = make_accelerator(mixed_precision=training.mixed_precision, cpu=training.use_cpu)
+    accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, "classes")
     data, held_out = load_splits(script, training, columns=[{script.dataset_text_field, script.label_column_name}])

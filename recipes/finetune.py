@@ -77,7 +77,7 @@ def main() -> None:
     script, training, model_args = parse_arguments(
         ScriptArguments, SFTConfig, ModelArguments, defaults={"output_dir": "outputs/finetune"}, demo=DEMO
     )
-    accelerator = make_accelerator(mixed_precision=training.mixed_precision, cpu=training.use_cpu)
+    accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, "text")
     columns = [{training.dataset_text_field}, {"messages"}, {"prompt", "completion"}]

@@ -77,7 +77,7 @@ def main() -> Trainer:
     script, training, model_args = parse_arguments(
         ScriptArguments, RewardConfig, ModelArguments, defaults=DEFAULTS, demo=DEMO
     )
-    accelerator = make_accelerator(mixed_precision=training.mixed_precision, cpu=training.use_cpu)
+    accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, "preferences")
     data, held_out = load_splits(script, training, columns=COLUMNS)

@@ -7,11 +7,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, _get_default_group, _get_default_store
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    ProcessGroup,
+    _get_default_group,
+    _get_default_store,
+    _set_pg_timeout,
+    _world,
+)
 
 from hf_fsdp_tools.distributed.network import choose_interface
 
-__all__ = ["GROUP_TIMEOUT", "add_cpu_backend", "has_cpu_backend", "timeout_of"]
+__all__ = ["GROUP_TIMEOUT", "add_cpu_backend", "has_cpu_backend", "set_timeout", "timeout_of"]
 
 GROUP_TIMEOUT = timedelta(minutes=30)
 """Time limit of a collective in groups that this package starts, over any backend: what torch gives gloo, and the
@@ -65,6 +72,12 @@ def timeout_of(group: ProcessGroup | None = None) -> timedelta:
     options = (getattr(group._get_backend(device), "options", None) for device in group._device_types)
     limits = [limit for one in options if (limit := getattr(one, "_timeout", None)) is not None]
     return max(limits, default=GROUP_TIMEOUT)
+
+
+def set_timeout(limit: timedelta) -> None:
+    """Give all groups of this process that run already a time limit for the collectives that begin from now on."""
+    for group in _world.pg_map:
+        _set_pg_timeout(limit, group)
 
 
 def add_cpu_backend(group: ProcessGroup | None = None) -> None:

@@ -65,6 +65,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     """What becomes a unit; None translates the other fields and variables, and means `HybridPolicy()` without any."""
 
     def __post_init__(self) -> None:
+        self.is_given = True  # by a script; False where variables or TrainingArguments alone made it
         warn_of_unknown_variables()
         self.fsdp_version, unversioned = read_version(self.fsdp_version)
         self.copies: ParallelismConfig | None = None  # that the launch config asks for by HYBRID_SHARD
@@ -77,17 +78,17 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             warn_of_fsdp1_settings(drop_fsdp1_settings(self))
         else:
             self._prefer_what_fsdp1_can(on_cpu=on_cpu)
+        if self.activation_checkpointing_offload or is_set("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
+            raise ConfigError(
+                "activation_checkpointing_offload is not part of this package. Leave it out; CPU offload of parameters "
+                "(offload_params) saves more."
+            )
         self.mixed_precision_policy = _as_given(self.mixed_precision_policy, self.fsdp_version)
         super().__post_init__()
         self.ignored_modules = self.ignored_modules or None
         self.translated = self.policy is None
         self.policy = self.policy or self._translate_wrap()
         self.auto_wrap_policy = None  # `policy` decides, once there is a model
-        if self.activation_checkpointing_offload:
-            raise ConfigError(
-                "activation_checkpointing_offload is not part of this package. Leave it out; CPU offload of parameters "
-                "(offload_params) saves more."
-            )
         if self.fsdp_version == 1:
             alone = rank_on_node()[1] == 1 < world_size(os.environ)
             check_settings(self, on_cpu=on_cpu, alone_on_node=alone)

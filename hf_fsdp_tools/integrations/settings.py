@@ -30,6 +30,7 @@ __all__ = [
     "StateDictType",
     "drop_fsdp1_settings",
     "is_set",
+    "named_keys",
     "plugin_arguments",
     "read_value",
     "reshard_after_forward",
@@ -199,6 +200,13 @@ def plugin_arguments(args: Any) -> dict[str, Any]:
         if name and value is not None and (name not in arguments or key == "offload_params"):
             arguments[name] = value == "true" if value in ("true", "false") else value
     return arguments
+
+
+def named_keys(args: Any) -> list[str]:
+    """The keys of `TrainingArguments.fsdp_config` that the user gave; transformers adds some that ask for nothing."""
+    config = args.fsdp_config if args.fsdp else {}
+    added = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
+    return [key for key, value in config.items() if value is not None and value != added.get(key)]
 
 
 # ---- settings that FSDP2 names differently or does not have ----

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from inspect import signature
 from typing import Any
 
@@ -19,7 +20,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 
-from hf_fsdp_tools.distributed.cpu_backend import GROUP_TIMEOUT
+from hf_fsdp_tools.distributed.cpu_backend import GROUP_TIMEOUT, set_timeout
 from hf_fsdp_tools.distributed.launcher import world_size
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device, rank_on_node
 from hf_fsdp_tools.distributed.network import choose_interface
@@ -28,13 +29,16 @@ from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt
 from hf_fsdp_tools.integrations.launched import check_gpus
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_set, warn_on_node
+from hf_fsdp_tools.integrations.settled import agree_with_arguments, plugin_of
 from hf_fsdp_tools.modeling.given import as_count, as_dtype
-from hf_fsdp_tools.text import did_you_mean
+from hf_fsdp_tools.text import did_you_mean, quoted
 
-__all__ = ["make_accelerator", "make_dynamo_plugin", "start_state", "use_one_device"]
+__all__ = ["group_options", "make_accelerator", "make_dynamo_plugin", "start_state", "use_one_device"]
 
 
-def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerate_kwargs: Any) -> Accelerator:
+def make_accelerator(
+    args: Any = None, *, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerate_kwargs: Any
+) -> Accelerator:
     """Make an `Accelerator` that runs FSDP2 on GPUs, on one GPU, or on CPUs (gloo), launched or alone.
 
         accelerator = make_accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
@@ -49,7 +53,9 @@ def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerat
     your own overrides this: `GradientAccumulationPlugin(num_steps=8)` keeps whole gradients, and communicates less.
 
     Args:
-        fsdp_plugin: None makes one from the variables that `accelerate launch` sets.
+        args: the `TrainingArguments` of the Trainer that the model is for: `fsdp_config`, precision,
+            `use_cpu`, `parallelism_config` and `ddp_timeout` hold for the model that is loaded with this Accelerator.
+        fsdp_plugin: None makes one from the variables that `accelerate launch` sets, and from the arguments.
         accelerate_kwargs: passed to `Accelerator`. `cpu=True` runs on the CPU of a machine with GPUs. `dynamo_backend`
             or `dynamo_plugin` compile the plan's blocks in place. Without `dataloader_config`, loaders that shuffle
             do so by seed and epoch (`use_seedable_sampler`). An `InitProcessGroupKwargs` in `kwargs_handlers` gives
@@ -69,12 +75,21 @@ def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerat
         >>> accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
         >>> optimizer.step()
     """
-    plugin = fsdp_plugin or HybridFSDPPlugin()
-    if not isinstance(plugin, HybridFSDPPlugin):
+    if not isinstance(fsdp_plugin, HybridFSDPPlugin | None):
         raise ConfigError(
-            f"fsdp_plugin is a {type(plugin).__name__}; make_accelerator needs a HybridFSDPPlugin, which takes the "
-            "same arguments and a policy."
+            f"fsdp_plugin is a {type(fsdp_plugin).__name__}; make_accelerator needs a HybridFSDPPlugin, which takes "
+            "the same arguments and a policy."
         )
+    group = _group_options(accelerate_kwargs.get("kwargs_handlers"))
+    if args is not None:
+        if not hasattr(args, "fsdp_config"):
+            raise ConfigError(f"args is {quoted(args)}; make_accelerator takes TrainingArguments, and names the rest.")
+        asked = {name: getattr(args, name) for name in ("mixed_precision", "parallelism_config")}
+        accelerate_kwargs = asked | {"cpu": args.use_cpu} | accelerate_kwargs
+        group = group_options(args) | group
+        if fsdp_plugin is not None:
+            agree_with_arguments(plugin_of(args), args, None, fsdp_plugin)
+    plugin = fsdp_plugin or plugin_of(args)
     _read_arguments(accelerate_kwargs)
     start_state(
         plugin,
@@ -83,7 +98,7 @@ def make_accelerator(*, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerat
         parallelism_config=accelerate_kwargs.get("parallelism_config"),
         dynamo_plugin=accelerate_kwargs.get("dynamo_plugin")
         or make_dynamo_plugin(accelerate_kwargs.get("dynamo_backend")),
-        group=_group_options(accelerate_kwargs.get("kwargs_handlers")),
+        group=group,
     )
     # As the Trainer does: the order of shuffled rows follows from seed and epoch, so a resumed run gets the same one.
     accelerate_kwargs.setdefault("dataloader_config", DataLoaderConfiguration(use_seedable_sampler=True))
@@ -155,8 +170,14 @@ def start_state(
                 f"An Accelerator of distributed type {state.distributed_type} exists already in this process. "
                 "Call make_accelerator() before anything else makes one."
             )
+        _refuse_other_state(state, mixed_precision, parallelism_config)
         if dynamo_plugin is not None and dynamo_plugin.backend != DynamoBackend.NO:
             state.dynamo_plugin = dynamo_plugin
+        if plugin.is_given or not state.fsdp_plugin.is_given:
+            plugin.set_mixed_precision(state.mixed_precision)
+            state.fsdp_plugin = plugin
+        if group and "timeout" in group:
+            set_timeout(group["timeout"])
         return
     is_alone = PartialState._shared_state and PartialState().distributed_type == DistributedType.NO
     if is_alone and world_size(os.environ) > 1:
@@ -170,6 +191,8 @@ def start_state(
     PartialState(cpu=cpu, **options if cpu else {})
     device = torch.device("cpu") if cpu else local_device()
     ensure_process_group(device.type, **options)
+    if group and "timeout" in group:
+        set_timeout(group["timeout"])  # of a group that runs already, too
     if not cpu:
         torch.accelerator.set_device_index(device.index)  # PartialState sets the one of LOCAL_RANK
     if parallelism_config is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
@@ -227,15 +250,38 @@ def use_one_device(args: Any) -> None:
     args._setup_devices = state.device
 
 
+def group_options(args: Any) -> dict[str, Any]:
+    """What `TrainingArguments` ask of the process group: `ddp_timeout`, where it is not left at its default."""
+    default = next(field.default for field in fields(args) if field.name == "ddp_timeout")
+    return {} if args.ddp_timeout == default else {"timeout": args.ddp_timeout_delta}
+
+
+def _refuse_other_state(state: AcceleratorState, mixed_precision: str | None, parallelism_config: Any) -> None:
+    """Refuse what differs from Accelerate's state, which no second Accelerator of a process can change."""
+    names = ("dp_replicate_size", "dp_shard_size")
+    configs = (parallelism_config, state.parallelism_config)
+    wanted, there = ([getattr(config, name, 1) for name in names] for config in configs)
+    late = []
+    if mixed_precision not in (None, state.mixed_precision):
+        late.append(f"mixed_precision is {mixed_precision!r} and was {state.mixed_precision!r}")
+    if parallelism_config is not None and wanted != there:
+        late.append(f"{' and '.join(names)} are {wanted} and were {there}")
+    if late:
+        raise ConfigError(
+            f"An Accelerator exists already in this process, with other settings: {'; '.join(late)}. Give both the "
+            "same, or make the first one of the arguments: make_accelerator(arguments)."
+        )
+
+
 def _group_options(handlers: Iterable[Any] | None) -> dict[str, Any]:
-    """What an `InitProcessGroupKwargs` asks for; warns where the process group runs already and keeps its own."""
+    """What an `InitProcessGroupKwargs` asks for; warns where the process group runs already and keeps its backend."""
     asked = next((handler for handler in handlers or () if isinstance(handler, InitProcessGroupKwargs)), None)
     options: dict[str, Any] = asked.to_kwargs() if asked is not None else {}
-    if options and dist.is_initialized() and not AcceleratorState._shared_state:
+    late = {name: value for name, value in options.items() if name != "timeout"}
+    if late and dist.is_initialized() and not AcceleratorState._shared_state:
         warnings.warn(
-            f"InitProcessGroupKwargs({', '.join(f'{name}={value}' for name, value in options.items())}) comes too "
-            "late: the process group runs already, and keeps its own settings. Call make_accelerator() before anything "
-            "else starts a group, or give them to what starts it (TrainingArguments has ddp_timeout).",
+            f"InitProcessGroupKwargs({', '.join(f'{name}={value}' for name, value in late.items())}) comes too "
+            "late: the process group runs already. Call make_accelerator() before anything else starts a group.",
             stacklevel=3,
         )
     return options

@@ -40,12 +40,11 @@ from hf_fsdp_tools.integrations.checkpoints import (
 )
 from hf_fsdp_tools.integrations.frozen import FROZEN, NEEDED_BY_FROZEN, check_frozen, hashable, shard_frozen
 from hf_fsdp_tools.integrations.hooks import check_hooks, done_by_mixin, warn_of_uncalled
-from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_of
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
 from hf_fsdp_tools.integrations.saving import saveable
-from hf_fsdp_tools.integrations.settings import plugin_arguments
-from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state, use_one_device
+from hf_fsdp_tools.integrations.settled import agree_with_arguments, plugin_of, precision_of
+from hf_fsdp_tools.integrations.state import group_options, make_dynamo_plugin, start_state, use_one_device
 from hf_fsdp_tools.integrations.unwritten import Unwritten, finish_state
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
 from hf_fsdp_tools.sharding.shard import sharded_module
@@ -146,18 +145,19 @@ class FSDPTrainerMixin(PushingMixin):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Start Accelerate's state with FSDP, then let the Trainer make its Accelerator; called by its `__init__`."""
-        args = self.args
-        plugin = HybridFSDPPlugin(**plugin_arguments(args))
+        args, model = self.args, getattr(self, "model", None)
+        plugin, precision = plugin_of(args), precision_of(args, model)
+        agree_with_arguments(plugin, args, model)
         start_state(
             plugin,
-            mixed_precision=args.mixed_precision,
+            mixed_precision=precision,
             cpu=args.use_cpu,
             parallelism_config=args.parallelism_config,
             dynamo_plugin=make_dynamo_plugin(args.torch_compile_backend, args.torch_compile_mode),
-            group={"timeout": args.ddp_timeout_delta},
+            group=group_options(args),
         )
         use_one_device(args)
-        with _hidden_settings(args):
+        with _hidden_settings(args, precision):
             super().create_accelerator_and_postprocess()
         if hasattr(args, "model_init_kwargs"):
             # Under FSDP, TRL 1.16 loads reference and reward models with device_map="auto": from each rank onto GPU 0.
@@ -363,20 +363,22 @@ def _load_weights(model: nn.Module, folder: Path) -> None:
 
 
 @contextmanager
-def _hidden_settings(args: Any) -> Iterator[None]:
-    """Hide settings for a block in which the Trainer makes its Accelerator.
+def _hidden_settings(args: Any, precision: str) -> Iterator[None]:
+    """Hide settings for a block in which the Trainer makes its Accelerator, which computes in `precision`.
 
     The Trainer and Accelerate would make a second plugin, which is thrown away: the state has ours. With what
     `accelerate launch` and `TrainingArguments` set for FSDP1, making it fails on CPUs. And the Trainer refuses
     save_only_model, because its own sharded checkpoints hold no weights that one could open.
     """
     variable = "ACCELERATE_USE_FSDP"
-    launched, plugin, alone = os.environ.pop(variable, None), args.fsdp_plugin_args, args.save_only_model
-    args.fsdp_plugin_args, args.save_only_model = None, False
+    launched, hidden = os.environ.pop(variable, None), ("fsdp_plugin_args", "save_only_model", "mixed_precision")
+    found = {name: getattr(args, name) for name in hidden}
+    args.fsdp_plugin_args, args.save_only_model, args.mixed_precision = None, False, precision
     try:
         yield
     finally:
-        args.fsdp_plugin_args, args.save_only_model = plugin, alone
+        for name, value in found.items():
+            setattr(args, name, value)
         if launched is not None:
             os.environ[variable] = launched
 

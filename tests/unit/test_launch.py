@@ -97,17 +97,24 @@ def test_the_timeout_that_accelerate_is_asked_for_is_that_of_the_group(alone, re
     assert not [one for one in recwarn if "InitProcessGroupKwargs" in str(one.message)]
 
 
-def test_a_timeout_for_a_group_that_runs_already_is_answered(alone):
+def test_a_group_that_runs_already_gets_the_timeout_and_keeps_its_backend(alone):
     ensure_process_group("cpu")
-    with pytest.warns(UserWarning, match=r"InitProcessGroupKwargs\(timeout=0:00:15\) comes too late"):
-        make_accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=15))])
+    asked = InitProcessGroupKwargs(timeout=timedelta(seconds=15), init_method="env://x")
+    with pytest.warns(UserWarning, match=r"InitProcessGroupKwargs\(init_method=env://x\) comes too late"):
+        make_accelerator(cpu=True, kwargs_handlers=[asked])
+    assert timeout_of_group() == timedelta(seconds=15)
 
 
-def test_the_trainers_ddp_timeout_is_that_of_the_group(alone, tmp_path):
+@pytest.mark.parametrize("first", ["nothing", "accelerator", "arguments"])
+def test_the_trainers_ddp_timeout_is_that_of_the_group(alone, tmp_path, first):
     class OurTrainer(FSDPTrainerMixin, Trainer):
         pass
 
+    if first == "accelerator":
+        make_accelerator(cpu=True)
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, ddp_timeout=15, report_to=[])
+    if first == "arguments":
+        make_accelerator(cpu=True)
     OurTrainer(model=make_model("llama"), args=args)
     assert timeout_of_group() == timedelta(seconds=15)
 
