@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from types import MethodType
+from typing import Literal
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -47,6 +48,8 @@ class DraftUnit:
     """`reshard_after_forward` of the unit, as in `WrapUnit`. A step may set it."""
     reason: str
     """Why it is a unit, for the plan's table. A step may set it."""
+    kept_for: Literal["tail", "tie", "user"] = "user"
+    """Who wants it kept where `reshard` is False, as in `WrapUnit`. A step that sets `reshard` sets it."""
 
 
 class PlanDraft:
@@ -148,11 +151,12 @@ class PlanDraft:
 
     # ---- verbs ----
 
-    def add_unit(self, nodes: Iterable[ModuleNode], reshard: bool | int | None, reason: str) -> None:
+    def add_unit(self, nodes: Iterable[ModuleNode], reshard: bool | int | None, reason: str) -> DraftUnit:
         """Make one unit that all of `nodes` carry; a module that carries a unit already keeps that one."""
         unit = DraftUnit([], reshard, reason)
         for node in nodes:
             self.extend(unit, node)
+        return unit
 
     def extend(self, unit: DraftUnit, node: ModuleNode) -> None:
         """Let `node` carry `unit` too, unless it carries one already."""
@@ -163,7 +167,7 @@ class PlanDraft:
 
     def join(self, nodes: Iterable[ModuleNode], reshard: bool | int | None, reason: str) -> None:
         """Make one unit of `nodes` and all units that they carry; of nested modules, the plan names the outermost."""
-        joined = DraftUnit([], reshard, reason)
+        joined = DraftUnit([], reshard, reason, "tie")
         for node in nodes:
             unit = self.unit_at(node)
             if unit is None:
@@ -204,6 +208,7 @@ class PlanDraft:
                 num_params=sum(weight.numel for weight in held[unit]),
                 num_bytes=sum(weight.nbytes for weight in held[unit]),
                 reason=unit.reason,
+                kept_for=unit.kept_for if unit.reshard is False else None,
             )
             for unit in self._children_first()
             if unit in held

@@ -270,7 +270,8 @@ def join_tail(draft: PlanDraft) -> None:
     unit = draft.unit_of(draft.tree.by_fqn[head.fqn])
     if unit is draft.root or any(draft.is_block(node) for node in unit.nodes):
         return
-    unit.reshard = False
+    if unit.reshard is not False:
+        unit.reshard, unit.kept_for = False, "tail"
     node = draft.tree.by_fqn[norm.fqn] if norm else None
     if node is None or not draft.is_in_root(node) or not draft.can_be_unit(node):
         return
@@ -312,17 +313,18 @@ def override_reshard(draft: PlanDraft) -> None:
                 f"reshard_after_forward: {pattern!r} matches no unit; units are {listed(map(repr, names))}."
             )
         for unit in found:
-            unit.reshard = value
+            unit.reshard, unit.kept_for = value, "user"
 
 
 def _move_inside(draft: PlanDraft, weights: list[Weight], unit: DraftUnit, dtype: torch.dtype) -> None:
     """Move weights into a new unit inside `unit`; replicate those that cannot be moved."""
     left = _inseparable(draft, weights)
-    draft.add_unit(
+    made = draft.add_unit(
         _separable_owners(draft, weights),
         True if unit.reshard is None else unit.reshard,
         f"{dtype_name(dtype)} parameters inside a unit of another dtype",
     )
+    made.kept_for = unit.kept_for
     draft.replicate(left)
 
 

@@ -70,7 +70,11 @@ def _trained_whole(name: str, unit: WrapUnit, base: nn.Module) -> Iterator[WrapU
         )
     else:
         yield replace(
-            unit, modules=(f"{name}.original_module",), reshard_after_forward=True, reason="frozen, its copy is trained"
+            unit,
+            modules=(f"{name}.original_module",),
+            reshard_after_forward=True,
+            reason="frozen, its copy is trained",
+            kept_for=None,
         )
 
 

@@ -3,6 +3,8 @@
 - Before the forward pass of each unit, in inference mode: make the memory of gathered parameters outside of it.
 - Before the forward pass of blocks and other modules with shards, under mixed precision: cast their inputs. FSDP2
   itself would cast the inputs of the root, with labels, token counts and masks.
+- Around the forward pass of the root, under mixed precision: autocast, which computes losses in fp32; not in the
+  modules that compute with shards, whose dtype is that of their gathered weights. After it: outputs in fp32.
 - Around the forward pass of modules that PEFT trains whole (`modules_to_save`) in fp32 on a base of 16 bits, without
   mixed precision: inputs in fp32, outputs in the dtype of the base, whose modules take no other.
 - Around the forward pass of modules with whole parameters, under mixed precision: weights in the dtype of computation,
@@ -41,11 +43,16 @@ __all__ = ["add_casts", "add_hooks", "cast_inputs", "reach_experts"]
 _IS_BEFORE_2_13 = not hasattr(FSDPModule, "reset_iter_state")
 """Whether torch is older than 2.13."""
 
+_LOWER = (torch.bfloat16, torch.float16)
+"""The dtypes to which autocast casts."""
+
 
 def add_hooks(
     model: nn.Module,
     *,
     param_dtype: torch.dtype | None,
+    output_dtype: torch.dtype | None = None,
+    device_type: str = "cpu",
     kept: Collection[nn.Module] = (),
     experts: Mapping[nn.Module, nn.Module] | None = None,
     shard_ranks: Sequence[int] = (),
@@ -57,15 +64,22 @@ def add_hooks(
     Args:
         model: the root of the units.
         param_dtype: dtype to which inputs are cast; None leaves inputs as they are.
+        output_dtype: to which FSDP2 casts outputs; None lets outputs be in fp32 where inputs are cast.
+        device_type: of the mesh.
         kept: modules of units that stay gathered after an evaluation too, as the user asked (`reshard_after_forward`).
         experts: lists of experts, by the modules that run them.
         shard_ranks: all of which a forward pass needs.
     """
     for module in model.modules():  # hooks of modules that are in no unit any more are removed
-        for hook in (_make_gathered_memory, cast_inputs, _use_dtype, _use_dtype_of_statistics):
-            _drop_hook(module._forward_pre_hooks, hook)
-        for hook in (_give_weights_back, _reach_experts, _part_from_weights, _cast_output):
-            _drop_hook(module._forward_hooks, hook)
+        _drop_hooks(
+            module._forward_pre_hooks,
+            _make_gathered_memory, cast_inputs, _use_dtype, _use_dtype_of_statistics, _begin_autocast, _leave_autocast,
+        )  # fmt: skip
+        _drop_hooks(
+            module._forward_hooks,
+            _give_weights_back, _reach_experts, _part_from_weights, _cast_output, _end_autocast, _resume_autocast,
+            _return_fp32,
+        )  # fmt: skip
         if isinstance(module, FSDPModule) and module is not model and module._parameters:
             module.register_forward_hook(_part_from_weights, prepend=True)  # before FSDP2's own, which frees
         if isinstance(module, FSDPModule):
@@ -73,26 +87,32 @@ def add_hooks(
     if param_dtype is not None:
         units = {module for module in model.modules() if isinstance(module, FSDPModule)}
         whole = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
-        add_casts(model, param_dtype, units=units, whole=whole)
+        add_casts(model, param_dtype, units=units, whole=whole, device_type=device_type)
+        if output_dtype is None:
+            model.register_forward_hook(_return_fp32)
     else:
         _cast_around_copies(model)
     reach_experts(experts or {})
-    _drop_hook(model._forward_pre_hooks, begin_pass)
-    _drop_hook(model._forward_hooks, _explain_failure)
+    _drop_hooks(model._forward_pre_hooks, begin_pass)
+    _drop_hooks(model._forward_hooks, _explain_failure)
     if len(shard_ranks) > 1 and (rounds := rounds_of()) is not None:
         model.register_forward_pre_hook(partial(begin_pass, group=group_of(shard_ranks)), prepend=True)
         model.register_forward_hook(_explain_failure, always_call=True)
         rounds.watch_passes()
     # These must come after FSDP2's own hooks, which may be new.
-    _drop_hook(model._forward_hooks, _complete_units)
-    _drop_hook(model._forward_hooks, _reshard_after_evaluation)
+    _drop_hooks(model._forward_hooks, _complete_units, _reshard_after_evaluation)
     if _IS_BEFORE_2_13:
         model.register_forward_hook(_complete_units)
     model.register_forward_hook(partial(_reshard_after_evaluation, kept=frozenset(kept)))
 
 
 def add_casts(
-    model: nn.Module, param_dtype: torch.dtype, *, units: Collection[nn.Module], whole: Collection[torch.Tensor]
+    model: nn.Module,
+    param_dtype: torch.dtype,
+    *,
+    units: Collection[nn.Module],
+    whole: Collection[torch.Tensor],
+    device_type: str = "cpu",
 ) -> None:
     """Give the modules of a model the hooks of mixed precision. Nothing is communicated.
 
@@ -101,6 +121,7 @@ def add_casts(
         param_dtype: of computation.
         units: modules of the plan's units.
         whole: parameters that every rank holds whole.
+        device_type: on which the model runs.
     """
     casting = dict.fromkeys(_first_with_shards(model, units, whole))
     for module in model.modules():
@@ -115,6 +136,11 @@ def add_casts(
     casting.pop(model, None)  # the root takes labels and counts too
     for module in casting:
         module.register_forward_pre_hook(partial(cast_inputs, dtype=param_dtype), with_kwargs=True)
+        module.register_forward_pre_hook(partial(_leave_autocast, device_type=device_type))
+        module.register_forward_hook(partial(_resume_autocast, device_type=device_type), always_call=True)
+    if param_dtype in _LOWER:
+        model.register_forward_pre_hook(partial(_begin_autocast, device_type=device_type, dtype=param_dtype))
+        model.register_forward_hook(_end_autocast, always_call=True)
 
 
 def _cast_around_copies(model: nn.Module) -> None:
@@ -230,6 +256,56 @@ def _cast_output(module: nn.Module, args: object, output: Any, *, dtype: torch.d
     return _cast(output, dtype)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+def _begin_autocast(model: Any, args: object, *, device_type: str, dtype: torch.dtype) -> None:
+    """Run the root's own code under autocast, which computes losses and the like in fp32, as under DDP."""
+    model._autocast = torch.autocast(device_type, dtype, cache_enabled=False)
+    model._autocast.__enter__()
+
+
+def _end_autocast(model: nn.Module, args: object, output: object) -> None:
+    if (context := model.__dict__.pop("_autocast", None)) is not None:  # nothing where an earlier hook raised
+        context.__exit__(None, None, None)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+def _leave_autocast(module: Any, args: object, *, device_type: str) -> None:
+    """Compute in the dtype of the gathered weights, norms and softmax too: autocast would keep more memory."""
+    if torch.is_autocast_enabled(device_type):
+        torch.set_autocast_enabled(device_type, False)
+        module._left_autocast = True
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+def _resume_autocast(module: nn.Module, args: object, output: object, *, device_type: str) -> None:
+    if module.__dict__.pop("_left_autocast", False):
+        torch.set_autocast_enabled(device_type, True)
+
+
+def _return_fp32(model: Any, args: object, output: Any) -> Any:
+    """Return outputs in fp32, of which a script may compute its own loss, as Accelerate does under DDP.
+
+    Logits of a language model that has computed its loss stay as they are: a copy would take 4 bytes for each token and
+    word of the vocabulary, and as a rule nobody reads it.
+    """
+    loss = output.get("loss") if isinstance(output, dict) else output[0] if isinstance(output, tuple) else None
+    has_loss = isinstance(loss, torch.Tensor) and not loss.dim()
+    if has_loss and hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None:
+        return None
+    return _in_fp32(output)
+
+
+def _in_fp32(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in _LOWER else value
+    if type(value) in (tuple, list):
+        return type(value)(_in_fp32(item) for item in value)
+    if isinstance(value, dict):  # and the outputs of transformers
+        for key, item in value.items():
+            value[key] = _in_fp32(item)
+    return value
+
+
 def _whole_weights(module: nn.Module, whole: Collection[torch.Tensor]) -> tuple[str, ...]:
     """The names of the floating-point parameters of a module's own that every rank holds whole.
 
@@ -329,7 +405,7 @@ def _complete_units(model: nn.Module, args: object, output: Any) -> Any:
     return output
 
 
-def _drop_hook(hooks: MutableMapping[int, Any], hook: Any) -> None:
-    """Remove a hook from a module's hooks, if it is one of them."""
-    for key in [key for key, found in hooks.items() if hook in (found, getattr(found, "func", None))]:
+def _drop_hooks(hooks: MutableMapping[int, Any], *ours: Any) -> None:
+    """Remove ours from a module's hooks."""
+    for key in [key for key, found in hooks.items() if getattr(found, "func", found) in ours]:
         del hooks[key]

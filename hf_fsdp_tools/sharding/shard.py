@@ -305,13 +305,12 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
             parameter.data = parameter.data.to(sharding.mesh.device_type)
     average_gradients(replicated, sharding.mesh.get_all_groups())
     mark_for_transformers(model)
-    kept = [unit for unit in sharding.plan.units if unit.reshard_after_forward is False]
-    # The plan itself keeps the tail and what is tied, for the backward pass; more than that is what the user asked for.
-    is_asked = not all(unit.reason.startswith(("head", "tied")) for unit in kept)
     add_hooks(
         model,
         param_dtype=sharding.mp_policy.param_dtype if sharding.mp_policy.cast_forward_inputs else None,
-        kept={modules[fqn] for unit in kept for fqn in unit.modules} if is_asked else set(),
+        output_dtype=sharding.mp_policy.output_dtype,
+        device_type=sharding.mesh.device_type,
+        kept={modules[fqn] for unit in sharding.plan.units if unit.kept_for == "user" for fqn in unit.modules},
         experts=experts,
         shard_ranks=dist.get_process_group_ranks(sharding.mesh.get_group(-1)),
     )

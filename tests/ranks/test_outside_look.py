@@ -114,6 +114,20 @@ def kept_units_stay_gathered_between_tokens(folder):
     assert gathered[0] > 0 and gathered[1] == 0
 
 
+def of_units_that_are_kept_only_the_users_stay_gathered(folder):
+    """Whatever word the reason begins with; the tail is kept for a backward pass, which does not come."""
+    for reason in ("backward begins here", "head of the stack"):
+
+        def first(fqn, module, reason=reason):
+            return {"reshard_after_forward": False, "reason": reason} if fqn == "model.layers.0" else None
+
+        model = from_pretrained(folder, policy=HybridPolicy(units=(first,)))
+        with torch.no_grad():
+            model(IDS)
+        gathered = {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
+        assert gathered and all(name.startswith("model.layers.0.") for name in gathered), (reason, gathered)
+
+
 CODE = """
 from transformers import LlamaForCausalLM
 class ToyForCausalLM(LlamaForCausalLM):
@@ -146,6 +160,7 @@ def code_of_the_user_is_saved_with_the_model(folder):
 CASES = (
     a_new_head_follows_the_seed,
     kept_units_stay_gathered_between_tokens,
+    of_units_that_are_kept_only_the_users_stay_gathered,
     code_of_the_user_is_saved_with_the_model,
 )
 

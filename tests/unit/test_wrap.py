@@ -1,6 +1,7 @@
 """Wrap plans: the rules of a correct plan over a sample of the census, policies, and messages that name the cure."""
 
 import dataclasses
+import json
 import importlib.util
 import math
 import os
@@ -425,8 +426,36 @@ def test_a_plan_survives_json_and_its_digest_is_stable() -> None:
     assert again == plan and again.digest == plan.digest == make_wrap_plan(Model(nn.ModuleList(running()))).digest
     worded = dataclasses.replace(plan, units=tuple(dataclasses.replace(unit, reason="other") for unit in plan.units))
     assert worded.digest == plan.digest  # the wording is no part of what FSDP is told
-    kept = (dataclasses.replace(plan.units[0], reshard_after_forward=False), *plan.units[1:])
-    assert dataclasses.replace(plan, units=kept).digest != plan.digest
+    for told in ({"reshard_after_forward": False}, {"kept_for": "user"}):
+        kept = (dataclasses.replace(plan.units[0], **told), *plan.units[1:])
+        assert dataclasses.replace(plan, units=kept).digest != plan.digest
+
+
+def test_a_plan_says_for_whom_a_unit_is_kept_whatever_its_reason_says() -> None:
+    def first(fqn: str, module: nn.Module) -> dict[str, Any] | None:
+        return {"reshard_after_forward": False, "reason": "head of the stack"} if fqn == "model.layers.0" else None
+
+    def kept(**policy: Any) -> dict[str, str | None]:
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 16_384, "num_hidden_layers": 2}
+        model = build_meta_model(t.LlamaConfig(**sizes, tie_word_embeddings=policy.pop("tied", False)))
+        plan = make_wrap_plan(model, policy=HybridPolicy(**policy))
+        assert all((unit.kept_for is not None) == (unit.reshard_after_forward is False) for unit in plan.units)
+        return {unit.modules[0]: unit.kept_for for unit in plan.units if unit.kept_for}
+
+    assert kept() == {"model.norm": "tail"}
+    assert kept(units=(first,)) == {"model.layers.0": "user", "model.norm": "tail"}
+    assert kept(tied=True) == {"model.embed_tokens": "tie"}
+    assert kept(reshard_after_forward={"lm_head": False}) == {"model.norm": "user"}
+
+
+def test_a_plan_of_before_units_said_for_whom_they_are_kept_is_read() -> None:
+    plan = make_wrap_plan(Model(nn.ModuleList(running())))
+    written = json.loads(plan.to_json())
+    for unit in written["units"]:
+        del unit["kept_for"]
+    read = WrapPlan.from_json(json.dumps(written))
+    assert [unit.modules for unit in read.units] == [unit.modules for unit in plan.units]
+    assert all(unit.kept_for is None for unit in read.units)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 9}', '{"format": 1, "units": [{"modules": []}]}'])
