@@ -28,6 +28,7 @@ from hf_fsdp_tools.sharding.first_pass import check_first_pass
 from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, count_units, reshard_units
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks
+from hf_fsdp_tools.sharding.injection import guard_injection
 from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement
 from hf_fsdp_tools.sharding.settings import as_compile, as_mesh, as_mp_policy, as_offload_policy
 from hf_fsdp_tools.sharding.whole import average_gradients
@@ -318,6 +319,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
     made = count_units(model)
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"
     remember_sharding(model, sharding)
+    guard_injection()
 
 
 def apply_again(
