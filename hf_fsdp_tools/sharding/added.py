@@ -19,6 +19,7 @@ from hf_fsdp_tools.sharding.adapter_plan import laid_over
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters, release
 from hf_fsdp_tools.sharding.hf_interface import answer_for_shards
+from hf_fsdp_tools.sharding.parameters import check_parameters
 from hf_fsdp_tools.sharding.shard import Sharding, apply_again, sharded_module, sharding_of
 from hf_fsdp_tools.sharding.whole import average_gradients, is_averaged
 
@@ -43,8 +44,8 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     Every rank must call. The ranks exchange the plan's digest; rank 0 sends the added values.
 
     Raises:
-        ConfigError: PEFT made adapters of a wrong shape, because it took FSDP's mesh for tensor parallelism; or 4-bit
-            weights were cast.
+        ConfigError: PEFT made adapters of a wrong shape, because it took FSDP's mesh for tensor parallelism, or of
+            memory that they share; or 4-bit weights were cast.
         WrapPlanError: the ranks added different modules.
 
     Example:
@@ -74,6 +75,9 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     average_gradients(outside, sharding.mesh.get_all_groups())
     if outside:
         make_root(base)
+    for module in model.modules():
+        if module is not base and getattr(vars(module).get("forward"), "__self__", None) is base:
+            module.forward = base.__call__  # of adaption prompts, which would call it beside FSDP's hooks
     answer_for_shards(model)  # PEFT's, like transformers'
     return replaced
 
@@ -81,6 +85,7 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
 def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]) -> dict[torch.Tensor, nn.Parameter]:
     """Take FSDP2 off, and apply it again with the added modules; parameters that were sharded keep their shards."""
     _check_shapes(base)
+    check_parameters(base)
     plan = laid_over(sharding.plan, base)
     same_on_all_ranks("sharding what was added", ranks=sorted(sharding.mesh.mesh.flatten().tolist()), plan=plan)
     release(base)

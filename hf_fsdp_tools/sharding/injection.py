@@ -6,7 +6,7 @@ some end the process: they put a DTensor into the memory of a plain parameter (`
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -31,8 +31,11 @@ _PLAIN = "Make the adapter on the plain model (get_peft_model), and let prepare(
 _NEEDS_BASE = ("corda", "eva", "loftq", "lora_ga", "mica", "olora", "pissa")
 """Values of LoRA's `init_lora_weights` that need whole weights of the base (PEFT 0.21); all but EVA change them too."""
 
-_DECOMPOSE = ()
-"""Methods that need whole weights of the base (measured: PEFT 0.21 on 2 ranks)."""
+_DECOMPOSE = ("DEFT", "FROD")
+"""Methods that make adapters of whole weights of the base (measured: PEFT 0.21)."""
+
+_BESIDE_FORWARD = ("ADALORA", "SHADOW")
+"""Methods that use weights outside of the forward passes of their modules (measured: PEFT 0.21)."""
 
 _OF_SHARDS = ("DTensor", "sharding strategy", "size mismatch", "size of tensor", "shape")
 """Words in torch's errors about whole tensors and shards in one operation."""
@@ -48,35 +51,39 @@ def guard_injection() -> None:
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTuner
 
-    inject, add = BaseTuner.inject_adapter, PeftModel.add_adapter
-    if hasattr(inject, "__wrapped__"):
+    make, add = BaseTuner.__init__, PeftModel.add_adapter
+    if hasattr(make, "__wrapped__"):
         return
 
-    @wraps(inject)
-    def inject_adapter(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        if _sharded_root(model) is None:
-            return inject(tuner, model, adapter_name, *args, **kwargs)
-        config = tuner.peft_config[adapter_name]
-        refuse_for_shards(config, model)
-        # DoRA's norms are of whole adapters and shards of the base together.
-        with errors_of_peft(config), _one_axis(model), implicit_replication():
-            return inject(tuner, model, adapter_name, *args, **kwargs)
+    @wraps(make)
+    def make_tuner(tuner: Any, model: nn.Module, configs: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        config = configs[adapter_name] if isinstance(configs, dict) else configs
+        with _guarded(model, config):
+            make(tuner, model, configs, adapter_name, *args, **kwargs)
 
     @wraps(add)
     def add_adapter(outer: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
-        root = _sharded_root(outer)
-        if root is None or not peft_config.is_prompt_learning:
-            return add(outer, adapter_name, peft_config, *args, **kwargs)
+        with _guarded(outer, peft_config):
+            add(outer, adapter_name, peft_config, *args, **kwargs)
+
+    BaseTuner.__init__, PeftModel.add_adapter = make_tuner, add_adapter
+
+
+@contextmanager
+def _guarded(model: nn.Module, config: Any) -> Iterator[None]:
+    """A block in which PEFT makes an adapter of a model, sharded or not."""
+    root = next((module for module in model.modules() if "_fsdp_sharding" in vars(module)), None)
+    if root is None:
+        yield
+        return
+    refuse_for_shards(config, root)
+    if config.is_prompt_learning:
         # Prompts that begin as words run the embedding, which FSDP2 would take for the root.
-        with errors_of_peft(peft_config), forward_begun(root):
-            return add(outer, adapter_name, peft_config, *args, **kwargs)
-
-    BaseTuner.inject_adapter, PeftModel.add_adapter = inject_adapter, add_adapter
-
-
-def _sharded_root(model: nn.Module) -> Any:
-    """The module at or below a model that `shard_model` sharded; None without one."""
-    return next((module for module in model.modules() if "_fsdp_sharding" in vars(module)), None)
+        around: AbstractContextManager[None] = forward_begun(root)  # type: ignore[arg-type]  # an FSDPModule
+    else:
+        around = _one_axis(root)
+    with errors_of_peft(config), around, implicit_replication():  # DoRA: whole adapters and shards together
+        yield
 
 
 def refuse_for_any(config: Any) -> None:
@@ -85,10 +92,10 @@ def refuse_for_any(config: Any) -> None:
     Raises:
         ConfigError: names the cure.
     """
-    if _kind(config) == "ADALORA":
+    if _kind(config) in _BESIDE_FORWARD:
         raise ConfigError(
-            "AdaLoRA computes with whole adapters beside the model's forward pass, and no rank has them. Use LoraConfig, "
-            "with rank_pattern where modules are to have other ranks."
+            f"{_kind(config)} computes with weights beside the forward passes of their modules, when no rank has them "
+            "whole. Use LoraConfig, with rank_pattern where modules are to have other ranks."
         )
 
 
@@ -146,8 +153,8 @@ def errors_of_peft(config: Any) -> Iterator[None]:
                 f"The adapter does not fit the model: {first_lines(error)}. Load the base that it was trained on."
             ) from error
         raise ConfigError(
-            f"PEFT cannot make a {_kind(config)} adapter on a sharded model ({type(error).__name__}: {first_line(error)}). "
-            f"{_PLAIN}"
+            f"PEFT cannot make a {_kind(config)} adapter on a sharded model "
+            f"({type(error).__name__}: {first_line(error)}). {_PLAIN}"
         ) from error
 
 
