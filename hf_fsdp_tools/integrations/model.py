@@ -28,6 +28,7 @@ from hf_fsdp_tools.sharding.hf_interface import turn_cache_off
 from hf_fsdp_tools.sharding.shard import (
     compile_sharded,
     shard_model,
+    sharded_module,
     sharding_of,
 )
 from hf_fsdp_tools.sharding.whole import is_averaged
@@ -247,6 +248,13 @@ def check_managed(model: nn.Module) -> None:
     sharding = sharding_of(model)
     if sharding is None:
         return  # sharded by other code, which answers for it
+    there = {name for name, _ in (sharded_module(model) or model).named_modules(remove_duplicate=False)}
+    if gone := [name for unit in sharding.plan.units for name in unit.modules if name not in there]:
+        raise ConfigError(
+            f"{len(gone)} modules were taken out of {type(model).__name__} after it was sharded: {listed(gone)}. Load "
+            "fewer layers, from_pretrained(..., num_hidden_layers=N); or take them out of the plain model and let "
+            "prepare() shard it."
+        )
     if (made := count_units(model)) != (planned := len(sharding.plan.units)):
         raise ConfigError(
             f"{type(model).__name__} has {made} FSDP units and a plan of {planned}: parts of it were sharded beside "

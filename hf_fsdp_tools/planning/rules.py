@@ -15,7 +15,7 @@ from hf_fsdp_tools.planning.plan import WrapPlan, as_plan
 from hf_fsdp_tools.planning.stacks import find_blocks, is_major, lists_of_experts
 from hf_fsdp_tools.text import listed
 
-__all__ = ["broken_rules", "check_wrap_plan", "size_bound"]
+__all__ = ["broken_rules", "check_wrap_plan", "size_bound", "units_by_node"]
 
 
 def size_bound(tree: ModuleTree, stacks: list[list[ModuleNode]]) -> int:
@@ -57,7 +57,7 @@ def broken_rules(tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPla
     """`check_wrap_plan` for a tree and its stacks."""
     if broken := _broken_names(tree, plan):
         return tuple(broken)
-    unit_of = _units_by_node(tree, plan)
+    unit_of = units_by_node(tree, plan)
     replicated = {tree.weight(name) for name in plan.replicated}
     held: dict[int, list[Weight]] = {}
     broken = [
@@ -102,7 +102,7 @@ def _broken_names(tree: ModuleTree, plan: WrapPlan) -> list[str]:
     return broken
 
 
-def _units_by_node(tree: ModuleTree, plan: WrapPlan) -> dict[ModuleNode, int]:
+def units_by_node(tree: ModuleTree, plan: WrapPlan) -> dict[ModuleNode, int]:
     """The index of the unit to which the parameters registered on a node belong, by node."""
     by_module = {tree.by_fqn[name].module: i for i, unit in enumerate(plan.units) for name in unit.modules}
     unit_of: dict[ModuleNode, int] = {}

@@ -12,32 +12,18 @@ from os import PathLike, fspath
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental import implicit_replication
 
 from hf_fsdp_tools.distributed.agreement import agreed, opened, same_on_all_ranks, shared_rng_state
-from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.given import as_flag, as_model, as_path, taking
-from hf_fsdp_tools.modeling.linear4bit import mark_weights, packed_linears
 from hf_fsdp_tools.sharding.adapter_files import open_adapter
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.allocate import renew
-from hf_fsdp_tools.sharding.fsdp2_internals import managed_parameters
+from hf_fsdp_tools.sharding.injection import errors_of_peft, guard_injection, refuse_for_shards
 from hf_fsdp_tools.sharding.settings import as_peft_config
-from hf_fsdp_tools.sharding.shard import sharding_of
-from hf_fsdp_tools.text import first_line, first_lines
 
 __all__ = ["add_adapter", "add_lora", "load_adapter"]
-
-_NEEDS_BASE = ("corda", "eva", "loftq", "lora_ga", "mica", "olora", "pissa")
-"""Values of LoRA's `init_lora_weights` that need whole weights of the base (PEFT 0.21); all but EVA change them too."""
-
-_OF_SHARDS = ("DTensor", "sharding strategy", "size mismatch", "size of tensor", "shape")
-"""Words in torch's errors about whole tensors and shards in one operation."""
 
 
 @taking(model=as_model, peft_config=as_peft_config)
@@ -71,9 +57,9 @@ def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "defa
         8
     """
     same_on_all_ranks("adding an adapter", peft_config=peft_config, adapter_name=adapter_name, seed=seed)
-    _refuse_whole_base(peft_config, model)
+    refuse_for_shards(peft_config, model)
     with _undone_if_it_fails(model):
-        with _seeded(seed), _one_axis(model), _made_alike(peft_config), _on_shards(peft_config):
+        with _seeded(seed), _made_alike(peft_config), errors_of_peft(peft_config):
             adapted = _peft().get_peft_model(model, peft_config, adapter_name)
         shard_added(adapted)
     return adapted.eval()
@@ -117,9 +103,9 @@ def load_adapter(
     if getattr(config, "init_lora_weights", None) == "eva":
         config.init_lora_weights = True  # the files hold the values
     same_on_all_ranks("adding an adapter", peft_config=config, is_trainable=is_trainable)
-    _refuse_whole_base(config, model)
+    refuse_for_shards(config, model)
     with _undone_if_it_fails(model):
-        with _one_axis(model), _made_alike(config), _on_shards(config):
+        with _made_alike(config), errors_of_peft(config):
             adapted = peft.PeftModel.from_pretrained(
                 model, folder, config=config, is_trainable=is_trainable, torch_device="cpu"
             )
@@ -141,7 +127,7 @@ def add_lora(model: nn.Module, *, r: int, target_modules: str | list[str]) -> nn
     peft = _peft()
     config = peft.LoraConfig(r=r, target_modules=target_modules)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
-    with _on_shards(config), warnings.catch_warnings():
+    with errors_of_peft(config), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what PEFT asks it
         adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=is_meta)
     return adapted
@@ -155,22 +141,8 @@ def _peft() -> Any:
         import peft
     except ImportError:
         raise ConfigError("Adapters need PEFT, which is not installed: pip install 'peft>=0.19'.") from None
+    guard_injection()
     return peft
-
-
-def _refuse_whole_base(config: Any, model: nn.Module) -> None:
-    if getattr(config, "use_dora", False) and packed_linears(model):
-        raise ConfigError(
-            "DoRA takes norms over whole rows of the base, and a shard of 4-bit weights holds runs of bytes. Use "
-            "use_dora=False, or load the base without quantization_config."
-        )
-    start = getattr(config, "init_lora_weights", None)
-    if isinstance(start, str) and start.lower().startswith(_NEEDS_BASE):
-        raise ConfigError(
-            f"init_lora_weights={start!r} decomposes whole weights of the base, and no rank has them. Use True, "
-            "'gaussian' or 'orthogonal'; or make the adapter on the plain model and let prepare() shard the whole. "
-            "Convert a saved one with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)."
-        )
 
 
 @contextmanager
@@ -188,35 +160,6 @@ def _made_alike(config: Any) -> AbstractContextManager[None]:
     the others waiting for as long as the process group does.
     """
     return nullcontext() if getattr(config, "use_dora", False) else agreed("making the adapter")
-
-
-@contextmanager
-def _on_shards(config: Any) -> Iterator[None]:
-    """Let PEFT compute with whole adapters and shards of the base together (DoRA's norms); translate its errors.
-
-    Errors of the device and of communication pass unchanged; gloo and the CPU's allocator raise plain `RuntimeError`s,
-    so that of these only those that speak of shards or shapes are PEFT's.
-    """
-    kind = getattr(config.peft_type, "value", config.peft_type)
-    try:
-        with implicit_replication():
-            yield
-    except (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError):
-        raise
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"PEFT cannot make this {kind} adapter: {error}") from None
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
-        # PEFT's own code on tensors that it does not expect, or DTensor's for operations that it lacks
-        if type(error) is RuntimeError and not any(word in str(error) for word in _OF_SHARDS):
-            raise
-        if "size mismatch" in str(error):
-            raise ConfigError(
-                f"The adapter does not fit the model: {first_lines(error)}. Load the base that it was trained on."
-            ) from error
-        raise ConfigError(
-            f"PEFT cannot make a {kind} adapter on a sharded model ({type(error).__name__}: {first_line(error)}). "
-            "Make it on the plain model and let prepare() shard the whole."
-        ) from error
 
 
 @contextmanager
@@ -240,37 +183,3 @@ def _undone_if_it_fails(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(was_trainable)
         renew(model)
         raise
-
-
-@contextmanager
-def _one_axis(model: nn.Module) -> Iterator[None]:
-    """Show the shards on a nameless mesh of one axis for a block: of others, PEFT assumes tensor parallelism."""
-    mark_weights(model)
-    sharding = sharding_of(model)
-    mesh = sharding.mesh if sharding else None
-    if sharding is None or mesh is None or mesh.mesh_dim_names is None:
-        yield
-        return
-    axis = DeviceMesh.from_group(mesh.get_group(mesh.ndim - 1), mesh.device_type)
-    views: dict[nn.Parameter, nn.Parameter] = {}
-    for parameter in managed_parameters(model):
-        shard = parameter.detach()
-        assert isinstance(shard, DTensor)
-        view = as_dtensor(local_tensor(shard), shard, mesh=axis, placements=shard.placements[-1:])
-        views[parameter] = nn.Parameter(view, requires_grad=parameter.requires_grad)
-    _replace_parameters(model, views)
-    mark_weights(model)
-    try:
-        yield
-    finally:
-        for parameter, shown in views.items():
-            parameter.requires_grad_(shown.requires_grad)
-        _replace_parameters(model, {shown: parameter for parameter, shown in views.items()})
-        renew(model)
-
-
-def _replace_parameters(model: nn.Module, new: dict[nn.Parameter, nn.Parameter]) -> None:
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter in new:
-                module._parameters[name] = new[parameter]

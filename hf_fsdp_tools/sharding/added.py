@@ -11,14 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import same_on_all_ranks
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, fill_from_first, gather_on_device, local_tensor
-from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.given import as_model, taking
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, refuse_cast_weights
-from hf_fsdp_tools.modeling.peft_view import is_wrapper
 from hf_fsdp_tools.sharding.adapter_plan import laid_over
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters, release
 from hf_fsdp_tools.sharding.hf_interface import answer_for_shards
+from hf_fsdp_tools.sharding.parameters import check_parameters
 from hf_fsdp_tools.sharding.shard import Sharding, apply_again, sharded_module, sharding_of
 from hf_fsdp_tools.sharding.whole import average_gradients, is_averaged
 
@@ -43,8 +42,7 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     Every rank must call. The ranks exchange the plan's digest; rank 0 sends the added values.
 
     Raises:
-        ConfigError: PEFT made adapters of a wrong shape, because it took FSDP's mesh for tensor parallelism; or 4-bit
-            weights were cast.
+        ConfigError: what was added shares memory, or is complex; or 4-bit weights were cast.
         WrapPlanError: the ranks added different modules.
 
     Example:
@@ -74,13 +72,16 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     average_gradients(outside, sharding.mesh.get_all_groups())
     if outside:
         make_root(base)
+    for module in model.modules():
+        if module is not base and getattr(vars(module).get("forward"), "__self__", None) is base:
+            module.forward = base.__call__  # of adaption prompts, which would call it beside FSDP's hooks
     answer_for_shards(model)  # PEFT's, like transformers'
     return replaced
 
 
 def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]) -> dict[torch.Tensor, nn.Parameter]:
     """Take FSDP2 off, and apply it again with the added modules; parameters that were sharded keep their shards."""
-    _check_shapes(base)
+    check_parameters(base)
     plan = laid_over(sharding.plan, base)
     same_on_all_ranks("sharding what was added", ranks=sorted(sharding.mesh.mesh.flatten().tolist()), plan=plan)
     release(base)
@@ -130,23 +131,6 @@ def _undo_casts(base: nn.Module) -> None:
         parameter.data = parameter.data.to(torch.float32)
     if cast:
         renew(base)
-
-
-def _check_shapes(base: nn.Module) -> None:
-    wrong = []
-    for name, module in base.named_modules():
-        linear = module._modules.get("base_layer") if is_wrapper(module) else None
-        if isinstance(linear, nn.Linear) and {module.in_features, module.out_features} != {
-            linear.in_features,
-            linear.out_features,
-        }:
-            wrong.append(name)
-    if wrong:
-        raise ConfigError(
-            f"PEFT took the mesh for tensor parallel and gave {len(wrong)} adapters the shape of one shard "
-            f"(first: {wrong[0]}). On a mesh of several axes give peft_config to from_pretrained, or add the adapter "
-            "before the model is sharded."
-        )
 
 
 def _dtypes(added: set[nn.Parameter], sharding: Sharding) -> dict[nn.Parameter, torch.dtype]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from hf_fsdp_tools.distributed.agreement import rank_and_size
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.configs import max_positions
+from hf_fsdp_tools.text import listed
 
 __all__ = ["check_first_pass", "expect_prepare"]
 
@@ -18,8 +19,9 @@ __all__ = ["check_first_pass", "expect_prepare"]
 def check_first_pass(model: nn.Module, device: torch.device) -> None:
     """Have the first training pass of a model checked, before anything is gathered for it.
 
-    Shards that were moved elsewhere are refused. On rank 0 a warning names fp16 master weights, sequences that are
-    longer than the model's positions, and a model that its Accelerator has not prepared (`expect_prepare`).
+    Shards that were moved elsewhere are refused. On rank 0 a warning names fp16 master weights, hooks on
+    parameters that nobody calls, sequences that are longer than the model's positions, and a model that its Accelerator
+    has not prepared (`expect_prepare`).
 
     Args:
         model: the root of the units.
@@ -67,6 +69,12 @@ def _problems(model: nn.Module, length: int) -> list[str]:
         found.append(
             f"The trained weights of {name} are float16 (dtype=, model.half() or model.to()): small updates of them "
             "vanish. Load them in float32 and compute in float16: make_accelerator(mixed_precision='fp16')."
+        )
+    if hooked := [name for name, parameter in model.named_parameters() if parameter._backward_hooks]:
+        found.append(
+            f"{len(hooked)} parameter(s) of {name} have hooks of register_hook, which FSDP2 never calls: "
+            f"{listed(hooked)}. Use parameter.register_post_accumulate_grad_hook, whose hook gets the parameter with "
+            "this rank's shard of the gradient, summed up so far (parameter.grad, a DTensor)."
         )
     config = getattr(model, "config", None)
     limit = max_positions(config) if isinstance(config, PreTrainedConfig) else None

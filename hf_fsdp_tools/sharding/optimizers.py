@@ -12,13 +12,15 @@ from hf_fsdp_tools.sharding.whole import by_kind
 __all__ = ["check_kind", "check_optimizers", "clip_norm", "clip_values"]
 
 _NOT_FOR_SHARDS = (
+    "apollo_torch",
     "bitsandbytes",
+    "peft.optimizers.lorafa",
     "transformers.optimization",
     "torch.optim.Adafactor",
     "torch.optim.rprop.Rprop",
 )
-"""Modules and classes of optimizers that fail on DTensors (measured: a step with bitsandbytes 0.50, with the Adafactors
-of transformers 5.23 and torch 2.13, and with torch 2.13's Rprop)."""
+"""Modules and classes of optimizers that fail on DTensors (measured: a step with bitsandbytes 0.50, with APOLLO, with
+LoRA-FA of PEFT 0.21, with the Adafactors of transformers 5.23 and torch 2.13, and with torch 2.13's Rprop)."""
 
 _NOT_FUSED = (torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers whose fused step DTensors lack (measured: torch 2.13); Adam's and AdamW's they have."""

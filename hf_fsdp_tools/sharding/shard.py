@@ -28,6 +28,8 @@ from hf_fsdp_tools.sharding.first_pass import check_first_pass
 from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, count_units, reshard_units
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks
+from hf_fsdp_tools.sharding.injection import guard_injection
+from hf_fsdp_tools.sharding.parameters import check_parameters, make_contiguous
 from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement
 from hf_fsdp_tools.sharding.settings import as_compile, as_mesh, as_mp_policy, as_offload_policy
 from hf_fsdp_tools.sharding.whole import average_gradients
@@ -107,7 +109,8 @@ def shard_model(
     """Shard `model` by `plan` with FSDP2, in place, and return the same model.
 
     A model on meta stays on meta, with DTensor parameters, which `load_weights` then fills. Of a model with real
-    weights, equal on every rank, each rank keeps its slices. Make the optimizer afterwards.
+    weights, equal on every rank, each rank keeps its slices, which are contiguous whatever the strides were. Make the
+    optimizer afterwards.
 
     Args:
         model: not sharded yet, on meta or with real weights on any device.
@@ -128,9 +131,9 @@ def shard_model(
     Raises:
         WrapPlanError: the plan breaks a rule for this model.
         ConfigError: the model or a part of it is sharded already, it cannot checkpoint activations, `mp_policy` would
-            cast 4-bit weights, `compile` asks for CUDA graphs, a unit that is to be resharded over fewer ranks is split
-            along another dimension than 0, or plan, arguments or dtypes differ between ranks. As every error, the same
-            on every rank.
+            cast 4-bit weights, trained parameters are complex or share memory, `compile` asks for CUDA graphs, a unit
+            that is to be resharded over fewer ranks is split along another dimension than 0, or plan, arguments or
+            dtypes differ between ranks. As every error, the same on every rank.
 
     Example:
         >>> model = build_meta_model("checkpoint")
@@ -152,6 +155,7 @@ def shard_model(
         if options is not None:
             check_options(options, mesh.device_type)
         refuse_cast(model, mp_policy.param_dtype if mp_policy else None)
+        check_parameters(model)
         if activation_checkpointing:
             check_checkpointing(model)
     same_on_all_ranks(
@@ -167,6 +171,7 @@ def shard_model(
     if isinstance(offload_policy, CPUOffloadPolicy):
         for group in mesh.get_all_groups():
             add_cpu_backend(group)  # clipping sums the norms of offloaded gradients between CPUs
+    make_contiguous(model)
     if activation_checkpointing:
         turn_cache_off(model)  # a cache would keep activations that are to be recomputed
         checkpoint_activations(model)
@@ -317,6 +322,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
     made = count_units(model)
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"
     remember_sharding(model, sharding)
+    guard_injection()
 
 
 def apply_again(

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, dispatch_model
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
+from peft.optimizers import create_lorafa_optimizer
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, HybridPolicy, from_pretrained, make_accelerator
@@ -167,10 +168,40 @@ def optimizers_that_cannot_step_shards_are_refused(folder: Path) -> None:
     for kind in (torch.optim.SGD, torch.optim.Adagrad):
         with pytest.raises(ConfigError, match=r"\(fused=True\) cannot step sharded.*Leave fused out"):
             accelerator.prepare(model, kind(model.parameters(), fused=True))
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    of_lora = create_lorafa_optimizer(adapted, r=8, lora_alpha=8, lr=1e-3)
+    with pytest.raises(ConfigError, match=r"LoraFAOptimizer of peft\.optimizers\.lorafa cannot step sharded"):
+        accelerator.prepare(adapted, of_lora)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), foreach=True))
 
 
+def hooks_on_parameters_that_nobody_calls_are_named_with_what_is_called(folder: Path) -> None:
+    """Those of `register_hook`; the cure masks rows of a gradient, as scripts do that train new tokens alone."""
+    plain = plain_model(folder).train()
+    mask = torch.zeros_like(plain.lm_head.weight)
+    mask[-3:] = 1.0
+    plain.lm_head.weight.register_hook(lambda gradient: gradient * mask)
+    accelerator = make_accelerator(cpu=True)
+    model = accelerator.prepare(sharded(folder)).train()
+    weight = model.lm_head.weight
+    silent = weight.register_hook(lambda gradient: gradient * 0)
+    batch = batches_of(ROWS[:2], 2)[0]
+    with (
+        pytest.warns(match=r"never calls: lm_head\.weight.*register_post_accumulate")
+        if dist.get_rank() == 0
+        else nullcontext()
+    ):
+        model(**batch)
+    silent.remove()
+    part = distribute_tensor(mask, weight.device_mesh, weight.placements, src_data_rank=None)
+    weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(part))
+    for each in (model, plain):
+        each(**batch).loss.backward()
+    close(full(weight.grad), plain.lm_head.weight.grad)
+
+
 OPTIMIZERS = (
+    hooks_on_parameters_that_nobody_calls_are_named_with_what_is_called,
     an_optimizer_of_ones_own_is_taken,
     shards_and_whole_parameters_stand_in_one_group,
     groups_are_parted_for_a_step_only,

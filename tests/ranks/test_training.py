@@ -666,6 +666,18 @@ def a_unit_beside_the_plan(folder: Path) -> None:
         accelerator.prepare(model)
 
 
+def layers_taken_out(folder: Path) -> None:
+    accelerator = new_accelerator()
+    model = from_pretrained(folder, accelerator=accelerator)
+    model.model.layers = model.model.layers[:1]
+    with pytest.raises(ConfigError, match=r"taken out.*: model\.layers\.1\. Load fewer layers.*num_hidden_layers=N"):
+        accelerator.prepare(model)
+    assert (
+        len(accelerator.prepare(from_pretrained(folder, accelerator=accelerator, num_hidden_layers=1)).model.layers)
+        == 1
+    )
+
+
 def sharded_in_part(folder: Path) -> None:
     whole, mesh = AutoModelForCausalLM.from_pretrained(folder), ParallelDims().build_mesh(local_device().type)
     fully_shard(whole.model.layers[0], mesh=mesh)
@@ -674,7 +686,7 @@ def sharded_in_part(folder: Path) -> None:
 
 
 def test_models_that_would_train_wrongly_are_refused_on_every_rank(folders):
-    run_ranks(run_cases, 2, [never_loaded, a_unit_beside_the_plan, sharded_in_part], folders["llama"])
+    run_ranks(run_cases, 2, [never_loaded, a_unit_beside_the_plan, layers_taken_out, sharded_in_part], folders["llama"])
 
 
 def test_gloo_is_started_beside_the_devices_own_backend():

@@ -1,0 +1,192 @@
+"""Let PEFT make adapters on shards: by this package's `add_adapter`, and by `get_peft_model` in scripts and trainers.
+
+PEFT asks nobody before it computes with the weights of the base. On shards some of its methods then stop half-way, and
+some end the process: they put a DTensor into the memory of a plain parameter (`parameter.data = …`), which has none.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor
+from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
+from hf_fsdp_tools.modeling.linear4bit import mark_weights, packed_linears
+from hf_fsdp_tools.sharding.allocate import renew
+from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, managed_parameters
+from hf_fsdp_tools.text import first_line, first_lines
+
+__all__ = ["errors_of_peft", "guard_injection", "refuse_for_any", "refuse_for_shards"]
+
+_PLAIN = "Make the adapter on the plain model (get_peft_model), and let prepare() shard the whole."
+
+_NEEDS_BASE = ("corda", "eva", "loftq", "lora_ga", "mica", "olora", "pissa")
+"""Values of LoRA's `init_lora_weights` that need whole weights of the base (PEFT 0.21); all but EVA change them too."""
+
+_DECOMPOSE = ("DEFT", "FROD")
+"""Methods that make adapters of whole weights of the base (measured: PEFT 0.21)."""
+
+_BESIDE_FORWARD = ("ADALORA", "SHADOW")
+"""Methods that use weights outside of the forward passes of their modules (measured: PEFT 0.21)."""
+
+_OF_SHARDS = ("DTensor", "sharding strategy", "size mismatch", "size of tensor", "shape")
+"""Words in torch's errors about whole tensors and shards in one operation."""
+
+
+def guard_injection() -> None:
+    """Let PEFT, if it is imported, make the adapters of sharded models as this package does; of others as before.
+
+    PEFT (0.19 to 0.21) has no hook for this. Called again, nothing changes.
+    """
+    if "peft" not in sys.modules:
+        return
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTuner
+
+    make, add = BaseTuner.__init__, PeftModel.add_adapter
+    if hasattr(make, "__wrapped__"):
+        return
+
+    @wraps(make)
+    def make_tuner(tuner: Any, model: nn.Module, configs: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        config = configs[adapter_name] if isinstance(configs, dict) else configs
+        with _guarded(model, config):
+            make(tuner, model, configs, adapter_name, *args, **kwargs)
+
+    @wraps(add)
+    def add_adapter(outer: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
+        with _guarded(outer, peft_config):
+            add(outer, adapter_name, peft_config, *args, **kwargs)
+
+    BaseTuner.__init__, PeftModel.add_adapter = make_tuner, add_adapter
+
+
+@contextmanager
+def _guarded(model: nn.Module, config: Any) -> Iterator[None]:
+    """A block in which PEFT makes an adapter of a model, sharded or not."""
+    root = next((module for module in model.modules() if "_fsdp_sharding" in vars(module)), None)
+    if root is None:
+        yield
+        return
+    refuse_for_shards(config, root)
+    if config.is_prompt_learning:
+        # Prompts that begin as words run the embedding, which FSDP2 would take for the root.
+        around: AbstractContextManager[None] = forward_begun(root)  # type: ignore[arg-type]  # an FSDPModule
+    else:
+        around = _one_axis(root)
+    with errors_of_peft(config), around, implicit_replication():  # DoRA: whole adapters and shards together
+        yield
+
+
+def refuse_for_any(config: Any) -> None:
+    """Refuse methods of PEFT that train with no kind of shards.
+
+    Raises:
+        ConfigError: names the cure.
+    """
+    if _kind(config) in _BESIDE_FORWARD:
+        raise ConfigError(
+            f"{_kind(config)} computes with weights beside the forward passes of their modules, when no rank has them "
+            "whole. Use LoraConfig, with rank_pattern where modules are to have other ranks."
+        )
+
+
+def refuse_for_shards(config: Any, model: nn.Module) -> None:
+    """Refuse an adapter that cannot be made on a model that is sharded already.
+
+    Raises:
+        ConfigError: names the cure.
+    """
+    refuse_for_any(config)
+    if getattr(config, "use_dora", False) and packed_linears(model):
+        raise ConfigError(
+            "DoRA takes norms over whole rows of the base, and a shard of 4-bit weights holds runs of bytes. Use "
+            "use_dora=False, or load the base without quantization_config."
+        )
+    start = getattr(config, "init_lora_weights", None)
+    if isinstance(start, str) and start.lower().startswith(_NEEDS_BASE):
+        raise ConfigError(
+            f"init_lora_weights={start!r} decomposes whole weights of the base, and no rank has them. Use True, "
+            f"'gaussian' or 'orthogonal'. Or: {_PLAIN} "
+            "Convert a saved one with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+        )
+    if _kind(config) in _DECOMPOSE:
+        raise ConfigError(f"{_kind(config)} computes with whole weights of the base, and no rank has them. {_PLAIN}")
+    if getattr(config, "layer_replication", None):
+        raise ConfigError(
+            "layer_replication repeats layers, which then share their weights; this model's units were planned without "
+            f"the copies. {_PLAIN}"
+        )
+
+
+def _kind(config: Any) -> str:
+    return str(getattr(config.peft_type, "value", config.peft_type))
+
+
+@contextmanager
+def errors_of_peft(config: Any) -> Iterator[None]:
+    """Translate errors of PEFT, while it makes an adapter, to a `ConfigError`.
+
+    Errors of the device and of communication pass unchanged; gloo and the CPU's allocator raise plain `RuntimeError`s,
+    so that of these only those that speak of shards or shapes are PEFT's.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError, FSDPToolsError):
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"PEFT cannot make this {_kind(config)} adapter: {error}") from None
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+        # PEFT's own code on tensors that it does not expect, or DTensor's for operations that it lacks
+        if type(error) is RuntimeError and not any(word in str(error) for word in _OF_SHARDS):
+            raise
+        if "size mismatch" in str(error):
+            raise ConfigError(
+                f"The adapter does not fit the model: {first_lines(error)}. Load the base that it was trained on."
+            ) from error
+        raise ConfigError(
+            f"PEFT cannot make a {_kind(config)} adapter on a sharded model "
+            f"({type(error).__name__}: {first_line(error)}). {_PLAIN}"
+        ) from error
+
+
+@contextmanager
+def _one_axis(model: nn.Module) -> Iterator[None]:
+    """Show the shards on a nameless mesh of one axis for a block: of others, PEFT assumes tensor parallelism."""
+    mark_weights(model)
+    shards = managed_parameters(model)
+    mesh = shards[0].device_mesh  # type: ignore[attr-defined]  # a DTensor
+    if mesh.mesh_dim_names is None:
+        yield
+        return
+    axis = DeviceMesh.from_group(mesh.get_group(mesh.ndim - 1), mesh.device_type)
+    views: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter in shards:
+        shard = parameter.detach()
+        assert isinstance(shard, DTensor)
+        view = as_dtensor(local_tensor(shard), shard, mesh=axis, placements=shard.placements[-1:])
+        views[parameter] = nn.Parameter(view, requires_grad=parameter.requires_grad)
+    _replace_parameters(model, views)
+    mark_weights(model)
+    try:
+        yield
+    finally:
+        for parameter, shown in views.items():
+            parameter.requires_grad_(shown.requires_grad)
+        _replace_parameters(model, {shown: parameter for parameter, shown in views.items()})
+        renew(model)
+
+
+def _replace_parameters(model: nn.Module, new: dict[nn.Parameter, nn.Parameter]) -> None:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in new:
+                module._parameters[name] = new[parameter]

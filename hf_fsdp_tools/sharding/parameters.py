@@ -1,0 +1,59 @@
+"""What FSDP2 cannot shard is refused by name, or brought into a form that it can."""
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.text import listed
+
+__all__ = ["check_parameters", "make_contiguous"]
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Refuse trained parameters that shards would change: complex ones, and several that share memory.
+
+    Args:
+        model: with whole parameters, on meta or not; those that are DTensors are left out.
+
+    Raises:
+        ConfigError: names them.
+    """
+    whole = {n: p for n, p in model.named_parameters() if not isinstance(p, DTensor) and p.numel()}
+    if numbers := [name for name, parameter in whole.items() if parameter.is_complex() and parameter.requires_grad]:
+        raise ConfigError(
+            f"{len(numbers)} trained parameter(s) are complex, whose gradients FSDP2 cannot reduce: {listed(numbers)}. "
+            "Keep them as real numbers (torch.view_as_real) and make them complex in forward, or freeze them."
+        )
+    ranges = sorted(
+        (str(p.device), p.data_ptr(), _end_of(p), name, p.requires_grad) for name, p in whole.items() if not p.is_meta
+    )
+    for (device, start, end, name, trained), (*where, _, other, other_trained) in pairwise(ranges):
+        if start == 0:
+            raise ConfigError(
+                f"{name} has no memory: a shard was written into a plain parameter, as some of PEFT's methods do. Give "
+                "peft_config to from_pretrained, or make the adapter on the plain model."
+            )
+        if [device, start] <= where < [device, end] and (trained or other_trained):
+            raise ConfigError(
+                f"{name} and {other} are views of the same memory, and as shards they would be trained apart. Register "
+                "one nn.Parameter under both names; of PEFT's LoRA, leave ensure_weight_tying out."
+            )
+
+
+def _end_of(tensor: torch.Tensor) -> int:
+    """The address behind a tensor's last element."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def make_contiguous(model: nn.Module) -> None:
+    """Give the transposed, sliced and expanded parameters of a model, in place, memory in the order that FSDP2 takes.
+
+    Nothing is communicated; values stay the same.
+    """
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
