@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools.checkpoint.durable import storage_errors, sync, try_lock
+from hf_fsdp_tools.checkpoint.switch import NEW, settle
 from hf_fsdp_tools.errors import CheckpointError
 
 __all__ = ["Draft"]
@@ -42,7 +43,7 @@ class Draft:
         self.folder, self.mark = folder, mark
         self.path = folder / f".save-{mark}.incomplete"
         """For weight files."""
-        self.beside = self.path / "beside"
+        self.beside = self.path / NEW
         """For all other files, under the names that they will have in the folder."""
         self._lock: int | None = None
         self._made: list[Path] = []
@@ -123,10 +124,15 @@ def _remove_if_killed(path: Path, now_s: float) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a hidden folder, its owner's file last: a process that ends meanwhile leaves who it was."""
+    """Remove a hidden folder to which nothing leads, its owner's file last: a process that ends meanwhile leaves who it
+    was."""
+    try:
+        settle(path.parent, path)
+    except OSError:  # what lies in it is still needed
+        return
     with suppress(OSError):
         for below in path.iterdir():
-            if below.is_dir():
+            if below.is_dir() and not below.is_symlink():
                 shutil.rmtree(below, ignore_errors=True)
             elif below.name != _OWNER:
                 below.unlink()

@@ -2,7 +2,6 @@
 
 import io
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
@@ -77,15 +76,15 @@ class HeldWriter(FileSystemWriter):
         return sum(result.size_in_bytes for result in written)
 
 
-def copy_held(writers: Sequence[HeldWriter]) -> HostCopies:
-    """Copy what several writers are to write, which they write from then on; the copies. Every rank must call.
+def copy_held(writer: HeldWriter) -> HostCopies:
+    """Copy what a writer is to write, which it writes from then on; the copies. Every rank must call.
 
     Raises:
         CheckpointError: see `HostCopies`.
     """
-    held = [(w, i, value) for w in writers for i, value in w.data.items() if isinstance(value, torch.Tensor)]
-    copies = HostCopies([(tensor, tensor.dtype) for _, _, tensor in held])
-    for (writer, index, _), copy in zip(held, copies.tensors, strict=True):
+    held = [(index, value) for index, value in writer.data.items() if isinstance(value, torch.Tensor)]
+    copies = HostCopies([(tensor, tensor.dtype) for _, tensor in held])
+    for (index, _), copy in zip(held, copies.tensors, strict=True):
         writer.data[index] = _of_its_own(copy)
     return copies
 

@@ -4,15 +4,9 @@ While a save runs, its files lie in a hidden folder within the folder to save to
 leaves the checkpoint that is there as it is. Then, on rank 0:
 
     1. shards get names that no save before had: nothing that opens the folder looks at them yet
-    2. the files beside the weights replace those that differ, `config.json` last
-    3. one call switches: the index (or `model.safetensors`) gets its name, or, where shards follow a single file, which
-       is opened first, that file goes
-    4. the former weight files are removed
-
-Weights come last, so that whoever sees them sees all that belongs to them. A config that differs from the former one
-would for a moment stand beside the former weights. It therefore first names its weights (`transformers_weights`, which
-transformers 5 and this package follow), so that its rename switches both; when the weights have their usual names,
-it is replaced by one that names none.
+    2. one rename switches all else (`switch`): the index or `model.safetensors`, config, tokenizer; and what would be
+       opened in place of them goes
+    3. the former weight files are removed
 
 Every file is synced before it is renamed, and the folder before and after the switch, so that a machine that goes down
 leaves the former or the new checkpoint.
@@ -22,18 +16,16 @@ import filecmp
 import json
 import os
 import re
-import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from functools import partial
 from pathlib import Path
-from typing import Self
 
 from hf_fsdp_tools.checkpoint.draft import Draft
 from hf_fsdp_tools.checkpoint.durable import storage_errors, sync
 from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
+from hf_fsdp_tools.checkpoint.switch import keep, switch
 from hf_fsdp_tools.checkpoint.unfinished import CONFIG
 from hf_fsdp_tools.errors import frames_of_package
 from hf_fsdp_tools.text import listed
@@ -44,67 +36,19 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 ADAPTER_CONFIG = "adapter_config.json"
 
-_TWIN = "twin"
-"""Second name of the index (or of the single weight file) in the hidden folder."""
-
 WEIGHTS_OF_A_SAVE = re.compile(r"model(\.[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 """Weight files and index of this package's saves and of transformers'."""
 
 
-class _Renames:
-    """Renames that are undone if one of them, or what else the block does, fails."""
-
-    def __init__(self, draft: Draft) -> None:
-        self._kept = draft.path / "former"
-        self._undo: list[Callable[[], object]] = []
-
-    def __enter__(self) -> Self:
-        self._kept.mkdir()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for undo in reversed(self._undo if kind is not None else ()):
-            with suppress(OSError):  # the error that led here is the one to show
-                undo()
-
-    def replace(self, source: Path, target: Path) -> None:
-        """Give a file its name; the name never lacks a file."""
-        if target.is_file():
-            kept = self._kept / str(len(self._undo))
-            try:
-                os.link(target, kept, follow_symlinks=False)
-            except OSError:  # not everywhere
-                shutil.copy2(target, kept, follow_symlinks=False)
-            os.replace(source, target)
-            self._undo.append(partial(os.replace, kept, target))
-        else:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(source, target)
-            self._undo.append(target.unlink)
-
-    def take_away(self, target: Path, to: Path | None = None) -> None:
-        """Let a name have no file; the file goes `to` there, or into the hidden folder, which is removed."""
-        kept = to or self._kept / str(len(self._undo))
-        os.replace(target, kept)
-        self._undo.append(partial(os.replace, kept, target))
-
-    def set_aside(self, targets: Iterable[Path]) -> None:
-        """Rename files that would be opened in place of what is saved, or with it, to names that nothing opens."""
-        found = [target for target in targets if target.is_file()]
-        for target in found:
-            self.take_away(target, target.with_name(f"{target.name}.former"))
-        if found:
-            warnings.warn(
-                f"{str(found[0].parent)!r} held another kind of model, whose {listed(path.name for path in found)} "
-                "would be opened with what is saved there now. Renamed to *.former.",
-                stacklevel=frames_of_package(),
-            )
-
-
 def _changed(draft: Draft) -> list[Path]:
-    """The files beside the weights that are new or differ, relative to the folder; all are synced."""
+    """The files beside the weights that are new or differ, relative to the folder; all are synced.
+
+    safetensors makes files that their owner alone can read, whatever the umask says.
+    """
     staged = sorted(path for path in draft.beside.rglob("*") if path.is_file())
+    readable = draft.path.stat().st_mode & 0o666
     for file in staged:
+        file.chmod(file.stat().st_mode & 0o7777 | readable)
         sync(file)
     names = [path.relative_to(draft.beside) for path in staged]
     return [name for name in names if not _is_same(draft.beside / name, draft.folder / name)]
@@ -143,56 +87,50 @@ def publish_weights(
     folder, files = draft.folder, list(files)
     is_sharded = len(files) > 1
     last = WEIGHTS_INDEX if is_sharded else WEIGHTS
-    with storage_errors("finish", folder), _Renames(draft) as renames:
+    with storage_errors("finish", folder):
         former = {path.name for path in folder.iterdir() if WEIGHTS_OF_A_SAVE.fullmatch(path.name)}
         marked = f"model.{draft.mark}" if former else "model"
         names = {file: file.replace("model", marked, 1) if is_sharded else file for file in files}
+        changed = _changed(draft)
         if is_sharded:
             index = {"metadata": dict(metadata), "weight_map": {key: names[file] for key, file in weight_map.items()}}
-            (draft.path / last).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
-            sync(draft.path / last)
-        beside = _changed(draft)
-        unseen = dict(names) if is_sharded else {}
-        is_shadowed = is_sharded and (folder / WEIGHTS).is_file()  # a single file is opened first
-        if is_shadowed:
-            unseen[last] = last
-        names_weights = bool(former) and CONFIG in map(str, beside) and _stage_bridge(draft, last)
-        if names_weights:
-            unseen[_TWIN] = last.replace("model", marked, 1)
-        for file, name in unseen.items():
-            renames.replace(draft.path / file, folder / name)
-        sync(folder)
-        renames.set_aside(folder / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin"))
-        for path in sorted(beside, key=lambda path: str(path) == CONFIG):
-            is_bridge = names_weights and str(path) == CONFIG
-            renames.replace((draft.path if is_bridge else draft.beside) / path, folder / path)
-        if is_shadowed:
-            renames.take_away(folder / WEIGHTS)
-        elif names_weights:
-            renames.replace(draft.path / last, folder / last)
+            (draft.beside / last).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
+            sync(draft.beside / last)
         else:
-            os.replace(draft.path / last, folder / last)
-        if names_weights:
-            os.replace(draft.beside / CONFIG, folder / CONFIG)
-    kept = {*names.values(), last}
-    _remove_former(folder, sorted({*former, *unseen.values()} - kept), threads)
+            os.replace(draft.path / last, draft.beside / last)
+        aside = _set_aside(draft, (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin"))
+        gone = [Path(name) for name in {WEIGHTS, WEIGHTS_INDEX} & former - {last}]
+        try:
+            for file, name in names.items() if is_sharded else ():
+                os.replace(draft.path / file, folder / name)
+            sync(folder)
+            switch(folder, draft.path, [*changed, *aside, *gone, Path(last)])
+        except BaseException:
+            for name in set(names.values()) - former - {last}:
+                with suppress(OSError):  # the error that led here is the one to show
+                    (folder / name).unlink(missing_ok=True)
+            raise
+    _warn_of(folder, aside)
+    _remove_former(folder, sorted(former - {*names.values(), last}), threads)
     return tuple(names.values())
 
 
-def _stage_bridge(draft: Draft, last: str) -> bool:
-    """Stage the config once more, with the name of its weights in it, and these weights under that name.
+def _set_aside(draft: Draft, names: Iterable[str]) -> list[Path]:
+    """Stage files that would be opened in place of what is saved, or with it, under names that nothing opens; these
+    names, and their own, which then mean nothing."""
+    found = [name for name in names if (draft.folder / name).is_file()]
+    for name in found:
+        keep(draft.folder / name, draft.beside / f"{name}.former")
+    return [Path(each) for name in found for each in (f"{name}.former", name)]
 
-    Whether it could be done, and is of use: there is a former config, and the file system has hard links.
-    """
-    config, twin = json.loads((draft.beside / CONFIG).read_text("utf-8")), draft.path / _TWIN
-    try:
-        os.link(draft.path / last, twin)
-    except OSError:
-        return False
-    config["transformers_weights"] = last.replace("model", f"model.{draft.mark}", 1)
-    (draft.path / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
-    sync(draft.path / CONFIG)
-    return (draft.folder / CONFIG).is_file()
+
+def _warn_of(folder: Path, aside: Collection[Path]) -> None:
+    if found := [str(path) for path in aside if path.suffix != ".former"]:
+        warnings.warn(
+            f"{str(folder)!r} held another kind of model, whose {listed(found)} would be opened with what is saved "
+            "there now. Renamed to *.former.",
+            stacklevel=frames_of_package(),
+        )
 
 
 def _remove_former(folder: Path, names: Collection[str], threads: bool) -> None:
@@ -205,9 +143,6 @@ def _remove_former(folder: Path, names: Collection[str], threads: bool) -> None:
         (folder / name).unlink(missing_ok=True)
 
     try:
-        sync(folder)
-        if WEIGHTS_INDEX in names:
-            remove(WEIGHTS_INDEX)
         with ThreadPoolExecutor() if threads else nullcontext() as pool:
             list(pool.map(remove, names) if pool else map(remove, names))
     except OSError as error:
@@ -221,31 +156,18 @@ def _remove_former(folder: Path, names: Collection[str], threads: bool) -> None:
 def publish_adapter(draft: Draft) -> None:
     """Make the files beside the (absent) weights, among them a complete adapter, the adapter of the folder.
 
-    The weights' rename switches, where `adapter_config.json` stays the same. Where it changes, it is taken away before
-    and comes last, so that for a moment the folder holds no adapter, and never one with the config of another. Full
-    weights in the folder stay, for they may be a base; unless they are this adapter's base, `config.json` beside them,
-    for which they would be taken as its base, is renamed.
+    Full weights in the folder stay, for they may be a base; unless they are this adapter's base, `config.json` beside
+    them, for which they would be taken as its base, is renamed.
 
     Raises:
         CheckpointError: the folder cannot be written, or is gone; what was saved there before is as it was.
     """
     folder = draft.folder
-    with storage_errors("finish", folder), _Renames(draft) as renames:
+    with storage_errors("finish", folder):
         changed = _changed(draft)
-        sync(folder)
-        configs = [path for path in changed if path.name == ADAPTER_CONFIG]
-        weights = [path for path in changed if path.name == ADAPTER_WEIGHTS]
-        for path in changed:
-            if path not in (*configs, *weights):
-                renames.replace(draft.beside / path, folder / path)
-        if not _is_own_base(draft):
-            renames.set_aside([folder / CONFIG])
-        for path in configs:
-            if (folder / path).is_file():
-                renames.take_away(folder / path)
-        for path in (*weights, *configs):
-            renames.replace(draft.beside / path, folder / path)
-    sync(folder)
+        aside = [] if _is_own_base(draft) else _set_aside(draft, (CONFIG,))
+        switch(folder, draft.path, [*changed, *aside])
+    _warn_of(folder, aside)
 
 
 def _is_own_base(draft: Draft) -> bool:

@@ -29,6 +29,7 @@ from hf_fsdp_tools.text import listed, listed_lines
 __all__ = [
     "agreed",
     "all_ranks",
+    "announced",
     "by_rank",
     "going_first",
     "opened",
@@ -141,6 +142,38 @@ def agreed(doing: str, where: str | PathLike[str] = "", *, ranks: Sequence[int] 
     lines = [f"rank {listed([str(r) for r in failed if failed[r][1] == text], 8)}: {text}" for text in texts]
     what = f"{doing[:1].upper()}{doing[1:]}{f' ({str(where)!r})' if where else ''}"
     raise kind(f"{what} failed on {len(failed)} of {len(told)} ranks.\n{listed_lines(lines, head='')}") from failure
+
+
+@contextmanager
+def announced(doing: str) -> Iterator[None]:
+    """Run a block that may run collectives on every rank; a rank that fails says so and waits for nobody.
+
+    Ranks that wait in a round within the block, or come to one or to its end, stop at once. A rank that waits in a
+    collective stops when the process that failed ends, or by the group's timeout. Every rank must enter.
+
+    Args:
+        doing: what the block does, for messages; the same on every rank: "saving".
+
+    Raises:
+        RanksError: another rank failed; says which one, and why.
+    """
+    rounds = rounds_of()
+    if rounds is None:
+        yield
+        return
+    with rounds.scope(doing) as scope:
+        try:
+            yield
+        except StoppedElsewhere as stop:
+            if stop.scope is not scope:
+                raise
+        except RanksError as error:
+            raise rounds.give_up(scope, error)  # noqa: B904  (as a rule it is this one)
+        except Exception as error:
+            rounds.fail(scope)
+            rounds.give_up(scope, RanksError(f"While {doing}: rank {rounds.rank} failed: {error!r}. All ranks stop."))
+            raise
+        rounds.exchange(None, doing, ends=scope)
 
 
 def wait_for_all_ranks() -> None:

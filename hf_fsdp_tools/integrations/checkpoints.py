@@ -2,7 +2,6 @@
 
 import copy
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from hf_fsdp_tools.checkpoint.durable import storage_errors
 from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
-from hf_fsdp_tools.checkpoint.manifest import MANIFEST, write_manifest
-from hf_fsdp_tools.checkpoint.publish import WEIGHTS_OF_A_SAVE
+from hf_fsdp_tools.checkpoint.manifest import write_manifest
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.integrations.resume import (
@@ -27,21 +25,19 @@ from hf_fsdp_tools.integrations.resume import (
     refuse_incomplete,
     warn_of_other_world,
 )
-from hf_fsdp_tools.integrations.saving import remove_checkpoint, remove_marks
+from hf_fsdp_tools.integrations.saving import Replacement, remove_checkpoint, remove_leftovers
 from hf_fsdp_tools.text import first_line, listed
 
 __all__ = [
     "STATE_FILES",
     "TRAINER_GLOBS",
     "as_asked",
-    "begin_checkpoint",
     "check_checkpoint",
     "complete_checkpoint",
-    "declare_complete",
-    "is_unfinished",
     "problem_of",
-    "remove_full_weights",
+    "put_in_place",
     "rotate",
+    "save_trainer_state",
     "weights_in",
     "without_rotation",
 ]
@@ -49,9 +45,6 @@ __all__ = [
 STATE_FILES = ("optimizer_0", "optimizer.bin", "optimizer_0/*", SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth")
 """What a Trainer's checkpoint holds beside the model, of this mixin and of the plain Trainer under FSDP; the optimizer
 first."""
-
-_UNFINISHED = ".checkpoint.incomplete"
-"""Name of the file that is there while a checkpoint is being saved, and after that was interrupted."""
 
 _WEIGHTS = (
     "*.safetensors", "*/adapter_model.safetensors", "pytorch_model*.bin", "adapter_model.bin", "*/adapter_model.bin",
@@ -129,10 +122,8 @@ def problem_of(folder: Path, allowed: Collection[str] = ()) -> str:
 
 
 def _problem_of_state(folder: Path) -> str:
-    """The same as far as `trainer_state.json` says it, and the mark of a checkpoint that is being saved."""
+    """The same as far as `trainer_state.json` says it."""
     file = folder / TRAINER_STATE_NAME
-    if is_unfinished(folder):
-        return "is being saved, or saving it was interrupted"
     try:
         state = TrainerState.load_from_json(str(file))
     except (OSError, ValueError):  # absent, or cut off
@@ -198,34 +189,19 @@ def _check_weights(folder: Path) -> None:
 # ---- what is deleted ----
 
 
-def begin_checkpoint(folder: Path) -> None:
-    """Make a folder, or let one to which a checkpoint is saved again hold nothing of a former optimizer; in any case
-    let it count as unfinished, whatever else is in it, until it has a manifest. For one rank."""
-    remove_marks(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _UNFINISHED).touch()
-    for path in [path for pattern in STATE_FILES if "/" not in pattern for path in folder.glob(pattern)]:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+def save_trainer_state(state: TrainerState, place: Replacement, *, is_writer: bool) -> None:
+    """Save once more what the Trainer has saved, which looked for the best checkpoint where this one is made, and not
+    where all of them are. Every rank must call."""
+    with agreed("saving the trainer's state", place.folder), storage_errors("save to", place.folder):
+        best = place.folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        if state.best_global_step and (best == place.folder or best.exists()):
+            state.best_model_checkpoint = str(best)
+        if is_writer:
+            state.save_to_json(str(place.staging / TRAINER_STATE_NAME))
 
 
-def remove_full_weights(folder: Path) -> None:
-    """Delete the full weights that an earlier run has left in a checkpoint of adapters, with which the Trainer would
-    resume. For one rank."""
-    for path in list(folder.iterdir()):
-        if WEIGHTS_OF_A_SAVE.fullmatch(path.name):
-            path.unlink()
-
-
-def is_unfinished(folder: Path) -> bool:
-    """Whether a checkpoint is being saved, or saving it was interrupted."""
-    return (folder / _UNFINISHED).exists() and not (folder / MANIFEST).exists()
-
-
-def declare_complete(
-    folder: Path,
+def put_in_place(
+    place: Replacement,
     written: Sequence[str],
     args: Any,
     *,
@@ -233,25 +209,22 @@ def declare_complete(
     best: str | None,
     push: Callable[[], Collection[Path]],
 ) -> None:
-    """Declare a checkpoint complete, begin to upload it, then delete old ones. Every rank must call.
+    """Declare a checkpoint complete, put it into its place, begin to upload it, delete old ones. Every rank must call.
 
     Args:
-        folder: of the checkpoint.
+        place: of the checkpoint.
         written: files that it must have, as rank 0 knows them.
         args: of the Trainer.
         checksums: see `write_manifest`.
         best: path of the best checkpoint, which is not deleted.
         push: begins to upload the checkpoint, and gives all whose uploads are under way.
     """
-    try:
-        write_manifest(folder, written, TRAINER_GLOBS, checksums=checksums)
-    except CheckpointError:
-        if args.should_save:  # who removed files may have removed the mark of an unfinished one, too
-            remove_marks(folder)
-        raise
+    folder = place.folder
+    write_manifest(place.staging, written, TRAINER_GLOBS, checksums=checksums)
+    place.take_place()
     with agreed("deleting old checkpoints", folder), storage_errors("save to", folder):
         if args.should_save:
-            (folder / _UNFINISHED).unlink(missing_ok=True)
+            remove_leftovers(folder.parent, f"{PREFIX_CHECKPOINT_DIR}-*")
             rotate(folder, args.save_total_limit, best, uploaded=push())
 
 
@@ -293,7 +266,7 @@ def rotate(latest: Path, limit: int | None, best: str | None, *, uploaded: Colle
     named = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
     found = [Path(path) for path in sort_checkpoints(str(latest.parent), use_mtime=True)]
     folders = [path for path in found if named.fullmatch(path.name)]
-    interrupted = [path for path in folders if not (path / TRAINER_STATE_NAME).is_file() or is_unfinished(path)]
+    interrupted = [path for path in folders if not (path / TRAINER_STATE_NAME).is_file()]
     others = [path for path in folders if path.name != latest.name and path not in interrupted]
     kept = {path for path in others if best is not None and path.resolve() == Path(best).resolve()}
     too_many = max(0, len(others) + 1 - max(limit, 1 + len(kept)))

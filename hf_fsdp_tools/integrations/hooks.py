@@ -2,15 +2,13 @@
 
 import inspect
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from hf_fsdp_tools.diagnostics.environment import untried_versions
 from hf_fsdp_tools.errors import ConfigError
 
-__all__ = ["check_hooks", "done_by_mixin", "overridden", "warn_of_uncalled"]
+__all__ = ["check_hooks", "overridden", "warn_of_uncalled"]
 
 
 def overridden(own: type) -> list[str]:
@@ -62,17 +60,6 @@ def warn_of_uncalled(cls: type, mixin: type, trainer: type) -> None:
 
 _REPLACED = ("save_model", "_save_optimizer_and_scheduler", "_load_best_model")
 """Methods of the Trainer in whose place the mixin's run."""
-
-
-@contextmanager
-def done_by_mixin(trainer: type, name: str) -> Iterator[None]:
-    """Let the Trainer's own method of a name do nothing in a block; classes between the mixin and it are called."""
-    own = vars(trainer)[name]
-    setattr(trainer, name, lambda *args, **kwargs: None)
-    try:
-        yield
-    finally:
-        setattr(trainer, name, own)
 
 
 @cache

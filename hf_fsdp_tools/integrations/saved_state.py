@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,17 @@ from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, RNG_STAT
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from accelerate.utils.other import load as load_pickled
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_fsdp_tools.checkpoint.background import wait_for_saves
 from hf_fsdp_tools.checkpoint.durable import storage_errors, sync
 from hf_fsdp_tools.checkpoint.formats.dcp import METADATA
+from hf_fsdp_tools.checkpoint.held_dcp import HeldWriter
 from hf_fsdp_tools.checkpoint.manifest import write_manifest
-from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, announced, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.integrations.resume import (
     check_listed,
@@ -36,16 +39,17 @@ __all__ = [
     "numbered_states",
     "owner_of",
     "save_state_to",
+    "write_part",
 ]
 
 _FILES = (
-    f"{FSDP_MODEL_NAME}*",
+    f"{FSDP_MODEL_NAME}[_.]*",
     f"{FSDP_MODEL_NAME}_*/*",
-    f"{OPTIMIZER_NAME}*",
+    f"{OPTIMIZER_NAME}[_.]*",
     f"{OPTIMIZER_NAME}_*/*",
-    f"{SCHEDULER_NAME}*.bin",
-    "sampler*.bin",
-    "dl_state_dict*.bin",
+    f"{SCHEDULER_NAME}[_.]*",
+    "sampler[_.]*",
+    "dl_state_dict[_.]*",
     SCALER_NAME,
     f"{RNG_STATE_NAME}_*.pkl",
     "custom_checkpoint_*.pkl",
@@ -87,8 +91,8 @@ def files_of(kind: str, index: int) -> tuple[str, str]:
 def _write_state(accelerator: Any, folder: Path, unwritten: Unwritten | None = None) -> list[str]:
     """Write all that `Accelerator.save_state` writes; return the files of which a state must have all.
 
-    Optimizers are written under the names that their parameters have in their models. Every rank must call; a rank that
-    fails in one step stops the others before the next, in whose collectives they would wait.
+    Optimizers are written under the names that their parameters have in their models. Every rank must call, within
+    `announced`.
 
     Args:
         accelerator: of this package.
@@ -97,14 +101,11 @@ def _write_state(accelerator: Any, folder: Path, unwritten: Unwritten | None = N
     """
     plugin, target = accelerator.state.fsdp_plugin, str(folder)
     pairs = [(optimizer, owner_of(optimizer, accelerator._models)) for optimizer in accelerator._optimizers]
-    with unwritten.holding_dcp() if unwritten is not None else nullcontext():
-        for i, model in enumerate(accelerator._models):
-            with agreed("saving a model", folder):
-                save_fsdp_model(plugin, accelerator, model, target, i)
-        for i, (optimizer, model) in enumerate(pairs):
-            with agreed("saving an optimizer", folder):
-                plain = getattr(optimizer, "optimizer", optimizer)  # torch may step it to make its state
-                save_fsdp_optimizer(plugin, accelerator, plain, model, target, i)
+    for i, model in enumerate(accelerator._models):
+        write_part(accelerator, model, None, folder, i, unwritten)
+    for i, (optimizer, model) in enumerate(pairs):
+        plain = getattr(optimizer, "optimizer", optimizer)  # torch may step it to make its state
+        write_part(accelerator, model, plain, folder, i, unwritten)
     for hook in accelerator._save_model_state_pre_hook.values():
         hook(accelerator._models, [], target)
     rank = accelerator.process_index
@@ -128,6 +129,43 @@ def _write_state(accelerator: Any, folder: Path, unwritten: Unwritten | None = N
     return needed
 
 
+def write_part(
+    accelerator: Any, model: nn.Module, optimizer: Any, folder: Path, index: int, unwritten: Unwritten | None
+) -> None:
+    """Write a model, or an optimizer of it, as Accelerate does; shards are copied instead where `unwritten` is given.
+
+    Every rank must call. What a rank does before and after the collectives is exchanged, so that no rank enters
+    collectives to which another does not come.
+    """
+    plugin, doing = accelerator.state.fsdp_plugin, f"saving {'a model' if optimizer is None else 'an optimizer'}"
+    if "SHARDED" not in str(plugin.state_dict_type):
+        if optimizer is None:
+            save_fsdp_model(plugin, accelerator, model, str(folder), index)
+        else:
+            save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder), index)
+        all_ranks(None, doing)  # rank 0 writes alone
+        return
+    kind, name = ("model", FSDP_MODEL_NAME) if optimizer is None else ("optimizer", OPTIMIZER_NAME)
+    target = folder / f"{name}_{index}"
+    if plugin.fsdp_version == 1:  # by collectives
+        configs = plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config
+        with FullyShardedDataParallel.state_dict_type(model, *configs):
+            fsdp1 = FullyShardedDataParallel
+            values = model.state_dict() if optimizer is None else fsdp1.optim_state_dict(model, optimizer)
+    with agreed(doing, folder), storage_errors("save to", folder):
+        target.mkdir(parents=True, exist_ok=True)
+        if plugin.fsdp_version != 1:
+            options = StateDictOptions(cpu_offload=getattr(plugin.state_dict_config, "offload_to_cpu", False))
+            if optimizer is None:
+                values = get_model_state_dict(model, options=options)
+            else:
+                values = get_optimizer_state_dict(model, optimizer, options=options)
+    writer = FileSystemWriter(target) if unwritten is None else HeldWriter(target)
+    dcp.save({kind: values}, storage_writer=writer, planner=DefaultSavePlanner())
+    if isinstance(writer, HeldWriter) and unwritten is not None:
+        unwritten.add_dcp(writer)
+
+
 def save_state_to(
     accelerator: Any, folder: Path, *, checksums: bool, blocking: bool, numbered: bool, limit: int | None
 ) -> None:
@@ -143,12 +181,12 @@ def save_state_to(
             f"save_state(blocking=False) writes each rank's shards in the background, and the state dict type is "
             f"{plugin.state_dict_type}. Set SHARDED_STATE_DICT, or leave blocking out."
         )
-    place, unwritten = Replacement(folder), Unwritten()
+    place, unwritten = Replacement(folder if numbered else folder.resolve(), _FILES), Unwritten()
     unwritten.held.callback(place.end)
     doing = "saving (what was saved before is still there)"
     try:
         place.begin()
-        with agreed(doing, folder), storage_errors("save to", folder), using_format(plugin, None):
+        with announced(doing), storage_errors("save to", folder), using_format(plugin, None):
             needed = _write_state(accelerator, place.staging, None if blocking else unwritten)
     except BaseException:
         unwritten.held.close()

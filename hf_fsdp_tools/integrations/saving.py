@@ -1,10 +1,9 @@
 """Save training states so that an interruption destroys nothing, and delete old ones so that none counts as whole."""
 
 import os
-import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -18,12 +17,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 
-__all__ = ["Replacement", "former_of", "remove_checkpoint", "remove_leftovers", "remove_marks", "saveable"]
-
-_ACCELERATE_FILES = re.compile(
-    r"(random_states|pytorch_model_fsdp|optimizer|scheduler|sampler|dl_state_dict|scaler|custom_checkpoint)[_.].*"
-)
-"""Files that `save_state` writes, which are deleted with their state; source: accelerate 1.15, checkpointing.py."""
+__all__ = ["Replacement", "former_of", "remove_checkpoint", "remove_leftovers", "saveable"]
 
 
 def saveable(model: nn.Module) -> nn.Module:
@@ -39,15 +33,16 @@ class Replacement:
     """A staging folder that takes the place of a folder once every rank has written to it.
 
     Until then an older folder stays as it is, whatever happens, and then one call of the system exchanges the two (two
-    renames where there is no such call). Files of other origin than Accelerate (a user's own) are kept.
+    renames where there is no such call). A user's own files in it are kept.
 
     Args:
-        folder: to be replaced or made.
+        folder: to be replaced or made; a link is replaced, and what it leads to stays as it is.
+        files: patterns of what belongs to a state, and is not kept of an older one.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder.resolve()
-        self.staging = self.folder.with_name(f".{self.folder.name or 'root'}.incomplete")
+    def __init__(self, folder: Path, files: Sequence[str]) -> None:
+        self.folder, self._files = folder.parent.resolve() / folder.name, files
+        self.staging = _hidden(self.folder) / (folder.name or "root")
         """Written to between `begin` and `take_place`."""
         self._held = ExitStack()
 
@@ -68,8 +63,8 @@ class Replacement:
             if rank_and_size()[0] == 0:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 self._held.enter_context(_only_job(folder))
-                _clear(folder, self.staging)
-                self.staging.mkdir()
+                _clear(folder, self._files)
+                self.staging.mkdir(parents=True)
         with agreed("opening a folder", self.staging):
             if not self.staging.is_dir():
                 raise CheckpointError(
@@ -84,11 +79,15 @@ class Replacement:
         """
         with agreed("finishing the save", self.folder):
             if rank_and_size()[0] == 0:
-                _take_place(self.staging, self.folder)
+                _take_place(self.staging, self.folder, self._files)
 
     def end(self) -> None:
         """Let other jobs save to the folder. What was not finished stays hidden, until the next save removes it."""
         self._held.close()
+
+
+def _hidden(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name or 'root'}.incomplete")
 
 
 def former_of(folder: Path) -> Path:
@@ -120,59 +119,70 @@ def remove_leftovers(parent: Path, pattern: str) -> None:
         parent: of the states.
         pattern: of their names.
     """
-    for path in parent.glob(f".{pattern}.incomplete"):
-        state = path.with_name(path.name[1:].removesuffix(".incomplete"))
-        with suppress(CheckpointError), _only_job(state):  # another job's is none of ours
-            shutil.rmtree(path)
+    for end in (".incomplete", ".lock"):
+        for path in parent.glob(f".{pattern}{end}"):
+            state = path.with_name(path.name[1:].removesuffix(end))
+            with suppress(CheckpointError), _only_job(state):  # another job's is none of ours
+                shutil.rmtree(_hidden(state), ignore_errors=True)
 
 
-def _clear(folder: Path, staging: Path) -> None:
+def _clear(folder: Path, files: Sequence[str]) -> None:
     """Put away what a save that was killed has left beside the folder."""
-    former = former_of(folder)
-    if former.exists() and not folder.exists():
+    former, hidden = former_of(folder), _hidden(folder)
+    if os.path.lexists(former) and not os.path.lexists(folder):
         former.rename(folder)
-    if former.exists():
-        _bring_own_files(former, folder)
-        shutil.rmtree(former)
-    if staging.exists():
-        shutil.rmtree(staging)
+    if os.path.lexists(former):
+        _bring_own_files(former, folder, files)
+        _remove(former)
+    if hidden.exists():
+        shutil.rmtree(hidden)
 
 
-def _take_place(staging: Path, folder: Path) -> None:
+def _take_place(staging: Path, folder: Path, files: Sequence[str]) -> None:
     """Put the new folder into the place of the old one, then delete the old one."""
     former = former_of(folder)
     try:
-        if not folder.exists():
-            staging.rename(folder)
-            sync(folder.parent)
-            return
-        _bring_own_files(folder, staging)
-        if exchange(staging, folder):
-            former = staging
+        if os.path.lexists(folder):
+            _bring_own_files(folder, staging, files)
+            if not exchange(staging, folder):
+                folder.rename(former)
+                try:
+                    staging.rename(folder)
+                except OSError:
+                    former.rename(folder)
+                    raise
         else:
-            folder.rename(former)
-            try:
-                staging.rename(folder)
-            except OSError:
-                former.rename(folder)
-                raise
+            staging.rename(folder)
         sync(folder.parent)
     except OSError as error:
         raise CheckpointError(
             f"Cannot finish {str(folder)!r}: {error}. What was saved there before is still there."
         ) from None
     try:
-        shutil.rmtree(former)
+        _remove(former)
+        shutil.rmtree(staging.parent)
     except OSError as error:
         raise CheckpointError(
-            f"{str(folder)!r} is saved, but the former state cannot be deleted: {error}. Delete {str(former)!r}."
+            f"{str(folder)!r} is saved, but the former state cannot be deleted: {error}. Delete {str(former)!r} and "
+            f"{str(staging.parent)!r}."
         ) from None
 
 
-def _bring_own_files(source: Path, target: Path) -> None:
+def _remove(folder: Path) -> None:
+    """Delete a folder, if it is there; of a link, the link alone."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
+
+
+def _bring_own_files(source: Path, target: Path, files: Iterable[str]) -> None:
     """Let a user's own files also be in the new folder, so that they are in one of the two at any moment."""
+    if source.is_symlink():  # they are where it leads
+        return
+    of_a_state = {path.relative_to(source).parts[0] for pattern in files for path in source.glob(pattern)}
     for path in source.iterdir():
-        if path.name == MANIFEST or _ACCELERATE_FILES.match(path.name) or os.path.lexists(target / path.name):
+        if path.name in of_a_state or os.path.lexists(target / path.name):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.copytree(path, target / path.name, symlinks=True, copy_function=_link)
@@ -191,16 +201,13 @@ def _link(source: str | Path, target: str | Path) -> None:
 # ---- old checkpoints ----
 
 
-def remove_marks(folder: Path) -> None:
-    """Let a folder no longer count as a complete checkpoint; the order matters, as a crash may come in between."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
-
-
 def remove_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint, its marks first; warn where it cannot be deleted, for training need not end for that."""
+    """Delete a checkpoint, its marks first, as a crash may come in between; warn where it cannot be deleted, for
+    training need not end for that. Of a link the link alone is deleted: somebody keeps the checkpoint elsewhere."""
     try:
-        remove_marks(folder)
-        shutil.rmtree(folder)
+        if not folder.is_symlink():
+            (folder / MANIFEST).unlink(missing_ok=True)
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        _remove(folder)
     except OSError as error:
         warnings.warn(f"The old checkpoint {str(folder)!r} cannot be deleted: {error}. Delete it.", stacklevel=2)

@@ -3,12 +3,12 @@
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils.fsdp_utils import load_fsdp_optimizer, save_fsdp_optimizer
+from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer
@@ -19,30 +19,30 @@ from hf_fsdp_tools.checkpoint.durable import storage_errors, sync
 from hf_fsdp_tools.checkpoint.formats.dcp import METADATA
 from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.checkpoint.load import load_weights
-from hf_fsdp_tools.checkpoint.publish import ADAPTER_WEIGHTS
 from hf_fsdp_tools.checkpoint.report import SaveReport
 from hf_fsdp_tools.checkpoint.reserve import check_shared
 from hf_fsdp_tools.checkpoint.save import BegunSave, begin_save, save_pretrained
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, announced
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1
 from hf_fsdp_tools.integrations.accelerator import adopt
 from hf_fsdp_tools.integrations.checkpoints import (
     STATE_FILES,
+    TRAINER_GLOBS,
     as_asked,
-    begin_checkpoint,
     check_checkpoint,
     complete_checkpoint,
-    declare_complete,
-    remove_full_weights,
+    put_in_place,
+    save_trainer_state,
     weights_in,
     without_rotation,
 )
 from hf_fsdp_tools.integrations.frozen import FROZEN, NEEDED_BY_FROZEN, check_frozen, hashable, shard_frozen
-from hf_fsdp_tools.integrations.hooks import check_hooks, done_by_mixin, warn_of_uncalled
+from hf_fsdp_tools.integrations.hooks import check_hooks, warn_of_uncalled
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_of
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
-from hf_fsdp_tools.integrations.saving import saveable
+from hf_fsdp_tools.integrations.saved_state import write_part
+from hf_fsdp_tools.integrations.saving import Replacement, saveable
 from hf_fsdp_tools.integrations.settled import agree_with_arguments, plugin_of, precision_of
 from hf_fsdp_tools.integrations.state import group_options, make_dynamo_plugin, start_state, use_one_device
 from hf_fsdp_tools.integrations.unwritten import Unwritten, finish_state
@@ -104,8 +104,9 @@ class FSDPTrainerMixin(PushingMixin):
     allow_incomplete: bool = False
     _written: Sequence[str] = ()
     """Files that this mixin has written to the checkpoint that is being saved, as rank 0 knows them."""
+    _place: Replacement | None = None
     _unwritten: Unwritten | None = None
-    """Takes what is written in the background, while such a checkpoint is being saved."""
+    """While a checkpoint is saved: where it is made, and what takes that which is written in the background."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Check for each trainer class that transformers still has the methods that are overridden here."""
@@ -219,69 +220,68 @@ class FSDPTrainerMixin(PushingMixin):
         tokenizer = self.processing_class
         if tokenizer is None:
             tokenizer = getattr(self.data_collator, "tokenizer", None)
-        model, unwritten = saveable(self.model), self._unwritten
+        model = saveable(self.model)
         saved: BegunSave | SaveReport
-        if unwritten is None:
+        if self._unwritten is None:
             saved = save_pretrained(model, folder, tokenizer=tokenizer)
-        else:
-            saved = begin_save(model, folder, tokenizer=tokenizer, blocking=False)
-            if isinstance(saved, BegunSave):
-                unwritten.add_model(saved)
+        elif isinstance(saved := begin_save(model, folder, tokenizer=tokenizer, blocking=False), BegunSave):
+            self._unwritten.add_model(saved)
         with agreed("writing the training arguments", folder), storage_errors("save to", folder):
             if args.should_save:
                 torch.save(as_asked(args), folder / "training_args.bin")
-                if _internal_call and isinstance(saved, SaveReport) and ADAPTER_WEIGHTS in saved.files:
-                    remove_full_weights(folder)
                 if isinstance(saved, SaveReport):
                     self._written = [*self._written, *weights_in(folder)]
         if args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=args.hub_revision)
 
+    def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
+        """As the Trainer's; while a checkpoint is saved, the hidden folder in which it is made."""
+        if self._place is not None:
+            return str(self._place.staging.parent)
+        wait_for_saves()  # who looks for checkpoints finds them complete
+        folder: str = super()._get_output_dir(*args, **kwargs)
+        return folder
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save as the Trainer does, then declare the checkpoint complete, and only then delete old ones."""
+        """Save as the Trainer does, in a hidden folder; once that is complete it gets its name, and old ones go."""
         start_s = time.perf_counter()
-        wait_for_saves()
-        args = self.args
-        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        # Before the Trainer's collectives, in which the others would wait.
-        with agreed("beginning the save", folder), storage_errors("save to", folder):
-            if args.should_save:
-                begin_checkpoint(folder)
+        args, state = self.args, self.state
+        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        place, unwritten = Replacement(folder, TRAINER_GLOBS), Unwritten()
+        unwritten.held.callback(place.end)
         self._written = [TRAINER_STATE_NAME]
-        unwritten = Unwritten()
-        self._unwritten = None if self.blocking else unwritten
         try:
-            with agreed("saving", folder), without_rotation(args):
+            place.begin()
+            self._place, self._unwritten = place, None if self.blocking else unwritten
+            with announced("saving"), without_rotation(args):
                 super()._save_checkpoint(model, trial)
+                save_trainer_state(state, place, is_writer=args.should_save)
         except BaseException:
             unwritten.held.close()
             raise
         finally:
-            self._unwritten = None
-        written, best, push = self._written, self.state.best_model_checkpoint, push_of(self, folder)
+            self._place = self._unwritten = None
+        written, best, push = self._written, state.best_model_checkpoint, push_of(self, folder)
 
         def complete() -> None:
             files = [*written, *unwritten.weights]
-            declare_complete(folder, files, args, checksums=self.checksums, best=best, push=push)
+            put_in_place(place, files, args, checksums=self.checksums, best=best, push=push)
 
         finish_state(folder, unwritten, complete, blocking=self.blocking, start_s=start_s)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the optimizer's shards and the scheduler; the weights are in the folder already."""
-        plugin = self.accelerator.state.fsdp_plugin
-        later = self._unwritten.holding_dcp() if self._unwritten is not None else nullcontext()
-        with using_format(plugin, "SHARDED_STATE_DICT"), later:
-            save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
-        with agreed("saving the scheduler", output_dir), storage_errors("save to", Path(output_dir)):
+        folder = Path(output_dir)
+        with using_format(self.accelerator.state.fsdp_plugin, "SHARDED_STATE_DICT"):
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # torch may step it to make its state
+            write_part(self.accelerator, self.model, optimizer, folder, 0, self._unwritten)
+        with agreed("saving the scheduler", folder), storage_errors("save to", folder):
             if self.args.should_save:
-                torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+                torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
         self._written = [*self._written, f"{STATE_FILES[0]}/{METADATA}", SCHEDULER_NAME]
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Write this rank's random state, the last file of all ranks; a rank that fails stops all of them.
-
-        Otherwise rank 0 would declare an incomplete checkpoint complete.
-        """
+        """Write this rank's random state, the last file of all ranks; a rank that fails stops all of them."""
         with agreed("saving the random states", output_dir), storage_errors("save to", Path(output_dir)):
             super()._save_rng_state(output_dir)
             ranks = self.args.world_size
@@ -335,11 +335,14 @@ class FSDPTrainerMixin(PushingMixin):
         with waiting, using_format(plugin, stored_format(folder)):
             if any((folder / name).exists() for name in STATE_FILES[:2]):
                 load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, checkpoint)
-        with agreed("reading the scheduler", folder), storage_errors("read", folder):
-            if (folder / SCHEDULER_NAME).is_file():
-                self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
-        with agreed("reading the trainer's own state", folder), done_by_mixin(Trainer, "_load_optimizer_and_scheduler"):
-            super()._load_optimizer_and_scheduler(checkpoint)
+        # Under DeepSpeed the Trainer's own method reads the scheduler alone. It is called for classes between.
+        self.is_deepspeed_enabled = (folder / SCHEDULER_NAME).is_file()
+        try:
+            with agreed("reading the scheduler", folder), storage_errors("read", folder):
+                if self.is_deepspeed_enabled:
+                    super()._load_optimizer_and_scheduler(checkpoint)
+        finally:
+            self.is_deepspeed_enabled = False
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """As the Trainer's; a rank whose random states cannot be restored stops all of them."""

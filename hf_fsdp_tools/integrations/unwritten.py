@@ -1,13 +1,10 @@
 """Training states that are written in the background: what is left to write, and how each state is then complete."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch.distributed.checkpoint as dcp
 
 from hf_fsdp_tools.checkpoint.background import in_background
 from hf_fsdp_tools.checkpoint.held_dcp import HeldWriter, copy_held
@@ -56,29 +53,15 @@ class Unwritten:
             copied_bytes=self.copied_bytes,
         )
 
-    @contextmanager
-    def holding_dcp(self) -> Iterator[None]:
-        """Add what this block saves by DCP, as Accelerate does: its writer copies instead. Every rank must enter.
+    def add_dcp(self, writer: HeldWriter) -> None:
+        """Add a DCP folder that is planned, and copy its values. Every rank must call.
 
         Raises:
             CheckpointError: host memory does not hold the copies; the same on every rank.
         """
-        library: Any = dcp  # Accelerate looks the writer up there for each save
-        plain = library.FileSystemWriter
-        writers: list[HeldWriter] = []
-
-        def make(path: str) -> HeldWriter:
-            writers.append(HeldWriter(path))
-            return writers[-1]
-
-        library.FileSystemWriter = make
-        try:
-            yield
-        finally:
-            library.FileSystemWriter = plain
-        copies = copy_held(writers)
+        copies = copy_held(writer)
         self.held.callback(copies.give_back)
-        self.writes += [writer.write for writer in writers]
+        self.writes.append(writer.write)
         self.copied_bytes += copies.num_bytes
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -22,7 +23,8 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained, save_pretrained
 from hf_fsdp_tools.checkpoint import publish
@@ -33,7 +35,7 @@ from hf_fsdp_tools.modeling.meta import build_meta_model
 from tests._checkpoints import full_state, make_checkpoint, make_model, sharded_meta_model
 from tests._dist import run_cases, run_ranks
 
-_WRITES = {"os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate"}
+_WRITES = {"os.rename", "os.remove", "os.link", "os.symlink", "os.mkdir", "os.rmdir", "os.truncate"}
 _heard: dict[str, Callable[[], None] | None] = {"by": None}
 
 
@@ -80,13 +82,13 @@ def crash_points(save: Callable[[], object], target: Path, copies: Path) -> int:
 
     All ranks call; the number of changes.
     """
-    seen: list[dict[str, bytes]] = []
+    seen: list[tuple[dict[str, bytes], list[str]]] = []
     count = 0
 
     def copy() -> None:
         nonlocal count
         count += 1
-        now = visible(target)
+        now = visible(target), sorted(path.name for path in target.rglob("*") if path.is_symlink())
         if now not in seen:
             seen.append(now)
             shutil.copytree(target, copies / f"{len(seen):02d}", symlinks=True)
@@ -122,6 +124,24 @@ SAVES = {
 def configured(model: PreTrainedModel, other: bool) -> PreTrainedModel:
     model.config.rms_norm_eps = 1e-3 if other else 1e-6
     return model
+
+
+def by_index(folder: Path) -> PreTrainedModel:
+    """What a reader sees that follows the index and knows nothing of transformers."""
+    model = LlamaForCausalLM(LlamaConfig(**json.loads((folder / "config.json").read_text())))
+    index = folder / "model.safetensors.index.json"
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    model.load_state_dict({key: value for file in files for key, value in load_file(folder / file).items()})
+    return model
+
+
+def begin_and_end(folder: Path) -> Path:
+    """What the next save does first."""
+    draft = Draft(folder, "0123abcd")
+    draft.begin()
+    draft.end()
+    assert not list(folder.glob(".*")) and not [path for path in folder.rglob("*") if path.is_symlink()]
+    return folder
 
 
 def make_former(target: Path, size: str | None) -> None:
@@ -170,8 +190,9 @@ def test_a_kill_at_any_change_leaves_the_old_or_the_new_checkpoint(tmp_path: Pat
     counts = run_ranks(every_save, 2, source, tmp_path)[0]
     for name, (former, size, other) in SAVES.items():
         copies = sorted((tmp_path / name / "copies").iterdir())
-        assert counts[name] > 15 and len(copies) > 2, "the changes were not heard"
-        for open_it in (LlamaForCausalLM.from_pretrained, build_and_load):
+        assert counts[name] > 15 and len(copies) > 4, "the changes were not heard"
+        after_the_next = lambda folder: build_and_load(begin_and_end(folder))  # noqa: E731
+        for open_it in (LlamaForCausalLM.from_pretrained, build_and_load, by_index, after_the_next):
             found = [which(lambda c=copy, o=open_it: o(c), known, other) for copy in copies]
             first = "old" if former else "refused"
             switched = found.index("new")
@@ -335,18 +356,32 @@ def open_adapter(folder: Path) -> Any:
 
 
 def save_adapters(root: Path) -> dict[str, list[str]]:
+    """An adapter over another, and a full model over an adapter: what PEFT opens before and after the next save."""
     found = {}
-    for name, alpha in (("same config", 8), ("another config", 16)):
+    full_model = make_model("llama", seed=NEW)
+    for name, alpha in (("same config", 8), ("another config", 16), ("full model", 8)):
         target, copies = root / name / "saved", root / name / "copies"
         models = {"old": tuned(OLD, lora_alpha=8), "new": tuned(NEW, lora_alpha=alpha)}
         models["old"].save_pretrained(str(target))
         (target / "README.md").write_text("---\nlicense: mit\n---\nmine\n")
         copies.mkdir()
-        crash_points(lambda m=models, t=target: save_pretrained(m["new"], t), target, copies)
-        found[name] = [which_adapter(copy, models) for copy in sorted(copies.iterdir())]
+        saved = full_model if name == "full model" else models["new"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # *.former
+            crash_points(lambda m=saved, t=target: save_pretrained(m, t), target, copies)
+        for folder in sorted(copies.iterdir()):
+            opened = [which_of_two(each, models, full_model) for each in (folder, begin_and_end(folder))]
+            assert opened[0] == opened[1]
+            found.setdefault(name, []).append(opened[0])
         assert "mine" in (target / "README.md").read_text() and "license: mit" in (target / "README.md").read_text()
         assert not list(target.glob(".*"))
     return found
+
+
+def which_of_two(folder: Path, models: dict[str, Any], full_model: PreTrainedModel) -> str:
+    if (folder / "adapter_config.json").exists():
+        return which_adapter(folder, models)
+    return which(lambda: LlamaForCausalLM.from_pretrained(folder), {"full": full_model}, False)
 
 
 def which_adapter(folder: Path, models: dict[str, Any]) -> str:
@@ -367,7 +402,9 @@ def test_a_kill_leaves_the_old_or_the_new_adapter_and_never_one_with_the_config_
     assert found["same config"][0] == "old" and found["same config"][-1] == "new"
     assert set(found["same config"]) == {"old", "new"}
     assert found["another config"][0] == "old" and found["another config"][-1] == "new"
-    assert set(found["another config"]) == {"old", "new", "refused"}
+    assert set(found["another config"]) == {"old", "new"}
+    assert found["full model"][0] == "old" and found["full model"][-1] == "full"
+    assert set(found["full model"]) == {"old", "full"}
 
 
 def test_an_adapter_and_a_full_model_in_one_folder_are_never_opened_together(tmp_path: Path) -> None:
@@ -531,6 +568,10 @@ def test_everything_is_synced_before_it_is_renamed_and_the_folder_before_and_aft
     start = first.index("rename " + next(target.glob("*00001-of*")).name)
     assert {f"sync {file}" for file in files} | {"sync model.safetensors.index.json"} <= set(first[:start])
     assert not [event for event in first[:start] if not event.startswith("sync")]
-    switch = first.index("rename model.safetensors.index.json")
-    assert "sync saved" in first[start:switch] and first[switch + 1] == "sync saved"
-    assert sorted(first[switch + 2 :][:4]) == [f"remove {file}" for file in files]
+    switch = len(first) - 1 - first[::-1].index("rename now")
+    linked = switch - 1 - first[:switch][::-1].index("rename model.safetensors.index.json")
+    assert first.index("rename now") < first.index("sync former") < linked and "sync saved" in first[linked:switch]
+    assert re.fullmatch(r"sync \.save-.*incomplete", first[switch + 1])
+    end = first.index("rename model.safetensors.index.json", switch)
+    assert first[end + 1] == "sync saved"
+    assert sorted(first[end + 2 :][:4]) == [f"remove {file}" for file in files]

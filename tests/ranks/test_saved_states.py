@@ -24,7 +24,9 @@ from transformers import TrainerCallback
 from hf_fsdp_tools import CheckpointError, from_pretrained, make_accelerator, wait_for_saves
 from hf_fsdp_tools.checkpoint import reserve
 from hf_fsdp_tools.checkpoint.manifest import MANIFEST
-from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
+from hf_fsdp_tools.errors import RanksError
+from hf_fsdp_tools.integrations import saved_state
 from hf_fsdp_tools.integrations.checkpoints import problem_of
 from tests._checkpoints import full
 from tests._dist import run_cases, run_ranks
@@ -127,6 +129,59 @@ def moments_of_a_trainer(source: Path, out: Path) -> None:
         assert held == {f"checkpoint-{step}" for step in range(4 - limit, 4)}
 
 
+def moments_of_a_number_that_exists(source: Path, out: Path) -> None:
+    """A run that was started again without a resume: at each moment the older checkpoint is whole, or the new one."""
+    seen = []
+    for blocking in (None, True, False):
+        folder, remembers = out / "run", Remembers()
+        settings = {"max_steps": 1, "callbacks": [remembers], "attributes": {"blocking": blocking is not False}}
+        trainer = _trainer(source, folder, learning_rate=1e-3 * len(seen) + 1e-3, **settings)
+        moments = Moments(folder, out / f"copies {blocking}")
+        moments.watching = dist.get_rank() == 0 and blocking is not None
+        trainer.train()
+        moments.watching = False
+        seen.append(remembers.contents["checkpoint-1"])
+        for number in range(moments.count):
+            copy = out / f"copies {blocking}" / f"{number}" / "checkpoint-1"
+            assert not problem_of(copy) and _content(copy) in seen[-2:], f"moment {number}"
+        assert moments.count > 20 or blocking is None or dist.get_rank() != 0
+        (folder / "checkpoint-1" / "mine.txt").touch()
+        dist.barrier()
+    assert seen[0] != seen[1] != seen[2] and [path.name for path in (out / "run").iterdir()] == ["checkpoint-1"]
+
+
+class FailsAlone(ShardedTrainer):
+    """On one rank something fails before the collectives of a save, in code that is not the package's."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if dist.get_rank() == self.failing:
+            raise ValueError("a mistake of mine")
+        super()._save_optimizer_and_scheduler(output_dir)
+
+
+def fails_alone_while_the_optimizer_is_saved(source: Path, out: Path) -> None:
+    """On either rank, before the collectives of torch's distributed checkpoint: all ranks stop with one error."""
+    for rank in (0, 1):
+        args = arguments(out / f"{rank}", max_steps=1, save_strategy="steps", save_steps=1)
+        model = from_pretrained(source, accelerator=make_accelerator(cpu=True))
+        trainer = FailsAlone(model=model, args=args, train_dataset=make_rows(32))
+        trainer.failing = rank
+        own = dist.get_rank() == rank
+        with pytest.raises(ValueError if own else RanksError, match="a mistake of mine") as caught:
+            trainer.train()
+        assert own or f"rank {rank} failed" in str(caught.value)
+        assert not list((out / f"{rank}").glob("checkpoint-*"))
+        no_memory = patch.object(saved_state, "get_optimizer_state_dict", side_effect=MemoryError("no room"))
+        with no_memory if own else nullcontext(), pytest.raises((MemoryError, CheckpointError), match="no room"):
+            _trainer(source, out / f"{rank}").train()
+        accelerator, model, optimizer = _loop(source)
+        _step(accelerator, model, optimizer)
+        with no_memory if own else nullcontext(), pytest.raises((MemoryError, CheckpointError), match="no room"):
+            accelerator.save_state(out / f"{rank}" / "state")
+        assert not (out / f"{rank}" / "state").exists()
+        wait_for_all_ranks()
+
+
 def moments_of_a_state(source: Path, out: Path) -> None:
     accelerator, model, optimizer = _loop(source)
     moments = Moments(out / "states", out / "copies")
@@ -208,7 +263,7 @@ def no_space_in_the_background(source: Path, out: Path) -> None:
         steps.append(trainer.state.global_step)
         dist.barrier()
         assert _content(out / "checkpoint-1") == before, target
-        assert problem_of(out / "checkpoint-2") == "is being saved, or saving it was interrupted", target
+        assert not (out / "checkpoint-2").exists(), target
         dist.barrier()
     assert len(set(all_ranks(tuple(steps)))) == 1
     accelerator, model, optimizer = _loop(source)
@@ -233,21 +288,21 @@ def removed_while_it_is_saved(source: Path, out: Path) -> None:
     before = _content(out / "checkpoint-1")
     from hf_fsdp_tools.integrations import trainer as module
 
-    real = module.save_fsdp_optimizer
+    real = module.write_part
 
     def removing(*args: Any, **kwargs: Any) -> None:
         dist.barrier()
         if dist.get_rank() == 1:
-            shutil.rmtree(out / "checkpoint-2")
+            shutil.rmtree(out / ".checkpoint-2.incomplete")
         dist.barrier()
         real(*args, **kwargs)
 
-    said = pytest.raises(CheckpointError, match=r"checkpoint-2' was changed while it was saved: '.*' (is|are) gone")
-    with patch.object(module, "save_fsdp_optimizer", removing), said:
+    said = pytest.raises(CheckpointError, match=r"No such file|checkpoint-2' was changed while it was saved: '.*' gone")
+    with patch.object(module, "write_part", removing), said:
         _trainer(source, out, save_total_limit=1).train(resume_from_checkpoint=True)
     dist.barrier()
     assert _content(out / "checkpoint-1") == before and not problem_of(out / "checkpoint-1")
-    assert problem_of(out / "checkpoint-2")
+    assert not (out / "checkpoint-2").exists()
 
 
 def a_folder_of_each_rank(source: Path, out: Path) -> None:
@@ -267,6 +322,8 @@ def test_at_each_moment_of_a_save_a_whole_state_is_there_and_nothing_else_counts
 ) -> None:
     cases = (
         moments_of_a_trainer,
+        moments_of_a_number_that_exists,
+        fails_alone_while_the_optimizer_is_saved,
         moments_of_a_state,
         the_same_is_saved_in_the_background,
         no_space_in_the_background,

@@ -186,6 +186,31 @@ def test_a_checkpoint_of_which_a_file_is_deleted_counts_as_complete_no_more(tmp_
     assert all(problem or whole <= names for names, problem in seen)
 
 
+def test_of_a_linked_checkpoint_the_link_alone_is_deleted(tmp_path: Path) -> None:
+    archive = checkpoint(tmp_path / "archive" / "checkpoint-1")
+    out = tmp_path / "out"
+    checkpoint(out / "checkpoint-2", 2)
+    (out / "checkpoint-1").symlink_to(archive)
+    os.utime(archive, (100, 100))
+    rotate(out / "checkpoint-2", 1, None)
+    assert [path.name for path in out.iterdir()] == ["checkpoint-2"] and problem_of(archive) == ""
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path, can_exchange: bool) -> None:
+    archive, link = tmp_path / "archive", tmp_path / "out" / "state"
+    save(archive, "archived")
+    (archive / "mine.txt").touch()
+    link.parent.mkdir()
+    link.symlink_to(archive)
+    with nullcontext() if can_exchange else patch.object(saving, "exchange", return_value=False):
+        save(link, "new")
+    assert not link.is_symlink() and (link / "scheduler.bin").read_text() == "new" and not (link / "mine.txt").exists()
+    assert (archive / "scheduler.bin").read_text() == "archived" and [p.name for p in link.parent.iterdir()] == [
+        "state"
+    ]
+
+
 def test_a_checkpoint_that_cannot_be_deleted_does_not_end_the_training(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint-1")
     denied = patch("shutil.rmtree", side_effect=PermissionError(13, "Permission denied"))
@@ -197,8 +222,11 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_end_the_training(tmp_path:
 # ---- one folder in place of another ----
 
 
+FILES = ("scheduler*",)
+
+
 def save(folder: Path, text: str) -> None:
-    place = Replacement(folder)
+    place = Replacement(folder, FILES)
     try:
         place.begin()
         (place.staging / "scheduler.bin").write_text(text)
@@ -274,7 +302,7 @@ def test_a_rename_that_fails_is_undone(tmp_path: Path) -> None:
     rename = Path.rename
 
     def fails(path: Path, target: Path) -> Path:
-        if path.name.endswith(".incomplete"):
+        if path.parent.name.endswith(".incomplete"):
             raise OSError(5, "Input/output error")
         return rename(path, target)
 
@@ -282,7 +310,7 @@ def test_a_rename_that_fails_is_undone(tmp_path: Path) -> None:
     with patch.object(saving, "exchange", return_value=False), patch.object(Path, "rename", fails), said:
         save(folder, "new")
     assert (folder / "scheduler.bin").read_text() == "old"
-    place = Replacement(folder)
+    place = Replacement(folder, FILES)
     place.begin()
     place.staging.rmdir()
     with pytest.raises(CheckpointError, match=r"still there"):
@@ -305,7 +333,8 @@ def test_two_jobs_that_save_to_one_folder_are_told_so(tmp_path: Path) -> None:
 
 def test_what_killed_saves_have_left_beside_numbered_states_is_deleted(tmp_path: Path) -> None:
     for number in (1, 2):
-        (tmp_path / f".checkpoint_{number}.incomplete" / "optimizer_0").mkdir(parents=True)
+        (tmp_path / f".checkpoint_{number}.incomplete" / f"checkpoint_{number}" / "optimizer_0").mkdir(parents=True)
+    (tmp_path / ".checkpoint_3.lock").touch()
     with open(tmp_path / ".checkpoint_2.lock", "a") as of_another:
         fcntl.flock(of_another, fcntl.LOCK_EX)
         saving.remove_leftovers(tmp_path, "checkpoint_*")
