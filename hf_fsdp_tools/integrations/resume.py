@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils.constants import OPTIMIZER_NAME
-from accelerate.utils.other import load as load_pickled
+from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -24,6 +24,7 @@ from hf_fsdp_tools.checkpoint.manifest import MANIFEST, Manifest, check_sums, re
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.module_tree import plain_name
+from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.text import first_line, listed
 
 __all__ = [
@@ -83,27 +84,15 @@ def refuse_damage(folder: Path) -> None:
             if rank == 0:
                 parse_dcp(below)  # the same for all ranks: whether the files hold what the metadata says
         for file in sorted(path for path in folder.iterdir() if _PICKLED.fullmatch(path.name)):
-            _check_pickle(file, mapped=file.name in _FULL)
+            load_pickled(file, device="meta" if file.name in _FULL else "cpu", safe=TORCH_SAFE_GLOBALS)
         for name in (f"rng_state_{rank}.pth", "rng_state.pth", f"random_states_{rank}.pkl"):
             if (folder / name).is_file():
                 _check_random_states(folder / name)
 
 
-def _check_pickle(file: Path, *, mapped: bool = False) -> Any:
-    """What is in a file, whose unpickling may run no code; with `mapped`, tensors are not read."""
-    try:
-        options = {"mmap": True} if mapped else {}
-        return load_pickled(file, map_location="cpu", weights_only=True, **options)
-    except Exception as error:  # torch names no class of errors for damaged files
-        raise CheckpointError(
-            f"{file}: is damaged, or could run code when it is read: {first_line(error)}. Use another checkpoint. "
-            "Classes that you trust: torch.serialization.add_safe_globals([…])."
-        ) from error
-
-
 def _check_random_states(file: Path) -> None:
     """Refuse random states that cannot be restored: Accelerate would go on without them, and say nothing."""
-    states = _check_pickle(file)
+    states = load_pickled(file, device="cpu", safe=TORCH_SAFE_GLOBALS).content
     try:
         python, numpy, torchs = next(
             [states[key] for key in keys] for keys in _RANDOM_STATES if isinstance(states, dict) and keys[0] in states

@@ -1,8 +1,8 @@
 """What files beside the weights say, or one error that names the file: nothing in them is trusted."""
 
 import json
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.text import first_lines, quoted
 
 __all__ = [
+    "MAX_PARSED_BYTES",
     "load_generation_config",
     "read_json_object",
-    "refuse_compressed",
+    "refuse_pointer",
     "understood",
 ]
 
-_MAX_BYTES = 100_000_000
+MAX_PARSED_BYTES = 100_000_000
 """Bytes of the largest file that is parsed: what the header of a safetensors file may have."""
 
 
@@ -59,9 +60,12 @@ def read_json_object(file: Path) -> Mapping[str, Any]:
     """
     with watched(file):
         try:
-            if (size := file.stat().st_size) > _MAX_BYTES:
+            status = file.stat()
+            if not stat.S_ISREG(status.st_mode):  # a pipe would wait for ever
+                raise CheckpointError(f"{file}: is no regular file. Copy or save it again.")
+            if status.st_size > MAX_PARSED_BYTES:
                 raise CheckpointError(
-                    f"{file}: is {size:,} bytes long, expected at most {_MAX_BYTES:,}. Save it again."
+                    f"{file}: is {status.st_size:,} bytes long, expected at most {MAX_PARSED_BYTES:,}. Save it again."
                 )
             text = file.read_bytes()
         except OSError as error:
@@ -88,17 +92,15 @@ def load_generation_config(folder: Path) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
 
 
-def refuse_compressed(file: Path, records: Iterable[zipfile.ZipInfo]) -> None:
-    """Refuse compressed records of a `torch.save` archive: a few kB of them can become any number of GB when read.
+def refuse_pointer(file: Path, beginning: bytes) -> None:
+    """Refuse the pointer that a clone without git-lfs leaves in place of a file.
 
-    Raises:
-        CheckpointError: names the first one; `torch.save` writes none.
+    Args:
+        file: for the message.
+        beginning: the first 2 or more bytes of the file.
     """
-    for record in records:
-        is_stored = record.compress_type == zipfile.ZIP_STORED and record.compress_size == record.file_size
-        if not is_stored:
-            raise CheckpointError(
-                f"{file}: {quoted(record.filename)} is compressed ({record.file_size:,} bytes in "
-                f"{record.compress_size:,}), expected an uncompressed record of the archive, as torch.save writes it. "
-                "Where you trust its source, save it again: torch.save(torch.load(file, weights_only=True), file)."
-            )
+    if len(beginning) > 1 and b"version https://git-lfs".startswith(beginning):
+        raise CheckpointError(
+            f"{file}: is a pointer of git-lfs, expected the file itself. "
+            "Run `git lfs pull` in its folder, or download it."
+        )

@@ -144,7 +144,7 @@ def errors_of_peft(config: Any) -> Iterator[None]:
         raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"PEFT cannot make this {_kind(config)} adapter: {error}") from None
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+    except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
         # PEFT's own code on tensors that it does not expect, or DTensor's for operations that it lacks
         if type(error) is RuntimeError and not any(word in str(error) for word in _OF_SHARDS):
             raise

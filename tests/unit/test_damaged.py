@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,8 +27,7 @@ from hf_fsdp_tools.distributed import watch
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.pretrained import open_checkpoint
-from hf_fsdp_tools.sharding import adapter_files
-from hf_fsdp_tools.sharding.adapter_files import refuse_endless_patterns
+from hf_fsdp_tools.sharding.adapter_files import open_adapter_config, refuse_endless_patterns
 from hf_fsdp_tools.sharding.adapters import load_adapter
 from hf_fsdp_tools.text import quoted
 from tests._checkpoints import make_checkpoint, make_model, pickled_copy, stored_tensors
@@ -250,12 +250,12 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
     "a path of nested lists": (
         "dcp",
         metadata(lambda content: content.planner_data.update({KEY: ("model", doubled(40))})),
-        r"'model\.lm_head\.weight': expected a path as DCP writes it, found \('model', ",
+        r"cannot be read as the metadata .*: containers in containers hold more than 10,000,000 values",
     ),
     "a file name of nested lists": (
         "dcp",
         metadata(lambda content: setattr(place_of(content), "relative_path", doubled(40))),
-        r"expected a place as DCP writes it",
+        r"cannot be read as the metadata .*: containers in containers hold more than 10,000,000 values",
     ),
     "a key of tuples of tuples": (
         "dcp",
@@ -452,7 +452,11 @@ DAMAGED_ADAPTERS: dict[str, tuple[Damage, str]] = {
         lambda f: (f / "adapter_model.safetensors").unlink(),
         r"No weights in .*: expected adapter_model\.sa",
     ),
-    "code": (pickled(lambda f: {"a": Runs(f / "ran")}), r"adapter_model\.bin: cannot be read.*UnpicklingError"),
+    "code": (pickled(lambda f: {"a": Runs(f / "ran")}), r"adapter_model\.bin: holds more than tensors.*could run code"),
+    "endless tuples": (
+        pickled(lambda f: Unhashed((doubled_tuple(60), torch.ones(2)))),
+        r"adapter_model\.bin: .* tuples in tuples hold more than 1,000 values",
+    ),
     "deflated": (
         pickled(lambda f: {"a": torch.ones(3)}, zipfile.ZIP_DEFLATED),
         r"model\.bin: .* is compressed",
@@ -461,24 +465,31 @@ DAMAGED_ADAPTERS: dict[str, tuple[Damage, str]] = {
         adapter_config(megatron_config={}, megatron_core="antigravity"),
         r"megatron_core is 'antigravity', expected 'megatron\.core'",
     ),
-    "an endless pattern": (
-        adapter_config(target_modules=r"(([a-z_.0-9])+)+\$"),
-        r"adapter_config\.json: matching .* takes more than 1 s\. Write the names",
+    "no pattern": (adapter_config(target_modules="(.*"), r"'\(\.\*' is no regular expression .*: .*unterminated"),
+    "a rank of 10^9": (
+        adapter_config(r=10**9),
+        r"a dimension is 1000000000, and adapter_model\.safe.* holds",
     ),
-    "no pattern": (adapter_config(target_modules="(.*"), r"'\(\.\*' is no regular expression: .*unterminated"),
+    "a pattern of ranks": (adapter_config(rank_pattern={"q_proj": 2**40}), r"a dimension is 1099511627776"),
+    "a million layers": (
+        adapter_config(layers_to_transform=list(range(10**6))),
+        r"layers_to_transform has 1,000,000 entries, expected at most 100,000",
+    ),
+    "layers that are not there": (
+        adapter_config(layer_replication=[[-5, 10**6]]),
+        r"PEFT cannot make a LORA adapter .*IndexError",
+    ),
     "another shape": (of_other_shape, r"The adapter does not fit the model: .*size mismatch.*Load the base that it"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGED_ADAPTERS)
 def test_a_damaged_adapter_is_one_error_and_leaves_the_model_as_it_was(
-    good: dict[str, Path], adapter: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    good: dict[str, Path], adapter: Path, tmp_path: Path, name: str
 ) -> None:
     damage, said = DAMAGED_ADAPTERS[name]
     folder = Path(shutil.copytree(adapter, tmp_path / "damaged"))
     damage(folder)
-    if "takes more than" in said:
-        monkeypatch.setattr(adapter_files, "_MATCHING_S", 1.0)
     model = AutoModelForCausalLM.from_pretrained(good["files"])
     before = described(model)
     with pytest.raises((CheckpointError, ConfigError), match=said) as caught:
@@ -503,9 +514,56 @@ def test_a_damaged_adapter_is_refused_before_its_base_is_looked_for(adapter: Pat
         open_checkpoint(folder)
 
 
-def test_patterns_of_usual_adapters_are_matched_in_no_time(tmp_path: Path) -> None:
-    names = [f"model.layers.{i}.self_attn.q_proj" for i in range(100)]
-    refuse_endless_patterns(tmp_path, [r".*\.layers\.[0-9]+\..*(q|v)_proj", "q_proj", None, 3], names)
+NAMES = [f"model.language_model.layers.{i}.{name}" for i in range(12) for name in ("self_attn.q_proj", "mlp.gate")]
+
+USUAL = (
+    "q_proj",
+    r".*\.(q_proj|v_proj)$",
+    r"layers\.\d+\.self_attn\..*",
+    "model.layers.*",
+    r".*\.layers\.[0-9]+\..*(q|v)_proj",
+    r"^(?!.*(?:visual|lm_head)).*(?:q_proj|v_proj).*",
+    r".*(?<!vision)\.layers\.(1[0-9]|2\d)\.(self_attn|mlp)\.(q|k|v|o)_proj",
+    r"((?!(lm_head|proj_out)).)*",
+    r"(?:.*?(?:vision|image|embed|language|text).*?(?:self_attn|attention|mlp|ffn|dense).*?(?:k_proj|v_proj|q_proj).*?)"
+    r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:k_proj|v_proj)))",
+    r"[^.]+\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)",
+)
+"""As adapters on the hub have them."""
+
+ENDLESS = (
+    ".?" * 60 + "QQ",
+    "(|.)" * 60 + "QQ",
+    "(.+)+QQ",
+    r"(([a-z_.0-9])+)+\$",
+    ".*" * 5 + "QQ",
+    "(?:.{0,9}){0,9}Q",
+    "(){1000000000}",
+    "(?=(|.)*Q)x",
+)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_patterns_that_end_are_taken_and_the_others_refused(tmp_path: Path, within: bool) -> None:
+    refuse_endless_patterns(tmp_path, [*USUAL, None, 3], NAMES, within=within)
+    for pattern in ENDLESS:
+        with pytest.raises(CheckpointError, match=r"takes more than 100,000 steps to match model\."):
+            refuse_endless_patterns(tmp_path, [pattern], NAMES, within=within)
+    with pytest.raises(CheckpointError, match="GROUPREF is not supported"):
+        refuse_endless_patterns(tmp_path, [r"(.)\1*"], NAMES, within=within)
+    with pytest.raises(CheckpointError, match=r"holds 201 regular expressions as 'a\?0', expected at most 200"):
+        refuse_endless_patterns(tmp_path, [f"a?{i}" for i in range(201)], NAMES, within=within)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["target_modules", "exclude_modules", "feedforward_modules", "rank_pattern", "alpha_pattern", "layers_pattern"],
+)
+def test_the_patterns_of_every_entry_are_looked_at(adapter: Path, tmp_path: Path, key: str) -> None:
+    folder = Path(shutil.copytree(adapter, tmp_path / "damaged"))
+    adapter_config(**{key: {ENDLESS[0]: 3} if key.startswith(("rank", "alpha")) else ENDLESS[0]})(folder)
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: '\.\?.* takes more than 100,000 steps"):
+        open_adapter_config(peft, folder, NAMES)
 
 
 # ---- what passes every check and is large all the same ----

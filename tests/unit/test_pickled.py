@@ -1,14 +1,19 @@
 """Files of torch.save: every tensor is found where its bytes are, and nothing of a file is run."""
 
+import os
 import pickle
+import random
 import shutil
 import zipfile
 from collections import OrderedDict
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +23,10 @@ from hf_fsdp_tools.checkpoint.formats.stored import StoredTensor
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.integrations.resume import refuse_damage
+from hf_fsdp_tools.modeling import pickles
 from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.modeling.pickles import load_pickled
 from tests._checkpoints import make_checkpoint, pickled_copy
 
 
@@ -95,7 +103,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "code": (
         lambda file: torch.save({"a": torch.ones(2), "b": Runs(file.with_name("ran"))}, file),
-        "could run code, so it was not opened .*GLOBAL.*Convert it to safetensors",
+        "could run code, so it was not opened .*GLOBAL.*allow its classes.*Convert weights to safetensors",
     ),
     "half": (
         lambda file: file.write_bytes(saved(file).read_bytes()[: saved(file).stat().st_size // 2]),
@@ -111,10 +119,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "a list": (lambda file: torch.save([torch.ones(3)], file), "holds a list, expected a dict"),
     "sparse": (lambda file: torch.save({"a": torch.ones(3, 3).to_sparse()}, file), "is no plain dense tensor"),
-    "compressed": (
-        lambda file: rezipped(saved(file), file, zipfile.ZIP_DEFLATED),
-        r"is compressed \(.*expected an uncompressed record",
-    ),
     "big-endian": (lambda file: rezipped(saved(file), file, zipfile.ZIP_STORED, byteorder=b"big"), "big"),
     "git-lfs": (
         lambda file: file.write_text("version https://git-lfs.github.com/spec/v1"),
@@ -127,6 +131,111 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "absent": (lambda file: None, "cannot be read.*Check the path"),
 }
+
+
+def archive(pickled: bytes, records: int = 0) -> Any:
+    """A file of torch.save with another pickle, and records that all lie in the place of the first."""
+
+    def make(file: Path) -> None:
+        with zipfile.ZipFile(file, "w") as new:
+            for name, content in (("data.pkl", pickled), ("version", b"3\n"), ("byteorder", b"little")):
+                new.writestr(f"archive/{name}", content)
+            new.filelist += [new.filelist[0]] * records
+
+    return make
+
+
+def nested(times: int, wrap: Any) -> Any:
+    value: Any = ()
+    for _ in range(times):
+        value = wrap(value)
+    return value
+
+
+def colliding(count: int) -> Any:
+    """Tuples of equal hashes, since that of -1 is that of -2."""
+    return [tuple((-1, -2)[(i >> bit) & 1] for bit in range(14)) for i in range(count)]
+
+
+DOUBLED = b"\x80\x02}K\x01\x85q\x00" + b"".join(b"h%c\x86q%c" % (i, i + 1) for i in range(60)) + b"K\x01s."
+"""A dict whose one key is a tuple of two tuples of two tuples of …"""
+
+HEX = b"\x80\x02" + b"c_codecs\nencode\n" * 40 + b"X\x01\0\0\0aX\6\0\0\0latin1\x86R" + b"X\3\0\0\0hex\x86R" * 39 + b"."
+
+ENDLESS: dict[str, tuple[Any, str]] = {
+    "tuples of tuples": (archive(DOUBLED), "tuples in tuples hold more than 1,000 values"),
+    "lists of lists": (
+        lambda file: torch.save(nested(60, lambda inner: [inner, inner]), file),
+        "containers in containers hold more than 10,000,000 values",
+    ),
+    "a list of itself": (archive(b"\x80\x02]q\x00(h\x00e."), "is filled after it was put into another"),
+    "a deep list": (lambda file: torch.save(nested(200, lambda inner: [inner]), file), "nested more than 100 deep"),
+    "keys of one hash": (lambda file: torch.save(dict.fromkeys(colliding(11_000)), file), "10,000 keys are neither"),
+    "a set of one hash": (lambda file: torch.save(set(colliding(11_000)), file), "10,000 keys are neither"),
+    "numbers of one hash": (
+        lambda file: torch.save({i * (2**61 - 1): 1 for i in range(11_000)}, file),
+        "10,000 keys are neither",
+    ),
+    "a text that doubles": (archive(HEX), "it encodes as 'hex', expected latin1"),
+    "zeros of any number": (archive(b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R."), "it makes a bytearray"),
+    "records in one place": (archive(DOUBLED, records=50), r"its records hold [\d,]+ bytes, and the whole has"),
+    "compressed": (
+        lambda file: rezipped(saved(file), file, zipfile.ZIP_DEFLATED),
+        r"is compressed \(.*expected an uncompressed record",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_every_road_refuses_what_takes_endless_time_or_memory(tmp_path: Path, name: str) -> None:
+    """Of weights, of training states, and of the values that a DCP folder holds."""
+    make, said = ENDLESS[name]
+    (tmp_path / "state").mkdir()
+    for file in ("weights.bin", "state/scheduler.pt", "state/rng_state.pth"):
+        make(tmp_path / file)
+        with pytest.raises(CheckpointError, match=said) as caught:
+            refuse_damage(tmp_path / "state") if "state" in file else parse_pickled(tmp_path / file)
+        assert str(tmp_path / file) in str(caught.value)
+        (tmp_path / file).unlink()
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "scheduler.pt")
+    with pytest.raises(CheckpointError, match=r"scheduler\.pt: is empty, expected a zip archive"):
+        refuse_damage(tmp_path)
+
+
+def test_a_pickle_has_a_bounded_number_of_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(list(range(1000)), tmp_path / "x")
+    assert load_pickled(tmp_path / "x").content == list(range(1000))
+    monkeypatch.setattr(pickles, "_MOST_OPERATIONS", 500)
+    with pytest.raises(CheckpointError, match="it has more than 500 operations"):
+        load_pickled(tmp_path / "x")
+
+
+def test_usual_states_are_read(tmp_path: Path) -> None:
+    """Random states, schedulers, sets, and classes that the user or the caller allows."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+        "sets": ({str(i) for i in range(20_000)}, set(range(20_000))),
+        "numbers": {i: float(i) for i in range(20_000)},
+        "pairs": [(i, i) for i in range(20_000)],
+        "ordered": OrderedDict(a=1),
+        "large": 2**128,
+        "seen": Decimal(3),
+    }
+    torch.save(state, tmp_path / "x")
+    with pytest.raises(CheckpointError, match=r"Decimal.*allow its classes: torch\.serialization\.add_safe_globals"):
+        load_pickled(tmp_path / "x", device="cpu", safe=TORCH_SAFE_GLOBALS)
+    before = torch.serialization.get_safe_globals()
+    with torch.serialization.safe_globals([Decimal, np.ndarray]):
+        found = load_pickled(tmp_path / "x", device="cpu", safe=TORCH_SAFE_GLOBALS).content
+        assert np.ndarray in torch.serialization.get_safe_globals(), "what the user allows stays allowed"
+    assert all(found[key] == state[key] for key in state.keys() - {"numpy", "cpu"})
+    assert np.array_equal(found["numpy"][1], state["numpy"][1]) and torch.equal(found["cpu"], state["cpu"])
+    assert set(torch.serialization.get_safe_globals()) == set(before)
 
 
 def saved(beside: Path) -> Path:

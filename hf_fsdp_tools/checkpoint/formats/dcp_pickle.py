@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import _get_layout
 
-from hf_fsdp_tools.checkpoint.formats.tuples import refuse_endless_tuples
+from hf_fsdp_tools.modeling.pickles import refuse_endless
 from hf_fsdp_tools.text import quoted
 
 __all__ = ["load_metadata"]
@@ -20,10 +20,10 @@ def load_metadata(text: bytes) -> Any:
     """What was pickled, of records of DCP and plain values; anything may be wrong with it.
 
     Raises:
-        pickle.UnpicklingError: it names something else, or tuples in it take endless time to hash. A damaged pickle
+        pickle.UnpicklingError: it names something else, or would take endless time. A damaged pickle
             can raise anything.
     """
-    refuse_endless_tuples(text)
+    refuse_endless(text)
     return _Unpickler(io.BytesIO(text)).load()
 
 

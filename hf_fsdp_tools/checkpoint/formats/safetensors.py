@@ -14,9 +14,10 @@ import torch
 from hf_fsdp_tools.checkpoint.formats.stored import MAX_KEY_LENGTH, StoredTensor
 from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.modeling.untrusted import refuse_pointer
 from hf_fsdp_tools.text import quoted
 
-__all__ = ["DTYPES", "MAX_HEADER_BYTES", "parse_header", "parse_json", "refuse_pointer"]
+__all__ = ["DTYPES", "MAX_HEADER_BYTES", "parse_header", "parse_json"]
 
 MAX_HEADER_BYTES = 100_000_000
 """Largest header in bytes that the safetensors format allows."""
@@ -86,20 +87,6 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
     tensors.sort(key=lambda t: (t.offset, t.num_bytes))
     _check_layout(file, tensors, 8 + length, size)
     return tensors, 8 + length
-
-
-def refuse_pointer(file: Path, beginning: bytes) -> None:
-    """Refuse the pointer that a clone without git-lfs leaves in place of a file.
-
-    Args:
-        file: for the message.
-        beginning: the first 2 or more bytes of the file.
-    """
-    if len(beginning) > 1 and b"version https://git-lfs".startswith(beginning):
-        raise CheckpointError(
-            f"{file}: is a pointer of git-lfs, expected the file itself. "
-            "Run `git lfs pull` in its folder, or download it."
-        )
 
 
 def parse_json(
