@@ -30,6 +30,7 @@ _NOT_TRACED = (
     "gpu",
     "gpus_per_node",
     "network_gbit_s",
+    "link_gb_s",
     "dp_replicate_size",
     "gradient_accumulation_steps",
     "sync_each_batch",

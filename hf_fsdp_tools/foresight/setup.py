@@ -42,6 +42,9 @@ class TrainingSetup:
     """Gbit/s of all network cards of one machine together; None takes the usual one for the GPU."""
     dp_replicate_size: int = 1
     """Copies of the sharded model (HSDP)."""
+    link_gb_s: float | None = None
+    """GB/s that one GPU sends to the others of its machine, in one direction; None takes those of the GPU's kind. Slots
+    of PCIe with few lanes, and machines without copies from GPU to GPU, have less."""
     batch_size: int = 1
     """Sequences per GPU and micro-step (`per_device_train_batch_size`)."""
     seq_len: int = 4096
@@ -86,8 +89,8 @@ class TrainingSetup:
     compile: bool = False
     """`torch.compile` per block."""
     loss: Literal["full", "chunked", None] = None
-    """`chunked`: logits are made and freed in pieces, as the recipes, TRL's trainers and Liger do; `full`: whole logits,
-    as a loop of one's own and transformers' `Trainer` do. None takes `chunked` where a decoder predicts the next word,
+    """`chunked`: logits are made and freed in pieces, as the recipes, TRL's trainers and Liger do; `full`: whole, as
+    transformers' `Trainer` and a loop of one's own do. None takes `chunked` where a decoder predicts the next word, and
     `full` for every other model."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """transformers' name of the attention kernels."""
@@ -113,8 +116,9 @@ class TrainingSetup:
         object.__setattr__(self, "policy", as_policy(self.policy, "policy") or HybridPolicy())
         if self.images is not None and self.images < 0:
             raise ConfigError(f"images is {self.images}; use 0 for text alone, or how many images a sequence has.")
-        if self.network_gbit_s is not None and not 0 < self.network_gbit_s < math.inf:
-            raise ConfigError(f"network_gbit_s is {self.network_gbit_s:g}; give Gbit/s above 0, or leave it out.")
+        for name, unit in (("network_gbit_s", "Gbit/s"), ("link_gb_s", "GB/s")):
+            if (rate := getattr(self, name)) is not None and not 0 < rate < math.inf:
+                raise ConfigError(f"{name} is {rate:g}; give {unit} above 0, or leave it out.")
         if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
             raise ConfigError(f"image_size is {self.image_size}; give height and width, such as (512, 512).")
         hints = get_type_hints(type(self))
