@@ -80,7 +80,13 @@ def foresee(record: dict[str, Any]) -> dict[str, Any]:
         foreseen = {"held": held, "peak": peak}
     else:
         gpu = "h200-141gb" if "H200" in record["measured"]["device"] else "h100-80gb"
-        fields = {"num_gpus": world, "batch_size": setup.batch_size, "seq_len": setup.seq_len, "gpu": gpu}
+        fields = {
+            "num_gpus": world,
+            "batch_size": setup.batch_size,
+            "seq_len": setup.seq_len,
+            "gpu": gpu,
+            "loss": "full",
+        }
         estimate = estimate_memory(config, model_kwargs={"auto_class": case.auto_class}, **(case.settings | fields))
         foreseen = {"allocated": estimate.peak_allocated, "reserved": estimate.peak_reserved}
     plain = build_meta_model(config, auto_class=case.auto_class, dtype=torch.float32)

@@ -168,6 +168,7 @@ def _row(entry: dict[str, str]) -> Row:
         reshard_after_forward=entry["reshard"] == "yes",
         offload=entry["offload"] != "no",
         compile=entry["compile"] == "yes",
+        loss="full",
         attn_implementation="eager" if entry["era"] == "2022" else "sdpa",
         policy=HybridPolicy(block_types=("Conv1D",)) if entry["offload"] != "no" else HybridPolicy(),
     )

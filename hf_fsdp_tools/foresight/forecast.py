@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from os import PathLike
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from hf_fsdp_tools.foresight.build import build
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.tracing.chunked_loss import predicts_words
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.trace import Trace
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -19,6 +20,7 @@ from hf_fsdp_tools.planning.plan import WrapPlan
 __all__ = ["Forecast", "Source", "step_of"]
 
 Value = TypeVar("Value")
+Loss: TypeAlias = Literal["full", "chunked"]
 
 Source: TypeAlias = str | PathLike[str] | PreTrainedConfig | nn.Module
 """What a model is made from: hub name, folder, `config.json`, configuration, or the model itself."""
@@ -31,6 +33,7 @@ _NOT_TRACED = (
     "link_gb_s",
     "dp_replicate_size",
     "gradient_accumulation_steps",
+    "sync_each_batch",
     "reduce_dtype",
     "optimizer",
     "max_grad_norm",
@@ -49,7 +52,7 @@ class Forecast:
     """A training before it runs."""
 
     setup: TrainingSetup
-    """What was asked for."""
+    """What was asked for; `loss` is that of the model where none was named."""
     plan: WrapPlan
     """The model's units."""
     trace: Trace
@@ -70,7 +73,7 @@ _MOST_MODELS = 2
 """How many models on meta are kept. (assumed)"""
 
 _models: "OrderedDict[tuple[object, ...], tuple[object, nn.Module, WrapPlan]]" = OrderedDict()
-_traces: "OrderedDict[tuple[object, ...], tuple[object, WrapPlan, Trace]]" = OrderedDict()
+_traces: "OrderedDict[tuple[object, ...], tuple[object, WrapPlan, Trace, Loss]]" = OrderedDict()
 
 
 def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> Forecast:
@@ -95,12 +98,15 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
     def built() -> tuple[object, nn.Module, WrapPlan]:
         return (name_or_model, *build(name_or_model, setup, **model_kwargs))
 
-    def traced() -> tuple[object, WrapPlan, Trace]:
+    def traced() -> tuple[object, WrapPlan, Trace, Loss]:
         key = _key(name_or_model, setup, model_kwargs, _NOT_BUILT)
         _, model, plan = _kept(_models, key, _MOST_MODELS, built)
-        return name_or_model, plan, trace_model(model, plan, setup)
+        loss = setup.loss or ("chunked" if predicts_words(model) else "full")
+        return name_or_model, plan, trace_model(model, plan, replace(setup, loss=loss)), loss
 
-    _, plan, trace = _kept(_traces, _key(name_or_model, setup, model_kwargs, _NOT_TRACED), _MOST_TRACES, traced)
+    key = _key(name_or_model, setup, model_kwargs, _NOT_TRACED)
+    _, plan, trace, loss = _kept(_traces, key, _MOST_TRACES, traced)
+    setup = replace(setup, loss=loss)
     few = replace(setup, gradient_accumulation_steps=min(setup.gradient_accumulation_steps, 3))
     return Forecast(setup=setup, plan=plan, trace=trace, step=compose(trace, plan, few))
 

@@ -89,7 +89,7 @@ class MemoryEstimate:
     outside: tuple[Outside, ...]
     """What else is on the GPU."""
     limit_bytes: int
-    """Memory of the GPU, as the driver reports it."""
+    """Memory of the GPU that the training may use: all, as the driver reports it, or what `memory_of` was told."""
     retried: tuple[tuple[int, int], ...]
     """Where in the step the GPU is full and the allocator gives cached memory back, for which the GPU stands still:
     index of the event, number of segments; () where there is room."""
@@ -198,8 +198,12 @@ def estimate_memory(
     return memory_of(step_of(name_or_model, TrainingSetup.of(**fields), **(model_kwargs or {})))
 
 
-def memory_of(forecast: Forecast) -> MemoryEstimate:
+def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEstimate:
     """The memory of a forecast.
+
+    Args:
+        forecast: of the training.
+        limit_bytes: memory of the GPU that it may use; None is all.
 
     Raises:
         ConfigError: the GPU is unknown.
@@ -207,7 +211,8 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
     setup, step = forecast.setup, forecast.step
     gpu = gpu_named(setup.gpu)
     outside = _outside(setup)
-    used = tight = replayed_in_gpu(forecast)
+    limit_bytes = gpu.memory_bytes if limit_bytes is None else limit_bytes
+    used = tight = replayed_in_gpu(forecast, limit_bytes)
     if is_full := tight.out_of_memory_at is not None:
         used = _replayed(step, setup)
     at = max(range(len(used.allocated)), key=used.allocated.__getitem__)
@@ -226,7 +231,7 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
         peak_phase="optimizer" if coming is None else coming.phase,
         peak_unit=unit,
         outside=outside,
-        limit_bytes=gpu.memory_bytes,
+        limit_bytes=limit_bytes,
         retried=tight.retried,
         is_full=is_full,
         host_bytes=step.host_bytes,
@@ -235,11 +240,10 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
     )
 
 
-def replayed_in_gpu(forecast: Forecast) -> Replay:
-    """A late step of a forecast in the allocator, which has what is left of the GPU's memory."""
-    setup = forecast.setup
-    room = gpu_named(setup.gpu).memory_bytes - sum(each.num_bytes for each in _outside(setup))
-    return _replayed(forecast.step, setup, limit=room)
+def replayed_in_gpu(forecast: Forecast, limit_bytes: int) -> Replay:
+    """A late step of a forecast in the allocator, which has what CUDA and NCCL leave of so much memory."""
+    room = limit_bytes - sum(each.num_bytes for each in _outside(forecast.setup))
+    return _replayed(forecast.step, forecast.setup, limit=room)
 
 
 def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None, *, expandable: bool = False) -> Replay:

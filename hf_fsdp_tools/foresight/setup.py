@@ -56,6 +56,9 @@ class TrainingSetup:
     """Height and width of each, before the image processor; None takes those that the vision tower was made for."""
     gradient_accumulation_steps: int = 1
     """Micro-steps per optimizer step."""
+    sync_each_batch: bool = True
+    """Reduce the gradients of every micro-step, as this package does unless told otherwise; False keeps them whole on
+    each GPU and reduces them once (`gradient_accumulation_kwargs` of the Trainer's `accelerator_config`)."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Dtype of computation and of gathered parameters."""
     master_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -63,7 +66,7 @@ class TrainingSetup:
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype in which gradients are reduced."""
     optimizer: str = "adamw"
-    """`adamw` (fused), `adamw_foreach`, `sgd`, `sgd_momentum`, `adafactor`, `adamw_8bit`."""
+    """`adamw` (fused), `adamw_foreach`, `adamw_8bit` (torchao's), `sgd`, `sgd_momentum`."""
     max_grad_norm: float | None = 1.0
     """Whether gradients are clipped, which takes memory and time."""
     lora_r: int | None = None
@@ -86,8 +89,10 @@ class TrainingSetup:
     """Keep shards, gradients and optimizer state in host memory."""
     compile: bool = False
     """`torch.compile` per block."""
-    loss: Literal["full", "chunked"] = "full"
-    """`chunked`: logits are made and freed in pieces, as TRL's trainers and Liger do."""
+    loss: Literal["full", "chunked", None] = None
+    """`chunked`: logits are made and freed in pieces, as the recipes, TRL's trainers and Liger do; `full`: whole, as
+    transformers' `Trainer` and a loop of one's own do. None takes `chunked` where a decoder predicts the next word, and
+    `full` for every other model."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """transformers' name of the attention kernels."""
 
@@ -106,7 +111,8 @@ class TrainingSetup:
     def __post_init__(self) -> None:
         for name in (*_COUNTS, *(["lora_r"] if self.lora_r is not None else [])):
             object.__setattr__(self, name, as_count(getattr(self, name), name))
-        for name in ("load_in_4bit", "activation_checkpointing", "reshard_after_forward", "offload", "compile"):
+        flags = ("sync_each_batch", "load_in_4bit", "activation_checkpointing", "reshard_after_forward", "offload")
+        for name in (*flags, "compile", "freeze_vision_tower"):
             as_flag(getattr(self, name), name)
         object.__setattr__(self, "policy", as_policy(self.policy, "policy") or HybridPolicy())
         if self.images is not None and self.images < 0:
@@ -119,7 +125,7 @@ class TrainingSetup:
         hints = get_type_hints(type(self))
         for name in ("precision", "master_dtype", "reduce_dtype", "wrapping", "loss", "attn_implementation"):
             if getattr(self, name) not in (allowed := get_args(hints[name])):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; use {', '.join(allowed)}.")
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; use {', '.join(filter(None, allowed))}.")
         if self.load_in_4bit and self.lora_r is None:
             raise ConfigError("load_in_4bit freezes the base, so nothing would be trained; give lora_r, such as 16.")
         ParallelDims(dp_replicate_size=self.dp_replicate_size).resolve(self.num_gpus)

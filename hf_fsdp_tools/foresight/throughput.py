@@ -274,7 +274,7 @@ def _with_micro_steps(memory: MemoryEstimate, count: int) -> MemoryEstimate:
     few = replace(forecast, setup=setup, step=compose(forecast.trace, forecast.plan, setup))
     if not memory.retried:
         return replace(memory, forecast=few)
-    tight = replayed_in_gpu(few)
+    tight = replayed_in_gpu(few, memory.limit_bytes)
     return replace(memory, forecast=few, is_full=tight.out_of_memory_at is not None, retried=tight.retried)
 
 

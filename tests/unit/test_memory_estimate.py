@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import BertConfig, LlamaConfig
 
 from hf_fsdp_tools import MemoryEstimate, estimate_memory
 from hf_fsdp_tools.errors import ConfigError
@@ -23,7 +23,7 @@ def config() -> LlamaConfig:
 
 @pytest.fixture(scope="module")
 def estimate(config: LlamaConfig) -> MemoryEstimate:
-    return estimate_memory(config, num_gpus=8, gpu="a100-80gb", batch_size=2, seq_len=512)
+    return estimate_memory(config, num_gpus=8, gpu="a100-80gb", batch_size=2, seq_len=512, loss="full")
 
 
 def test_the_parts_at_the_peak_make_the_peak(estimate: MemoryEstimate) -> None:
@@ -35,6 +35,19 @@ def test_the_parts_at_the_peak_make_the_peak(estimate: MemoryEstimate) -> None:
     # two logits of fp32 and one of bf16, of 2 x 512 tokens, stand at the peak
     assert estimate.at_peak["logits and loss"] >= 10 * 2 * 512 * 8000
     assert (estimate.peak_phase, estimate.peak_unit) in {("loss", ""), ("backward", "")}
+
+
+def test_the_loss_is_made_in_pieces_where_words_are_predicted() -> None:
+    """As the recipes train it; in whole logits where it is asked for, and for every other model."""
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=100_000)
+    shape = dict(batch_size=4, seq_len=512)
+    made, chunked, whole = (
+        estimate_memory(LlamaConfig(**sizes), loss=loss, **shape) for loss in (None, "chunked", "full")
+    )
+    assert made == chunked and made.setup.loss == "chunked"
+    assert whole.setup.loss == "full" and made.peak_allocated < whole.peak_allocated / 2
+    bert = BertConfig(**sizes, architectures=["BertForMaskedLM"])
+    assert estimate_memory(bert, **shape).setup.loss == "full"
 
 
 def test_the_timeline_has_the_same_peak_without_rounding(estimate: MemoryEstimate) -> None:
@@ -56,7 +69,7 @@ def test_an_estimate_reads_as_a_table_and_as_json(estimate: MemoryEstimate) -> N
 
 def sized(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> MemoryEstimate:
     monkeypatch.setattr(memory, "gpu_named", lambda name: replace(GPU, memory_bytes=num_bytes))
-    return estimate_memory(config, num_gpus=8, gpu="a100-80gb", batch_size=2, seq_len=512)
+    return estimate_memory(config, num_gpus=8, gpu="a100-80gb", batch_size=2, seq_len=512, loss="full")
 
 
 def test_a_full_gpu_is_slow_and_a_fuller_one_stops(

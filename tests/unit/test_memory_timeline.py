@@ -53,7 +53,7 @@ def test_a_step_of_a_loop_with_fsdp_is_recorded_by_unit(alone, tmp_path):
     frees = {(bar.unit, bar.phase) for bar in schedule.bars if bar.operation == "free"}
     assert frees >= {(block, phase) for block in blocks for phase in ("forward", "backward")}
     assert schedule.origin == line.origin == "measured" and schedule.seconds > 0
-    recorded.predicted = estimate_memory(CONFIG, batch_size=2, seq_len=32, precision="fp32")
+    recorded.predicted = estimate_memory(CONFIG, batch_size=2, seq_len=32, precision="fp32", loss="full")
     assert recorded.predicted.timeline.peak_bytes == pytest.approx(peak, rel=0.05)
     recorded.save(tmp_path / "step.html")
     page = (tmp_path / "step.html").read_text()

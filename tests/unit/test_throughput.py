@@ -20,7 +20,7 @@ CONFIG = LlamaConfig(
     vocab_size=32000,
     max_position_embeddings=4096,
 )
-FIELDS = {"gpu": "a100-80gb", "batch_size": 2, "seq_len": 2048}
+FIELDS = {"gpu": "a100-80gb", "batch_size": 2, "seq_len": 2048, "loss": "full"}
 
 
 def forecast(**fields: object) -> Forecast:

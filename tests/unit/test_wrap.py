@@ -1,8 +1,8 @@
 """Wrap plans: the rules of a correct plan over a sample of the census, policies, and messages that name the cure."""
 
 import dataclasses
-import json
 import importlib.util
+import json
 import math
 import os
 from collections.abc import Iterator

@@ -3,41 +3,42 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.trace import TensorSize
+from hf_fsdp_tools.sharding.optimizers import check_kind
 
 __all__ = ["OPTIMIZERS", "OptimizerStep", "optimizer_step"]
 
 _Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
-OPTIMIZERS: dict[str, _Make | None] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
-    "adamw_foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, foreach=True),
-    "sgd_momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, foreach=True),
-    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, foreach=True),
-    "adamw_8bit": None,
+OPTIMIZERS: dict[str, tuple[str, _Make | None]] = {
+    "adamw": ("adamw_torch_fused", lambda parameters: torch.optim.AdamW(parameters, fused=True)),
+    "adamw_foreach": ("adamw_torch", lambda parameters: torch.optim.AdamW(parameters, foreach=True)),
+    "adamw_8bit": ("adamw_torch_8bit", None),
+    "sgd": ("sgd", lambda parameters: torch.optim.SGD(parameters, lr=1e-3, foreach=True)),
+    "sgd_momentum": (
+        "sgd --optim_args momentum=0.9",
+        lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, foreach=True),
+    ),
 }
-"""Names that `TrainingSetup.optimizer` may have; `adamw_8bit` is bitsandbytes', by formula."""
+"""By name in `TrainingSetup.optimizer`: `--optim` of transformers' `TrainingArguments`, and how the optimizer is made.
+`adamw_8bit` is torchao's, by formula. To the others the shape of a parameter is all the same: they are run once for a
+model, with stand-ins."""
 
-_ELEMENTWISE = ("adamw", "adamw_foreach", "sgd", "sgd_momentum")
-"""Optimizers to which the shape of a parameter is all the same: they are run once for a model, with stand-ins."""
 _STAND_IN = 10**6 + 3
 """Elements of the first stand-in; each has one more than the one before, so that memory tells whose it is."""
 _SMALLEST_8BIT = 4096
-"""Elements below which bitsandbytes keeps the state of a parameter in fp32 (`min_8bit_size` of its optimizers)."""
+"""Elements of a shard below which torchao keeps its state in the shard's dtype (`_AdamBase._new_buffer`)."""
 _BLOCK_8BIT = 256
-"""Elements with one fp32 scale (`blocksize` of its `optimizer_update_8bit_blockwise`)."""
+"""Elements with one fp32 scale (`block_size` of torchao's `AdamW8bit`); shards of other multiples stay whole too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +61,15 @@ def optimizer_step(updated: Sequence[TensorSize], setup: TrainingSetup) -> Optim
         setup: `optimizer` and `max_grad_norm` are read.
 
     Raises:
-        ConfigError: the optimizer is unknown.
+        ConfigError: the optimizer is unknown, or cannot step shards.
     """
     name, clips = setup.optimizer, setup.max_grad_norm is not None
+    if name == "adafactor":
+        check_kind(torch.optim.Adafactor)
     if name not in OPTIMIZERS:
         raise ConfigError(f"optimizer is {name!r}; it must be one of {', '.join(map(repr, OPTIMIZERS))}.")
     updated = [each for each in updated if each.numel]
-    if name not in _ELEMENTWISE:
+    if OPTIMIZERS[name][1] is None:
         return _record(tuple(TensorSize(shape=each.shape, dtype=each.dtype) for each in updated), name, clips)
     stand_ins = tuple(TensorSize(shape=(_STAND_IN + at,), dtype=each.dtype) for at, each in enumerate(updated))
     return _resized(_record(stand_ins, name, clips), stand_ins, updated)
@@ -96,20 +99,12 @@ def _record(updated: tuple[TensorSize, ...], name: str, clips: bool) -> Optimize
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         clipping = _clip(parameters) if clips else ()
-        make = OPTIMIZERS[name]
+        make = OPTIMIZERS[name][1]
         state, events = _step_8bit(updated) if make is None else _step(parameters, make)
     events = (*clipping, *events)
     return OptimizerStep(
         events=events, state=state, num_bytes=sum(event.num_bytes for event in events if isinstance(event, Work))
     )
-
-
-class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """While active, reading a number from a tensor without data gives 1 (Adafactor reads norms)."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operation, or give the number."""
-        return 1.0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
 
 
 def _recorder(parameters: Sequence[nn.Parameter]) -> Recorder:
@@ -129,8 +124,7 @@ def _clip(parameters: Sequence[nn.Parameter]) -> tuple[Event, ...]:
 
 def _step(parameters: Sequence[nn.Parameter], make: _Make) -> tuple[tuple[int, ...], tuple[Event, ...]]:
     optimizer = make(parameters)
-    with _Numbers():  # type: ignore[no-untyped-call]  # torch's own
-        optimizer.step()
+    optimizer.step()
     is_fused = bool(optimizer.param_groups[0].get("fused"))
     state = [
         tensor for each in optimizer.state.values() for tensor in each.values() if isinstance(tensor, torch.Tensor)
@@ -140,19 +134,19 @@ def _step(parameters: Sequence[nn.Parameter], make: _Make) -> tuple[tuple[int, .
     recorder = _recorder(parameters)
     recorder.ignore(state)
     recorder.phase = "optimizer"
-    with _Numbers(), recorder:  # type: ignore[no-untyped-call]  # torch's own
+    with recorder:
         optimizer.step()
     return tuple(tensor.nbytes for tensor in on_device), _temporary(recorder.events)
 
 
 def _step_8bit(updated: Sequence[TensorSize]) -> tuple[tuple[int, ...], tuple[Event, ...]]:
-    """bitsandbytes' AdamW8bit: two states of a byte per element with a scale for each block, and two tables of 256."""
-    state = [4 * 256, 4 * 256]
+    """torchao's AdamW8bit: two states of a byte per element, each with a scale for each block and a table of 256."""
+    state: list[int] = []
     num_bytes = 0.0
     for each in updated:
         numel = each.numel
-        scales = 4 * -(-numel // _BLOCK_8BIT)
-        own = [4 * numel] * 2 if numel < _SMALLEST_8BIT else [numel, numel, scales, scales]
+        is_whole = numel < _SMALLEST_8BIT or numel % _BLOCK_8BIT
+        own = 2 * ([each.num_bytes] if is_whole else [numel, 4 * numel // _BLOCK_8BIT, 4 * 256])
         state += own
         num_bytes += 2 * sum(own) + 3 * numel * each.dtype.itemsize
     work = Work("memory", 0.0, num_bytes, "", "optimizer", dtype_bytes=1)

@@ -4,7 +4,8 @@ Follows `foreach_reduce` in torch 2.13's `_fsdp_collectives.py`, and what `FSDPP
 `_wait_for_post_backward` and `finalize_backward` keep for it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -43,6 +44,8 @@ class Reducer:
         self._gradients: dict[str, int] = {}
         """Memory of the shards of gradients, by unit: one block for all parameters of a unit."""
         self._has_gradients: set[str] = set()
+        self._whole: dict[str, int] = {}
+        """Memory of whole gradients of earlier micro-steps in the dtype of the reduction, by parameter."""
 
     def release_inputs(self) -> None:
         """Free the input of the last reduction, after it has ended."""
@@ -68,6 +71,39 @@ class Reducer:
         self._writer.free(*(self._gradients[unit] for unit in units if unit in self._gradients))
         self._gradients.clear()
         self._has_gradients.clear()
+
+    def added_up(self, shards: Sequence[Shard], gradients: MutableMapping[str, int]) -> list[tuple[Shard, int]]:
+        """Shard and memory of the whole gradient of each parameter that has one, with those that were kept whole.
+
+        `FSDPParam.accumulate_unsharded_grad_if_needed`; where dtypes are equal, autograd's own sum.
+
+        Args:
+            shards: of a unit.
+            gradients: of this micro-step, by parameter; emptied.
+        """
+        result = []
+        for shard in shards:
+            whole = shard.parameter
+            new, kept = gradients.pop(whole.fqn, None), self._whole.pop(whole.fqn, None)
+            if kept is not None:
+                shard = replace(shard, parameter=replace(whole, dtype=self._dtype))
+                if new is not None:
+                    self._writer.work("memory", whole.num_bytes + 2 * shard.parameter.num_bytes)
+                    self._writer.free(new)
+            if (block := new if kept is None else kept) is not None:
+                result.append((shard, block))
+        return result
+
+    def keep_whole(self, gradients: Sequence[tuple[Shard, int]]) -> None:
+        """Keep gradients for the next micro-step instead of reducing them: `to_accumulated_grad_if_needed`."""
+        for shard, block in gradients:
+            whole = shard.parameter
+            self._whole[whole.fqn] = block
+            if whole.dtype != self._dtype:
+                num_bytes = whole.numel * self._dtype.itemsize
+                self._whole[whole.fqn] = self._writer.take(num_bytes, "whole gradients")
+                self._writer.work("memory", whole.num_bytes + num_bytes)
+                self._writer.free(block)
 
     def reduce(self, gradients: Sequence[tuple[Shard, int]], *, is_partial: bool = False) -> None:
         """Reduce the gradients of the unit that the writer is at, and free them.

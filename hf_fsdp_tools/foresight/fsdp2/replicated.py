@@ -29,6 +29,8 @@ class AveragedGradients:
     def __init__(self, writer: EventWriter, parameters: Sequence[Parameter], setup: TrainingSetup) -> None:
         self._writer = writer
         self._setup = setup
+        self.reduces = True
+        """Not read: `sharding/whole` averages after each backward pass."""
         self._parameters = {parameter.fqn: parameter for parameter in parameters}
         self._gradients: dict[str, int] = {}
         self._pending: list[Parameter] = []
@@ -87,6 +89,8 @@ class BucketedGradients:
     def __init__(self, writer: EventWriter, parameters: Sequence[Parameter], setup: TrainingSetup) -> None:
         self._writer = writer
         self._ranks = setup.num_gpus
+        self.reduces = True
+        """Whether the buckets of this backward pass are sent (False inside of DDP's `no_sync`)."""
         self._parameters = {parameter.fqn: parameter for parameter in parameters}
         self._buckets: list[list[Parameter]] = [[]]
         for parameter in reversed([each for each in parameters if each.requires_grad]):
@@ -133,7 +137,7 @@ class BucketedGradients:
         writer.free(block)
         bucket = self._bucket_of[name]
         self._missing[bucket] -= 1
-        if not self._missing[bucket]:
+        if not self._missing[bucket] and self.reduces:
             num_bytes = self._bytes_of(self._buckets[bucket])
             writer.wait_stream("all_reduce", "compute")
             size = kept // self._parameters[name].numel

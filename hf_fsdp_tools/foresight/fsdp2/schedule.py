@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hf_fsdp_tools.foresight.events import Gradient, Mark, Stream
+from hf_fsdp_tools.foresight.events import Mark, Stream
 from hf_fsdp_tools.foresight.fsdp2.reduce import BEFORE_2_15, Reducer
 from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard, UnitShards
 from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
@@ -86,6 +86,8 @@ class Fsdp2Schedule:
         self._by_module = {module: unit for unit in self._units for module in unit.modules}
         self._of_parameter = {shard.parameter.fqn: unit for unit in self._units for shard in unit.shards}
         self._reducer = Reducer(writer, setup)
+        self.reduces = True
+        """`set_requires_gradient_sync`: False keeps the gradients of a backward pass whole."""
         self._running_root: _Unit | None = None
         """`iter_forward_root`."""
         self._kept_gather: tuple[int, int] | None = None
@@ -119,12 +121,12 @@ class Fsdp2Schedule:
             self._post_backward(unit)
         self._writer.unit = ""
 
-    def gradient(self, gradient: Gradient) -> bool:
+    def gradient(self, parameter: str, block: int) -> bool:
         """A whole gradient is complete; whether it belongs to a unit."""
-        unit = self._of_parameter.get(gradient.parameter)
+        unit = self._of_parameter.get(parameter)
         if unit is None:
             return False
-        unit.gradients[gradient.parameter] = gradient.block
+        unit.gradients[parameter] = block
         return True
 
     def end_backward(self) -> None:
@@ -237,10 +239,11 @@ class Fsdp2Schedule:
             return
         is_partial = len(unit.modules) > 1 and unit.state == "forward"
         unit.state = "post_backward"
-        gradients = [
-            (shard, unit.gradients.pop(fqn)) for shard in unit.shards if (fqn := shard.parameter.fqn) in unit.gradients
-        ]
+        gradients = self._reducer.added_up(unit.shards, unit.gradients)
         self._reshard(unit)
+        if not self.reduces:
+            self._reducer.keep_whole(gradients)
+            return
         self._reducer.release_inputs()
         if gradients:
             self._reducer.reduce(gradients, is_partial=is_partial)

@@ -48,7 +48,7 @@ class Step:
 def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     """Lay FSDP2's schedule over a trace: a step of a training that has its optimizer's state.
 
-    The gradients of every micro-step are reduced, as this package does it; they are None before the step and after it.
+    Gradients are None before the step and after it.
 
     Args:
         trace: of one micro-step of the model.
@@ -63,9 +63,16 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     schedule = Fsdp2Schedule(writer, units, setup) if is_fsdp else None
     others = AveragedGradients(writer, whole, setup) if is_fsdp else BucketedGradients(writer, whole, setup)
     shards = [shard for unit in units for shard in unit.shards]
-    micro_step = _MicroStep(trace, {parameter.fqn for parameter in whole})
+    lasting = {parameter.fqn for parameter in whole}
+    if not setup.sync_each_batch:  # autograd adds to what has the dtype of the reduction already
+        lasting |= {each.fqn for each in trace.parameters if each.dtype == DTYPES[setup.reduce_dtype]}
+    micro_step = _MicroStep(trace, lasting)
     for number in range(setup.gradient_accumulation_steps):
-        micro_step.write(writer, schedule, others, is_last=number == setup.gradient_accumulation_steps - 1)
+        is_last = number == setup.gradient_accumulation_steps - 1
+        for each in (schedule, others):
+            if each is not None:
+                each.reduces = is_last or setup.sync_each_batch
+        micro_step.write(writer, schedule, others, is_last=is_last)
     optimizer_at = len(writer.events)
     # An optimizer has no state of a parameter without a gradient (the vision tower, where the batch has no images).
     reached = {event.parameter for event in trace.events if type(event) is Gradient}
@@ -98,7 +105,7 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
 class _MicroStep:
     """The events of a trace, cut where FSDP2 may act."""
 
-    def __init__(self, trace: Trace, whole: set[str]) -> None:
+    def __init__(self, trace: Trace, lasting: set[str]) -> None:
         events = trace.events
         kinds = (Mark, Gradient)
         self._stops = [at for at, event in enumerate(events) if type(event) in kinds]
@@ -115,11 +122,11 @@ class _MicroStep:
                 del alive[event.block]
         self._left = tuple(alive)
         """Blocks that the trace does not free: the loss, for example."""
-        lasting = {event.block for event in events if type(event) is Gradient and event.parameter in whole}
+        blocks = {event.block for event in events if type(event) is Gradient and event.parameter in lasting}
         self._lasting = {
-            at: event.block for at, event in enumerate(events) if type(event) is Alloc and event.block in lasting
+            at: event.block for at, event in enumerate(events) if type(event) is Alloc and event.block in blocks
         }
-        """Where gradients are taken that stay until the end of the step."""
+        """Where gradients are taken that may stay until the end of the step."""
 
     def write(
         self,
@@ -158,8 +165,10 @@ class _MicroStep:
                 writer.events.append(event)
                 if schedule is not None:
                     schedule.mark(event)
-            elif isinstance(event, Gradient) and (schedule is None or not schedule.gradient(event)):
-                others.gradient(event.parameter, renamed.get(event.block, event.block))
+            elif isinstance(event, Gradient):
+                block = renamed.get(event.block, event.block)
+                if schedule is None or not schedule.gradient(event.parameter, block):
+                    others.gradient(event.parameter, block)
         writer.events.extend(events[done : self._end])
         writer.phase = "backward"
         if schedule is not None:

@@ -15,10 +15,21 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Event
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 
-__all__ = ["chunk_loss"]
+__all__ = ["chunk_loss", "predicts_words"]
 
 _TOKENS, _WORDS = 4096, 32768
 """Of one piece of logits: TRL's `TOKEN_CHUNK_SIZE` and `_CHUNKED_LOGPROB_CHUNK_SIZE`."""
+
+
+def predicts_words(model: nn.Module) -> bool:
+    """Whether a model is a decoder that predicts the next word, whose loss the recipes' trainers make in pieces."""
+    writes = getattr(model, "can_generate", None)
+    return bool(writes and writes()) and _has_head(model) and getattr(model, "base_model", model) is not model
+
+
+def _has_head(model: Any) -> bool:
+    find = getattr(model, "get_output_embeddings", None)
+    return find is not None and find() is not None and not getattr(model.config, "is_encoder_decoder", False)
 
 
 def chunk_loss(model: nn.Module, recorder: Recorder) -> None:
@@ -31,8 +42,7 @@ def chunk_loss(model: nn.Module, recorder: Recorder) -> None:
     Raises:
         ConfigError: the model has no such head.
     """
-    find = getattr(model, "get_output_embeddings", None)
-    if find is None or find() is None or getattr(model.config, "is_encoder_decoder", False):
+    if not _has_head(model):
         raise ConfigError(
             f"{type(model).__name__} has no decoder with a head for words, whose loss could be computed in chunks. "
             'Use loss="full".'
