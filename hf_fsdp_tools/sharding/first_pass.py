@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from hf_fsdp_tools.distributed.agreement import rank_and_size
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.configs import max_positions
-from hf_fsdp_tools.text import listed
+from hf_fsdp_tools.sharding.parameters import never_called
 
 __all__ = ["check_first_pass", "expect_prepare"]
 
@@ -70,12 +70,8 @@ def _problems(model: nn.Module, length: int) -> list[str]:
             f"The trained weights of {name} are float16 (dtype=, model.half() or model.to()): small updates of them "
             "vanish. Load them in float32 and compute in float16: make_accelerator(mixed_precision='fp16')."
         )
-    if hooked := [name for name, parameter in model.named_parameters() if parameter._backward_hooks]:
-        found.append(
-            f"{len(hooked)} parameter(s) of {name} have hooks of register_hook, which FSDP2 never calls: "
-            f"{listed(hooked)}. Use parameter.register_post_accumulate_grad_hook, whose hook gets the parameter with "
-            "this rank's shard of the gradient, summed up so far (parameter.grad, a DTensor)."
-        )
+    if problem := never_called(model, is_sharded=True):
+        found.append(problem)
     config = getattr(model, "config", None)
     limit = max_positions(config) if isinstance(config, PreTrainedConfig) else None
     if limit is not None and length > limit:

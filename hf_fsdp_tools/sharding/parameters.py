@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import listed
 
-__all__ = ["check_parameters", "make_contiguous"]
+__all__ = ["check_parameters", "make_contiguous", "never_called"]
 
 
 def check_parameters(model: nn.Module) -> None:
@@ -57,3 +57,21 @@ def make_contiguous(model: nn.Module) -> None:
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
+
+
+def never_called(model: nn.Module, *, is_sharded: bool) -> str:
+    """A sentence on hooks of parameters that FSDP2 does not call, with the cure; empty where there are none.
+
+    Args:
+        model: sharded, or about to be: then all hooks stay behind with the whole parameters.
+        is_sharded: which of the two.
+    """
+    parameters = [(name, p) for name, p in model.named_parameters() if isinstance(p, DTensor) == is_sharded]
+    hooked = [name for name, p in parameters if p._backward_hooks or (not is_sharded and p._post_accumulate_grad_hooks)]
+    if not hooked:
+        return ""
+    return (
+        f"{len(hooked)} parameter(s) of {type(model).__name__} have hooks that FSDP2 never calls: {listed(hooked)}. "
+        "Use parameter.register_post_accumulate_grad_hook on the sharded model: the hook gets the parameter with "
+        "this rank's shard of the gradient, summed up so far (parameter.grad, a DTensor)."
+    )

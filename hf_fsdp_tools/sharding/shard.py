@@ -1,5 +1,6 @@
 """Shard a model by a wrap plan with FSDP2: activation checkpointing first, then every unit, the root last."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, count_units, r
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks
 from hf_fsdp_tools.sharding.injection import guard_injection
-from hf_fsdp_tools.sharding.parameters import check_parameters, make_contiguous
+from hf_fsdp_tools.sharding.parameters import check_parameters, make_contiguous, never_called
 from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement
 from hf_fsdp_tools.sharding.settings import as_compile, as_mesh, as_mp_policy, as_offload_policy
 from hf_fsdp_tools.sharding.whole import average_gradients
@@ -172,6 +173,8 @@ def shard_model(
         for group in mesh.get_all_groups():
             add_cpu_backend(group)  # clipping sums the norms of offloaded gradients between CPUs
     make_contiguous(model)
+    if dist.get_rank() == ranks[0] and (problem := never_called(model, is_sharded=False)):
+        warnings.warn(problem, stacklevel=3)
     if activation_checkpointing:
         turn_cache_off(model)  # a cache would keep activations that are to be recomputed
         checkpoint_activations(model)

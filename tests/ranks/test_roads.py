@@ -177,21 +177,21 @@ def optimizers_that_cannot_step_shards_are_refused(folder: Path) -> None:
 
 def hooks_on_parameters_that_nobody_calls_are_named_with_what_is_called(folder: Path) -> None:
     """Those of `register_hook`; the cure masks rows of a gradient, as scripts do that train new tokens alone."""
-    plain = plain_model(folder).train()
+    plain, late = plain_model(folder).train(), plain_model(folder)
     mask = torch.zeros_like(plain.lm_head.weight)
     mask[-3:] = 1.0
-    plain.lm_head.weight.register_hook(lambda gradient: gradient * mask)
+    for each in (plain, late):
+        each.lm_head.weight.register_hook(lambda gradient: gradient * mask)
     accelerator = make_accelerator(cpu=True)
     model = accelerator.prepare(sharded(folder)).train()
     weight = model.lm_head.weight
     silent = weight.register_hook(lambda gradient: gradient * 0)
     batch = batches_of(ROWS[:2], 2)[0]
-    with (
-        pytest.warns(match=r"never calls: lm_head\.weight.*register_post_accumulate")
-        if dist.get_rank() == 0
-        else nullcontext()
-    ):
+    is_first = dist.get_rank() == 0
+    with pytest.warns(match=r"never calls: lm_head\.weight.*post_accumulate") if is_first else nullcontext():
         model(**batch)
+    with pytest.warns(match=r"never calls: lm_head\.weight.*post_accumulate") if is_first else nullcontext():
+        accelerator.prepare(late)
     silent.remove()
     part = distribute_tensor(mask, weight.device_mesh, weight.placements, src_data_rank=None)
     weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(part))
