@@ -144,10 +144,11 @@ def moments_of_a_number_that_exists(source: Path, out: Path) -> None:
         for number in range(moments.count):
             copy = out / f"copies {blocking}" / f"{number}" / "checkpoint-1"
             assert not problem_of(copy) and _content(copy) in seen[-2:], f"moment {number}"
+            assert (copy / "mine.json").exists()
         assert moments.count > 20 or blocking is None or dist.get_rank() != 0
-        (folder / "checkpoint-1" / "mine.txt").touch()
+        (folder / "checkpoint-1" / "mine.json").touch()
         dist.barrier()
-    assert seen[0] != seen[1] != seen[2] and [path.name for path in (out / "run").iterdir()] == ["checkpoint-1"]
+    assert seen[0] != seen[1] != seen[2] and [path.name for path in folder.iterdir()] == ["checkpoint-1"]
 
 
 class FailsAlone(ShardedTrainer):
