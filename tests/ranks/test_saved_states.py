@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback
 
 from hf_fsdp_tools import CheckpointError, from_pretrained, make_accelerator, wait_for_saves
@@ -298,7 +297,7 @@ def removed_while_it_is_saved(source: Path, out: Path) -> None:
         dist.barrier()
         real(*args, **kwargs)
 
-    said = pytest.raises(CheckpointError, match=r"No such file|checkpoint-2' was changed while it was saved: '.*' gone")
+    said = pytest.raises(CheckpointError, match=r"checkpoint-2' was changed while it was saved: '.*' (is|are) gone")
     with patch.object(module, "write_part", removing), said:
         _trainer(source, out, save_total_limit=1).train(resume_from_checkpoint=True)
     dist.barrier()
@@ -609,7 +608,7 @@ def one_rank_that_fails_stops_the_others(sources: dict[str, Path], out: Path) ->
     accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     _other_order(accelerator, sources)
     full_disk = patch("torch.save", side_effect=OSError(28, "No space left on device"))
-    with full_disk, pytest.raises((CheckpointError, CheckpointException), match="No space left on device"):
+    with full_disk, pytest.raises((CheckpointError, RanksError), match="No space left on device"):
         accelerator.save_state(out / "state")
     assert not (out / "state").exists()
 
