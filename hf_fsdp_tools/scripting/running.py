@@ -108,12 +108,9 @@ class _EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transforme
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
         saved = state.stateful_callbacks.get(type(self).__name__)
-        counter = (
-            saved.get("attributes", {}).get("early_stopping_patience_counter") if isinstance(saved, dict) else None
-        )
-        if isinstance(counter, int):
-            self.early_stopping_patience_counter = counter
-            control.should_training_stop = counter >= self.early_stopping_patience
+        if isinstance(saved, dict):
+            self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
+            control.should_training_stop = self.early_stopping_patience_counter >= self.early_stopping_patience
 
 
 def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | None, float | None]:
