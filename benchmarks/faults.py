@@ -4,13 +4,15 @@
     python benchmarks/faults.py --only kills --tries 3                # a part of it, three kills per kind of save
     python benchmarks/faults.py --records FILE --report docs/reliability.md    # put its table into a document
 
-kills      SIGKILL of one of 2 ranks just before one of its file events, while each kind of save replaces an older one.
-           The events are spread over the whole save. What is found afterwards by plain transformers (PEFT for adapters)
-           and by this package is compared with the older and the newer one, all values, by a hash; of a Trainer, the
-           end of the resumed training with the end of an uninterrupted one, optimizer included. Then it is saved once
-           more, and what is left in hidden files is counted.
-background saves with blocking=False and a disk that is full on one rank, or a folder that is removed, from one of the
-           rank's file events on; and a script that ends right after the call. What is found afterwards is compared as
+kills      The system calls of both ranks are noted while each kind of save replaces an older one (`calls.c`, needs a C
+           compiler). From the notes the folder is made again as it is when all processes are killed after each call,
+           and when power is lost there, data that was not synced being gone. Of the states that differ, so many as
+           --tries says are opened, spread over all: by plain transformers (PEFT for adapters), by a reader that follows
+           the index, and by this package. All values are compared with the older and the newer save by a hash; of a
+           Trainer, the end of the resumed training with the end of an uninterrupted one, optimizer included. Then it is
+           saved once more, and what is left in hidden files is counted.
+background saves with blocking=False and a disk that is full on one rank, or a folder that is gone, from one of the
+           rank's system calls on; and a script that ends right after the call. What is found afterwards is compared as
            for kills, and what every rank ended with is counted.
 stopped    SIGKILL or SIGSTOP of one of 2 ranks at a random moment of loading, preparing and saving. How long the other
            rank goes on, and what it says.
@@ -36,9 +38,9 @@ os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from faulting.files import attack_code, attack_files
+from faulting.replay import crash_states, preload
 from faulting.saves import ENDS, SAVES, Save, look_at, save_first, save_struck
 from faulting.stopped import ROADS, stop
-from faulting.strike import Fault, Strike
 
 from benchmarks.measuring.rounds import command
 from tests._checkpoints import make_checkpoint
@@ -59,7 +61,30 @@ def kills(models: Path, work: Path, tries: int, draw: random.Random, is_asked: C
             continue
         folder = work / "kills"
         shutil.rmtree(folder, ignore_errors=True)
-        yield {"part": "kills", "what": kind.name, **strike(kind, "killed rank", models, folder, tries, draw)}
+        older, old, now, new, _ = saved_twice(kind, models, folder)
+        counts, outs = crash_states(older, now, folder / "notes", folder, tries)
+        found, left, lost = looked(kind, models, outs, old, new)
+        yield {"part": "kills", "what": kind.name, **counts, "found": found, "left over": left, "lost": lost}
+
+
+def saved_twice(kind: Save, models: Path, folder: Path) -> tuple[Path, str, Path, str, list[int]]:
+    """A folder with the older save, its digest, one in which it was replaced, that digest, and each rank's calls."""
+    older = folder / "older"
+    older.mkdir(parents=True)
+    old = run_ranks(save_first, 2, kind, models, older)[0]
+    now = shutil.copytree(older, folder / "now").resolve()
+    ended = run_ranks(save_struck, 2, kind, models, now, folder / "notes")
+    return older, old, now, ended[0][0], [calls for _, calls in ended]
+
+
+def looked(
+    kind: Save, models: Path, outs: list[Path], old: str, new: str, *, removed: bool = False
+) -> tuple[dict[str, int], int, list[Any]]:
+    """How often each verdict was, hidden bytes that a further save leaves, and what was found in lost folders."""
+    looks = run_ranks(look_at, 2, kind, models, outs, timeout_s=60 + 30 * len(outs))[0]
+    verdicts = [verdict(found, old, new, removed) for found, _ in looks]
+    lost = [[out.name, found] for out, (found, _), one in zip(outs, looks, verdicts, strict=True) if one == "lost"]
+    return dict(Counter(verdicts)), sum(left for _, left in looks), lost
 
 
 def in_background(
@@ -67,53 +92,38 @@ def in_background(
 ) -> Iterator[Row]:
     """One row per kind of save in the background and fault, and one for a script that ends."""
     folder = work / "background"
-    faults: tuple[Fault, ...] = ("disk full", "removed folder")
     for kind in [*(kind for kind in SAVES.values() if "blocking" in kind.name), ENDS]:
-        for fault in faults if kind is not ENDS else (None,):
+        for fault in ("disk full", "removed folder") if kind is not ENDS else ("none",):
             if is_asked(kind.name):
                 shutil.rmtree(folder, ignore_errors=True)
                 row = strike(kind, fault, models, folder, tries, draw)
-                yield {"part": "background", "what": kind.name, "fault": fault or "none", **row}
+                yield {"part": "background", "what": kind.name, "fault": fault, **row}
 
 
-def strike(kind: Save, fault: Fault | None, models: Path, folder: Path, tries: int, draw: random.Random) -> Row:
-    """Strike a save so many times; what was found, and what was left. Without a fault, let it be as often."""
-    older = folder / "older"
-    older.mkdir(parents=True)
-    old = run_ranks(save_first, 2, kind, models, older)[0]
-    whole = shutil.copytree(older, folder / "whole")
-    counted = run_ranks(save_struck, 2, kind, models, whole, None)
-    new = counted[0][0]
+def strike(kind: Save, fault: str, models: Path, folder: Path, tries: int, draw: random.Random) -> Row:
+    """Strike a save so many times; what was found. Without a fault, let it be as often."""
+    older, old, _, new, calls = saved_twice(kind, models, folder)
     outs, others, texts = [], Counter[str](), {}
     for i in range(tries):
-        # Rank 0 does more: it alone gives files their names; the other may do nothing (adapters).
-        rank = draw.choice([rank for rank in (0, 0, 1) if counted[rank][1]])
-        events = counted[rank][1]
-        event = 1 + (i * events // tries + draw.randrange(max(events // tries, 1))) % events
-        out = shutil.copytree(older, folder / f"try-{i}")
+        rank = draw.choice([rank for rank in (0, 0, 1) if calls[rank]])  # rank 0 does more
+        at = 1 + (i * calls[rank] // tries + draw.randrange(max(calls[rank] // tries, 1))) % calls[rank]
+        out = shutil.copytree(older, folder / f"try-{i}").resolve()
+        struck = None if fault == "none" else (rank, {"disk full": "f", "removed folder": "r"}[fault], at)
         try:
-            run_ranks(save_struck, 2, kind, models, out, None if fault is None else Strike(rank, event, fault))
+            run_ranks(save_struck, 2, kind, models, out, folder / f"notes-{i}", struck)
             others["the save was over"] += 1
         except AssertionError as error:
-            ends = [said(str(error), one) for one in ([1 - rank] if fault == "killed rank" else [0, 1])]
-            others[" and ".join(dict.fromkeys(ends))] += 1
-            texts[out.name] = [*(f.read_text() for f in folder.glob(f"{out.name}.event")), str(error)[-6000:]]
+            others[" and ".join(dict.fromkeys(said(str(error), one) for one in (0, 1)))] += 1
+            texts[out.name] = [struck, str(error)[-6000:]]
         outs.append(out)
-    looks = run_ranks(look_at, 2, kind, models, outs, timeout_s=60 + 30 * tries)[0]
-    verdicts = [verdict(found, old, new, fault) for found, _ in looks]
-    bad = [(out, found) for out, (found, _), one in zip(outs, looks, verdicts, strict=True) if one == "lost"]
-    return {
-        "tries": tries, "events": [events for _, events in counted], "found": dict(Counter(verdicts)),
-        "left over": sum(left for _, left in looks), "other rank": dict(others),
-        "texts": texts,
-        "lost": [["".join(f.read_text() for f in folder.glob(f"{out.name}.event")), found] for out, found in bad],
-    }  # fmt: skip
+    found, left, lost = looked(kind, models, outs, old, new, removed=fault == "removed folder")
+    return {"tries": tries, "found": found, "left over": left, "other rank": dict(others), "texts": texts, "lost": lost}
 
 
-def verdict(found: list[str], old: str, new: str, fault: Fault | None) -> str:
+def verdict(found: list[str], old: str, new: str, removed: bool) -> str:
     """Old or new, where every way to open the folder says the same; "gone" where all of a removed folder say that it
     holds nothing; "lost" otherwise."""
-    if fault == "removed folder" and all(one.startswith("error: ") for one in found):
+    if removed and all(one.startswith("error: ") for one in found):
         return "gone"
     names = {old: "old", new: "new"}
     one = {names.get(digest, "lost") for digest in found}
@@ -137,11 +147,14 @@ def report(rows: list[Row], about: str) -> str:
     """The tables of all parts."""
     lines = [about, ""]
     if kills := [row for row in rows if row["part"] == "kills"]:
-        lines += ["| Save struck by SIGKILL | kills | old | new | lost | hidden bytes left after the next save |"]
-        lines += ["|---|---|---|---|---|---|"]
+        lines += [
+            "| Save | states: killed | power lost | that differ | opened | old | new | lost | hidden bytes left |"
+        ]
+        lines += ["|---" * 9 + "|"]
         for row in kills:
-            found = [str(row["found"].get(name, 0)) for name in ("old", "new", "lost")]
-            lines += [f"| {' | '.join([row['what'], str(row['tries']), *found, str(row['left over'])])} |"]
+            found = [row["found"].get(name, 0) for name in ("old", "new", "lost")]
+            cells = [row["kills"], row["power"], row["differ"], sum(found), *found, row["left over"]]
+            lines += [f"| {' | '.join([row['what'], *map(str, cells)])} |"]
         lines += [""]
     if saves := [row for row in rows if row["part"] == "background"]:
         lines += ["| Save in the background | meanwhile | times | old | new | gone | lost | the ranks ended with |"]
@@ -195,7 +208,7 @@ def main() -> None:
     parser.add_argument(
         "--kinds", nargs="+", default=[], help="of saves, of what is stopped, of folders: words of their names"
     )
-    parser.add_argument("--tries", type=int, default=16, help="of each kind of save; other parts in proportion")
+    parser.add_argument("--tries", type=int, default=16, help="states of each kind of save; other parts in proportion")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--records", type=Path, help="JSON lines to which rows are added; with --report they are read")
     parser.add_argument("--report", type=Path, help="attack nothing; put the table of the records into this document")
@@ -214,6 +227,9 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         work = Path(folder)
+        if not preload(work):  # before the first ranks
+            parts = [part for part in parts if part not in ("kills", "background")]
+            print("There is no C compiler (cc): kills and background are left out.")
         models = work / "models"
         for seed, name in enumerate("ab"):
             make_checkpoint("llama", models / name, seed=seed)

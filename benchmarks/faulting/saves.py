@@ -1,6 +1,7 @@
 """Every kind of save: the older one, the one that is struck, and what is found afterwards."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +11,16 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
 from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback
 
 from hf_fsdp_tools import CheckpointError, from_pretrained, save_pretrained, wait_for_saves
+from hf_fsdp_tools.integrations.checkpoints import problem_of
 from tests._checkpoints import full
 from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
 
-from .strike import Strike, watch_files
+from .replay import begin, seen
 
 __all__ = [
     "ENDS",
@@ -61,27 +64,22 @@ def save_first(kind: Save, models: Path, out: Path) -> str:
     return kind.first(models, out / "out")
 
 
-def save_struck(kind: Save, models: Path, out: Path, strike: Strike | None) -> tuple[str, int]:
-    """The digest of what was saved, and how many file events this rank had, if it lives to tell."""
-    seen = 0
-
-    def happened(what: str) -> None:
-        nonlocal seen
-        seen += 1
-        if strike is not None:
-            strike.befall(seen, what, out)
+def save_struck(
+    kind: Save, models: Path, out: Path, notes: Path, struck: tuple[int, str, int] | None = None
+) -> tuple[str, int]:
+    """The digest of what was saved, and how many calls this rank had. Struck are a rank, by what, at which call."""
 
     def ready() -> None:
         dist.barrier()
-        if strike is None or strike.rank == dist.get_rank():
-            watch_files(out.resolve(), happened)
+        mine = struck is not None and struck[0] == dist.get_rank()
+        begin(out, notes, *(struck[1:] if struck is not None and mine else ()))
 
-    return kind.again(models, out / "out", ready), seen
+    return kind.again(models, out / "out", ready), seen()
 
 
 def look_at(kind: Save, models: Path, outs: list[Path]) -> list[tuple[list[str], int]]:
     """What each way of opening finds in each folder, and how many hidden bytes are left after one more save."""
-    seen = []
+    looks = []
     for out in outs:
         found = kind.found(models, out / "out")
         left = 0
@@ -89,8 +87,8 @@ def look_at(kind: Save, models: Path, outs: list[Path]) -> list[tuple[list[str],
             kind.again(models, out / "out", dist.barrier)
             wait_for_saves()
             left = sum(path.stat().st_size for path in out.rglob("*") if path.is_file() and _is_hidden(path, out))
-        seen.append((found, left))
-    return seen
+        looks.append((found, left))
+    return looks
 
 
 def _is_hidden(path: Path, root: Path) -> bool:
@@ -101,39 +99,66 @@ def _is_hidden(path: Path, root: Path) -> bool:
 # ---- save_pretrained ----
 
 
+def _digest_of(model: Any) -> str:
+    """Of all values, and of the one setting that another config has otherwise."""
+    return f"{digest_of_values(model.named_parameters())} {model.config.rms_norm_eps}"
+
+
 def _save_model(models: Path, name: str, out: Path, size: str) -> str:
     model = from_pretrained(models / name, accelerator=new_accelerator())
     save_pretrained(model, out, max_shard_size=size)
-    return digest_of_values(model.named_parameters())
+    return _digest_of(model)
+
+
+def _by_index(out: Path) -> str:
+    """What a reader finds that follows the index and knows nothing of transformers."""
+    model = LlamaForCausalLM(LlamaConfig(**json.loads((out / "config.json").read_text())))
+    index = out / "model.safetensors.index.json"
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    model.load_state_dict({key: value for file in files for key, value in load_file(out / file).items()}, strict=False)
+    return _digest_of(model)
+
+
+def _found_whole(models: Path, out: Path) -> list[str]:
+    if (out / "adapter_config.json").exists():
+        return _adapter_found(models, out)
+    roads = (
+        lambda: AutoModelForCausalLM.from_pretrained(out),
+        lambda: from_pretrained(out, accelerator=new_accelerator()),
+    )
+    return [*(_tried(lambda road=road: _digest_of(road())) for road in roads), _tried(lambda: _by_index(out))]
 
 
 @dataclass(frozen=True)
 class _Whole:
     """`save_pretrained` of model b over model a; in the background, with or without `wait_for_saves`."""
 
-    before: str
+    before: str | None
+    """Size of the older shards; None for an adapter."""
     after: str
     blocking: bool = True
     waits: bool = True
+    eps: float | None = None
+    """Of another config."""
 
     def first(self, models: Path, out: Path) -> str:
-        return _save_model(models, "a", out, self.before)
+        return _adapter_first(models, out) if self.before is None else _save_model(models, "a", out, self.before)
 
     def again(self, models: Path, out: Path, ready: Ready) -> str:
         model = from_pretrained(models / "b", accelerator=new_accelerator())
+        model.config.rms_norm_eps = self.eps or model.config.rms_norm_eps
         ready()
         save_pretrained(model, out, max_shard_size=self.after, blocking=self.blocking)
         if self.waits:
             wait_for_saves()
-        return digest_of_values(model.named_parameters())
+        return _digest_of(model)
 
     def found(self, models: Path, out: Path) -> list[str]:
-        ours = _tried(lambda: digest_of_values(from_pretrained(out, accelerator=new_accelerator()).named_parameters()))
-        return [_tried(lambda: digest_of_values(AutoModelForCausalLM.from_pretrained(out).named_parameters())), ours]
+        return _found_whole(models, out)
 
 
-def _adapted(models: Path, seed: int) -> nn.Module:
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+def _adapted(models: Path, seed: int, alpha: int = 8) -> nn.Module:
+    config = LoraConfig(r=4, lora_alpha=alpha, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     torch.manual_seed(seed)
     return from_pretrained(models / "a", accelerator=new_accelerator(), peft_config=config)
 
@@ -141,22 +166,30 @@ def _adapted(models: Path, seed: int) -> nn.Module:
 def _adapter_first(models: Path, out: Path) -> str:
     model = _adapted(models, 1)
     save_pretrained(model, out)
-    return digest_of_values(_adapter_of(model))
+    return _digest_of_adapter(model)
 
 
-def _adapter_again(models: Path, out: Path, ready: Ready) -> str:
-    model = _adapted(models, 2)
+def _adapter_again(models: Path, out: Path, ready: Ready, alpha: int = 8) -> str:
+    model = _adapted(models, 2, alpha)
     ready()
     save_pretrained(model, out)
-    return digest_of_values(_adapter_of(model))
+    return _digest_of_adapter(model)
+
+
+def _other_adapter(models: Path, out: Path, ready: Ready) -> str:
+    return _adapter_again(models, out, ready, alpha=32)
+
+
+def _digest_of_adapter(model: Any) -> str:
+    return f"{digest_of_values(_adapter_of(model))} {model.peft_config['default'].lora_alpha}"
 
 
 def _adapter_found(models: Path, out: Path) -> list[str]:
     def plainly() -> str:
         base = AutoModelForCausalLM.from_pretrained(models / "a")
-        return digest_of_values(_adapter_of(PeftModel.from_pretrained(base, str(out))))
+        return _digest_of_adapter(PeftModel.from_pretrained(base, str(out)))
 
-    ours = _tried(lambda: digest_of_values(_adapter_of(from_pretrained(out, accelerator=new_accelerator()))))
+    ours = _tried(lambda: _digest_of_adapter(from_pretrained(out, accelerator=new_accelerator())))
     return [_tried(plainly), ours]
 
 
@@ -270,6 +303,30 @@ class _Training:
         return [_tried(resumed)]
 
 
+class _NumberThatExists:
+    """A Trainer that begins anew and saves a checkpoint that an earlier run has saved."""
+
+    def _train(self, models: Path, out: Path, rate: float, ready: Ready) -> str:
+        args = arguments(out, save_strategy="steps", save_steps=1, max_steps=1, learning_rate=rate)
+        trainer = quiet_trainer(models, args)
+        ready()
+        trainer.train()
+        return digest_of_values(trainer.model.named_parameters())
+
+    def first(self, models: Path, out: Path) -> str:
+        return self._train(models, out, 1e-2, dist.barrier)
+
+    def again(self, models: Path, out: Path, ready: Ready) -> str:
+        return self._train(models, out, 1e-3, ready)
+
+    def found(self, models: Path, out: Path) -> list[str]:
+        checkpoint = out / "checkpoint-1"
+        if problem := problem_of(checkpoint):
+            return [f"error: {problem}"]
+        saved = lambda: from_pretrained(checkpoint, accelerator=new_accelerator()).named_parameters()  # noqa: E731
+        return [_tried(lambda: digest_of_values(saved()))]
+
+
 def train_and_save(models: Path, out: Path) -> None:
     """A state of Accelerate's (`state`) and a Trainer's checkpoints (`out/checkpoint-2`), after two steps."""
     _State(False).again(models, out / "state", dist.barrier)
@@ -288,18 +345,25 @@ SAVES = {
         _kind("save_pretrained, files over one", _Whole(_ONE, _SEVERAL)),
         _kind("save_pretrained, one over files", _Whole(_SEVERAL, _ONE)),
         _kind("save_pretrained, one over one", _Whole(_ONE, _ONE)),
+        _kind("save_pretrained, another config", _Whole(_SEVERAL, _SEVERAL, eps=1e-3)),
+        _kind("save_pretrained, one over one, another config", _Whole(_ONE, _ONE, eps=1e-3)),
+        _kind("save_pretrained, files over an adapter", _Whole(None, _SEVERAL)),
         Save("save_pretrained, adapter", _adapter_first, _adapter_again, _adapter_found),
+        Save("save_pretrained, adapter of another config", _adapter_first, _other_adapter, _adapter_found),
         _kind("save_state, one name", _State(False)),
         _kind("save_state, total_limit=2", _State(True)),
         _kind("Trainer, save_total_limit=2", _Training(2)),
         _kind("Trainer, save_total_limit=1", _Training(1)),
+        _kind("Trainer, a number that exists", _NumberThatExists()),
         _kind("save_pretrained, blocking=False", _Whole(_SEVERAL, _SEVERAL, blocking=False)),
         _kind("save_state, blocking=False", _State(False, blocking=False)),
         _kind("Trainer, blocking = False", _Training(2, blocking=False)),
     )
 }
 
-ENDS = _kind("save_pretrained, blocking=False, and the script ends", _Whole(_SEVERAL, _SEVERAL, False, waits=False))
+ENDS = _kind(
+    "save_pretrained, blocking=False, and the script ends", _Whole(_SEVERAL, _SEVERAL, blocking=False, waits=False)
+)
 """A save that nobody waits for."""
 
 

@@ -1,9 +1,11 @@
 """A rank that is killed or stopped while the ranks load, prepare and save; what the other rank does then."""
 
 import json
+import os
 import random
 import shutil
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,17 +18,15 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import from_pretrained, save_pretrained
-from hf_fsdp_tools.distributed import rounds
-from tests._dist import run_ranks
+from tests._dist import free_port, run_ranks
 from tests._training import arguments, new_accelerator
 
 from .saves import quiet_trainer
-from .strike import strike_after
 
-__all__ = ["LOST_S", "ROADS", "stop"]
+__all__ = ["ROADS", "stop"]
 
-LOST_S = 10.0
-"""For how long a rank may give no sign of life here, or make no progress; by default a minute, and ten minutes."""
+_LIMIT_S = 150.0
+"""How long ranks may go on: a stopped process is to be given up after a minute."""
 
 Again = Callable[[], object]
 
@@ -75,21 +75,36 @@ ROADS = {
 # ---- run by ranks ----
 
 
-def go_on_until(road: str, models: Path, out: Path, struck: int, sent: int, seconds: float) -> None:
-    """Take a road again and again; the struck rank is struck meanwhile, and the other notes how it ended."""
-    rounds._LOST_S = LOST_S
+def go_on_until(road: str, models: Path, out: Path, port: int, struck: int, sent: int, seconds: float) -> None:
+    """Take a road again and again; the struck rank is struck meanwhile, and the other notes how it ended.
+
+    The store is kept by rank 0, as where `srun` starts a script.
+    """
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(os.environ["RANK"]), world_size=2)
     again = ROADS[road](models, out / "out")
     again()
     dist.barrier()
     if dist.get_rank() == struck:
         strike_after(seconds, sent, lambda: note(out / "struck", ""))
     try:
-        with rounds.patience(LOST_S):
-            while True:
-                again()
+        while True:
+            again()
     except BaseException as error:
         note(out / "ended", f"{type(error).__name__}: {str(error)[:300]}")
         raise
+
+
+def strike_after(seconds: float, sent: int, before: Callable[[], None]) -> None:
+    """Send this process a signal after a while, whatever it is doing then."""
+
+    def strike() -> None:
+        before()
+        os.kill(os.getpid(), sent)
+
+    timer = threading.Timer(seconds, strike)
+    timer.daemon = True
+    timer.start()
 
 
 def note(file: Path, text: str) -> None:
@@ -108,9 +123,10 @@ def stop(road: str, models: Path, work: Path, tries: int, draw: random.Random) -
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir()
             struck = draw.randrange(2)
-            run = partial(run_ranks, go_on_until, 2, road, models, out, struck, sent, draw.uniform(0, 1.5))
+            port = free_port("127.0.0.1")
+            run = partial(run_ranks, go_on_until, 2, road, models, out, port, struck, sent, draw.uniform(0, 1.5))
             try:
-                run(timeout_s=90)
+                run(timeout_s=_LIMIT_S)
             except AssertionError as error:
                 since_s, _ = json.loads((out / "struck").read_text())
                 if not (out / "ended").exists():

@@ -33,9 +33,8 @@ def stamps(folder: Path, *names: str) -> list[tuple[int, int] | None]:
 
 
 def named_in_config(folder: Path) -> str | None:
-    """The weight file or index that `config.json` names (`transformers_weights`); None where it names none.
-
-    Saves of this package let it do so for a moment (`publish`), and one that is killed then leaves it.
+    """The weight file or index that `config.json` names (`transformers_weights`), as transformers follows it; None
+    where it names none.
 
     Raises:
         CheckpointError: the name leaves the folder.

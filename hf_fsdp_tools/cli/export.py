@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -87,6 +88,17 @@ def _num_bytes(source: str, arguments: dict[str, Any]) -> int:
     return open_checkpoint(source, **given).index.num_bytes
 
 
+@contextmanager
+def _tidied_up() -> Iterator[None]:
+    """Let SIGTERM interrupt as Ctrl-C does, so that the hidden folder goes and no process is left."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@_tidied_up()
 def _run(command: str, options: argparse.Namespace) -> int:
     from hf_fsdp_tools.distributed.processes import launched_ranks, num_processes_for, run_on_processes
 

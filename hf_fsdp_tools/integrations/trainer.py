@@ -331,18 +331,17 @@ class FSDPTrainerMixin(PushingMixin):
         if checkpoint is None:
             return
         folder, plugin = Path(checkpoint), self.accelerator.state.fsdp_plugin
+        has_optimizer = any((folder / name).exists() for name in STATE_FILES[:2])
+        has_scheduler = (folder / SCHEDULER_NAME).is_file()
         waiting = awaiting_state(self.model, self.optimizer, folder)
         with waiting, using_format(plugin, stored_format(folder)):
-            if any((folder / name).exists() for name in STATE_FILES[:2]):
+            if has_optimizer and has_scheduler:
+                super()._load_optimizer_and_scheduler(checkpoint)
+            elif has_optimizer:
                 load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, checkpoint)
-        # Under DeepSpeed the Trainer's own method reads the scheduler alone. It is called for classes between.
-        self.is_deepspeed_enabled = (folder / SCHEDULER_NAME).is_file()
-        try:
-            with agreed("reading the scheduler", folder), storage_errors("read", folder):
-                if self.is_deepspeed_enabled:
-                    super()._load_optimizer_and_scheduler(checkpoint)
-        finally:
-            self.is_deepspeed_enabled = False
+        with agreed("reading the scheduler", folder), storage_errors("read", folder):
+            if has_scheduler and not has_optimizer:
+                self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """As the Trainer's; a rank whose random states cannot be restored stops all of them."""

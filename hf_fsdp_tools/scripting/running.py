@@ -102,6 +102,17 @@ def _four_bits(model_args: Any, mixed_precision: str) -> dict[str, Any]:
     return {"quantization_config": get_quantization_config(replace(model_args, dtype=dtype))}
 
 
+class _EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformers is not typed
+    """Goes on counting where the checkpoint stopped from which a run resumes; the Trainer would begin anew."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if isinstance(saved, dict):
+            self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
+            control.should_training_stop = self.early_stopping_patience_counter >= self.early_stopping_patience
+
+
 def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | None, float | None]:
     """Train, and return the evaluation loss before and after; None where nothing is evaluated.
 
@@ -135,7 +146,7 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
             continue
     trainer.callback_handler.callbacks.insert(0, Progress())  # before those that report what is logged
     if (patience := getattr(model_args, "early_stopping_patience", None)) is not None:
-        trainer.add_callback(EarlyStoppingCallback(patience))
+        trainer.add_callback(_EarlyStopping(patience))
     if getattr(training, "packing", False) or getattr(training, "padding_free", False):
         check_documents_apart(trainer)
     resume = training.resume_from_checkpoint

@@ -299,20 +299,27 @@ with patch.object(export, "make_parts", wait):
 """
 
 
+@pytest.mark.parametrize(("sent", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_an_interrupted_command_says_so_and_leaves_the_folder_as_it_was(
-    folders: dict[str, Path], tmp_path: Path
+    folders: dict[str, Path], tmp_path: Path, sent: signal.Signals, processes: int
 ) -> None:
     former = shutil.copytree(folders["llama"], tmp_path / "former")
     before = files_of(former)
-    words = [sys.executable, "-c", WAITING, "export", str(folders["tied"]), str(former)]
+    words = [sys.executable, "-c", WAITING, "export", str(folders["tied"]), str(former), f"--processes={processes}"]
     heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeding)
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     assert len(list(former.glob(".save-*"))) == 1
-    process.send_signal(signal.SIGINT)
+    started = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert (processes > 1) == bool(started)
+    process.send_signal(sent)
     said = process.communicate(timeout=200)
     assert (process.returncode, *said) == (130, "", "hf-fsdp: interrupted\n")
     assert files_of(former) == before and not list(former.glob(".save-*"))
+    end_s = time.monotonic() + 60  # Python's own tracker of resources ends after the command
+    while left := [each for each in started if Path("/proc", each).exists()]:
+        assert time.monotonic() < end_s, left
+        time.sleep(0.05)
 
 
 def test_the_command_on_two_processes(states: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("trl")
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerControl, TrainerState
 from trl import ScriptArguments, SFTConfig
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
@@ -20,6 +20,7 @@ from hf_fsdp_tools.scripting import (
     load_tokenizer,
     parse_arguments,
     run,
+    running,
     show_losses,
 )
 from hf_fsdp_tools.scripting.demo import make_demo_model
@@ -451,3 +452,21 @@ def test_losses_that_were_not_evaluated_break_no_summary():
     assert show_losses(4.3, 4.3431) == "4.300 before, 4.343 after, which is no better"
     assert show_losses(None, 4.3431) == "4.343 after"  # --eval_on_start false
     assert show_losses(None, None) == "not evaluated"
+
+
+def test_a_resumed_run_goes_on_counting_towards_an_early_stop() -> None:
+    args = SimpleNamespace(
+        load_best_model_at_end=True, metric_for_best_model="loss", eval_strategy="steps", greater_is_better=False
+    )
+    state, control = TrainerState(best_metric=1.0), TrainerControl()
+    callback = running._EarlyStopping(2)
+    callback.on_train_begin(args, state, control)
+    for stops in (False, True):
+        callback.on_evaluate(args, state, control, {"eval_loss": 2.0})
+        assert control.should_training_stop == stops
+        saved = TrainerState(best_metric=1.0, stateful_callbacks={"_EarlyStopping": callback.state()})
+        resumed, begun = running._EarlyStopping(2), TrainerControl()
+        resumed.on_train_begin(args, saved, begun)
+        assert begun.should_training_stop == stops, "a run that had ended is not trained on"
+        resumed.on_evaluate(args, saved, begun, {"eval_loss": 2.0})
+        assert begun.should_training_stop
