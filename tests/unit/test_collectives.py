@@ -101,10 +101,3 @@ def test_what_the_network_is_worth_counts_for_its_efficiency_only() -> None:
     setup, gpu = TrainingSetup(num_gpus=16, network_gbit_s=800), gpu_named("h100")
     whole, most = (group_of("shard", setup, gpu, share) for share in (1.0, 0.8))
     assert most == dataclasses.replace(whole, network_bandwidth=0.8 * whole.network_bandwidth)
-
-
-def test_the_link_inside_a_machine_can_be_said() -> None:
-    """Such as that of cards in slots of few lanes: half of the link, twice the time."""
-    whole, half = group(gpu="rtx-3090", num_gpus=2), group(gpu="rtx-3090", num_gpus=2, link_gb_s=8)
-    assert gpu_named("rtx-3090").link_bandwidth == 16e9
-    assert all_gather(BIG, half) == pytest.approx(2 * all_gather(BIG, whole), rel=1e-3)

@@ -29,8 +29,8 @@ from hf_fsdp_tools.foresight.tracing.trace import Parameter, TensorSize, Trace
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy
-from hf_fsdp_tools.sharding.optimizers import check_kind
 from hf_fsdp_tools.sharding.allocate import allocate
+from hf_fsdp_tools.sharding.optimizers import check_kind
 from hf_fsdp_tools.sharding.shard import Sharding, apply_sharding, checkpoint_activations
 
 SHAPE = dict(num_gpus=4, batch_size=2, seq_len=32)

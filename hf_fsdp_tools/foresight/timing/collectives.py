@@ -105,7 +105,7 @@ def group_of(
         ranks=ranks,
         ranks_per_node=ranks_per_node,
         link=gpu.link,
-        link_bandwidth=gpu.node_link(setup) * _LINK_EFFICIENCY[gpu.link],
+        link_bandwidth=gpu.link_bandwidth * _LINK_EFFICIENCY[gpu.link],
         network_bandwidth=gpu.node_network(setup) * network_efficiency / sharing,
     )
 

@@ -63,10 +63,6 @@ class Gpu:
             return self.fp8
         return self.fp16 if precision == "fp16" else self.bf16
 
-    def node_link(self, setup: TrainingSetup) -> float:
-        """Bytes per second that one GPU sends to the others of its machine: `setup.link_gb_s`, or its kind's."""
-        return self.link_bandwidth if setup.link_gb_s is None else setup.link_gb_s * 1e9
-
     def node_network(self, setup: TrainingSetup) -> float:
         """Bytes per second of all network cards of one machine, in one direction: `setup.network_gbit_s`, or the usual
         network per GPU times the GPUs of a machine."""
