@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.foresight.memory import estimate_memory as estimate_memory
     from hf_fsdp_tools.foresight.recommend import recommend_config as recommend_config
     from hf_fsdp_tools.foresight.recommendation import Recommendation as Recommendation
+    from hf_fsdp_tools.foresight.setup import TrainingSetup as TrainingSetup
     from hf_fsdp_tools.foresight.throughput import ThroughputEstimate as ThroughputEstimate
     from hf_fsdp_tools.foresight.throughput import estimate_throughput as estimate_throughput
     from hf_fsdp_tools.fresh import from_config as from_config
@@ -95,6 +96,7 @@ _NAMES_OF = {
     "foresight.memory": ("MemoryEstimate", "estimate_memory"),
     "foresight.recommend": ("recommend_config",),
     "foresight.recommendation": ("Recommendation",),
+    "foresight.setup": ("TrainingSetup",),
     "foresight.throughput": ("ThroughputEstimate", "estimate_throughput"),
     "fresh": ("from_config",),
     "fsdp1.policy": ("hybrid_auto_wrap_policy",),

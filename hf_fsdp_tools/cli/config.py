@@ -78,8 +78,13 @@ def _config(options: argparse.Namespace) -> None:
         start, script = ["accelerate", "launch"], ["your_script.py", *(() if old is None else old.words)]
         reason_lines = _decisions(config, reasons)
     else:
-        start, script = ["hf-fsdp", "finetune"], recipe_words(options.model, found.setup)
+        start, script = ["hf-fsdp", options.recipe or "finetune"], recipe_words(options.model, found.setup)
         reason_lines = str(found).splitlines()
+        if "num_machines" in reasons and config.num_machines > 1:
+            reason_lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
+        own = {"offload": "offload_params"}
+        searched = {own.get(each.field, each.field): "; ".join(each.reasons) for each in found.choices}
+        reasons |= {name: reason for name, reason in searched.items() if hasattr(config, name)}
         config = replace(
             config,
             reshard_after_forward=found.setup.reshard_after_forward,
@@ -92,6 +97,8 @@ def _config(options: argparse.Namespace) -> None:
     text = config.to_accelerate_yaml(command=options.command_line, notes=notes)
     written = _written(options, text, batch_script(config, [*start, *script], options.command_line))
     launch = shlex.join([*start, *launcher_words(config), *script])
+    if options.slurm:
+        launch = f"sbatch {shlex.quote(str(options.output.with_suffix('.sbatch')))}"
     if options.json:
         value: dict[str, Any] = {"config": asdict(config), "reasons": reasons, "launch": launch, "yaml": text}
         value["output"] = str(options.output) if options.output else None

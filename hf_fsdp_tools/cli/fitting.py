@@ -3,7 +3,9 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdp_tools.cli.launch import recipes
 from hf_fsdp_tools.cli.training import (
+    add_link_options,
     add_run_options,
     check_machines,
     given_fields,
@@ -20,15 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_search_options", "recipe_words", "recommend"]
 
-_OPTIM = {
-    "adamw": "adamw_torch_fused",
-    "adamw_foreach": "adamw_torch",
-    "adamw_8bit": "adamw_bnb_8bit",
-    "adafactor": "adafactor",
-    "sgd": "sgd",
-}
-"""`optim` of `TrainingArguments` by the optimizer of `TrainingSetup`."""
-
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
     """Add what the search for the fastest setting is told."""
@@ -37,8 +30,10 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     ).add_argument
     add("--global-batch-size", type=int, metavar="N", help="sequences per optimizer step over all GPUs")
     add("--longest", action="store_true", help="look for the longest sequence that fits, instead of --seq-len")
-    add("--margin", type=float, metavar="X", help="part of the GPU's memory that stays free (default: 0.1)")
-    add("--network-gbit-s", type=float, metavar="X", help="of one machine, all cards together (default: the usual)")
+    add("--margin", type=float, metavar="X", help="part of the GPU's memory that stays free")
+    about = "which the launch command starts (default: finetune)"
+    add("--recipe", choices=sorted(each.replace("_", "-") for each in recipes()), metavar="NAME", help=about)
+    add_link_options(add)
     add_run_options(add)
 
 
@@ -76,8 +71,9 @@ def _fixed(options: argparse.Namespace, config: "FSDPConfig") -> dict[str, Any]:
 
     gpu = options.gpu if isinstance(options.gpu, str) else _gpu_here()
     fields = {name: value for name, value in given_fields(options).items() if name not in _OWN}
-    # The recipes' trainer makes logits in pieces.
-    fields = {"loss": "chunked"} | fields | {"gpu": gpu, "num_gpus": config.num_processes}
+    if options.recipe == "accelerate-loop":  # the one recipe whose loop makes whole logits
+        fields = {"loss": "full"} | fields
+    fields |= {"gpu": gpu, "num_gpus": config.num_processes}
     fields["gpus_per_node"] = config.num_processes // config.num_machines
     fields["precision"] = {"no": "fp32"}.get(config.mixed_precision, config.mixed_precision)
     asked = {
@@ -116,12 +112,16 @@ def _gpu_here() -> str:
 
 
 def recipe_words(model: str, setup: "TrainingSetup") -> list[str]:
-    """Arguments of the recipe `finetune` for a setting, in TRL's words."""
+    """Arguments of a recipe for a setting, in TRL's words."""
     words = ["--model_name_or_path", model, "--dataset_name", "DATASET"]
     words += ["--max_length", str(setup.seq_len), "--per_device_train_batch_size", str(setup.batch_size)]
     words += ["--gradient_accumulation_steps", str(setup.gradient_accumulation_steps)]
     if setup.optimizer != "adamw":
-        words += ["--optim", _OPTIM.get(setup.optimizer, setup.optimizer)]
+        from hf_fsdp_tools.foresight.fsdp2.optimizer import OPTIMIZERS
+
+        words += ["--optim", *OPTIMIZERS[setup.optimizer][0].split()]
+    if setup.gradient_accumulation_steps > 1 and not setup.sync_each_batch:
+        words += ["--accelerator_config", '{"gradient_accumulation_kwargs": {"sync_each_batch": false}}']
     if setup.lora_r is not None:
         targets = setup.lora_target_modules
         names = [targets] if isinstance(targets, str) else list(targets)

@@ -14,7 +14,7 @@ from hf_fsdp_tools.cli.machine import FIELDS, add_machine_options, decide, launc
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import did_you_mean
 
-__all__ = ["add_recipes", "named_config", "shipped"]
+__all__ = ["add_recipes", "named_config", "recipes", "shipped"]
 
 _ALONE = ("dequantize",)
 """Recipes that are one process, started as `python recipes/NAME.py`."""
@@ -44,11 +44,14 @@ def shipped(folder: str) -> Path:
     return clone / folder if (clone / "pyproject.toml").is_file() and (clone / folder).is_dir() else package / folder
 
 
+def recipes() -> dict[str, Path]:
+    """The recipes that `accelerate launch` starts, by name."""
+    return {path.stem: path for path in sorted(shipped("recipes").glob("[a-z]*.py")) if path.stem not in _ALONE}
+
+
 def add_recipes(commands: Any) -> None:
     """Add one command for each recipe that `accelerate launch` starts."""
-    for path in sorted(shipped("recipes").glob("[a-z]*.py")):
-        if path.stem in _ALONE:
-            continue
+    for path in recipes().values():
         about = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or path.stem).splitlines()[0]
         name = path.stem.replace("_", "-")
         parser = commands.add_parser(

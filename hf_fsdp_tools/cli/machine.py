@@ -16,6 +16,9 @@ __all__ = ["FIELDS", "PORT", "add_machine_options", "address_words", "decide", "
 PORT = 29500
 """Port of several machines where none is given. Source: torch's own default (`torch.distributed.run`)."""
 
+GPUS_PER_MACHINE = 8
+"""Of another machine, where more GPUs are asked for and no number of machines is. (assumed: most have 8)"""
+
 ANY_ADDRESS = "ADDRESS-OF-MACHINE-0"
 """In a file for several machines where no address is given: the command that starts each machine gives it."""
 
@@ -73,6 +76,9 @@ def decide(options: argparse.Namespace, said: Mapping[str, Any] | None = None) -
         here, reasons = FSDPConfig.for_machine(gpu_count=count)
     elif not on_cpu:
         _check_gpus(here, count, machines, is_elsewhere)
+    if is_elsewhere and not here.use_cpu and count and "num_machines" not in changes and count > GPUS_PER_MACHINE:
+        machines = changes["num_machines"] = _machines(count)
+        reasons["num_machines"] = f"of {GPUS_PER_MACHINE} GPUs each, assumed; --num-machines says otherwise"
     if here.use_cpu and changes.get("offload_params") and "offload_params" not in asked:
         raise ConfigError(
             "the file keeps weights in the host's memory (offload), and the run would be on the CPU, which has them "
@@ -130,6 +136,21 @@ SETTINGS = {
 
 FIELDS = SETTINGS | {"gpus": "num_processes", "cpu": "use_cpu"}
 """What messages call each option, for `common.in_options`."""
+
+
+def _machines(count: int) -> int:
+    """How many machines have so many GPUs.
+
+    Raises:
+        ConfigError: they would have unequal numbers.
+    """
+    machines, rest = divmod(count, GPUS_PER_MACHINE)
+    if rest:
+        raise ConfigError(
+            f"{count} GPUs are no whole number of machines with {GPUS_PER_MACHINE}; use "
+            f"{count - rest} or {count - rest + GPUS_PER_MACHINE}, or say with --num-machines how many there are"
+        )
+    return machines
 
 
 def _check_gpus(here: "FSDPConfig", count: int | None, machines: int, is_elsewhere: bool) -> None:

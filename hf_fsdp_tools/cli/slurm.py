@@ -61,7 +61,7 @@ def batch_script(config: "FSDPConfig", launch: Sequence[str], command: str) -> s
     return _SCRIPT.format(
         command=command,
         script=shlex.quote(path.rpartition(".")[0] + ".sbatch"),
-        name="finetune" if launch[1] == "finetune" else "train",
+        name="train" if launch[0] == "accelerate" else launch[1],
         machines=config.num_machines,
         devices="" if config.use_cpu else f"#SBATCH --gpus-per-node={each}\n",
         cpus=CPUS_PER_PROCESS * each,

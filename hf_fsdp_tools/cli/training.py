@@ -3,6 +3,7 @@
 import argparse
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.setup import TrainingSetup
 
 __all__ = [
+    "add_link_options",
     "add_run_options",
     "add_sharding_options",
     "add_training_options",
@@ -33,10 +35,21 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     place("--gpus", "--num-gpus", "--num-processes", dest="num_gpus", type=int, metavar="N", help="over all machines")
     place("--gpu", metavar="NAME", help="such as a100-40gb, h100-80gb, h200-141gb, rtx-4090 (default: h100-80gb)")
     place("--gpus-per-node", type=int, metavar="N", help="of one machine (default: 8)")
-    place("--network-gbit-s", type=float, metavar="X", help="of one machine, all cards together (default: the usual)")
+    add_link_options(place)
     run = parser.add_argument_group("training").add_argument
     run("--precision", choices=("bf16", "fp16", "fp32"), help="of computation (default: bf16)")
     add_run_options(run)
+
+
+def add_link_options(place: Callable[..., Any]) -> None:
+    """Add how fast machines and GPUs are linked.
+
+    Args:
+        place: adds an option (`add_argument` of a parser or a group).
+    """
+    place("--network-gbit-s", type=float, metavar="X", help="of one machine, all cards together (default: the usual)")
+    about = "GB/s between the GPUs of a machine, as nccl-tests' bus bandwidth (default: the usual)"
+    place("--link-gb-s", type=float, metavar="X", help=about)
 
 
 def add_run_options(run: Callable[..., Any]) -> None:
@@ -45,19 +58,23 @@ def add_run_options(run: Callable[..., Any]) -> None:
     Args:
         run: adds an option (`add_argument` of a parser or a group).
     """
-    run("--batch-size", "--per-device-train-batch-size", type=int, metavar="N", help="sequences per GPU and micro-step")
+    names = ("--batch-size", "--micro-batch", "--per-device-train-batch-size")
+    run(*names, dest="batch_size", type=int, metavar="N", help="sequences per GPU and micro-step")
     run("--seq-len", "--max-length", type=int, metavar="N", help="tokens per sequence (default: 4096, or the model's)")
     run("--images", type=int, metavar="N", help="per sequence of a vision-language model (default: 1; 0: text alone)")
     run("--image-size", type=_image_size, metavar="HxW", help="of each (default: the size that the model was made for)")
     run("--gradient-accumulation-steps", type=int, metavar="N", help="micro-steps per optimizer step")
+    about = "reduce gradients once, after the last micro-step"
+    run("--no-sync-each-batch", dest="sync_each_batch", action="store_const", const=False, help=about)
     run("--master-dtype", choices=("fp32", "bf16", "fp16"), help="of the weights that are updated (default: fp32)")
     run("--reduce-dtype", choices=("fp32", "bf16", "fp16"), help="in which gradients are reduced (default: fp32)")
-    run("--optimizer", metavar="NAME", help="adamw, adamw_foreach, adamw_8bit, adafactor, sgd, sgd_momentum")
+    run("--optimizer", metavar="NAME", help="adamw, adamw_foreach, adamw_8bit, sgd, sgd_momentum (default: adamw)")
     run("--lora-r", type=int, metavar="R", help="rank of LoRA adapters (default: all parameters are trained)")
     run("--lora-target-modules", metavar="NAMES", help="as in PEFT (default: all-linear)")
     run("--freeze-vision-tower", action="store_const", const=True, help="train what reads images, not what sees them")
     run("--load-in-4bit", action="store_const", const=True, help="NF4 base for LoRA (QLoRA)")
-    run("--loss", choices=("full", "chunked"), help="logits whole or in pieces, as TRL and Liger make them")
+    about = "logits whole, or in pieces as the recipes, TRL and Liger make them (default: chunked for causal models)"
+    run("--loss", choices=("full", "chunked"), help=about)
     run("--attn-implementation", choices=("sdpa", "eager", "flash_attention_2"), help="(default: sdpa)")
     run("--compile", action="store_const", const=True, help="torch.compile of each block")
 
@@ -154,18 +171,29 @@ def positions_of(options: argparse.Namespace) -> int | None:
     return max_positions(load_config(options.model, trust_remote_code=options.trust_remote_code))
 
 
+_PATIENCE_S = 15
+"""Seconds after which a line is printed where no terminal is. (assumed)"""
+
+
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A line of progress on a terminal, gone at the end; meanwhile Python looks for cycles in its objects rarely.
+    """A line of progress: on a terminal each over the last, gone at the end; elsewhere one, once work takes a while.
+
+    Meanwhile Python looks for cycles in its objects rarely.
 
     A dry run makes millions of objects that live on; looking through all of them again and again took a fifth of a
     search (measured).
     """
     is_shown, thresholds = sys.stderr.isatty(), gc.get_threshold()
+    started, is_silent = time.monotonic(), True
 
     def say(text: str) -> None:
+        nonlocal is_silent
         if is_shown:
             print(f"\r\x1b[2K{text[:99]}", end="", file=sys.stderr, flush=True)
+        elif text and is_silent and time.monotonic() - started > _PATIENCE_S:
+            print(f"{text} (this may take minutes)", file=sys.stderr, flush=True)
+            is_silent = False
 
     gc.set_threshold(200_000, 50, 1_000)
     try:

@@ -109,6 +109,8 @@ def _built(
 ) -> nn.Module:
     hub = {key: value for key, value in model_kwargs.items() if key in _HUB}
     config = load_config(source, **hub)
+    if getattr(config.get_text_config(), "num_hidden_layers", None) == 0:
+        raise ConfigError("num_hidden_layers of the configuration is 0, so the model has no blocks. Give 1 or more.")
     options = {key: value for key, value in model_kwargs.items() if key not in _HUB}
     if setup.attn_implementation == "eager":  # transformers chooses sdpa for the models that have it
         options.setdefault("attn_implementation", setup.attn_implementation)

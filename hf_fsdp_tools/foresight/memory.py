@@ -172,7 +172,11 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    name_or_model: Source, *, model_kwargs: Mapping[str, Any] | None = None, **fields: Any
+    name_or_model: Source,
+    setup: TrainingSetup | None = None,
+    *,
+    model_kwargs: Mapping[str, Any] | None = None,
+    **fields: Any,
 ) -> MemoryEstimate:
     """The memory that a training takes on each GPU, found by a dry run on this machine, without weights and GPUs.
 
@@ -180,8 +184,9 @@ def estimate_memory(
 
     Args:
         name_or_model: hub name, folder, `config.json`, configuration, or a model on any device.
+        setup: the training; without it `TrainingSetup()`.
         model_kwargs: as in `build_meta_model` (`auto_class`, `revision`, …).
-        fields: of `TrainingSetup`, by name.
+        fields: of `TrainingSetup`, by name, in place of those of `setup`.
 
     Any rank may call; nothing is communicated, and no accelerator is used.
 
@@ -195,7 +200,7 @@ def estimate_memory(
         ...
         fits: ...
     """
-    return memory_of(step_of(name_or_model, TrainingSetup.of(**fields), **(model_kwargs or {})))
+    return memory_of(step_of(name_or_model, TrainingSetup.of(setup, **fields), **(model_kwargs or {})))
 
 
 def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEstimate:

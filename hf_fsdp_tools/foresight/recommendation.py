@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from textwrap import wrap
 from typing import Any
 
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -87,6 +88,15 @@ class Recommendation:
     """Host memory of one process under offload, else 0."""
     step_seconds: float
     """Of one optimizer step."""
+    retries: int = 0
+    """How often in a step the allocator is full and gives cached memory back, for which the GPU stands still."""
+    whole_logits_bytes: int = 0
+    """`peak_bytes` of the same with whole logits; 0 where the loss was named, or is never made in pieces."""
+    proposals: tuple[Alternative, ...] = ()
+    """Faster settings that fit and are not chosen unasked, since they change how numbers are rounded, what a step
+    learns from, or how the model is started."""
+    notes: tuple[str, ...] = ()
+    """Remarks: what was assumed or could not be followed."""
     choices: tuple[Choice, ...]
     """One per field that was searched or could have been."""
     estimated: int
@@ -106,7 +116,7 @@ class Recommendation:
 
     def __str__(self) -> str:
         setup = self.setup
-        width = max(map(len, _TITLES.values()))
+        width = max(len(_TITLES[choice.field]) for choice in self.choices)
         tokens = self.global_batch_size * setup.seq_len
         batch = (
             f"{'global batch':<{width}}  {self.global_batch_size:>5,}  {setup.num_gpus} GPUs x "
@@ -116,11 +126,14 @@ class Recommendation:
         return "\n".join(
             [
                 f"{self.model}, {training_words(setup)}, on {setup.num_gpus} x {setup.gpu}",
+                *wrap(setup.words, 99, initial_indent="assumed   ", subsequent_indent=" " * 10),
                 "",
                 *chosen,
                 batch,
                 "",
                 *self.figures(),
+                *(f"{'' if number else 'faster':<10}{each}" for number, each in enumerate(self.proposals)),
+                *(f"note      {note}" for note in self.notes),
                 f"searched  {self.estimated} estimates; the others of {self.possible:,} settings follow from these",
             ]
         )
@@ -129,14 +142,20 @@ class Recommendation:
         """Lines of memory and speed."""
         of, free = show_bytes(self.gpu_bytes), percent(1 - self.peak_bytes / self.gpu_bytes)
         asked = f"at least {percent(self.margin)} for what estimates cannot know"
-        lines = [
-            f"memory    {show_bytes(self.peak_bytes)} of {of} per GPU, {free} free ({asked})",
-            f"speed     {self.step_seconds:,.2f} s per step, {self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU",
-        ]
+        lines = [f"memory    {show_bytes(self.peak_bytes)} of {of} per GPU, {free} free ({asked})"]
+        if self.retries:
+            lines.append(
+                f"{'':<10}full {self.retries} times per step, for which the GPU stands still (in the speed below)"
+            )
+        if self.whole_logits_bytes:
+            whole = show_bytes(self.whole_logits_bytes)
+            fits = "" if self.whole_logits_bytes <= self.gpu_bytes * (1 - self.margin) else ", which does not fit"
+            lines.append(f"loss      in pieces, as hf-fsdp finetune makes it; with whole logits {whole}{fits}")
         if self.host_bytes:
             processes = min(self.setup.gpus_per_node, self.setup.num_gpus)
-            lines.insert(1, f"on host   {show_bytes(self.host_bytes * processes)} of memory per machine")
-        return lines
+            lines.append(f"on host   {show_bytes(self.host_bytes * processes)} of memory per machine")
+        rate = f"{self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
+        return [*lines, f"speed     {self.step_seconds:,.2f} s per step, {rate}, with full rows"]
 
     def to_json(self) -> str:
         """All of it as JSON: fields as here, sizes in bytes."""
@@ -175,6 +194,12 @@ _TITLES = {
     "batch_size": "micro-batch",
     "activation_checkpointing": "activation checkpointing",
     "reshard_after_forward": "reshard after forward",
+    "sync_each_batch": "reduction in every micro-step",
     "dp_replicate_size": "copies of the model",
     "offload": "offload",
+    "compile": "torch.compile",
+    "reduce_dtype": "reduction in",
+    "gradient_accumulation_steps": "micro-steps",
+    "load_in_4bit": "4-bit base (QLoRA)",
+    "wrapping": "wrapping",
 }

@@ -1,16 +1,16 @@
 """Search the settings of a training for the fastest that fits, with few estimates.
 
 The search knows nothing of models and GPUs: a function prices a setting in bytes and seconds. It relies on what holds
-for every training: memory grows with the micro-batch, with copies of the model and where gathered parameters are kept;
-recomputing activations and offloading save memory and never make the same micro-batch faster; a larger micro-batch is
-not slower per token.
+for every training: memory grows with the micro-batch, with copies of the model and where gathered parameters or whole
+gradients are kept; recomputing activations and offloading save memory and never make the same micro-batch faster; a
+larger micro-batch is not slower per token.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 
@@ -26,13 +26,20 @@ class Cost:
     """What one setting needs on each GPU."""
 
     num_bytes: int
-    """Of the GPU's memory, at the peak."""
+    """Of the GPU's memory, at the peak, where the allocator has what may be used; more than that where the step does
+    not run in it."""
     seconds: float
     """Of one optimizer step."""
     floor_seconds: float = 0.0
     """Of `seconds`, what the GPU computes: no other way of sharding the same micro-batch takes less."""
     host_bytes: int = 0
     """Of host memory, per GPU, under offload."""
+    retries: int = 0
+    """How often in a step the allocator is full and gives cached memory back; `seconds` has the time for it."""
+    loss: Literal["full", "chunked", None] = None
+    """How logits are made (`TrainingSetup.loss`), where it is known."""
+    notes: tuple[str, ...] = ()
+    """Remarks: what was assumed or could not be followed."""
 
 
 Evaluate = Callable[[TrainingSetup], Cost]
@@ -46,6 +53,7 @@ class Point(NamedTuple):
     activation_checkpointing: bool
     offload: bool
     reshard_after_forward: bool
+    sync_each_batch: bool
     dp_replicate_size: int
 
 
@@ -58,18 +66,20 @@ class Space:
     accumulation: Mapping[int, int]
     """Micro-batches in ascending order, and the accumulation steps that go with each."""
     activation_checkpointing: tuple[bool, ...] = (False, True)
-    """In the order in which they are tried, like the next three."""
+    """In the order in which they are tried, like the next four."""
     offload: tuple[bool, ...] = (False, True)
     reshard_after_forward: tuple[bool, ...] = (True, False)
+    sync_each_batch: tuple[bool, ...] = (True,)
+    """Where False is among them, it counts for micro-batches that are accumulated."""
     replicas: tuple[int, ...] = (1,)
     """Values of `dp_replicate_size`, ascending."""
 
     def __len__(self) -> int:
-        axes = (self.accumulation, self.activation_checkpointing, self.offload, self.reshard_after_forward)
-        count = len(self.replicas)
-        for axis in axes:
-            count *= len(axis)
-        return count
+        batches = len(self.sync_each_batch) * len(self.accumulation)
+        if len(self.sync_each_batch) > 1:
+            batches -= sum(steps == 1 for steps in self.accumulation.values())
+        flags = len(self.activation_checkpointing) * len(self.offload) * len(self.reshard_after_forward)
+        return batches * flags * len(self.replicas)
 
     def setup(self, point: Point) -> TrainingSetup:
         """The setting at a point."""
@@ -78,15 +88,18 @@ class Space:
     def leanest(self, offload: bool) -> Point:
         """The point that needs the least memory, with or without offload."""
         checkpointing, reshard = max(self.activation_checkpointing), max(self.reshard_after_forward)
-        return Point(min(self.accumulation), checkpointing, offload, reshard, min(self.replicas))
+        sync = max(self.sync_each_batch)
+        return Point(min(self.accumulation), checkpointing, offload, reshard, sync, min(self.replicas))
 
     def families(self, offload: bool) -> list[list[Point]]:
         """The points that differ in the micro-batch alone, ascending; families that are likely to be fast first."""
-        others = product(self.activation_checkpointing, self.reshard_after_forward, self.replicas)
-        return [
-            [Point(batch, checkpointing, offload, reshard, replicas) for batch in self.accumulation]
-            for checkpointing, reshard, replicas in others
-        ]
+        axes = (self.activation_checkpointing, self.reshard_after_forward, self.sync_each_batch, self.replicas)
+        found = []
+        for checkpointing, reshard, sync, replicas in product(*axes):
+            always = sync or len(self.sync_each_batch) == 1
+            batches = [batch for batch, steps in self.accumulation.items() if always or steps > 1]
+            found.append([Point(batch, checkpointing, offload, reshard, sync, replicas) for batch in batches])
+        return [family for family in found if family]
 
 
 class Search:
@@ -196,10 +209,10 @@ class Search:
 def _needs_more(point: Point, other: Point) -> bool:
     """Whether a point needs at least the memory of another one, whatever the model."""
     grows = point.batch_size >= other.batch_size and point.dp_replicate_size >= other.dp_replicate_size
-    return grows and all(mine <= its for mine, its in zip(point[1:4], other[1:4], strict=True))
+    return grows and all(mine <= its for mine, its in zip(point[1:5], other[1:5], strict=True))
 
 
 def _is_as_fast(one: Point, point: Point) -> bool:
     """Whether a point is at least as fast as another one, whatever the model."""
     alike = one.batch_size >= point.batch_size and one.dp_replicate_size == point.dp_replicate_size
-    return alike and one != point and all(mine <= its for mine, its in zip(one[1:4], point[1:4], strict=True))
+    return alike and one != point and all(mine <= its for mine, its in zip(one[1:5], point[1:5], strict=True))

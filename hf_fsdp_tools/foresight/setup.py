@@ -1,8 +1,8 @@
 """What is known of a training before it runs: batch, precision, optimizer, sharding, machines."""
 
 import math
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self, get_args, get_type_hints
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args, get_type_hints
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
@@ -13,6 +13,9 @@ from hf_fsdp_tools.text import did_you_mean
 
 __all__ = ["TrainingSetup"]
 
+
+_MOST_GPUS = 2**20
+"""More than any cluster has. (assumed)"""
 
 _COUNTS = (
     "num_gpus",
@@ -26,11 +29,19 @@ _COUNTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """One training as a value; `dataclasses.replace` gives a changed one. Checked when it is made.
+    """One training as a value, for `estimate_memory`, `estimate_throughput` and `recommend_config`, which take its
+    fields by name too. `dataclasses.replace` gives a changed one. Checked when it is made.
 
     Raises:
-        ConfigError: a number is below 1, a name is unknown, or nothing would be trained.
+        ConfigError: a number is below 1, a name is unknown, values contradict each other, or nothing would be trained.
         MeshError: the copies do not divide the GPUs.
+
+    Example:
+        >>> setup = TrainingSetup(num_gpus=8, gpu="a100-80gb", seq_len=32, activation_checkpointing=True)
+        >>> estimate_memory("checkpoint", setup).fits
+        True
+        >>> setup.words
+        'all parameters, adamw on fp32, computed in bf16, reduced in fp32, with activation checkpointing, ...'
     """
 
     num_gpus: int = 1
@@ -97,8 +108,8 @@ class TrainingSetup:
     """transformers' name of the attention kernels."""
 
     @classmethod
-    def of(cls, **given: Any) -> Self:
-        """A setup from names and values that a user gave.
+    def of(cls, setup: "TrainingSetup | None" = None, /, **given: Any) -> "TrainingSetup":
+        """A setup, or the default one, with the values by name that a user gave.
 
         Raises:
             ConfigError: a name is unknown, or as the class itself.
@@ -106,7 +117,7 @@ class TrainingSetup:
         known = {each.name for each in fields(cls)}
         for name in given.keys() - known:
             raise ConfigError(f"A training has no setting {name!r}{did_you_mean(name, known)}")
-        return cls(**given)
+        return cls(**given) if setup is None else replace(setup, **given)
 
     def __post_init__(self) -> None:
         for name in (*_COUNTS, *(["lora_r"] if self.lora_r is not None else [])):
@@ -126,9 +137,35 @@ class TrainingSetup:
         for name in ("precision", "master_dtype", "reduce_dtype", "wrapping", "loss", "attn_implementation"):
             if getattr(self, name) not in (allowed := get_args(hints[name])):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; use {', '.join(filter(None, allowed))}.")
+        if self.num_gpus > _MOST_GPUS:
+            raise ConfigError(f"num_gpus is {self.num_gpus:,}; no cluster has more than {_MOST_GPUS:,}.")
+        if self.wrapping == "none" and self.offload:
+            raise ConfigError("offload moves the shards of FSDP, and wrapping='none' has none; leave out one of them.")
         if self.load_in_4bit and self.lora_r is None:
             raise ConfigError("load_in_4bit freezes the base, so nothing would be trained; give lora_r, such as 16.")
         ParallelDims(dp_replicate_size=self.dp_replicate_size).resolve(self.num_gpus)
+
+    @property
+    def words(self) -> str:
+        """What the training is in one sentence, with all that an estimate assumes: optimizer, dtypes, loss, kernels."""
+        targets = self.lora_target_modules
+        targets = targets if isinstance(targets, str) else " ".join(targets)
+        trained = "all parameters" if self.lora_r is None else f"LoRA (r {self.lora_r}) on {targets}"
+        trained = trained.replace("LoRA", "QLoRA") if self.load_in_4bit else trained
+        steps = self.gradient_accumulation_steps
+        return ", ".join(
+            [
+                trained + " but the vision tower" * self.freeze_vision_tower,
+                f"{self.optimizer} on {self.master_dtype}",
+                f"computed in {self.precision}",
+                f"reduced in {self.reduce_dtype}" + " after the last micro-step" * (steps > 1 > self.sync_each_batch),
+                *(["loss in pieces" if self.loss == "chunked" else "whole logits"] if self.loss else []),
+                *(["CPU offload"] if self.offload else []),
+                f"{'with' if self.activation_checkpointing else 'no'} activation checkpointing",
+                f"{self.attn_implementation} attention",
+                "compiled blocks" if self.compile else "not compiled",
+            ]
+        )
 
     @property
     def dp_shard_size(self) -> int:

@@ -204,6 +204,7 @@ def _show_seconds(seconds: float) -> str:
 
 def estimate_throughput(
     name_or_model: Source,
+    setup: TrainingSetup | None = None,
     *,
     era: str = LATEST_ERA,
     model_kwargs: Mapping[str, Any] | None = None,
@@ -215,9 +216,10 @@ def estimate_throughput(
 
     Args:
         name_or_model: hub name, folder, `config.json`, configuration, or a model on any device.
+        setup: the training; without it `TrainingSetup()`.
         era: year of the software, of `efficiency.ERAS`.
         model_kwargs: as in `build_meta_model` (`auto_class`, `revision`, …).
-        fields: of `TrainingSetup`, by name.
+        fields: of `TrainingSetup`, by name, in place of those of `setup`.
 
     Any rank may call; nothing is communicated, and no accelerator is used.
 
@@ -230,7 +232,7 @@ def estimate_throughput(
         >>> estimate.tokens_per_second_per_gpu > 0
         True
     """
-    forecast = step_of(name_or_model, TrainingSetup.of(**fields), **(model_kwargs or {}))
+    forecast = step_of(name_or_model, TrainingSetup.of(setup, **fields), **(model_kwargs or {}))
     return throughput_of(memory_of(forecast), era=era)
 
 

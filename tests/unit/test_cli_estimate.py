@@ -157,7 +157,7 @@ def test_config_writes_what_is_recommended(capsys, llama, tmp_path):
     words = ("--gpu", "rtx-4090", "--gpus", "2", "--seq-len", "1024", "--batch-size", "2", "--global-batch-size", "8")
     code, out, err = run(capsys, "config", llama, *words, "--output", path)
     assert (code, err) == (0, "")
-    fields = {"gpu": "rtx-4090", "num_gpus": 2, "gpus_per_node": 2, "seq_len": 1024, "loss": "chunked"}
+    fields = {"gpu": "rtx-4090", "num_gpus": 2, "gpus_per_node": 2, "seq_len": 1024}
     found = recommend_config(llama, global_batch_size=8, batch_size=2, **fields)
     setup = found.setup
     said = yaml.safe_load(path.read_text())["fsdp_config"]

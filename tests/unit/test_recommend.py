@@ -11,9 +11,10 @@ from itertools import product
 import pytest
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.recommend import BATCHES, choose
-from hf_fsdp_tools.foresight.search import GAIN, Cost
+from hf_fsdp_tools.foresight.recommend import choose
+from hf_fsdp_tools.foresight.search import GAIN, Cost, Point
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.space import BATCHES
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
 GPU = gpu_named("h100-80gb").memory_bytes
@@ -38,19 +39,23 @@ class Toy:
         floor = 6 * self.params / 4e14 * (tokens + 500) * (4 / 3 if setup.activation_checkpointing else 1)
         links = self.gather * (2 if setup.reshard_after_forward else 1) / setup.dp_replicate_size
         links += self.latency * (setup.dp_replicate_size > 1) + 1.5 * setup.offload
-        micro = max(floor, links) + 0.2 * links
-        steps = setup.gradient_accumulation_steps
-        return Cost(int(shards + gathered + kept), steps * micro, steps * floor)
+        micro, steps = max(floor, links) + 0.2 * links, setup.gradient_accumulation_steps
+        seconds = steps * micro
+        if steps > 1 and not setup.sync_each_batch:
+            gathered += 4 * self.params
+            seconds = micro + (steps - 1) * (max(floor, 0.6 * links) + 0.12 * links)
+        return Cost(int(shards + gathered + kept), seconds, steps * floor)
 
 
 def settings(setup, *, global_batch_size=None, replicas=(1,)):
     """Every setting of the space."""
-    for batch, *values in product(BATCHES, (False, True), (False, True), (True, False), replicas):
+    for batch, *values in product(BATCHES, (False, True), (False, True), (True, False), (True, False), replicas):
         rest = global_batch_size // setup.num_gpus if global_batch_size else 0
         if not rest or rest % batch == 0:
-            names = ("activation_checkpointing", "offload", "reshard_after_forward", "dp_replicate_size")
             steps = rest // batch if rest else 1
-            changes = dict(zip(names, values, strict=True))
+            changes = dict(zip(Point._fields[1:], values, strict=True))
+            if steps == 1 and not changes["sync_each_batch"]:
+                continue
             yield replace(setup, batch_size=batch, gradient_accumulation_steps=steps, **changes)
 
 
@@ -120,6 +125,40 @@ def test_what_is_given_stays():
         assert next(choice for choice in best.choices if choice.field == field).reasons == ("as given",)
 
 
+def test_faster_settings_that_nobody_asked_for_are_named():
+    """What changes how numbers are rounded, or what a step learns from, is proposed and never chosen."""
+
+    def toy(setup):
+        cost = Toy(1e9, gather=30.0)(setup)
+        links = cost.seconds - cost.floor_seconds
+        halved = links / 2 if setup.reduce_dtype == "bf16" else links
+        return replace(cost, seconds=cost.floor_seconds * (0.8 if setup.compile else 1) + halved, loss="chunked")
+
+    setup = TrainingSetup(num_gpus=16, seq_len=512)
+    best = choose("toy", setup, toy)
+    assert not best.setup.compile and best.setup.reduce_dtype == "fp32" and best.setup.sync_each_batch
+    changes = [dict(each.changes) for each in best.proposals]
+    assert {"compile": True} in changes and {"reduce_dtype": "bf16"} in changes
+    assert {"gradient_accumulation_steps": 8, "sync_each_batch": False} in changes
+    assert len(changes[-1]) == 4, "all of them together"
+    for each in best.proposals:
+        steps = each.setup.gradient_accumulation_steps
+        gain = steps * best.step_seconds / toy(each.setup).seconds - 1
+        assert f"{100 * gain:.0f} % faster" in each.verdict and each.verdict in str(best)
+    assert best.setup.loss == "chunked" and best.whole_logits_bytes > 0 and "with whole logits" in str(best)
+    assert not choose("toy", replace(setup, compile=True, reduce_dtype="bf16"), toy, global_batch_size=16).proposals
+
+
+def test_whole_gradients_are_accumulated_where_that_is_faster_and_fits():
+    toy, setup = Toy(1e9, gather=30.0), TrainingSetup(num_gpus=8, seq_len=512)
+    given = ["dp_replicate_size", "batch_size"]
+    best = choose("toy", setup, toy, given=given, global_batch_size=64)
+    assert best.setup.gradient_accumulation_steps > 1 and not best.setup.sync_each_batch
+    (choice,) = (each for each in best.choices if each.field == "sync_each_batch")
+    assert "slower" in choice.reasons[0]
+    assert choose("toy", setup, toy, given=[*given, "sync_each_batch"], global_batch_size=64).setup.sync_each_batch
+
+
 def test_the_longest_sequence_that_fits():
     """At some setting: the leanest."""
     toy = Toy(activation=1e7)
@@ -176,7 +215,10 @@ def test_the_largest_micro_batch_that_fits_is_found_between_powers_of_two():
     """Where gathers take longer than the computation, each sequence more is faster."""
     toy = Toy(activation=2.2e6, gather=60.0)
     best = choose(
-        "toy", TrainingSetup(num_gpus=8, activation_checkpointing=True), toy, given=["activation_checkpointing"]
+        "toy",
+        TrainingSetup(num_gpus=8, activation_checkpointing=True),
+        toy,
+        given=["activation_checkpointing", "dp_replicate_size"],
     )
     fitting = [batch for batch in BATCHES if toy(replace(best.setup, batch_size=batch)).num_bytes <= 0.9 * GPU]
     assert best.setup.batch_size == max(fitting) == 48

@@ -80,6 +80,9 @@ def images_of(model: nn.Module, setup: TrainingSetup) -> Images | None:
         ConfigError: the images that the setup asks for do not fit into its sequences.
     """
     takes = inspect.signature(type(model).forward).parameters
+    if "pixel_values" not in takes and (setup.images or setup.image_size):
+        given = f"images={setup.images}" if setup.images else f"image_size={setup.image_size}"
+        raise ConfigError(f"{given}: {type(model).__name__} takes no images. Leave out images and image_size.")
     if setup.images == 0 or "pixel_values" not in takes or getattr(model, "main_input_name", "") != "input_ids":
         return None
     config: Any = model.config
