@@ -91,6 +91,15 @@ class _Tree:
             moved |= {target + path[len(source) :]: self.at.pop(path) for path in below}
         self.at |= moved
 
+    def differences(self, other: "_Tree") -> list[str]:
+        """Paths that do not mean the same."""
+        both = [
+            {path: bytes(what.data) if isinstance(what, _File) else what for path, what in tree.at.items()}
+            for tree in (self, other)
+        ]
+        absent = "absent"
+        return sorted(path for path in both[0] | both[1] if both[0].get(path, absent) != both[1].get(path, absent))
+
     def digest(self, *, power: bool) -> str:
         """Equal for equal states; with `power` lost, data that was not synced is zeros."""
         found = hashlib.sha256()
@@ -153,7 +162,7 @@ def crash_states(before: Path, root: Path, notes: Path, out: Path, most: int) ->
             first.setdefault(tree.digest(power=power), (number, power))
         if number < len(calls):
             tree.do(*calls[number])
-    assert tree.digest(power=False) == _Tree(root).digest(power=False), "the notes lack a call"
+    assert not (other := tree.differences(_Tree(root))), f"the notes lack a call: {other}"
     points = list(first.values())
     chosen = {points[round(i * (len(points) - 1) / max(most - 1, 1))] for i in range(most)}
     tree, folders = _Tree(before), []
