@@ -36,8 +36,8 @@ def seen() -> int:
 
 
 class _File:
-    def __init__(self, data: bytes = b"") -> None:
-        self.data, self.synced = bytearray(data), bytes(data)
+    def __init__(self, data: bytes = b"", inode: int = 0) -> None:
+        self.data, self.synced, self.inode = bytearray(data), bytes(data), inode
 
 
 class _Tree:
@@ -57,11 +57,14 @@ class _Tree:
     def do(self, call: str, path: str, other: str, offset: int, data: bytes) -> None:
         """One noted call."""
         path, other = os.path.normpath(path), os.path.normpath(other)
+        if path not in self.at and call in ("sync", "link", "rename", "remove"):  # renamed by a call that is not noted
+            former = [at for at, what in self.at.items() if isinstance(what, _File) and what.inode == offset]
+            self._move([(at, path) for at in former[:1]])
         file = self.at.get(path)
         if call == "mkdir":
             self.at[path] = None
         elif call == "create":
-            self.at[path] = _File()
+            self.at[path] = _File(inode=offset)
         elif call == "symlink":
             self.at[other] = path
         elif call == "link":
