@@ -1,7 +1,8 @@
 /* Notes, in the order in which they took effect, what all ranks do to files under a folder, or lets it fail.
 
    Loaded before all libraries (LD_PRELOAD), so that calls of C++ and Rust are seen too; `faults_begin` switches it on in
-   a process. A note is one line (call, path, other path, offset, bytes) and, of data, the bytes. */
+   a process. A note is one line (call, path, other path, offset or inode, bytes) and, of data, the bytes. The inode shows
+   a rename that a library made without the C library (Rust's, in safetensors). */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -53,6 +54,11 @@ static const char *opened(int fd, char *out) {
     ssize_t n = notes < 0 ? -1 : readlink(name, out, PATH_MAX - 1);
     out[n > 0 ? n : 0] = 0;
     return out;
+}
+
+static long inode(const char *path) {
+    struct stat found;
+    return lstat(path, &found) ? 0 : (long)found.st_ino;
 }
 
 /* Whether a call is noted; if so, no other is made by any rank until `leave`. -1: it fails for want of space. */
@@ -108,7 +114,7 @@ static void leave(long result, const char *call, const char *path, const char *o
     if (is_new < 0) return FAILED; \
     const char *call = is_new && access(path, F_OK) ? "create" : (flags) & O_TRUNC ? "length" : "open"; \
     __auto_type result = open_it; \
-    if (is_new) leave(result == FAILED ? -1 : 0, call, path, "", 0, -1, 0); \
+    if (is_new) leave(result == FAILED ? -1 : 0, call, path, "", *call == 'c' ? inode(path) : 0, -1, 0); \
     return result
 
 #define FAILED -1
@@ -133,16 +139,18 @@ FOPEN(fopen) FOPEN(fopen64)
     char path[PATH_MAX]; \
     int is_noted = enter(whole(at, file, path), space); \
     if (is_noted < 0) return -1; \
+    long which = is_noted ? inode(path) : 0; \
     int result = open_it; \
-    if (is_noted) leave(result, call, path, "", 0, -1, 0); \
+    if (is_noted) leave(result, call, path, "", which, -1, 0); \
     return result
 #define TWO(call, at, file, to_at, to, do_it) \
     char path[PATH_MAX], other[PATH_MAX]; \
     whole(at, file, path); \
     int is_noted = enter(whole(to_at, to, other), 0); \
     if (is_noted < 0) return -1; \
+    long which = is_noted ? inode(path) : 0; \
     int result = do_it; \
-    if (is_noted) leave(result, call, path, other, 0, -1, 0); \
+    if (is_noted) leave(result, call, path, other, which, -1, 0); \
     return result
 
 int mkdir(const char *f, mode_t m) { REAL(int, mkdir, const char *, mode_t); ONE("mkdir", AT_FDCWD, f, 0, real(f, m)); }
@@ -195,5 +203,5 @@ PWRITE(pwrite) PWRITE(pwrite64) PWRITEV(pwritev) PWRITEV(pwritev64) PWRITEV2(pwr
     return result
 #define FTRUNCATE(name) int name(int fd, off_t n) { REAL(int, name, int, off_t); OF_FILE("length", n, 1, real(fd, n)); }
 #define FALLOCATE(name) int name(int fd, int x, off_t o, off_t n) { REAL(int, name, int, int, off_t, off_t); OF_FILE("reserve", o + n, 1, real(fd, x, o, n)); }
-#define SYNC(name) int name(int fd) { REAL(int, name, int); OF_FILE("sync", 0, 0, real(fd)); }
+#define SYNC(name) int name(int fd) { REAL(int, name, int); OF_FILE("sync", inode(path), 0, real(fd)); }
 FTRUNCATE(ftruncate) FTRUNCATE(ftruncate64) FALLOCATE(fallocate) FALLOCATE(fallocate64) SYNC(fsync) SYNC(fdatasync)

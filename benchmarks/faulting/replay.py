@@ -36,8 +36,8 @@ def seen() -> int:
 
 
 class _File:
-    def __init__(self, data: bytes = b"") -> None:
-        self.data, self.synced = bytearray(data), bytes(data)
+    def __init__(self, data: bytes = b"", inode: int = 0) -> None:
+        self.data, self.synced, self.inode = bytearray(data), bytes(data), inode
 
 
 class _Tree:
@@ -57,11 +57,14 @@ class _Tree:
     def do(self, call: str, path: str, other: str, offset: int, data: bytes) -> None:
         """One noted call."""
         path, other = os.path.normpath(path), os.path.normpath(other)
+        if path not in self.at and call in ("sync", "link", "rename", "remove"):  # renamed by a call that is not noted
+            former = [at for at, what in self.at.items() if isinstance(what, _File) and what.inode == offset]
+            self._move([(at, path) for at in former[:1]])
         file = self.at.get(path)
         if call == "mkdir":
             self.at[path] = None
         elif call == "create":
-            self.at[path] = _File()
+            self.at[path] = _File(inode=offset)
         elif call == "symlink":
             self.at[other] = path
         elif call == "link":
@@ -90,6 +93,15 @@ class _Tree:
             below = [path for path in self.at if path == source or path.startswith(f"{source}/")]
             moved |= {target + path[len(source) :]: self.at.pop(path) for path in below}
         self.at |= moved
+
+    def differences(self, other: "_Tree") -> list[str]:
+        """Paths that do not mean the same."""
+        both = [
+            {path: bytes(what.data) if isinstance(what, _File) else what for path, what in tree.at.items()}
+            for tree in (self, other)
+        ]
+        absent = "absent"
+        return sorted(path for path in both[0] | both[1] if both[0].get(path, absent) != both[1].get(path, absent))
 
     def digest(self, *, power: bool) -> str:
         """Equal for equal states; with `power` lost, data that was not synced is zeros."""
@@ -153,7 +165,7 @@ def crash_states(before: Path, root: Path, notes: Path, out: Path, most: int) ->
             first.setdefault(tree.digest(power=power), (number, power))
         if number < len(calls):
             tree.do(*calls[number])
-    assert tree.digest(power=False) == _Tree(root).digest(power=False), "the notes lack a call"
+    assert not (other := tree.differences(_Tree(root))), f"the notes lack a call: {other}"
     points = list(first.values())
     chosen = {points[round(i * (len(points) - 1) / max(most - 1, 1))] for i in range(most)}
     tree, folders = _Tree(before), []

@@ -189,15 +189,15 @@ def _check_weights(folder: Path) -> None:
 # ---- what is deleted ----
 
 
-def save_trainer_state(state: TrainerState, place: Replacement, *, is_writer: bool) -> None:
+def save_trainer_state(state: TrainerState, folder: Path, staging: Path, *, is_writer: bool) -> None:
     """Save once more what the Trainer has saved, which looked for the best checkpoint where this one is made, and not
     where all of them are. Every rank must call."""
-    with agreed("saving the trainer's state", place.folder), storage_errors("save to", place.folder):
-        best = place.folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-        if state.best_global_step and (best == place.folder or best.exists()):
+    with agreed("saving the trainer's state", folder), storage_errors("save to", folder):
+        best = folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        if state.best_global_step and (best == folder or best.exists()):
             state.best_model_checkpoint = str(best)
         if is_writer:
-            state.save_to_json(str(place.staging / TRAINER_STATE_NAME))
+            state.save_to_json(str(staging / TRAINER_STATE_NAME))
 
 
 def put_in_place(

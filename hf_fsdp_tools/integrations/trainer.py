@@ -255,7 +255,7 @@ class FSDPTrainerMixin(PushingMixin):
             self._place, self._unwritten = place, None if self.blocking else unwritten
             with announced("saving"), without_rotation(args):
                 super()._save_checkpoint(model, trial)
-                save_trainer_state(state, place, is_writer=args.should_save)
+                save_trainer_state(state, folder, place.staging, is_writer=args.should_save)
         except BaseException:
             unwritten.held.close()
             raise

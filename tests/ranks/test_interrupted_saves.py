@@ -375,6 +375,9 @@ def save_adapters(root: Path) -> dict[str, list[str]]:
             found.setdefault(name, []).append(opened[0])
         assert "mine" in (target / "README.md").read_text() and "license: mit" in (target / "README.md").read_text()
         assert not list(target.glob(".*"))
+        os.umask(umask := os.umask(0))
+        modes = {path.stat().st_mode & 0o777 for path in target.iterdir() if path.suffix != ".former"}
+        assert modes == {0o666 & ~umask}
     return found
 
 
