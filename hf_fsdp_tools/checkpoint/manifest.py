@@ -12,6 +12,7 @@ from hf_fsdp_tools.checkpoint.durable import storage_errors, sync, write_durably
 from hf_fsdp_tools.checkpoint.formats.stored import leaves_folder
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.modeling.untrusted import read_json_object
 from hf_fsdp_tools.text import first_line, listed
 
 __all__ = ["MANIFEST", "Manifest", "check_sums", "read_manifest", "write_manifest"]
@@ -20,6 +21,9 @@ MANIFEST = "checkpoint_manifest.json"
 """Name of the file in the checkpoint's folder."""
 
 _FORMAT = 1
+
+_MOST_FILES = 100_000
+"""In a checkpoint: several for each rank of the largest runs. (assumed)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,15 +99,19 @@ def read_manifest(folder: Path) -> Manifest | None:
         CheckpointError: the manifest cannot be read, or is none.
     """
     file = folder / MANIFEST
-    try:
-        text = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not os.path.lexists(file):
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({first_line(error)}). {_CURE}") from None
-    files = text.get("files") if isinstance(text, dict) else None
-    ranks = text.get("ranks") if isinstance(text, dict) else None
-    if not isinstance(files, dict) or type(ranks) is not int or text.get("format") != _FORMAT:
+    try:
+        text = read_json_object(file)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {_CURE}") from None
+    files, ranks = text.get("files"), text.get("ranks")
+    if (
+        not isinstance(files, dict)
+        or len(files) > _MOST_FILES
+        or type(ranks) is not int
+        or text.get("format") != _FORMAT
+    ):
         raise CheckpointError(f"{file}: is no list of files in format {_FORMAT}. {_CURE}")
     for name, entry in files.items():
         kinds = {"bytes": int, "sha256": str}

@@ -26,7 +26,8 @@ from hf_fsdp_tools.integrations.resume import (
     warn_of_other_world,
 )
 from hf_fsdp_tools.integrations.saving import Replacement, remove_checkpoint, remove_leftovers
-from hf_fsdp_tools.text import first_line, listed
+from hf_fsdp_tools.modeling.untrusted import read_json_object
+from hf_fsdp_tools.text import first_line, listed, quoted
 
 __all__ = [
     "STATE_FILES",
@@ -121,17 +122,37 @@ def problem_of(folder: Path, allowed: Collection[str] = ()) -> str:
         return f"is damaged: {error}".rstrip(".")
 
 
-def _problem_of_state(folder: Path) -> str:
-    """The same as far as `trainer_state.json` says it."""
+_KINDS_IN_STATE: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("global_step", "max_steps", "num_train_epochs"), (int,)),
+    **dict.fromkeys(("epoch", "eval_steps", "logging_steps", "save_steps", "total_flos"), (int, float)),
+    **dict.fromkeys(("best_global_step", "num_input_tokens_seen", "train_batch_size"), (int, type(None))),
+    "best_metric": (int, float, type(None)),
+    "best_model_checkpoint": (str, type(None)),
+    "log_history": (list,),
+    "stateful_callbacks": (dict, type(None)),
+}
+"""The kinds of values in `trainer_state.json`; source: transformers 5.23, trainer_callback.py, `TrainerState`."""
+
+
+def _problem_of_state(folder: Path, args: Any = None) -> str:
+    """The same as far as `trainer_state.json` says it; with `TrainingArguments`, also whether these steps can follow."""
     file = folder / TRAINER_STATE_NAME
-    try:
-        state = TrainerState.load_from_json(str(file))
-    except (OSError, ValueError):  # absent, or cut off
+    if not file.is_file() or not file.stat().st_size:
         return f"has no readable {TRAINER_STATE_NAME}: it is no checkpoint, or saving it was interrupted"
-    except (TypeError, AttributeError, RecursionError) as error:
+    try:
+        said = read_json_object(file)
+    except CheckpointError as error:
         return f"has a damaged {TRAINER_STATE_NAME} ({first_line(error)})"
-    if type(state.global_step) is not int or "global_step" not in file.read_text(encoding="utf-8"):
-        return f"has a damaged {TRAINER_STATE_NAME} (no number of steps)"
+    for key, kinds in _KINDS_IN_STATE.items():
+        value = said.get(key, None if key == "global_step" else kinds[0]())
+        is_needed = args is not None and getattr(args, key.replace("_steps", "_strategy"), None) == "steps"
+        is_wrong = type(value) not in kinds or (is_needed and key in said and value <= 0)
+        if is_wrong or (isinstance(value, list) and not all(isinstance(each, dict) for each in value)):
+            return f"has a damaged {TRAINER_STATE_NAME} ({key} is {quoted(said.get(key))})"
+    try:
+        TrainerState.load_from_json(str(file))
+    except (TypeError, AttributeError) as error:
+        return f"has a damaged {TRAINER_STATE_NAME} ({first_line(error)})"
     return ""
 
 
@@ -149,7 +170,7 @@ def check_checkpoint(trainer: Any, folder: Path) -> None:
     random_states = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
     absent: dict[str, str] = {}
     with agreed("looking for the parts of the checkpoint", folder), storage_errors("read", folder):
-        if problem := _problem_of_state(folder):  # each rank reads it
+        if problem := _problem_of_state(folder, args):  # each rank reads it
             raise CheckpointError(f"{str(folder)!r} {problem}. Save to a file system that all ranks share.")
         _check_weights(folder)
         if not any((folder / name).exists() for name in STATE_FILES[:2]):

@@ -17,6 +17,7 @@ from hf_fsdp_tools.diagnostics.findings import Finding
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.contradictions import contradictions
 from hf_fsdp_tools.integrations.settings import HYBRID, OLD_KEYS, YAML_KEYS, read_value, reshards, strategy_of
+from hf_fsdp_tools.modeling.untrusted import load_yaml
 from hf_fsdp_tools.text import did_you_mean, quoted, why
 
 __all__ = ["check_config_file", "is_fsdp1"]
@@ -40,7 +41,7 @@ def check_config_file(path: str | os.PathLike[str], defaults: Mapping[str, Any])
         ConfigError: the file cannot be read, or holds no YAML mapping.
     """
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        data = load_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {why(error)}; make a file with `hf-fsdp config`") from None
     except yaml.YAMLError as error:
@@ -66,7 +67,7 @@ def _read(data: Mapping[str, Any], said: dict[str, Any]) -> Iterator[Finding]:
     for section, known in sections.items():
         values = (data.get(section) or {}) if section else data
         if not isinstance(values, dict):
-            yield _error(code="wrong-value", fact=f"{section} is {values!r}.", cure="Write `key: value` lines.")
+            yield _error(code="wrong-value", fact=f"{section} is {quoted(values)}.", cure="Write `key: value` lines.")
             continue
         for key, value in values.items():
             # The launcher adds the prefix, in this section alone.
@@ -79,7 +80,7 @@ def _read(data: Mapping[str, Any], said: dict[str, Any]) -> Iterator[Finding]:
                 try:
                     said[name] = read_value(kinds[name], value)
                 except ValueError as expected:
-                    yield _error(code="wrong-value", fact=f"{name} is {value!r}.", cure=f"Use {expected}.")
+                    yield _error(code="wrong-value", fact=f"{name} is {quoted(value)}.", cure=f"Use {expected}.")
 
 
 def _check(data: Mapping[str, Any], said: dict[str, Any], defaults: Mapping[str, Any]) -> Iterator[Finding]:

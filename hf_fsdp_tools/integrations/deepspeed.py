@@ -197,7 +197,7 @@ def _json(folder: Path, name: str) -> Mapping[str, Any]:
     path = folder / name if (folder / name).is_file() else Path(name)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"deepspeed_config_file {name} cannot be read: {why(error)}; put it beside the file"
         ) from error

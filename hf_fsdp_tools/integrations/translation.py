@@ -17,6 +17,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations import deepspeed
 from hf_fsdp_tools.integrations.settings import HYBRID, OLD_KEYS, YAML_KEYS, read_value, reshards, strategy_of
+from hf_fsdp_tools.modeling.untrusted import load_yaml
 from hf_fsdp_tools.text import did_you_mean, quoted, why
 
 __all__ = ["Translation", "translate_file"]
@@ -117,7 +118,7 @@ _ELSEWHERE: dict[str, tuple[Any, str]] = {
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+        data = load_yaml(path.read_text(encoding="utf-8"))  # JSON is YAML
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {why(error)}; name the file to translate") from error
     except yaml.YAMLError as error:

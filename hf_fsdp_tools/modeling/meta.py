@@ -34,6 +34,9 @@ _CURE = "Use the config.json that belongs to the checkpoint: copy or download it
 _MOST_MODULES = 250_000
 """Of any model; Kimi K2, with all of its experts apart, has about 120,000. (assumed)"""
 
+_MOST_LABELS = 1_000_000
+"""Of a classifier. (assumed)"""
+
 _COUNTS_OF_LAYERS = ("block", "blocks", "depth", "depths", "layer", "layers")
 """How names of configurations end that count layers."""
 
@@ -97,6 +100,10 @@ def _check_config_file(file: Path) -> None:
                     raise CheckpointError(
                         f"{file}: names the dtype {quoted(value)}, which torch does not have. {_CURE}"
                     )
+            elif key == "num_labels" and type(value) is int and value > _MOST_LABELS:  # each of them gets a name
+                raise CheckpointError(
+                    f"{file}: num_labels is {quoted(value)}, expected at most {_MOST_LABELS:,}. {_CURE}"
+                )
             elif key.endswith(_COUNTS_OF_LAYERS) and type(value) is int and value > _MOST_MODULES:
                 raise CheckpointError(
                     f"{file}: {quoted(key)} is {quoted(value)}, and no model has more than {_MOST_MODULES:,} modules. "

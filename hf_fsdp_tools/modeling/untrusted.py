@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
 from transformers import GenerationConfig
 
 from hf_fsdp_tools.distributed.watch import watched
@@ -16,6 +17,7 @@ from hf_fsdp_tools.text import first_lines, quoted
 __all__ = [
     "MAX_PARSED_BYTES",
     "load_generation_config",
+    "load_yaml",
     "read_json_object",
     "refuse_pointer",
     "understood",
@@ -23,6 +25,9 @@ __all__ = [
 
 MAX_PARSED_BYTES = 100_000_000
 """Bytes of the largest file that is parsed: what the header of a safetensors file may have."""
+
+_MOST_NESTED = 50
+"""Levels of YAML; a launch file has 2. (assumed)"""
 
 
 @contextmanager
@@ -75,6 +80,22 @@ def read_json_object(file: Path) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {quoted(content)}. Copy or save it again.")
     return content
+
+
+def load_yaml(text: str) -> Any:
+    """The content of a YAML file without aliases: these, one in the other, make any amount of a few lines.
+
+    Raises:
+        yaml.YAMLError: it is no YAML, has aliases, or is nested more than 50 deep.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError(f"line {event.start_mark.line + 1} has the alias *{event.anchor}; write it out")
+        if depth > _MOST_NESTED:
+            raise yaml.YAMLError(f"line {event.start_mark.line + 1} is nested more than {_MOST_NESTED} deep")
+    return yaml.safe_load(text)
 
 
 def load_generation_config(folder: Path) -> GenerationConfig | None:

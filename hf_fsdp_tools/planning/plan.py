@@ -97,7 +97,7 @@ class WrapPlan:
             units = tuple(WrapUnit(**{**unit, "modules": tuple(unit["modules"])}) for unit in data.pop("units"))
             data |= {name: tuple(data[name]) for name in ("replicated", "notes")}
             return cls(units=units, **data)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, WrapPlanError):
                 raise
             raise WrapPlanError(f"Not a wrap plan: {error}. {cure}") from None

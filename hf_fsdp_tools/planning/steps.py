@@ -180,10 +180,14 @@ def _split_by_size(draft: PlanDraft, node: ModuleNode, rest: dict[ModuleNode, in
         if rest[parts[-1]] < draft.floor and rest[node] <= draft.bound:
             break  # the largest part left is too small for collectives of its own, and the rules allow it here
         part = draft.widened(parts.pop())
-        if draft.unit_at(part) is None:
-            draft.add_unit([part], True, "largest part of what exceeds the size ceiling")
-            rest[node] -= rest[part]
-            rest.update((below, 0) for below in part.walk())
+        alike = next((stack for stack in draft.stacks if part in stack), [part])
+        if sum(rest[block] for block in alike) < rest[node] / 2:
+            alike = [part]
+        for each in alike:  # the other blocks of the stack too, where it is most of what exceeds the ceiling
+            if rest[each] and draft.unit_at(each) is None and draft.can_be_unit(each):
+                draft.add_unit([each], True, "largest part of what exceeds the size ceiling")
+                rest[node] -= rest[each]
+                rest.update((below, 0) for below in each.walk())
     if rest[node] > draft.ceiling and not is_root:
         draft.add_unit([node], True, "above the size ceiling")
         rest[node] = 0

@@ -21,6 +21,7 @@ from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.mesh import gpus_are_hidden, rank_on_node
 from hf_fsdp_tools.distributed.network import choose_interface
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.untrusted import load_yaml
 from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
 __all__ = ["ModelArguments", "parse_arguments"]
@@ -270,7 +271,7 @@ def _check_file(paths: list[str], names: list[str]) -> None:
         raise ConfigError("--config needs the path of a YAML file.")
     path = Path(paths[0])
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}. Give the path of a YAML file.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -2,6 +2,7 @@
 
 import cProfile
 import json
+import os
 import pickle
 import shutil
 import zipfile
@@ -16,16 +17,21 @@ import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerState, TrainingArguments
 
 from hf_fsdp_tools.checkpoint.formats import dcp as dcp_format
 from hf_fsdp_tools.checkpoint.formats.dcp import METADATA
 from hf_fsdp_tools.checkpoint.formats.safetensors import parse_header
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.checkpoint.manifest import MANIFEST, read_manifest
 from hf_fsdp_tools.distributed import watch
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
+from hf_fsdp_tools.integrations import checkpoints
+from hf_fsdp_tools.integrations.config import FSDPConfig
+from hf_fsdp_tools.integrations.translation import translate_file
+from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
+from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.pretrained import open_checkpoint
 from hf_fsdp_tools.sharding.adapter_files import open_adapter_config, refuse_endless_patterns
 from hf_fsdp_tools.sharding.adapters import load_adapter
@@ -564,6 +570,97 @@ def test_the_patterns_of_every_entry_are_looked_at(adapter: Path, tmp_path: Path
     adapter_config(**{key: {ENDLESS[0]: 3} if key.startswith(("rank", "alpha")) else ENDLESS[0]})(folder)
     with pytest.raises(CheckpointError, match=r"adapter_config\.json: '\.\?.* takes more than 100,000 steps"):
         open_adapter_config(peft, folder, NAMES)
+
+
+# ---- other files beside the weights ----
+
+
+def in_file(name: str, content: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        (folder / name).write_text(content)
+        return folder / name
+
+    return make
+
+
+def pipe(name: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        os.mkfifo(folder / name)
+        return folder / name
+
+    return make
+
+
+def trainer_state(**said: Any) -> Callable[[Path], Path]:
+    return in_file("trainer_state.json", json.dumps({"global_step": 3} | said))
+
+
+def problem(file: Path) -> None:
+    args = TrainingArguments(output_dir=str(file.parent), report_to="none", use_cpu=True)
+    if found := checkpoints._problem_of_state(file.parent, args):
+        raise CheckpointError(f"{file.parent} {found}")
+
+
+def manifest_of(folder: Path) -> None:
+    read_manifest(folder.parent)
+
+
+def of_deepspeed(file: Path) -> None:
+    launch = f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: {file.name}\n"
+    translate_file(in_file("launch.yaml", launch)(file.parent))
+
+
+NESTED = "[" * 5000
+
+FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] = {
+    "a manifest that is a pipe": (pipe(MANIFEST), manifest_of, "is no regular file"),
+    "a manifest of many files": (
+        in_file(MANIFEST, json.dumps({"format": 1, "ranks": 1, "files": {str(i): {} for i in range(100_001)}})),
+        manifest_of,
+        "is no list of files",
+    ),
+    "a trainer's state that is a pipe": (pipe("trainer_state.json"), problem, "has no readable trainer_state.json"),
+    "a history that is a number": (trainer_state(log_history=5), problem, r"\(log_history is 5\)"),
+    "a history of numbers": (trainer_state(log_history=[5]), problem, r"\(log_history is \[5\]\)"),
+    "logging every 0 steps": (trainer_state(logging_steps=0), problem, r"\(logging_steps is 0\)"),
+    "a batch that is a text": (trainer_state(train_batch_size="x"), problem, r"\(train_batch_size is 'x'\)"),
+    "steps that are a list": (trainer_state(global_step=[1]), problem, r"\(global_step is \[1\]\)"),
+    "a plan nested deeply": (
+        in_file("plan.json", NESTED),
+        lambda f: WrapPlan.from_json(f.read_text()),
+        "Not a wrap plan",
+    ),
+    "YAML nested deeply": (in_file("a.yaml", NESTED), FSDPConfig.check_file, "line 1 is nested more than 50 deep"),
+    "YAML of itself": (in_file("b.yaml", "&a {num_processes: *a}"), translate_file, "line 1 has the alias "),
+    "YAML that laughs": (
+        in_file("c.yaml", "a: &a [1, 1]\n" + "".join(f"b{i}: &b{i} [*a, *a]\n" for i in range(9))),
+        FSDPConfig.check_file,
+        r"line 2 has the alias \*a; write it out",
+    ),
+    "DeepSpeed's JSON nested deeply": (in_file("ds.json", NESTED), of_deepspeed, "ds.json cannot be read"),
+    "a billion labels": (
+        in_file("config.json", '{"model_type": "llama", "num_labels": 1000000000}'),
+        load_config,
+        "num_labels is 1000000000, expected at most 1,000,000",
+    ),
+}
+"""How a file is made, what reads it, and what the error says."""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_beside_the_weights_are_one_error_too(tmp_path: Path, name: str) -> None:
+    make, read, said = FILES[name]
+    with pytest.raises(FSDPToolsError, match=said) as caught:
+        read(make(tmp_path))
+    assert len(str(caught.value)) < MOST_CHARACTERS
+
+
+def test_a_state_of_a_trainer_is_taken(tmp_path: Path) -> None:
+    """What a Trainer writes, and steps of 0 for what does not go by steps."""
+    TrainerState(global_step=3, log_history=[{"loss": 1.0}], eval_steps=0).save_to_json(
+        str(tmp_path / "trainer_state.json")
+    )
+    problem(tmp_path / "trainer_state.json")
 
 
 # ---- what passes every check and is large all the same ----

@@ -391,6 +391,29 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
         pack_quantized(4),
         r"'a\.weight_g_idx' orders its columns by activation, so that no block .* recipes/dequantize\.py",
     ),
+    **{
+        f"blocks of {said!r}": (
+            good_but(),
+            FP8 | {"weight_block_size": said},
+            r"weight_block_size is [][\w., ']+, expected two numbers above 0",
+        )
+        for said in ([0, 0], 5, ["a", "b"], [1.5, 2.0], [2, 2, 2])
+    },
+    **{
+        f"groups with {said!r}": (
+            {"a.weight": INTEGERS, "a.weight_scale": scales_of(24, 1)},
+            COMPRESSED | {"config_groups": said},
+            shown,
+        )
+        for said, shown in (
+            (["a"], r"config_groups is \['a'\], expected groups by name"),
+            ("text", "config_groups is 'text', expected"),
+            *(
+                ({"g": {"weights": {"block_structure": block}}}, "block_structure is .*, expected two numbers above 0")
+                for block in ([0, 0], 5, "ab", "0x4", [[1], [2]])
+            ),
+        )
+    },
 }
 
 

@@ -332,6 +332,20 @@ def test_where_nothing_repeats_the_plan_goes_by_size_and_says_so() -> None:
     assert "chosen by size" in plan.notes[0] and len(plan.units) > 1
 
 
+def test_equal_blocks_of_a_small_tower_are_units_together() -> None:
+    """Gemma-3-27B in its real size: its tower is just below the ceiling, and with the projector just above."""
+    text = {"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "vocab_size": 262208}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128}
+    vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "image_size": 896}
+    config = t.Gemma3Config(
+        text_config=text | heads, vision_config=vision | {"num_attention_heads": 16, "patch_size": 14}
+    )
+    plan = make_wrap_plan(build_meta_model(config, dtype=torch.bfloat16))
+    tower = [unit for unit in plan.units if "vision_tower" in unit.modules[0]]
+    assert len(tower) == 27 and len({unit.num_params for unit in tower}) == 1
+    assert plan.units[-1].modules == ("",) and plan.units[-1].num_params < 3e7, "of 4.1e8 before"
+
+
 def test_a_model_without_parameters_has_no_plan() -> None:
     with pytest.raises(BlockDetectionError, match="nothing to shard"):
         make_wrap_plan(nn.Sequential(nn.ReLU()))

@@ -18,7 +18,7 @@ from hf_fsdp_tools.checkpoint.conversion import LoadMap
 from hf_fsdp_tools.checkpoint.formats.stored import BlockScales, QuantizedTensor, Stored, StoredTensor
 from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.text import dtype_name, listed_lines
+from hf_fsdp_tools.text import dtype_name, listed_lines, quoted
 
 __all__ = ["Dequantized", "method_of", "scaled_as_converted", "with_floats"]
 
@@ -199,7 +199,9 @@ class _Finder:
         _expect(scales, (*_SCALES, *_EXPONENTS))
         shape = (*values.shape[:-1], values.shape[-1] * packed) if values.shape else ()
         self.shown.append("fp8" if packed == 1 else "fp4")
-        grid = self._grid(values.key, shape, scales, tuple(self._config.get("weight_block_size") or ()), packed)
+        grid = self._grid(
+            values.key, shape, scales, _block("weight_block_size", self._config.get("weight_block_size")), packed
+        )
         return _tensor(values.key, values, {"scale": grid}, "scaled in fp32", shape, packed)
 
     def _compressed(
@@ -368,20 +370,35 @@ def _looks(tensor: StoredTensor) -> str:
 
 def _blocks_of_groups(config: Mapping[str, Any]) -> tuple[int, ...]:
     """The block size that a config of compressed-tensors names; empty without one."""
-    for group in (config.get("config_groups") or {}).values():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping) and weights.get("block_structure"):
-            return tuple(weights["block_structure"])
-    return ()
+    said = (weights.get("block_structure") for _, weights in _groups(config))
+    return next((_block("block_structure", block) for block in said if block), ())
 
 
 def _bits_of_packed(config: Mapping[str, Any]) -> int | None:
     """Bits of the integers that a config of compressed-tensors packs; None where it names none, several, or bits that
     run on from word to word."""
-    bits = {
-        group["weights"].get("num_bits")
-        for group in (config.get("config_groups") or {}).values()
-        if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
+    bits = [
+        weights.get("num_bits")
+        for group, weights in _groups(config)
         if (group.get("format") or config.get("format")) == "pack-quantized"
-    }
-    return bits.pop() if bits in ({4}, {8}) else None
+    ]
+    return bits[0] if bits and bits[0] in (4, 8) and all(each == bits[0] for each in bits) else None
+
+
+def _groups(config: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """The groups of a config of compressed-tensors that quantise weights, each with what it says of them."""
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        raise _DoesNotFit(f"the config's config_groups is {quoted(groups)}, expected groups by name")
+    inside = [(group, group.get("weights")) for group in groups.values() if isinstance(group, Mapping)]
+    return [(group, weights) for group, weights in inside if isinstance(weights, Mapping)]
+
+
+def _block(name: str, said: Any) -> tuple[int, ...]:
+    """The rows and columns of a block, of which the config says the size; empty where it says none."""
+    if not said:
+        return ()
+    size = [int(n) if n.isdigit() else 0 for n in said.split("x")] if isinstance(said, str) else said
+    if isinstance(size, (list, tuple)) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
+        return tuple(size)
+    raise _DoesNotFit(f"the config's {name} is {quoted(said)}, expected two numbers above 0")
