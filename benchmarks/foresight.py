@@ -5,6 +5,7 @@
     python benchmarks/foresight.py memory --again --records FILE        # measure nothing, foresee all records anew
     python benchmarks/foresight.py memory --report --records FILE --output benchmarks/results/foresight_memory.md
     python benchmarks/foresight.py throughput --output benchmarks/results/foresight_throughput.md     # published rows
+    python benchmarks/foresight.py published --output benchmarks/results/foresight_published.md       # real GPUs' peaks
     python benchmarks/foresight.py scaling --output benchmarks/results/scaling.json         # GPT-175B and GPT-1T
 
 A record is written as it comes; what has one is not run again. On CPUs all ranks run; on CUDA this machine's one device
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.foreseeing import memory, tables
 from benchmarks.foreseeing.cases import CASES, SIZES
+from benchmarks.foreseeing.published import published_report
 from benchmarks.foreseeing.scaling import write_scaling
 from benchmarks.foreseeing.throughput_table import throughput_report
 
@@ -75,6 +77,11 @@ def run_throughput(args: argparse.Namespace) -> None:
     args.output.write_text(throughput_report(args.cache))
 
 
+def run_published(args: argparse.Namespace) -> None:
+    """Foresee, and report."""
+    args.output.write_text(published_report())
+
+
 def run_scaling(args: argparse.Namespace) -> None:
     """The curves of the two trainings that started FSDP's fame."""
     write_scaling(args.output)
@@ -98,6 +105,9 @@ def parsed() -> argparse.Namespace:
     two.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "foresight", help="folder for traces")
     two.add_argument("--output", type=Path, required=True, help="Markdown file")
     two.set_defaults(run=run_throughput)
+    four = commands.add_parser("published", help="published peaks of memory, and speeds that were not fitted")
+    four.add_argument("--output", type=Path, required=True, help="Markdown file")
+    four.set_defaults(run=run_published)
     three = commands.add_parser("scaling", help="GPT-175B and GPT-1T on 8 to 512 GPUs")
     three.add_argument("--output", type=Path, required=True, help="JSON file")
     three.set_defaults(run=run_scaling)

@@ -58,7 +58,8 @@ def build(
     if setup.lora_r is not None and not is_adapted(model):
         model = model if given is None else _on_meta(model)
         targets = setup.lora_target_modules
-        model = add_lora(model, r=setup.lora_r, target_modules=targets if isinstance(targets, str) else list(targets))
+        targets = targets if isinstance(targets, str) else list(targets)
+        model = add_lora(model, r=setup.lora_r, target_modules=targets, dropout=setup.lora_dropout)
     base = base_of(model)
     _check_length(base, setup)
     plan = plan_with_adapters(base, setup.policy)

@@ -66,7 +66,16 @@ class Forecast:
         return self.plan.model_class
 
 
-_NOT_BUILT = (*_NOT_TRACED, "batch_size", "images", "image_size", "activation_checkpointing", "compile", "loss")
+_NOT_BUILT = (
+    *_NOT_TRACED,
+    "batch_size",
+    "images",
+    "image_size",
+    "activation_checkpointing",
+    "checkpoint_every",
+    "compile",
+    "loss",
+)
 """Fields of `TrainingSetup` that no model depends on: it is built once for all of them."""
 
 _MOST_MODELS = 2

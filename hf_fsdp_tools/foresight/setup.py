@@ -24,6 +24,7 @@ _COUNTS = (
     "batch_size",
     "seq_len",
     "gradient_accumulation_steps",
+    "checkpoint_every",
 )
 
 
@@ -84,12 +85,17 @@ class TrainingSetup:
     """Rank of LoRA adapters; None trains all parameters."""
     lora_target_modules: str | tuple[str, ...] = "all-linear"
     """As in PEFT's `LoraConfig.target_modules`."""
+    lora_dropout: float = 0.0
+    """As in PEFT's `LoraConfig`. Above 0, each adapted layer keeps an input of its own and a mask (TRL's default is
+    0.05)."""
     freeze_vision_tower: bool = False
     """The image encoder is not trained; what leads from it to the text is."""
     load_in_4bit: bool = False
     """NF4 base (QLoRA)."""
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass."""
+    checkpoint_every: int = 1
+    """With activation checkpointing, which blocks are recomputed: every n-th, beginning with the n-th."""
     reshard_after_forward: bool = True
     """False keeps gathered parameters until the backward pass."""
     wrapping: Literal["hybrid", "root", "none"] = "hybrid"
@@ -141,6 +147,8 @@ class TrainingSetup:
             raise ConfigError(f"num_gpus is {self.num_gpus:,}; no cluster has more than {_MOST_GPUS:,}.")
         if self.wrapping == "none" and self.offload:
             raise ConfigError("offload moves the shards of FSDP, and wrapping='none' has none; leave out one of them.")
+        if not 0 <= self.lora_dropout < 1:
+            raise ConfigError(f"lora_dropout is {self.lora_dropout:g}; give a share from 0 to below 1.")
         if self.load_in_4bit and self.lora_r is None:
             raise ConfigError("load_in_4bit freezes the base, so nothing would be trained; give lora_r, such as 16.")
         ParallelDims(dp_replicate_size=self.dp_replicate_size).resolve(self.num_gpus)

@@ -113,19 +113,20 @@ def load_adapter(
     return adapted.eval()
 
 
-def add_lora(model: nn.Module, *, r: int, target_modules: str | list[str]) -> nn.Module:
+def add_lora(model: nn.Module, *, r: int, target_modules: str | list[str], dropout: float = 0.0) -> nn.Module:
     """Add LoRA to a plain model, in place, and freeze its base; return the `PeftModel`. Nothing is communicated.
 
     Args:
         model: not sharded; on meta, the adapter is on meta too.
         r: rank of the adapter.
         target_modules: as in `LoraConfig`.
+        dropout: likewise.
 
     Raises:
         ConfigError: PEFT is not installed, or refuses.
     """
     peft = _peft()
-    config = peft.LoraConfig(r=r, target_modules=target_modules)
+    config = peft.LoraConfig(r=r, target_modules=target_modules, lora_dropout=dropout)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     with errors_of_peft(config), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what PEFT asks it

@@ -96,6 +96,7 @@ def renumbered(trace: Trace) -> list[tuple]:
         ("local and global", 11, {}),
         ("encoder and decoder", 7, {}),
         ("llama", 6, {"lora_r": 4, "activation_checkpointing": True}),
+        ("llama", 12, {"activation_checkpointing": True, "checkpoint_every": 2}),
     ],
 )
 def test_few_blocks_give_the_events_of_all_one_by_one(kind, layers, fields, monkeypatch):
@@ -106,6 +107,23 @@ def test_few_blocks_give_the_events_of_all_one_by_one(kind, layers, fields, monk
     assert run.repeated == 0
     assert renumbered(spliced) == renumbered(run)
     assert spliced.parameters == run.parameters and spliced.model_flops == run.model_flops
+
+
+def test_every_second_block_computed_again_keeps_half():
+    """As real ranks do: `benchmarks/results/foresight_memory.md`."""
+    again = {"activation_checkpointing": True}
+    none, half, every = (peak(traced("llama", 12, **fields)) for fields in ({}, again | {"checkpoint_every": 2}, again))
+    assert half == pytest.approx((none + every) / 2, rel=0.2) and every < 0.7 * half
+    with pytest.raises(ConfigError, match="checkpoint_every is 0"):
+        TrainingSetup(checkpoint_every=0)
+
+
+def test_dropout_of_adapters_keeps_an_input_and_a_mask_for_each_layer():
+    plain, dropped = (peak(traced("llama", 4, lora_r=4, lora_dropout=each)) for each in (0.0, 0.1))
+    inputs, alone = 6 * 48 + 68, 3 * 48 + 68  # of adapted layers, and of those that share none with another
+    assert 4 * 32 * (3 * inputs - 2 * alone) <= dropped - plain <= 4 * 32 * 3 * inputs
+    with pytest.raises(ConfigError, match=r"lora_dropout is 1; give a share"):
+        TrainingSetup(lora_dropout=1.0)
 
 
 def test_blocks_that_differ_are_all_run():

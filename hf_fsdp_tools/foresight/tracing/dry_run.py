@@ -30,6 +30,7 @@ from hf_fsdp_tools.foresight.tracing.fallback import events_by_formula
 from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, give_memory, images_of
 from hf_fsdp_tools.foresight.tracing.inputs import make_batch
 from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, imitate_4bit
+from hf_fsdp_tools.foresight.tracing.recomputation import blocks_marked, checkpoint_marked
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Stack, configs_of, cut_plan, repeating_stacks, short_copy
 from hf_fsdp_tools.foresight.tracing.splice import Bounds, expand
@@ -38,7 +39,7 @@ from hf_fsdp_tools.foresight.tracing.values import followed_values
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
-from hf_fsdp_tools.sharding.shard import check_checkpointing, checkpoint_activations, runners_of_experts
+from hf_fsdp_tools.sharding.shard import check_checkpointing, runners_of_experts
 from hf_fsdp_tools.text import first_line, show_count
 
 __all__ = ["Device", "run_backward", "trace_model"]
@@ -71,6 +72,11 @@ def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, devic
     """
     if setup.activation_checkpointing:
         check_checkpointing(model)
+    with blocks_marked(model, setup):
+        return _traced(model, plan, setup, device)
+
+
+def _traced(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, device: Device) -> Trace:
     try:
         images = images_of(model, setup)
         if images is not None:
@@ -236,8 +242,7 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
         if hasattr(config, "use_cache"):
             config.use_cache = False
     if setup.activation_checkpointing:
-        checkpoint_activations(model)
-        _watch_second_passes(model, recorder)
+        checkpoint_marked(model, recorder)
     modules = dict(model.named_modules(remove_duplicate=False))
     for unit in plan.units:
         for name in unit.modules:
@@ -309,20 +314,6 @@ def _with_gradients(value: Any, change: Callable[..., Iterable[torch.Tensor]]) -
     leaves, spec = tree_flatten(value)
     new = [next(changed) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf for leaf in leaves]
     return tree_unflatten(new, spec)
-
-
-def _watch_second_passes(model: nn.Module, recorder: Recorder) -> None:
-    """Tell the recorder of forward passes inside the backward pass: of modules that are computed again."""
-
-    def count(change: int) -> Callable[..., None]:
-        def counted(*_: object) -> None:
-            recorder.repeated += change if recorder.phase == "backward" else 0
-
-        return counted
-
-    for module in model.modules():
-        module.register_forward_pre_hook(count(1), prepend=True)
-        module.register_forward_hook(count(-1), always_call=True)  # also where what is needed has been computed
 
 
 def _watch_head(model: nn.Module, recorder: Recorder) -> None:
