@@ -237,7 +237,6 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
             config.use_cache = False
     if setup.activation_checkpointing:
         checkpoint_activations(model)
-        _watch_second_passes(model, recorder)
     modules = dict(model.named_modules(remove_duplicate=False))
     for unit in plan.units:
         for name in unit.modules:
@@ -251,6 +250,8 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
     if setup.loss == "chunked":
         chunk_loss(model, recorder)
     _watch_head(model, recorder)
+    for name, module in model.named_modules():
+        _watch_pass(module, name, recorder)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             hook = partial(recorder.keep_gradient, name)
@@ -311,18 +312,17 @@ def _with_gradients(value: Any, change: Callable[..., Iterable[torch.Tensor]]) -
     return tree_unflatten(new, spec)
 
 
-def _watch_second_passes(model: nn.Module, recorder: Recorder) -> None:
-    """Tell the recorder of forward passes inside the backward pass: of modules that are computed again."""
+def _watch_pass(module: nn.Module, name: str, recorder: Recorder) -> None:
+    """Tell the recorder which module runs, so that memory has a name."""
 
-    def count(change: int) -> Callable[..., None]:
-        def counted(*_: object) -> None:
-            recorder.repeated += change if recorder.phase == "backward" else 0
+    def before(*_: object) -> None:
+        recorder.modules.append(name)
 
-        return counted
+    def after(*_: object) -> None:
+        recorder.modules.pop()
 
-    for module in model.modules():
-        module.register_forward_pre_hook(count(1), prepend=True)
-        module.register_forward_hook(count(-1), always_call=True)  # also where what is needed has been computed
+    module.register_forward_pre_hook(before, prepend=True)
+    module.register_forward_hook(after, always_call=True)  # also where checkpointing has computed all that it needs
 
 
 def _watch_head(model: nn.Module, recorder: Recorder) -> None:
