@@ -7,7 +7,8 @@ example (a small Llama, CPython's documentation) falls from 7.6 to 5.1 in a minu
     accelerate launch --config_file here.yaml recipes/accelerate_loop.py
 
 Eight GPUs; two nodes likewise, with 2x8x80gb.yaml, `--main_process_ip HOST --machine_rank N`. Predicted by
-`hf-fsdp estimate` for H100s: 1B on one, 36 GB, 31k tokens/s; 8B on 8, 74 GB each, 56k; on 2 x 8, 48 GB each, 108k:
+`hf-fsdp estimate --loss full` for H100s: 1B on one, 36 GB, 31k tokens/s; 8B on 8, 74 GB each, 56k; on 2 x 8, 48 GB
+each, 108k:
 
     accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/accelerate_loop.py \
         --model_name_or_path NAME --dataset_name text.jsonl --max_length 4096 --per_device_train_batch_size 1

@@ -20,7 +20,7 @@ HOST` and `--machine_rank` 0 and 1:
         --model_name_or_path meta-llama/Llama-3.1-8B-Instruct --dataset_name trl-lib/ultrafeedback_binarized \
         --learning_rate 5e-7 --per_device_train_batch_size 2 --max_length 1024
 
-Predicted by `hf-fsdp estimate --loss chunked --batch-size 4 --seq-len 1024` on H100s of 80 GB, for two pairs, which are
+Predicted by `hf-fsdp estimate --batch-size 4 --seq-len 1024` on H100s of 80 GB, for two pairs, which are
 four sequences, per GPU and step:
 
     8B Llama, LoRA, on one GPU  44 GB       425 ms      9,600 tokens/s

@@ -18,7 +18,7 @@ A model and text of your own, on one node of 8 GPUs:
         --max_length 4096 --per_device_train_batch_size 1 --learning_rate 1e-5
 
 On two nodes the same on both, with 2x8x80gb.yaml, `--main_process_ip HOST` and `--machine_rank` 0 and 1.
-`hf-fsdp estimate --loss chunked` predicts for these settings on H100s:
+`hf-fsdp estimate` predicts for these settings on H100s:
 
     Llama of 1B on one GPU          32 GB, 129 ms for each step, 31,800 tokens/s
     Llama of 8B on one node         69 GB for each GPU, 585 ms, 56,000 tokens/s

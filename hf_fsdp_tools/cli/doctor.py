@@ -43,7 +43,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.model is None:
         found: Any = check_environment()
     else:
-        model = meta_model(options)
+        model = meta_model(options, dtype="float32")  # of what is trained, as this package loads it
         note = class_note(options, model)
         found = rehearse(model, num_processes=options.num_processes)
     print(found.to_json() if options.json else within(f"{found}{note}"))

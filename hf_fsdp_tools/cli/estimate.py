@@ -49,6 +49,10 @@ def add_estimate(commands: Any) -> None:
     show = parser.add_argument_group("what is shown").add_argument
     show("--tokens", type=float, metavar="N", help="also the hours and the cost of so many tokens, such as 1e9")
     show("--price", type=float, metavar="X", help="of one GPU for one hour, for the cost of --tokens")
+    show(
+        "--era", metavar="YEAR", help="of the software whose efficiencies are taken (default: the latest that is known)"
+    )
+    show("--explain", action="store_true", help="also what takes most memory at the peak: module and operator of each")
     show("--compare", action="store_true", help="lay the plan, root-only wrapping and no wrapping beside each other")
     show("--plot", type=Path, metavar="FILE", help="also draw it: .html (a page), .png, .svg or .pdf (the memory)")
     show("--json", action="store_true", help="print one JSON value instead of text")
@@ -70,35 +74,87 @@ def _estimate(options: argparse.Namespace) -> None:
     with progress() as say:
         for wrapping in wrappings:
             say(f"a step of {options.model} without memory, {_WRAPPINGS[wrapping]} ...")
-            found[wrapping] = _estimated(options.model, _wrapped(setup, wrapping), kwargs)
+            found[wrapping] = _estimated(options, _wrapped(setup, wrapping), kwargs)
+        first = found[setup.wrapping].memory
+        whole = more = None
+        if setup.loss is None and first.setup.loss == "chunked":
+            say("the same with whole logits ...")
+            whole = _estimated(options, replace(setup, loss="full"), kwargs).memory
+        if not (first.fits or options.json):
+            say("looking for what fits ...")
+            more = _what_fits(options, first, kwargs)
         if options.plot:
             say("drawing ...")
             counts = _counts(setup) if options.plot.suffix == ".html" else ()
-            scaled = {count: _estimated(options.model, replace(setup, num_gpus=count), kwargs) for count in counts}
+            scaled = {count: _estimated(options, replace(setup, num_gpus=count), kwargs) for count in counts}
             draw_estimate(options.plot, {_WRAPPINGS[name]: each for name, each in found.items()}, scaled)
     shown = dict(list(found.items())[: None if options.compare else 1])
     if options.json:
         print(json.dumps(_value(options, shown), indent=1))
         return
-    first = shown[setup.wrapping]
-    print(within(first.memory, 100))
+    print(within("\n".join([str(first), *_beside(first, whole, more)]), 100))
+    if options.explain:
+        print("", *_explained(first), sep="\n")
     if options.compare:
         print("", *_table(shown, options), sep="\n")
     else:
-        print(f"\n{within(first.time, 100)}")
+        time = shown[setup.wrapping].time
+        print(f"\n{within(time, 100)}")
         if options.tokens:
-            print(f"  {_cost_words(first.time, options)}")
+            print(f"  {_cost_words(time, options)}")
     if options.plot:
         print(f"wrote {options.plot}")
 
 
-def _estimated(name: str, setup: "TrainingSetup", model_kwargs: dict[str, Any]) -> Estimate:
+def _estimated(options: argparse.Namespace, setup: "TrainingSetup", model_kwargs: dict[str, Any]) -> Estimate:
     from hf_fsdp_tools.foresight.forecast import step_of
     from hf_fsdp_tools.foresight.memory import memory_of
     from hf_fsdp_tools.foresight.throughput import throughput_of
+    from hf_fsdp_tools.foresight.timing.efficiency import LATEST_ERA
 
-    memory = memory_of(step_of(name, setup, **model_kwargs))
-    return Estimate(memory, throughput_of(memory))
+    memory = memory_of(step_of(options.model, setup, **model_kwargs))
+    return Estimate(memory, throughput_of(memory, era=options.era or LATEST_ERA))
+
+
+def _what_fits(options: argparse.Namespace, memory: "MemoryEstimate", model_kwargs: dict[str, Any]) -> list[str]:
+    """Changes that make it fit."""
+    from hf_fsdp_tools.foresight.recommend import what_fits
+
+    given = [name for name, value in vars(options).items() if value is not None]
+    return what_fits(options.model, memory.setup, given=given, model_kwargs=model_kwargs)
+
+
+def _beside(memory: "MemoryEstimate", whole: "MemoryEstimate | None", more: list[str] | None) -> Iterator[str]:
+    """Lines below an estimate of memory: how far it may be off, the other kind of loss, and what fits.
+
+    Args:
+        memory: the estimate.
+        whole: the same training with whole logits, where nobody said which.
+        more: changes that make it fit, where it does not.
+    """
+    from hf_fsdp_tools.foresight.recommend import MARGIN
+
+    most = show_bytes(round(memory.total * (1 + MARGIN)))
+    yield f"up to {most} on a real GPU: `hf-fsdp config` leaves {100 * MARGIN:.0f} % free for that"
+    if whole is not None:
+        fits = "" if whole.fits else ", which does not fit"
+        yield (
+            f"loss in pieces, as `hf-fsdp finetune` makes it; with whole logits (--loss full) {show_bytes(whole.total)}"
+            f" in all{fits}"
+        )
+    if more is not None:
+        found = "; ".join(more) or "nothing near; take a smaller model"
+        yield f"what fits: {found}. `hf-fsdp config NAME` searches for the fastest setting"
+
+
+def _explained(memory: "MemoryEstimate") -> list[str]:
+    """What takes most memory at the peak, one row for tensors of equal size and origin."""
+    rows: list[tuple[str, ...]] = [("largest at the peak", "of the GPU", "tensors", "unit", "made by")]
+    for num_bytes, count, unit, source in memory.largest():
+        share = f"{num_bytes / memory.limit_bytes:.1%}"
+        each = f"{count} × {show_bytes(num_bytes // count)}"
+        rows.append((show_bytes(num_bytes), share, each, unit or "(root)", source))
+    return table(rows, right=(0, 1, 2))
 
 
 def _counts(setup: "TrainingSetup") -> Iterator[int]:

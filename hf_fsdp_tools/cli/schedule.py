@@ -46,6 +46,9 @@ def add_schedule(commands: Any) -> None:
 def _schedule(options: argparse.Namespace) -> None:
     from hf_fsdp_tools.foresight.forecast import step_of
     from hf_fsdp_tools.foresight.streams import step_schedule
+    from hf_fsdp_tools.foresight.throughput import straggling
+    from hf_fsdp_tools.foresight.timing.efficiency import LATEST_ERA, efficiency_of
+    from hf_fsdp_tools.foresight.timing.hardware import gpu_named
     from hf_fsdp_tools.foresight.timing.time import chrome_trace, simulate
 
     check_picture(options.output)
@@ -71,8 +74,11 @@ def _schedule(options: argparse.Namespace) -> None:
     print(
         f"{forecast.model_class} on {setup.num_gpus} x {setup.gpu}, micro-batch {setup.batch_size} of "
         f"{setup.seq_len:,} tokens: {_ms(schedule.seconds)} ms\n"
-        f"{_ms(exposed)} of {_ms(total)} ms of communication are exposed; times of one unit in ms\n"
+        f"{_ms(exposed)} of {_ms(total)} ms of communication are exposed; times of one unit in ms"
     )
+    if late := straggling(setup, efficiency_of(gpu_named(setup.gpu), LATEST_ERA)) * schedule.seconds:
+        print(f"{_ms(late)} ms of waiting for the slowest GPU come on top in `hf-fsdp estimate`")
+    print()
     print("\n".join(_table(schedule)))
     for written in filter(None, (options.output, options.trace)):
         print(f"wrote {written}")

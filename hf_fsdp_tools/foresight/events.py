@@ -74,6 +74,8 @@ class Alloc:
     """The plan's unit in which it is taken: fqn of the unit's first module, "" for the root."""
     stream: Stream = "compute"
     """The stream that owns it: an allocator gives freed memory to the same stream only."""
+    source: str = ""
+    """What makes it: the module inside of its unit, with "*" for numbers, and the operator; "" for memory of FSDP."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """How much memory a training takes on each GPU, where its peak stands and what it is made of."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -11,9 +12,9 @@ from hf_fsdp_tools.foresight.events import Alloc, Work
 from hf_fsdp_tools.foresight.forecast import Forecast, Source, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import Step
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timeline import memory_timeline, states
+from hf_fsdp_tools.foresight.timeline import held, memory_timeline, states
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
-from hf_fsdp_tools.text import show_bytes, show_count
+from hf_fsdp_tools.text import merge_names, show_bytes, show_count
 
 __all__ = ["MemoryEstimate", "Outside", "estimate_memory", "memory_of", "replayed_in_gpu"]
 
@@ -42,6 +43,11 @@ _NCCL_CHANNELS = 24
 """Channels of a ring on NVLink. (assumed: up to 32; a ring has two directions whatever the scale, NVIDIA/nccl issue
 986.) With the context this makes the 1.06 GB of issue 1685 on 8 H100."""
 
+
+_SHOWN = 0.001
+"""Part of the GPU's memory below which a kind of memory is counted as "other". (assumed)"""
+_WASTED = 0.03
+"""Part of the GPU's memory that another setting of the allocator must save to be named. (assumed)"""
 
 _SETTLED = 3
 """Steps after the first until the allocator does the same in every step: segments that one step adds change which
@@ -88,6 +94,8 @@ class MemoryEstimate:
     """The unit that computes at the peak: fqn of its first module, "" for the root."""
     outside: tuple[Outside, ...]
     """What else is on the GPU."""
+    peak_event: int
+    """Index of the event of the step after which the peak stands."""
     limit_bytes: int
     """Memory of the GPU that the training may use: all, as the driver reports it, or what `memory_of` was told."""
     retried: tuple[tuple[int, int], ...]
@@ -122,6 +130,29 @@ class MemoryEstimate:
         """`peak_reserved` with `PYTORCH_ALLOC_CONF=expandable_segments:True`, which wastes less of a large model."""
         return _replayed(self.forecast.step, self.setup, expandable=True).peak_reserved
 
+    def largest(self, most: int = 10) -> list[tuple[int, int, str, str]]:
+        """What takes most at the peak: bytes, number of equal tensors, unit or units, and what makes them: the module
+        inside of the unit and the operator, or the kind of memory.
+
+        Args:
+            most: rows to give, the largest first.
+        """
+        step = self.forecast.step
+        groups: dict[tuple[object, ...], list[Alloc]] = {}
+        for alloc in held(step.events, step.resident, self.peak_event):
+            key = (alloc.source or alloc.kind, re.sub(r"\d+", "#", alloc.unit), alloc.source and alloc.num_bytes)
+            groups.setdefault(key, []).append(alloc)
+        rows = [
+            (
+                sum(alloc.num_bytes for alloc in group),
+                len(group),
+                merge_names(dict.fromkeys(alloc.unit for alloc in group if alloc.unit)),
+                group[0].source or group[0].kind,
+            )
+            for group in groups.values()
+        ]
+        return sorted(rows, key=lambda row: -row[0])[:most]
+
     @cached_property
     def timeline(self) -> Any:
         """The memory over the course of the step."""
@@ -139,7 +170,9 @@ class MemoryEstimate:
         setup = self.setup
         times = f" × {setup.gradient_accumulation_steps} micro-steps" if setup.gradient_accumulation_steps > 1 else ""
         kinds = sorted(self.at_peak.items(), key=lambda item: -item[1])
-        rows = [*kinds, ("allocated at the peak", self.peak_allocated)]
+        large = [(kind, num_bytes) for kind, num_bytes in kinds if num_bytes >= _SHOWN * self.limit_bytes] or kinds[:1]
+        rows = [*large, ("other", self.peak_allocated - sum(num_bytes for _, num_bytes in large))]
+        rows += [("allocated at the peak", self.peak_allocated)]
         rows += [("cached by the allocator", self.peak_reserved - self.peak_allocated)]
         rows += [(each.name, each.num_bytes) for each in self.outside]
         rows += [("in all", self.total)]
@@ -148,9 +181,15 @@ class MemoryEstimate:
             f"{self.model_class}, {show_count(self.num_params)} parameters, on {setup.num_gpus} × {setup.gpu}",
             f"{setup.batch_size} × {setup.seq_len:,} tokens per GPU{times}; the peak stands in {self.peak_phase}, "
             f"at {self.peak_unit or 'the root'}",
+            f"assumed: {setup.words}",
             *(self._row(name, num_bytes, width) for name, num_bytes in rows),
             self._verdict(),
         ]
+        if self.peak_reserved - self.peak_allocated > _WASTED * self.limit_bytes:
+            saved = self.peak_reserved - self.peak_expandable
+            if saved > _WASTED * self.limit_bytes:
+                total = show_bytes(self.total - saved)
+                lines.append(f"with PYTORCH_ALLOC_CONF=expandable_segments:True {total} in all")
         if self.host_bytes:
             lines.append(f"host memory of each process: {show_bytes(self.host_bytes)}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -235,6 +274,7 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
         at_peak={kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes},
         peak_phase="optimizer" if coming is None else coming.phase,
         peak_unit=unit,
+        peak_event=at,
         outside=outside,
         limit_bytes=limit_bytes,
         retried=tight.retried,

@@ -29,6 +29,8 @@ MARGIN = 0.1
 """Part of a GPU's memory that a recommended setting leaves free: estimates of memory may be 8 % off at worst, and
 fragments, other processes and longer batches than the usual take some. (assumed)"""
 
+_NOT_FORESEEN = "tokens/s are not foreseen: of this GPU no published training is known. They compare settings."
+
 LONGEST = 131_072
 """Tokens per sequence up to which the longest is looked for where a model has no limit. (assumed)"""
 
@@ -107,7 +109,7 @@ def _pricing(name_or_model: Source, model_kwargs: Mapping[str, Any], margin: flo
             host_bytes=memory.host_bytes,
             retries=len(memory.retried),
             loss=memory.setup.loss,
-            notes=memory.notes,
+            notes=memory.notes + (() if time.is_foreseen else (_NOT_FORESEEN,)),
         )
 
     return priced

@@ -61,7 +61,7 @@ def space_of(setup: TrainingSetup, given: Collection[str], global_batch_size: in
     sharded = setup.num_gpus > 1 and setup.wrapping != "none"
     # A copy takes few whole machines, one, or part of one, so that gathers stay on fast links.
     node = min(setup.gpus_per_node, setup.num_gpus)
-    sizes = [4 * node, 2 * node, node, node // 2, node // 4]
+    sizes = [4 * node, 2 * node, node, node // 2] if setup.num_gpus > node else [node // 2, node // 4]
     copies = [setup.num_gpus // size for size in sizes if 1 < size < setup.num_gpus and setup.num_gpus % size == 0]
     accumulation = _batches(setup, given, global_batch_size)
     is_accumulated = sharded and max(accumulation.values()) > 1

@@ -11,7 +11,7 @@ from typing import Literal, Self
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Work
 
-__all__ = ["MOST_POINTS", "Origin", "Timeline", "extremes", "memory_timeline", "states"]
+__all__ = ["MOST_POINTS", "Origin", "Timeline", "extremes", "held", "memory_timeline", "states"]
 
 Origin = Literal["predicted", "measured"]
 """Of a dry run, or of a real step."""
@@ -185,6 +185,23 @@ def _computed_until(events: Sequence[Event], spans: Sequence[tuple[float, float]
             now = max(now, end) if event.stream == "compute" else now
         result.append(now)
     return result
+
+
+def held(events: Sequence[Event], resident: Iterable[Alloc], at: int) -> list[Alloc]:
+    """The memory that is in use after an event.
+
+    Args:
+        events: of one step.
+        resident: memory that is there before the step.
+        at: index of the event.
+    """
+    blocks = {alloc.block: alloc for alloc in resident}
+    for event in events[: at + 1]:
+        if isinstance(event, Alloc):
+            blocks[event.block] = event
+        elif isinstance(event, Free):
+            blocks.pop(event.block, None)
+    return list(blocks.values())
 
 
 def states(

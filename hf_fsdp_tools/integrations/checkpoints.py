@@ -135,7 +135,7 @@ _KINDS_IN_STATE: dict[str, tuple[type, ...]] = {
 
 
 def _problem_of_state(folder: Path, args: Any = None) -> str:
-    """The same as far as `trainer_state.json` says it; with `TrainingArguments`, also whether these steps can follow."""
+    """The same as far as `trainer_state.json` says it, and with `args` whether its steps can follow."""
     file = folder / TRAINER_STATE_NAME
     if not file.is_file() or not file.stat().st_size:
         return f"has no readable {TRAINER_STATE_NAME}: it is no checkpoint, or saving it was interrupted"

@@ -72,8 +72,9 @@ def other_class_note(config: PreTrainedConfig, built: type) -> str | None:
     if not named or built.__name__ in named or f"FSDP{built.__name__}" in named:
         return None
     have = any(_own_class(config, name) for name in named)
-    why = "--auto-class (auto_class) chooses" if have else "which the installed transformers does not have for it"
-    return f"the config names {', '.join(named)}; {built.__name__} is taken ({why})"
+    if have:
+        return f"the config names {', '.join(named)}; {built.__name__} is taken (--auto-class (auto_class) chooses)"
+    return f"the config names {', '.join(named)}, which the installed transformers lacks; {built.__name__} is taken"
 
 
 def _checked(auto_class: Any) -> Any:

@@ -12,11 +12,13 @@ from hf_fsdp_tools import accelerator
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.foresight.forecast import step_of
 from hf_fsdp_tools.foresight.memory import estimate_memory
-from hf_fsdp_tools.foresight.recommend import recommend_config
+from hf_fsdp_tools.foresight.recommend import MARGIN, recommend_config
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.space import SEARCHED
 from hf_fsdp_tools.foresight.streams import Bar
 from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.integrations.config import FSDPConfig
+from hf_fsdp_tools.text import show_bytes
 from tests._dist import imitate_gpus
 
 
@@ -51,7 +53,8 @@ def test_estimate_prints_what_the_functions_say(capsys, llama):
     time = throughput_of(memory)
     code, out, err = run(capsys, "estimate", llama, *ON_EIGHT, "--tokens", "1e9", "--price", "2.5")
     assert (code, err) == (0, "")
-    assert " ".join(out.split()).startswith(" ".join(f"{memory} {time}".split()))
+    words = " ".join(out.split())
+    assert words.startswith(" ".join(str(memory).split())) and " ".join(str(time).split()) in words
     assert f"{time.hours(1e9):,.1f} hours and cost {time.cost(1e9, 2.5):,.0f} at 2.5 per GPU hour" in out
     assert all(len(line) <= 100 for line in out.splitlines())
     value = json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--json", "--tokens", "1e9", "--price", "2.5")[1])
@@ -59,12 +62,64 @@ def test_estimate_prints_what_the_functions_say(capsys, llama):
     assert value["throughput"]["mfu"] == time.mfu
 
 
+def test_estimate_says_what_it_assumed_and_how_far_it_may_be_off(capsys, llama):
+    """With the figure of the other kind of loss, and a row for each of what takes most at the peak."""
+    _, out, _ = run(capsys, "estimate", llama, *ON_EIGHT, "--explain")
+    memory, whole = estimate_memory(llama, **EIGHT), estimate_memory(llama, loss="full", **EIGHT)
+    words = " ".join(out.split())
+    assert f"assumed: {memory.setup.words}" in words
+    for part in ("adamw on fp32", "computed in bf16", "loss in pieces", "no activation", "sdpa", "not compiled"):
+        assert part in memory.setup.words
+    assert f"with whole logits (--loss full) {show_bytes(whole.total)} in all" in words
+    assert f"up to {show_bytes(round(memory.total * (1 + MARGIN)))} on a real GPU" in words
+    table = out[out.index("largest at the peak") :].split("\n\n")[0].splitlines()
+    rows = memory.largest(10**6)
+    assert len(table) == 11 and rows[0][3] in table[1]
+    assert any(unit.startswith("model.layers.") and source == "mlp.act_fn aten.silu" for *_, unit, source in rows)
+    workspace = memory.at_peak["cuBLAS workspace"] + memory.at_peak["rounding"]
+    assert sum(num_bytes for num_bytes, *_ in rows) == memory.peak_allocated - workspace
+    assert "whole logits" not in run(capsys, "estimate", llama, *ON_EIGHT, "--loss", "chunked")[1]
+
+
+def test_what_does_not_fit_is_followed_by_what_does(capsys, llama):
+    _, out, _ = run(capsys, "estimate", llama, *ON_EIGHT, "--gpu", "a100-40gb", "--batch-size", "32")
+    words = " ".join(out.split())
+    assert "does not fit" in words and "what fits: with activation checkpointing." in words
+
+
+def test_one_question_has_one_answer(capsys, llama):
+    """`config` recommends a setting, and `estimate` of that setting says the same memory and speed."""
+    words = ("--gpu", "h100-80gb", "--gpus", "8", "--seq-len", "2048")
+    value = json.loads(run(capsys, "config", llama, *words, "--json")[1])
+    found = value["recommendation"]
+    setup = {name: found["setup"][name] for name in SEARCHED}
+    memory = estimate_memory(llama, num_gpus=8, seq_len=2048, **setup)
+    assert memory.setup.loss == found["setup"]["loss"] == "chunked" and memory.total == found["peak_bytes"]
+    assert throughput_of(memory).step_seconds == pytest.approx(found["step_seconds"])
+    assert estimate_memory(llama, TrainingSetup(num_gpus=8, seq_len=2048, **setup)) == memory
+    assert "fits" in value["reasons"]["activation_checkpointing"], "why the search chose it"
+    assert value["launch"].startswith("hf-fsdp finetune --config_file FILE ")
+
+
+def test_machines_of_eight_are_assumed_and_said(capsys, llama, tmp_path):
+    words = ("--gpu", "h100-80gb", "--gpus", "16", "--batch-size", "1", "--seq-len", "512", "--recipe", "pretrain")
+    value = json.loads(run(capsys, "config", llama, *words, "--optimizer", "adamw_8bit", "--json")[1])
+    assert (value["config"]["num_machines"], value["recommendation"]["setup"]["gpus_per_node"]) == (2, 8)
+    assert value["reasons"]["num_machines"] == "of 8 GPUs each, assumed; --num-machines says otherwise"
+    assert "machines  2 of 8 GPUs each, assumed" in value["yaml"]
+    assert value["launch"].startswith("hf-fsdp pretrain ") and value["launch"].endswith("--optim adamw_torch_8bit")
+    path = tmp_path / "two.yaml"
+    code, out, _ = run(capsys, "config", "--gpu", "--gpus", "16", "--slurm", "--output", path)
+    assert code == 0 and out.splitlines()[-1] == f"launch  sbatch {path.with_suffix('.sbatch')}"
+
+
 def test_every_option_reaches_the_setup(capsys, llama):
     words = (
         "--gpus 16 --gpu a100-40gb --gpus-per-node 4 --network-gbit-s 400 --dp-replicate 2 --batch-size 2 "
         "--seq-len 512 --gradient-accumulation-steps 3 --precision fp16 --master-dtype fp16 --reduce-dtype fp16 "
         "--optimizer sgd --lora-r 4 --lora-target-modules q_proj,v_proj --activation-checkpointing "
-        "--no-reshard-after-forward --offload --loss chunked --attn-implementation eager --compile --json"
+        "--no-reshard-after-forward --offload --link-gb-s 20 --no-sync-each-batch --loss chunked "
+        "--attn-implementation eager --compile --json"
     )
     value = json.loads(run(capsys, "estimate", llama, *words.split())[1])
     said = value["memory"]["setup"]
@@ -73,6 +128,8 @@ def test_every_option_reaches_the_setup(capsys, llama):
         gpu="a100-40gb",
         gpus_per_node=4,
         network_gbit_s=400,
+        link_gb_s=20,
+        sync_each_batch=False,
         dp_replicate_size=2,
         batch_size=2,
         seq_len=512,
@@ -204,6 +261,14 @@ def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
     [
         ("estimate {llama} --gpu h100-90gb", "did you mean h100"),
         ("estimate {llama} --gpus 12", "use 8 or 16"),
+        ("estimate {llama} --gpus 100000000", "no cluster has more than 1,048,576"),
+        ("estimate {llama} --images 5", "images=5: LlamaForCausalLM takes no images"),
+        ("estimate {llama} --wrapping none --offload", "wrapping='none' has none"),
+        ("estimate {llama} --link-gb-s 0", "--link-gb-s is 0; give GB/s above 0"),
+        ("estimate {llama} --era 1990", "2024"),
+        ("estimate {llama} --optimizer adafactor", "cannot step sharded parameters (DTensor). Use torch.optim.AdamW"),
+        ("config {llama} --gpu h100-80gb --gpus 8 --optimizer adafactor", "cannot step sharded parameters"),
+        ("config {llama} --gpu h100-80gb --gpus 12", "use 8 or 16, or say with --num-machines"),
         ("estimate {llama} --gpus 8 --dp-replicate 3", "Choose degrees whose product is 8"),
         ("estimate {llama} --gpus 0", "error: --gpus is 0; it must be at least 1"),
         ("estimate {llama} --max-length 0", "error: --max-length is 0"),
@@ -244,3 +309,11 @@ def test_a_line_of_progress_on_a_terminal_alone(capsys, llama, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     err = run(capsys, "schedule", llama, *ON_EIGHT)[2]
     assert "without memory ..." in err and err.endswith("\r\x1b[2K") and "\n" not in err
+
+
+def test_no_command_is_help_and_a_wrong_one_has_the_nearest(capsys):
+    code, out, _ = run(capsys)
+    assert code == 2 and "estimate" in out and "usage" in out
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimat"])
+    assert "'estimat' is no command: did you mean estimate?" in capsys.readouterr().err

@@ -256,6 +256,8 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
     if setup.loss == "chunked":
         chunk_loss(model, recorder)
     _watch_head(model, recorder)
+    for name, module in model.named_modules():
+        _watch_pass(module, name, recorder)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             hook = partial(recorder.keep_gradient, name)
@@ -314,6 +316,19 @@ def _with_gradients(value: Any, change: Callable[..., Iterable[torch.Tensor]]) -
     leaves, spec = tree_flatten(value)
     new = [next(changed) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf for leaf in leaves]
     return tree_unflatten(new, spec)
+
+
+def _watch_pass(module: nn.Module, name: str, recorder: Recorder) -> None:
+    """Tell the recorder which module runs, so that memory has a name."""
+
+    def before(*_: object) -> None:
+        recorder.modules.append(name)
+
+    def after(*_: object) -> None:
+        recorder.modules.pop()
+
+    module.register_forward_pre_hook(before, prepend=True)
+    module.register_forward_hook(after, always_call=True)  # also where checkpointing has computed all that it needs
 
 
 def _watch_head(model: nn.Module, recorder: Recorder) -> None:

@@ -263,7 +263,7 @@ def _told(event: Event, *rest: object) -> object:
 def _rebuilt(event: Event, *rest: Any) -> Event:
     """The event with other names and numbers."""
     if isinstance(event, Alloc):
-        return Alloc(rest[0], event.num_bytes, event.kind, rest[1], event.stream)
+        return Alloc(rest[0], event.num_bytes, event.kind, rest[1], event.stream, event.source)
     if isinstance(event, Free):
         return Free(rest[0])
     if isinstance(event, Work):
