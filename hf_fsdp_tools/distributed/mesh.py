@@ -28,6 +28,7 @@ __all__ = [
     "local_device",
     "rank_on_node",
     "shared_devices",
+    "streams_are_serialized",
 ]
 
 
@@ -127,6 +128,11 @@ def rank_on_node() -> tuple[int, int]:
 def gpus_are_hidden() -> bool:
     """Whether this process was told to leave GPUs alone, as `accelerate launch` tells it with `gpu_ids: ''`."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+
+
+def streams_are_serialized() -> bool:
+    """Whether CUDA was told to use one queue for all streams, so that communication waits for computation."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def backends(device_type: str, own: str) -> str:

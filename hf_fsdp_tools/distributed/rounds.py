@@ -308,10 +308,11 @@ class Rounds:
 
 
 def _join(told: list[bytes]) -> bytes:
-    """The values of all ranks as one; equal values, as most rounds have, are kept once."""
+    """The values of all ranks as one. Equal values, as most rounds have, are kept once, and cost no byte per rank."""
     distinct = list(dict.fromkeys(told))
     places = {value: place for place, value in enumerate(distinct)}
-    return pickle.dumps(("", distinct, [places[value] for value in told]))
+    every = [places[value] for value in told] if len(distinct) > 1 else range(len(told))
+    return pickle.dumps(("", distinct, every))
 
 
 def _given_up(problem: str) -> bytes:
@@ -322,7 +323,7 @@ def _given_up(problem: str) -> bytes:
 def _split(outcome: bytes) -> tuple[str, list[Any]]:
     """Why the round was given up, or else the values that `_join` joined; each rank's is an object of its own."""
     problem, distinct, places = pickle.loads(outcome)
-    return problem, [pickle.loads(distinct[place]) for place in places]
+    return problem, [pickle.loads(distinct[place if len(distinct) > 1 else 0]) for place in places]
 
 
 @contextmanager

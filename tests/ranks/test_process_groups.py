@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
 from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator, save_pretrained
@@ -43,16 +42,15 @@ def _threads_of(group: Any) -> tuple[int, timedelta]:
 
 
 def _groups_of_gloo(model: Path) -> None:
-    assert _threads_of(ParallelDims(dp_replicate_size=2).build_mesh("cpu").get_group("dp_replicate"))[0] == 1
+    assert _threads_of(ParallelDims(dp_replicate_size=2).build_mesh("cpu").get_group("dp_shard"))[0] == 1
     kind = dist.ProcessGroupGloo
     with one_gloo_thread():
         assert _threads_of(dist.new_group(timeout=SECONDS)) == (1, SECONDS)
         with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "absent0"}), pytest.raises(RuntimeError, match="absent0"):
             dist.new_group()
     assert dist.ProcessGroupGloo is kind, "torch is as it was"
-    of_script = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")).get_group("a")  # as that of a script
+    of_script = dist.new_group(timeout=SECONDS)
     assert _threads_of(of_script)[0] == 2, "torch's own, and the reason for all this"
-    dist.distributed_c10d._set_pg_timeout(SECONDS, of_script)
     add_cpu_backend(of_script)
     _check_adopted(of_script)
     # A script that starts the group, and TrainingArguments, which come first.
