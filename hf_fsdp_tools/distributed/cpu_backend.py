@@ -108,11 +108,12 @@ def add_cpu_backend(group: ProcessGroup | None = None) -> None:
     # Of each type a group keeps one backend: a second gloo would be dropped, while other members still connect to it.
     present = [group._get_backend(device) for device in group._device_types]
     gloo: Any = next((one for one in present if one.name() == "gloo"), None)
-    is_new = gloo is None or ({one.name() for one in present} == {"gloo"} and gloo.options._threads > 1)
-    if has_cpu_backend(group) and not is_new:
+    if not has_cpu_backend(group):
+        group._register_backend(_CPU, ProcessGroup.BackendType.GLOO, gloo or _connect(group))
+    elif {one.name() for one in present} == {"gloo"} and gloo.options._threads > 1:
+        group._register_backend(_CPU, ProcessGroup.BackendType.CUSTOM, _connect(group))
+    else:
         return
-    kind = ProcessGroup.BackendType.GLOO if gloo is None or not is_new else ProcessGroup.BackendType.CUSTOM
-    group._register_backend(_CPU, kind, _connect(group) if is_new else gloo)
     group._set_group_name(name)  # of all its backends: torch asks the first one for the group's name
     group._set_group_desc(description)
 

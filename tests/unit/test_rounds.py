@@ -377,6 +377,7 @@ def test_what_a_store_in_this_process_answers_is_no_progress() -> None:
     before, moved = progress_seen_by_another_thread(), watch._bytes_moved("/proc/self")
     for _ in range(3000):
         other.set("key", "v" * 1024)
+    assert other.get("key"), "all have arrived"
     assert watch._bytes_moved("/proc/self") > moved + 2**21, "the process reads them"
     assert progress_seen_by_another_thread() == before
 
