@@ -68,7 +68,7 @@ class StoreClient:
         call = partial(getattr(self.store, operation), *args)
         with self._changed:
             is_silent = self._unanswered is not None and not self._unanswered.done()
-            has_thread = self._begin()
+            has_thread = self._begin() and self._thread is not threading.current_thread()  # as garbage is collected
             if has_thread and not is_silent:
                 self._calls.append((answer, call))
         if not has_thread:
