@@ -36,7 +36,7 @@ _GRACE_S = 100.0  # how long the other ranks may go on after one has failed (ass
 # which imports pandas and datasets, takes 0.6 s. Where GPUs are, the second list is left to each rank: PEFT imports
 # bitsandbytes, which looks for GPUs, and CUDA that found none finds none after a fork.
 _PRELOAD = [
-    "hf_fsdp_tools.distributed.cpu_backend",  # before a group is made: its collectives then run on one thread
+    "hf_fsdp_tools.distributed.cpu_backend",
     "torch.distributed.fsdp",
     "transformers.modeling_utils",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "mixtral", "gpt2", "bert", "t5")),
@@ -247,6 +247,8 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    from hf_fsdp_tools.distributed.cpu_backend import one_gloo_thread
+
     torch.set_num_threads(1)
     with open(Path(folder, f"{rank}.stack"), "w") as stack:
         faulthandler.enable(stack)
@@ -259,7 +261,8 @@ def _rank_main(
             fn, args = pickle.loads(call)
             gc.freeze()  # `gc.collect()`, which a Trainer calls often, need not look through imports: 0.2 s each time
             backend = "gloo" if gpus is None else "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
+            with one_gloo_thread():
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
             result = fn(*args)
             dist.barrier()  # nobody leaves while another still talks to it
             torch.save(result, Path(folder, f"{rank}.result"))

@@ -183,6 +183,30 @@ def test_importing_changes_nothing():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_importing_leaves_torch_as_it_is():
+    """A fresh process: all modules of the package are imported, and no class or function that it works with is another
+    one. (Others, as `torch.optim` and `torch.jit`, are changed by torch's own compiler and by transformers.)"""
+    code = f"""
+import importlib, sys, torch, torch.distributed.fsdp, torch.distributed.checkpoint, torch.distributed.device_mesh
+
+def parts():
+    for name, module in [(n, m) for n, m in sys.modules.items() if n.startswith(("torch.distributed", "torch.nn"))]:
+        for key, value in list(vars(module).items()):
+            if callable(value):
+                yield (name, key), value
+            if isinstance(value, type) and value.__module__.startswith("torch"):
+                yield from (((name, key, part), own) for part, own in list(vars(value).items()) if callable(own))
+
+before = dict(parts())
+for name in {sorted(modules())!r}:
+    importlib.import_module("hf_fsdp_tools." + name if name else "hf_fsdp_tools")
+after = dict(parts())
+changed = [key for key, value in before.items() if after.get(key) is not value]
+assert not changed, changed
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 PRIVATE = {
     "sharding.fsdp2_internals": """
         REGISTRY_KEY STATE_KEY _module_state_mapping _composable _get_fsdp_state _modules _lazy_init

@@ -14,7 +14,7 @@ from torch import nn
 from hf_fsdp_tools.accelerator import computes_bfloat16, find_accelerator
 from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis, diagnose
 from hf_fsdp_tools.diagnostics.findings import Finding
-from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.distributed.mesh import ParallelDims, streams_are_serialized
 from hf_fsdp_tools.distributed.network import loopback_address
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
@@ -232,6 +232,14 @@ def _check_devices(backends: tuple[str, ...]) -> Iterator[Finding]:
             severity="warning",
             fact=f"{_described(accelerator)} does not compute in bfloat16.",
             cure="Use mixed_precision fp16 or no.",
+        )
+    if accelerator is not None and streams_are_serialized():
+        yield Finding(
+            code="one-connection",
+            severity="warning",
+            fact="CUDA_DEVICE_MAX_CONNECTIONS is 1, as Megatron's tensor parallelism wants it: FSDP's gathers then "
+            "wait for computation instead of running beside it.",
+            cure="unset CUDA_DEVICE_MAX_CONNECTIONS",
         )
 
 

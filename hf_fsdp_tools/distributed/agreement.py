@@ -179,16 +179,14 @@ def announced(doing: str) -> Iterator[None]:
 def wait_for_all_ranks() -> None:
     """Return once every rank has called this. A rank that has ended is named within seconds.
 
-    A rank may do something of its own before it comes, for as long as a barrier of the process group would wait
-    (`timeout_of`), or `patience` says if that is longer. No backend is used.
+    No backend is used. How long a rank may do something of its own before it comes: see `patience`.
 
     Raises:
         RanksError: a rank does not come, or is in another call.
     """
     rounds = rounds_of()
     if rounds is not None:
-        with patience_of_at_least(timeout_of().total_seconds()):
-            rounds.exchange(None, "waiting for every rank")
+        rounds.exchange(None, "waiting for every rank")
         rounds.wait_for_readers()  # a script may end here
 
 
@@ -199,8 +197,8 @@ def going_first(is_first: bool) -> Iterator[None]:
     Args:
         is_first: of this rank.
 
-    Every rank must enter. How long the first ranks may take: see `wait_for_all_ranks`; bytes that they read and write
-    are progress.
+    Every rank must enter. The first ranks may make no progress for as long as a collective would wait (`timeout_of`),
+    or `patience` says if that is longer; bytes that they read and write are progress.
 
     Raises:
         FSDPToolsError: the block failed on one of the first ranks; see `agreed`.

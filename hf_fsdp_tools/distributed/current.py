@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from multiprocessing.util import Finalize
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -34,7 +35,8 @@ def rounds_of(ranks: Sequence[int] | None = None) -> Rounds | None:
     of_group = _made.setdefault(dist.group.WORLD, {})
     if members not in of_group:
         of_group[members] = Rounds(_get_default_store(), dist.get_rank(), members)
-        finalize(dist.group.WORLD, of_group[members].goodbye())
+        goodbye = finalize(dist.group.WORLD, of_group[members].goodbye())
+        Finalize(None, goodbye, exitpriority=0)  # processes of `multiprocessing` run no other functions at their end
     return of_group[members]
 
 
@@ -46,15 +48,15 @@ def rounds_of_thread() -> Rounds | None:
 def rounds_apart() -> Rounds | None:
     """Rounds of all ranks for a thread beside the main one, which may go on when the group is over; None as above.
 
-    They have a connection and names of their own, so that both threads may be in rounds at the same time. One thread
-    of each rank uses them at a time. All ranks must use them for the same things in the same order.
+    They have names of their own, so that both threads may be in rounds at the same time. One thread of each rank uses
+    them at a time. All ranks must use them for the same things in the same order.
     """
     if rounds_of() is None:
         return None
     of_group, ranks = _made[dist.group.WORLD], tuple(range(dist.get_world_size()))
     if "apart" not in of_group:
-        store: Any = _get_default_store()  # torch's stubs do not know `clone`
-        of_group["apart"] = Rounds(store.clone(), dist.get_rank(), ranks, name="apart", home=store)
+        of_group["apart"] = Rounds(_get_default_store(), dist.get_rank(), ranks, name="apart")
+        finalize(dist.group.WORLD, of_group["apart"].stop)
     return of_group["apart"]
 
 

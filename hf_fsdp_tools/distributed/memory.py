@@ -1,8 +1,21 @@
-"""How much host memory this process can still get."""
+"""How much host memory this process can still get, and how much PyTorch takes for pinned memory."""
 
+import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["available_bytes"]
+__all__ = ["available_bytes", "pinned_bytes"]
+
+
+def pinned_bytes(num_bytes: int, variables: Mapping[str, str] = os.environ) -> int:
+    """What PyTorch takes for pinned memory of so many bytes: the next power of two, or as many as are asked for above
+    the MiB that `pinned_max_round_threshold_mb` says in PYTORCH_ALLOC_CONF."""
+    said = variables.get("PYTORCH_ALLOC_CONF", variables.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    threshold = re.search(r"pinned_max_round_threshold_mb:\s*(\d+)", said)
+    if not num_bytes or (threshold and num_bytes > int(threshold[1]) * 2**20):
+        return num_bytes
+    return 1 << (num_bytes - 1).bit_length()
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_fsdp_tools.accelerator import find_accelerator
-from hf_fsdp_tools.distributed.cpu_backend import GROUP_TIMEOUT, add_cpu_backend
+from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, default_timeout, one_gloo_thread
 from hf_fsdp_tools.distributed.current import rounds_of
 from hf_fsdp_tools.distributed.launcher import check_started, device_index, local_rank, local_size
 from hf_fsdp_tools.distributed.network import choose_interface
+from hf_fsdp_tools.distributed.others import processes_in_sight
 from hf_fsdp_tools.errors import MeshError
 from hf_fsdp_tools.text import listed
 
@@ -27,6 +28,7 @@ __all__ = [
     "local_device",
     "rank_on_node",
     "shared_devices",
+    "streams_are_serialized",
 ]
 
 
@@ -88,10 +90,11 @@ class ParallelDims:
         ensure_process_group(device_type)
         dims = self.resolve(dist.get_world_size())
         assert dims.dp_shard_size is not None
+        sizes = {"dp_replicate": dims.dp_replicate_size, "dp_shard": dims.dp_shard_size}
         if dims.dp_replicate_size == 1:
-            return init_device_mesh(device_type, (dims.dp_shard_size,), mesh_dim_names=("dp_shard",))
-        shape = (dims.dp_replicate_size, dims.dp_shard_size)
-        return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+            del sizes["dp_replicate"]
+        with one_gloo_thread():
+            return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def local_device() -> torch.device:
@@ -127,6 +130,11 @@ def gpus_are_hidden() -> bool:
     return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
 
 
+def streams_are_serialized() -> bool:
+    """Whether CUDA was told to use one queue for all streams, so that communication waits for computation."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
 def backends(device_type: str, own: str) -> str:
     """The backends of a process group: gloo for tensors on the CPU (offloaded gradients), and the device's own."""
     return "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{own}"
@@ -147,7 +155,7 @@ def ensure_process_group(
 
     Args:
         device_type: "cpu", or that of this machine's accelerator.
-        timeout: of each collective over any of the backends; None means 30 minutes (`GROUP_TIMEOUT`).
+        timeout: of each collective over any of the backends; None means 10 minutes, and 30 on CPUs, as torch does.
         backend: None means as above.
         init_method: as for `torch.distributed.init_process_group`; None reads the launcher's variables.
 
@@ -161,13 +169,14 @@ def ensure_process_group(
         is_launched = check_started(os.environ)
         device = _set_device(device_type)
         backend = backend or backends(device_type, dist.get_default_backend_for_device(device))
-        timeout = timeout or GROUP_TIMEOUT
-        if is_launched:
-            choose_interface()
-            dist.init_process_group(backend, init_method=init_method, timeout=timeout)
-        else:
-            store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's own list of exports
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        timeout = timeout or default_timeout(device_type)
+        with one_gloo_thread():
+            if is_launched:
+                choose_interface()
+                dist.init_process_group(backend, init_method=init_method, timeout=timeout)
+            else:
+                store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's own list of exports
+                dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     known = _devices.setdefault(dist.group.WORLD, {})
     if device_type in known or dist.get_backend() == "fake":
         return
@@ -194,8 +203,7 @@ def _check_devices(device: torch.device) -> None:
     rounds = rounds_of()
     if rounds is None or device.type == "cpu":
         return
-    properties = torch.get_device_module(device).get_device_properties(device)
-    shared = shared_devices(rounds.exchange(str(getattr(properties, "uuid", "")), "comparing devices"))
+    shared = shared_devices(rounds.exchange(_name_of(device), "comparing devices"))
     if shared:
         raise MeshError(
             f"{listed(shared)} use one {device.type} device: every process needs its own. Launch fewer processes on "
@@ -203,14 +211,21 @@ def _check_devices(device: torch.device) -> None:
         )
 
 
-def shared_devices(devices: Sequence[str]) -> list[str]:
+def _name_of(device: torch.device) -> tuple[str, ...]:
+    """The device's unique name, its address on the bus and the machine: some drivers give all devices one name."""
+    properties: Any = torch.get_device_module(device).get_device_properties(device)
+    places = (getattr(properties, f"pci_{part}_id", "") for part in ("domain", "bus", "device"))
+    return str(getattr(properties, "uuid", "")), *map(str, places), processes_in_sight().partition(" ")[0]
+
+
+def shared_devices(devices: Sequence[tuple[str, ...]]) -> list[str]:
     """The ranks that have the same device, as "ranks 0, 1"; empty where each has its own.
 
     Args:
-        devices: the unique name (UUID) of each rank's device; "" and zeros are no names.
+        devices: of each rank's device the unique name (UUID), of which "" and zeros are none, and its place.
     """
-    places: dict[str, list[str]] = {}
+    places: dict[tuple[str, ...], list[str]] = {}
     for rank, name in enumerate(devices):
-        if name.strip("0-"):
+        if name[0].strip("0-"):
             places.setdefault(name, []).append(str(rank))
     return [f"ranks {listed(ranks)}" for ranks in places.values() if len(ranks) > 1]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools.distributed.beat import Place, conflict
+from hf_fsdp_tools.distributed.client import SILENT_S, Place, conflict
 from hf_fsdp_tools.distributed.passes import behind
 from hf_fsdp_tools.errors import frames_of_package
 from hf_fsdp_tools.text import listed
@@ -21,8 +21,11 @@ _WARN_S = 30.0
 _ABSENT_S = 10.0
 """The same for a rank that is in no call of this package at all. (assumed)"""
 
-_LOST_S = 60.0
-"""How long a rank that has beaten may be silent: its process was stopped, or its machine is gone. (assumed)"""
+_MOST_S = 5.0
+"""Seconds that count between two looks, which come every second: longer, the looking process was stopped. (assumed)"""
+
+_OLD_S = 10.0
+"""From when on it is said how old the last that a rank told is: five times as long as until it tells again."""
 
 
 def different_calls(doing: Iterable[tuple[int, str]]) -> str:
@@ -38,38 +41,50 @@ class Others:
 
     def __init__(self, store: Any, prefix: str, path: str, ranks: tuple[int, ...], rank: int) -> None:
         self._store, self._prefix, self._path, self.ranks, self._rank = store, prefix, path, ranks, rank
-        self._counts: dict[int, tuple[int, float]] = {}
-        self._progress: dict[int, tuple[int, float]] = {}
+        self._seen: dict[tuple[str, int], tuple[Any, float]] = {}
+        self._looked_s, self._clock_s = time.monotonic(), 0.0
         self._warn_s = {"absent": _ABSENT_S, "slow": _WARN_S}
 
     def problem(
-        self, doing: str, own: list[Place], patience_s: float, is_elsewhere: Callable[[], object], *, is_first: bool
+        self,
+        doing: str,
+        own: list[Place],
+        limits_s: tuple[float, float],
+        is_elsewhere: Callable[[], object],
+        *,
+        is_first: bool,
     ) -> str:
         """Why the round is given up; empty where it is not. The first rank that waits warns of what takes long.
 
         Args:
             doing: what the round is for.
             own: where this rank is.
-            patience_s: how long a rank may make no progress.
+            limits_s: how long a rank may make no progress in a call of this package, and how long it may be in none.
             is_elsewhere: whether a rank is known to have failed, which takes ranks to different calls for a moment.
             is_first: whether this rank was the first to come.
         """
+        now_s = time.monotonic()
+        self._clock_s += min(now_s - self._looked_s, _MOST_S)
+        self._looked_s = now_s
         missing = [rank for rank in self.ranks if not self._store.check([f"{self._path}/{rank}"])]
         missing = missing or list(self.ranks)  # all have come, and the last of them has not joined their values
         beats = {rank: self._beat_of(rank) for rank in missing}
-        if lost := [text for rank, beat in beats.items() if (text := self._lost(rank, beat))]:
+        if lost := [text for rank in missing if (text := self._lost(rank))]:
             return f"While {doing}: {listed(lost)}. The others stop."
         apart = next(filter(None, (self._apart(rank, own, beat) for rank, beat in beats.items())), "")
         if apart and not is_elsewhere():  # asked when the beats are read: who told them may have moved since
             return apart
         if alone := next(filter(None, map(self._in_a_pass, missing)), ""):
             return f"While {doing}: {alone}. All ranks stop."
-        quiet = {rank: _since(self._progress, rank, beat["progress"] if beat else -1) for rank, beat in beats.items()}
-        late = {rank: seconds for rank, seconds in quiet.items() if seconds > patience_s}
+        absent = [rank for rank, beat in beats.items() if not (beat or {}).get("doing")]
+        quiet = {
+            rank: self._since("progress", rank, None if rank in absent or beat is None else beat["progress"])
+            for rank, beat in beats.items()
+        }
+        late = {rank: seconds for rank, seconds in quiet.items() if seconds > limits_s[rank in absent]}
         told = listed((self._told(rank, beats[rank], quiet[rank]) for rank in late or missing), 8)
         if late:
             return f"While {doing}: no progress for {max(late.values()):.0f} s. {told}. All ranks stop."
-        absent = [rank for rank in missing if not (beats[rank] or {}).get("doing")]
         for kind, ranks in (("absent", absent), ("slow", missing)):
             longest_s = max((quiet[rank] for rank in ranks), default=0.0)
             if is_first and longest_s > self._warn_s[kind]:
@@ -84,15 +99,13 @@ class Others:
         beat: dict[str, Any] | None = json.loads(self._store.get(key)) if self._store.check([key]) else None
         return beat
 
-    def _lost(self, rank: int, beat: dict[str, Any] | None) -> str:
-        ended = f"rank {rank} has ended: it failed, and says why, or did not make this call, which every rank must make"
-        if (state := self._state(rank)) in ("Z", "X"):
-            return ended
-        if state != "T" and (beat is None or not beat["doing"]):  # it beats in calls alone
-            return ""
-        silent_s = _since(self._counts, rank, beat["count"] if beat else 0)
-        what = "is stopped (SIGSTOP)" if state == "T" else "gives no sign of life"
-        return f"rank {rank} {what} for {silent_s:.0f} s" if silent_s > _LOST_S else ""
+    def _lost(self, rank: int) -> str:
+        state = self._state(rank)
+        if state in ("Z", "X"):
+            said = "it failed, and says why, or did not make this call, which every rank must make"
+            return f"rank {rank} has ended: {said}"
+        seconds = self._since("state", rank, state)
+        return f"rank {rank} is stopped (SIGSTOP) for {seconds:.0f} s" if state == "T" and seconds > SILENT_S else ""
 
     def has_ended(self, rank: int) -> bool:
         """Whether a rank's script or process is over, as far as can be seen from here."""
@@ -124,15 +137,15 @@ class Others:
         if beat is None or not beat["doing"]:
             return f"rank {rank} is in no call of hf_fsdp_tools; every rank must call"
         waits = f", waits for {beat['for']}" if beat["for"] else ""
-        return f"rank {rank} is {beat['doing'][-1]} ({quiet_s:.0f} s without progress{waits})"
+        old_s = self._since("beat", rank, beat["count"])
+        said = f"told {old_s:.0f} s ago that it is" if old_s > _OLD_S else "is"
+        return f"rank {rank} {said} {beat['doing'][-1]} ({quiet_s:.0f} s without progress{waits})"
 
-
-def _since(seen: dict[int, tuple[int, float]], rank: int, value: int) -> float:
-    """Seconds for which a rank's value has been the same."""
-    now_s = time.monotonic()
-    if seen.get(rank, (None, 0.0))[0] != value:
-        seen[rank] = (value, now_s)
-    return now_s - seen[rank][1]
+    def _since(self, kind: str, rank: int, value: Any) -> float:
+        """Seconds of looks for which a rank's value of a kind has been the same."""
+        if self._seen.get((kind, rank), (self, 0.0))[0] != value:
+            self._seen[kind, rank] = (value, self._clock_s)
+        return self._clock_s - self._seen[kind, rank][1]
 
 
 def processes_in_sight() -> str:

@@ -7,10 +7,9 @@ number to the key-value store, and ranks that wait in a round compare it with th
 
 import hashlib
 import json
-import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +18,6 @@ __all__ = ["PassWatch", "begin_pass", "behind", "group_of", "of_ended", "passes_
 
 _QUIET_S = 5.0
 """After the beginning of a pass, its number is told: most steps are over by then. (assumed)"""
-
-_LOOK_S = 1.0
-"""Between two looks at the clock."""
 
 _CURE = (
     "A sharded model gathers its weights from all ranks: call it, generate and evaluate on every rank, equally often"
@@ -47,8 +43,12 @@ def passes_run() -> bytes:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-def begin_pass(module: torch.nn.Module, args: object, *, group: str) -> None:
-    """Count a pass: a forward pre-hook of the root of a sharded model. Nothing is communicated."""
+def begin_pass(
+    module: torch.nn.Module, args: object, *, group: str, gathers: Callable[[torch.nn.Module], bool]
+) -> None:
+    """Count a pass that gathers weights: a forward pre-hook of the root of a sharded model. Nothing is communicated."""
+    if not gathers(module):
+        return
     _run[group] += 1
     _latest.update(since=time.monotonic(), of=type(module).__name__)
 
@@ -73,56 +73,35 @@ def behind(told: bytes, teller: int, rank: int) -> str:
 
 
 class PassWatch:
-    """A thread that tells the number of this rank's passes, and warns of ranks that do not come.
+    """Tells the number of this rank's passes, and warns of ranks that do not come.
 
     Args:
-        store: of the process group; a connection of its own is made.
         prefix: of the keys of the ranks' rounds.
         rank: this one.
         ranks: all that take part in the rounds.
     """
 
-    def __init__(self, store: Any, prefix: str, rank: int, ranks: Sequence[int]) -> None:
-        self._store, self._prefix, self._rank, self._ranks = store, prefix, rank, ranks
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
+    def __init__(self, prefix: str, rank: int, ranks: Sequence[int]) -> None:
+        self._prefix, self._rank, self._ranks = prefix, rank, ranks
+        self._told: dict[str, int] = {}
+        self._next_look_s = 0.0
 
-    def start(self) -> None:
-        """Begin, unless it has begun."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="passes", daemon=True)
-            self._thread.start()
-
-    def stop(self) -> None:
-        """End: the store is over."""
-        self._stopped.set()
-
-    def _watch(self) -> None:
-        store: Any = None
-        told: dict[str, int] = {}
-        next_look_s = 0.0
-        while not self._stopped.wait(_LOOK_S):
-            quiet_s = time.monotonic() - _latest["since"]
-            now = dict(_run)
-            if quiet_s < _QUIET_S or not any(now.values()):
-                continue
-            try:
-                store = store or self._store.clone()
-                if now != told:
-                    store.set(f"{self._prefix}/passes/{self._rank}", passes_run())
-                    told, next_look_s = now, 2 * _QUIET_S
-                if store.check([key := f"{self._prefix}/alone/{self._rank}"]):
-                    self._warn(f"{store.get(key).decode()}.")
-                    store.delete_key(key)
-                if quiet_s > next_look_s:
-                    next_look_s = 2 * quiet_s
-                    if said := of_ended(store, self._prefix, self._ranks):
-                        self._warn(said)
-            except RuntimeError:  # the store is gone: whoever waits for it says so
-                return
-
-    def _warn(self, text: str) -> None:
-        warnings.warn(text, stacklevel=1)
+    def look(self, store: Any) -> None:
+        """Do so if the latest pass began some time ago; to be called every few seconds."""
+        quiet_s = time.monotonic() - _latest["since"]
+        now = dict(_run)
+        if quiet_s < _QUIET_S or not any(now.values()):
+            return
+        if now != self._told:
+            store.set(f"{self._prefix}/passes/{self._rank}", passes_run())
+            self._told, self._next_look_s = now, 2 * _QUIET_S
+        if store.check([key := f"{self._prefix}/alone/{self._rank}"]):
+            warnings.warn(f"{store.get(key).decode()}.", stacklevel=1)
+            store.delete_key(key)
+        if quiet_s > self._next_look_s:
+            self._next_look_s = 2 * quiet_s
+            if said := of_ended(store, self._prefix, self._ranks):
+                warnings.warn(said, stacklevel=1)
 
 
 def of_ended(store: Any, prefix: str, ranks: Sequence[int]) -> str:

@@ -89,6 +89,8 @@ def run_on_processes(function: Callable[[], T], size: int) -> T:
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 
+    from hf_fsdp_tools.distributed.cpu_backend import one_gloo_thread
+
     context = multiprocessing.get_context("spawn")
     store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
     processes: list[BaseProcess] = [
@@ -105,7 +107,8 @@ def run_on_processes(function: Callable[[], T], size: int) -> T:
             threading.Thread(target=_watch, args=(processes, killed, over, interrupting), daemon=True).start()
             while not store.check([f"started/{rank}" for rank in range(1, size)]):
                 time.sleep(_POLL_S)  # here, and not within the start of a group, which no signal interrupts
-            dist.init_process_group("gloo", store=store, rank=0, world_size=size)
+            with one_gloo_thread():
+                dist.init_process_group("gloo", store=store, rank=0, world_size=size)
             try:
                 return function()
             finally:
@@ -131,10 +134,13 @@ def _work(function: Callable[[], object], rank: int, size: int, port: int) -> No
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 
+    from hf_fsdp_tools.distributed.cpu_backend import one_gloo_thread
+
     with _as_rank(rank, size):
         store = TCPStore("127.0.0.1", port, size, is_master=False)
         store.set(f"started/{rank}", "")
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        with one_gloo_thread():
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         try:
             with suppress(FSDPToolsError):
                 function()

@@ -27,7 +27,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_fsdp_tools.distributed.beat import Beat
+from hf_fsdp_tools.distributed.client import SILENT_S, StoreClient
+from hf_fsdp_tools.distributed.cpu_backend import timeout_of
 from hf_fsdp_tools.distributed.others import Others, different_calls, processes_in_sight
 from hf_fsdp_tools.distributed.passes import PassWatch, of_ended, passes_run
 from hf_fsdp_tools.errors import ConfigError, RanksError
@@ -60,7 +61,7 @@ _READ_S = 30.0
 _WATCHERS = 2
 """How many of the ranks that wait look at the others; if all did, the store would be asked N times for N ranks."""
 
-_patience_s: ContextVar[float] = ContextVar("patience_s", default=GIVE_UP_S)
+_patience_s: ContextVar[float | None] = ContextVar("patience_s", default=None)
 
 
 class StoppedElsewhere(Exception):
@@ -73,15 +74,18 @@ class StoppedElsewhere(Exception):
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """In this block, a rank that others wait for may make no progress for so long (10 minutes by default).
+    """In this block, a rank that others wait for may make no progress for so long.
 
         with patience(3600):
             model = from_pretrained("org/model-on-a-slow-disk")
 
-    Ranks that wait warn of one without progress after 30 s, of one that is in no call of this package after 10 s, and
-    again after each doubling; then all raise the same `RanksError`. Bytes that a rank reads, writes or downloads are
-    progress, so that long work that moves is waited for without end. A process that was stopped in a call, or whose
-    machine is gone, is given up after 60 s; one that has ended, within seconds.
+    By default, it is 10 minutes within a call of this package, and outside of one as long as a collective would wait
+    (`ddp_timeout`), but 10 minutes at least: a rank may do something of its own before it comes. Ranks that wait warn
+    of one without progress after 30 s, of one that is in no call after 10 s, and again after each doubling; then all
+    raise the same `RanksError`. Bytes that a rank reads, writes or downloads are progress, so that long work that moves
+    is waited for without end. Given up after 60 s are a process that is stopped on the machine of one that waits, and a
+    store that does not answer, as that of a process that is stopped; within seconds, a rank that has ended. Time in
+    which the waiting rank is stopped itself does not count.
 
     A rank that stops inside a collective of the process group (a forward pass, gradients, weights that are broadcast or
     gathered) is given up by the group's own timeout (`InitProcessGroupKwargs(timeout=…)`, `ddp_timeout`).
@@ -107,7 +111,14 @@ def patience(seconds: float) -> Iterator[None]:
 
 def patience_of_at_least(seconds: float) -> AbstractContextManager[None]:
     """As `patience`, unless more patience was asked for already."""
-    return patience(max(seconds, _patience_s.get()))
+    return patience(max(seconds, _patience_s.get() or GIVE_UP_S))
+
+
+def _limits_s() -> tuple[float, float]:
+    """How long a rank may make no progress in a call of this package, and how long it may be in none."""
+    if (asked := _patience_s.get()) is not None:
+        return asked, asked
+    return GIVE_UP_S, max(GIVE_UP_S, timeout_of().total_seconds())
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,15 +136,16 @@ class Rounds:
     """The rounds of some ranks, each of which makes one of these; for one thread.
 
     Args:
-        store: of the process group, or a connection to it.
+        store: of the process group.
         rank: this one.
         ranks: all that take part, in the order of their values.
-        name: of rounds beside those of the main thread.
-        home: kept alive: rank 0's own store of the group may be the one that all others are connected to.
+        name: of rounds beside those of the main thread. There the store may not answer for as long as a rank may make
+            no progress: the main thread may be in a collective that begins, and has the connection until all come.
     """
 
-    def __init__(self, store: Any, rank: int, ranks: tuple[int, ...], *, name: str = "", home: Any = None) -> None:
-        self._store, self.rank, self.ranks, self._home = store, rank, ranks, home
+    def __init__(self, store: Any, rank: int, ranks: tuple[int, ...], *, name: str = "") -> None:
+        self.rank, self.ranks = rank, ranks
+        silent_s = GIVE_UP_S if name else SILENT_S
         name += hashlib.sha256(json.dumps(ranks).encode()).hexdigest()[:16]
         with _store_errors():
             # A group that is started again over the same store must not find the keys of its former life.
@@ -143,28 +155,31 @@ class Rounds:
         self._scopes: list[Scope] = []
         self._counts = [0]  # rounds and scopes so far, in the whole and in each open scope
         self._left: list[str] = []  # the last round to which all ranks have come, and those that were given up since
-        self._beat = Beat(store, f"{self._prefix}/beat/{rank}")
-        self._passes = PassWatch(store, self._prefix, rank, ranks)
+        passes = PassWatch(self._prefix, rank, ranks)
+        self._store = StoreClient(store, f"{self._prefix}/beat/{rank}", passes.look, silent_s)
 
     def goodbye(self) -> Callable[[], None]:
         """A function that tells those that wait for this rank that its group or its script is over."""
-        store, key = self._store, f"{self._prefix}/ended/{self.rank}"
+        client, store, key = self._store, self._store.store, f"{self._prefix}/ended/{self.rank}"
 
         def say() -> None:
-            self._beat.stop()
-            self._passes.stop()
             usual = store.timeout
             store.set_timeout(timedelta(seconds=5))  # a file store whose folder is gone would try for five minutes
             with suppress(RuntimeError):  # the store is gone: nobody waits
-                store.set(key, passes_run())
+                client.set(key, passes_run())
                 self.wait_for_readers()
             store.set_timeout(usual)
+            self.stop()
 
         return say
 
+    def stop(self) -> None:
+        """Part from the store when no call is under way: its group is over."""
+        self._store.stop()
+
     def watch_passes(self) -> None:
         """Name ranks of which a forward pass of a sharded model waits for others; see `PassWatch`."""
-        self._passes.start()
+        self._store.watch()
 
     def explain(self, error: BaseException) -> None:
         """Add to the error of a forward pass which ranks have ended without it, if any."""
@@ -179,7 +194,7 @@ class Rounds:
         self._scopes.append(scope)
         self._counts.append(0)
         try:
-            with self._beat.telling(doing, f"{scope.path}/"):
+            with self._store.telling(doing, f"{scope.path}/"):
                 yield scope
         finally:
             self._scopes.pop()
@@ -214,7 +229,7 @@ class Rounds:
         path = f"{ends.path}/end" if ends is not None else self._next_path()
         around = [scope for scope in self._scopes if scope is not ends]
         at = path if ends is None else f"{path}/{self._counts[-1]}"
-        with _store_errors(), self._beat.telling(doing, at):
+        with _store_errors(), self._store.telling(doing, at):
             self._store.set(f"{path}/{self.rank}", pickle.dumps((doing, value)))
             place = self._store.add(f"{path}/count", 1)
             if place == len(self.ranks):
@@ -279,10 +294,11 @@ class Rounds:
             now_s = time.monotonic()
             if now_s - looked_s > _LOOK_S:
                 looked_s = now_s
+                limits_s = _limits_s()
                 # After so long those that look may be gone: two more look.
-                watchers = _WATCHERS * (1 + (now_s - since_s) // (4 * _patience_s.get()))
+                watchers = _WATCHERS * (1 + (now_s - since_s) // (4 * max(limits_s)))
                 is_elsewhere = partial(self._failed, self._scopes)
-                look = partial(others.problem, doing, self._beat.places, _patience_s.get(), is_elsewhere)
+                look = partial(others.problem, doing, self._store.places, limits_s, is_elsewhere)
                 if place <= watchers and (problem := look(is_first=place == 1)):
                     if not self._failed(around):
                         self._store.compare_set(f"{path}/outcome", "", _given_up(problem))
@@ -292,10 +308,11 @@ class Rounds:
 
 
 def _join(told: list[bytes]) -> bytes:
-    """The values of all ranks as one; equal values, as most rounds have, are kept once."""
+    """The values of all ranks as one. Equal values, as most rounds have, are kept once, and cost no byte per rank."""
     distinct = list(dict.fromkeys(told))
     places = {value: place for place, value in enumerate(distinct)}
-    return pickle.dumps(("", distinct, [places[value] for value in told]))
+    every = [places[value] for value in told] if len(distinct) > 1 else range(len(told))
+    return pickle.dumps(("", distinct, every))
 
 
 def _given_up(problem: str) -> bytes:
@@ -306,7 +323,7 @@ def _given_up(problem: str) -> bytes:
 def _split(outcome: bytes) -> tuple[str, list[Any]]:
     """Why the round was given up, or else the values that `_join` joined; each rank's is an object of its own."""
     problem, distinct, places = pickle.loads(outcome)
-    return problem, [pickle.loads(distinct[place]) for place in places]
+    return problem, [pickle.loads(distinct[place if len(distinct) > 1 else 0]) for place in places]
 
 
 @contextmanager
@@ -316,6 +333,6 @@ def _store_errors() -> Iterator[None]:
         yield
     except dist.DistError as error:
         raise RanksError(
-            f"The key-value store of the process group does not answer ({error}): the process that keeps it has ended, "
-            "as a rule rank 0 or the launcher. Look at its output."
+            f"The key-value store of the process group does not answer ({error}): the process that keeps it has ended "
+            "or is stopped, as a rule rank 0 or the launcher. Look at it and its output."
         ) from error

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import get_native_id
 
 __all__ = ["progress_made", "waited_for", "watched"]
 
@@ -59,18 +60,29 @@ def watched(file: Path, position: int = 0) -> Iterator[None]:
 
 
 def progress_made() -> int:
-    """A number that moves while this process reads, writes or downloads.
+    """A number that moves while this process reads, writes or downloads; to be asked by one and the same thread.
 
     Watched blocks that it has completed, and each MiB that it has read or written by any library's code, where the
-    system counts them (Linux).
+    system counts them (Linux). What the calling thread reads and writes does not count, nor what a `TCPStore` in this
+    process answers the other ranks.
     """
-    return _done + _bytes_moved() // 2**20
+    moved = _bytes_moved("/proc/self")
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it has ended
+            if int(task.name) == get_native_id() or (task / "comm").read_text().startswith(_STORE):
+                moved -= _bytes_moved(str(task))
+    return _done + moved // 2**20
 
 
-def _bytes_moved() -> int:
-    """Bytes of this process's reads and writes so far, files in memory included; 0 where the system does not say."""
+_STORE = "pt_tcpstore"
+"""How the threads of torch's `TCPStore` that serve are called."""
+
+
+def _bytes_moved(process: str) -> int:
+    """Bytes of reads and writes of a process or thread so far, files in memory included; 0 where the system does not
+    say."""
     try:
-        lines = Path("/proc/self/io").read_text().splitlines()
+        lines = Path(process, "io").read_text().splitlines()
     except OSError:
         return 0
     counts = dict(line.split(": ") for line in lines)

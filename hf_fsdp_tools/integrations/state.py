@@ -20,7 +20,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 
-from hf_fsdp_tools.distributed.cpu_backend import GROUP_TIMEOUT, set_timeout
+from hf_fsdp_tools.distributed.cpu_backend import default_timeout, one_gloo_thread, set_timeout
 from hf_fsdp_tools.distributed.launcher import world_size
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device, rank_on_node
 from hf_fsdp_tools.distributed.network import choose_interface
@@ -183,12 +183,13 @@ def start_state(
     if is_alone and world_size(os.environ) > 1:
         PartialState._reset_state()  # TrainingArguments without use_cpu made it, where each process would train alone
     _name_local_rank()
-    options = {"timeout": GROUP_TIMEOUT, **(group or {})}
+    options = {"timeout": default_timeout("cpu" if cpu else local_device().type), **(group or {})}
     if not cpu:
         # with gloo beside NCCL, which Accelerate does on some variables only
         ensure_process_group(local_device().type, **options)
     choose_interface()  # Accelerate may start the group
-    PartialState(cpu=cpu, **options if cpu else {})
+    with one_gloo_thread():
+        PartialState(cpu=cpu, **options if cpu else {})
     device = torch.device("cpu") if cpu else local_device()
     ensure_process_group(device.type, **options)
     if group and "timeout" in group:

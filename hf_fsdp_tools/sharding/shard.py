@@ -169,7 +169,7 @@ def shard_model(
         activation_checkpointing=activation_checkpointing,
         compile=compile,
     )
-    if isinstance(offload_policy, CPUOffloadPolicy):
+    if isinstance(offload_policy, CPUOffloadPolicy) or mesh.device_type == "cpu":
         for group in mesh.get_all_groups():
             add_cpu_backend(group)  # clipping sums the norms of offloaded gradients between CPUs
     make_contiguous(model)

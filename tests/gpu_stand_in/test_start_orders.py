@@ -151,14 +151,14 @@ def _one_visible(ranks: list[dict[str, str]]) -> list[dict[str, str]]:
     ("first", "ranks", "current", "timeout_s"),
     [
         pytest.param("arguments", TORCHRUN, [0, 1], 1800, id="torchrun, TrainingArguments first"),
-        pytest.param("accelerator", TORCHRUN, [0, 1], 1800, id="torchrun, accelerator first"),
-        pytest.param("model", TORCHRUN, [0, 1], 1800, id="torchrun, model first"),
+        pytest.param("accelerator", TORCHRUN, [0, 1], 600, id="torchrun, accelerator first"),
+        pytest.param("model", TORCHRUN, [0, 1], 600, id="torchrun, model first"),
         pytest.param("a group bound to a device", TORCHRUN, [0, 1], 600, id="torchrun, a bound group first"),
         pytest.param("arguments", _one_visible(TORCHRUN), [0, 0], 1800, id="torchrun, one GPU visible to each"),
-        pytest.param("arguments", _one_visible(SRUN), [0, 0], 1800, id="srun, one GPU visible to each"),
-        pytest.param("arguments", SRUN, [0, 1], 1800, id="srun, all GPUs visible"),
-        pytest.param("arguments", [{}], [0], 1800, id="alone, TrainingArguments first"),
-        pytest.param("model", [{}], [0], 1800, id="alone, model first"),
+        pytest.param("arguments", _one_visible(SRUN), [0, 0], 600, id="srun, one GPU visible to each"),
+        pytest.param("arguments", SRUN, [0, 1], 600, id="srun, all GPUs visible"),
+        pytest.param("arguments", [{}], [0], 600, id="alone, TrainingArguments first"),
+        pytest.param("model", [{}], [0], 600, id="alone, model first"),
     ],
 )
 def test_start_orders(

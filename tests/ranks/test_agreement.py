@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
 from hf_fsdp_tools import CheckpointError, RanksError
-from hf_fsdp_tools.distributed import beat, others, rounds
+from hf_fsdp_tools.distributed import client, others, rounds
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, shared_rng_state, shared_seed
 from hf_fsdp_tools.distributed.current import rounds_of
 from hf_fsdp_tools.distributed.rounds import patience
@@ -138,8 +138,8 @@ def a_group_that_is_started_again_begins_anew():
 
 def a_group_that_is_over_leaves_its_store():
     """Its port is free for the next group of this process."""
-    former = [thread for thread in threading.enumerate() if thread.name == "beat"]
-    former.remove(rounds_of()._beat._thread)
+    former = [thread for thread in threading.enumerate() if thread.name == "store"]
+    former.remove(rounds_of()._store._thread)
     for thread in former:
         thread.join(60)
         assert not thread.is_alive(), "one thread, of the group that runs"
@@ -158,7 +158,7 @@ CASES = (
 
 
 def agree():
-    beat._BEAT_S = 0.2
+    client._BEAT_S = 0.2
     run_cases({case.__name__: case for case in CASES})
     a_group_that_is_started_again_begins_anew()
     a_group_that_is_over_leaves_its_store()
@@ -169,7 +169,7 @@ def test_ranks_agree():
 
 
 def be_absent():
-    beat._BEAT_S = 0.2
+    client._BEAT_S = 0.2
     an_absent_rank_is_named_and_given_up()
 
 

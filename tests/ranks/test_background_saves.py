@@ -30,7 +30,7 @@ from hf_fsdp_tools import HybridPolicy, from_pretrained, save_pretrained, wait_f
 from hf_fsdp_tools.checkpoint import background, publish
 from hf_fsdp_tools.checkpoint.io import copies
 from hf_fsdp_tools.checkpoint.load import load_weights
-from hf_fsdp_tools.distributed import beat
+from hf_fsdp_tools.distributed import client
 from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, RanksError
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
@@ -304,7 +304,7 @@ def test_a_script_that_ends_has_its_save_finished_without_its_process_group(tmp_
 
 
 def die_while_it_is_written(source: Path, target: Path, out: Path) -> None:
-    beat._BEAT_S = 0.2
+    client._BEAT_S = 0.2
     model = loaded(source)
     save_pretrained(model, target)
     wait_for_all_ranks()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,8 +17,8 @@ import torch.distributed as dist
 
 from hf_fsdp_tools import RanksError
 from hf_fsdp_tools.checkpoint.save import save_pretrained
-from hf_fsdp_tools.distributed import beat, others, rounds
-from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.distributed import client, others, rounds
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.distributed.current import rounds_of
 from hf_fsdp_tools.integrations import accelerator as accelerators
 from hf_fsdp_tools.integrations.state import make_accelerator
@@ -78,12 +79,12 @@ ROADS = {
 
 def stop_on(road: str, folder: Path) -> None:
     """Rank 0 lets rank 1 go on when it has given it up; rank 1 then learns that it was."""
-    beat._BEAT_S, state_of = 0.2, others._state_of
+    client._BEAT_S, state_of = 0.2, others._state_of
 
     def seen(process: int) -> str:
         """The state of the other rank, which is lost a second after it was seen stopped, and otherwise not so soon."""
         state = state_of(process)
-        others._LOST_S = 1.0 if state == "T" else 60.0
+        others.SILENT_S = 1.0 if state == "T" else 60.0
         return state
 
     pids = all_ranks(os.getpid())
@@ -94,7 +95,7 @@ def stop_on(road: str, folder: Path) -> None:
         finally:
             if dist.get_rank() == 0:
                 os.kill(pids[1], signal.SIGCONT)
-    others._LOST_S = 60.0
+    others.SILENT_S = 60.0
     said = rf"While {doing}.*: rank 1 is stopped \(SIGSTOP\) for \d+ s. The others stop."
     assert re.match(said, str(caught.value)), caught.value
     assert len(set(all_ranks(str(caught.value)))) == 1
@@ -132,7 +133,7 @@ def live(rank: int, port: int, road: str, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=LIMIT_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    beat._BEAT_S = 0.2
+    client._BEAT_S = 0.2
     with pytest.raises(RanksError) as caught:
         ROADS[road][0](folder, signal.SIGKILL)
     folder.with_name("said").write_text(str(caught.value))
@@ -154,6 +155,58 @@ def test_a_killed_rank_ends_the_others(road: str, folders: dict[str, Path], tmp_
         said = (tmp_path / "said").read_text()
         expected = rf"While {ROADS[road][1]}.*: rank 1 has ended: it failed, and says why, or did not make"
         assert re.match(expected, said), said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def keep_the_store(rank: int, ports: Any, said: Any, end: str) -> None:
+    """Rank 0 keeps the store, as where no launcher does; it is stopped, or returns while rank 1 has still to read."""
+    store = dist.TCPStore("127.0.0.1", ports.get() if rank else 0, 2, rank == 0, wait_for_workers=False)
+    if rank == 0:
+        ports.put(store.port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    rounds.SILENT_S = 2
+    if end == "stopped":
+        with pytest.raises(RanksError) as caught:
+            all_ranks("here", "meeting")
+            if rank == 0:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            while True:
+                with agreed("saving"), agreed("saving a part"):
+                    all_ranks("value", "exchanging")
+        said.put(str(caught.value))
+        said.close()
+        said.join_thread()
+        os._exit(0)
+    split = rounds._split
+    all_ranks("here", "meeting")
+
+    def late(outcome: bytes) -> Any:
+        time.sleep(rank)
+        return split(outcome)
+
+    with patch.object(rounds, "_split", late):
+        said.put(all_ranks(rank, "adding up"))
+
+
+@pytest.mark.parametrize("end", ["stopped", "returns"])
+def test_the_others_learn_that_rank_0_which_keeps_the_store_is_stopped_and_it_leaves_last(end: str) -> None:
+    ports, said = CONTEXT.Queue(), CONTEXT.Queue()
+    ranks = [CONTEXT.Process(target=keep_the_store, args=(rank, ports, said, end), daemon=True) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    try:
+        if end == "stopped":
+            assert "store of the process group does not answer (no answer for 2 s)" in said.get(timeout=LIMIT_S / 2)
+            ranks[1].join(LIMIT_S / 2)
+            assert ranks[1].exitcode == 0
+            return
+        for rank in ranks:
+            rank.join(LIMIT_S / 2)
+        assert [rank.exitcode for rank in ranks] == [0, 0]
+        assert said.get(timeout=10) == said.get(timeout=10) == [0, 1]
     finally:
         for rank in ranks:
             rank.kill()

@@ -11,10 +11,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import FSDPTrainerMixin, RanksError, from_pretrained, make_accelerator, save_pretrained
-from hf_fsdp_tools.distributed import passes
+from hf_fsdp_tools.distributed import client, passes
 from hf_fsdp_tools.distributed.agreement import wait_for_all_ranks
 from hf_fsdp_tools.distributed.current import rounds_of
 from tests._dist import run_cases, run_ranks
@@ -83,7 +84,7 @@ def rank_0_alone_generates(folder: Path) -> None:
             assert "generate" in said
             rounds = rounds_of()
             while rounds._store.check([f"{rounds._prefix}/alone/0"]):  # until rank 0 has said it
-                time.sleep(passes._LOOK_S)
+                time.sleep(client._BEAT_S)
         model.generate(IDS, max_new_tokens=2, do_sample=False)
         if dist.get_rank() == 0:
             with pytest.raises(RanksError, match="All ranks stop"):
@@ -121,12 +122,30 @@ def a_rank_that_ends_is_in_the_error_of_the_pass(folder: Path) -> None:
     wait_for_all_ranks()
 
 
+def passes_over_weights_that_were_gathered_by_hand_wait_for_nobody(folder: Path) -> None:
+    model = from_pretrained(folder)
+    model(IDS)
+    model.set_reshard_after_forward(False)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.unshard()
+    before = dict(passes._run)
+    if dist.get_rank() == 0:
+        model(IDS)
+        model(IDS)
+    assert passes._run == before
+    for unit in units:
+        unit.reshard()
+    model(IDS)
+    assert passes._run != before
+
+
 def lost(*_: object, **__: object) -> None:
     raise RuntimeError("Connection lost")
 
 
 def cases(folder: Path) -> None:
-    with patch.object(passes, "_QUIET_S", 0.4), patch.object(passes, "_LOOK_S", 0.1):
+    with patch.object(passes, "_QUIET_S", 0.4), patch.object(client, "_BEAT_S", 0.1):
         run_cases(
             (
                 rank_0_alone_saves,
@@ -134,6 +153,7 @@ def cases(folder: Path) -> None:
                 rank_0_alone_saves_the_state_and_evaluates,
                 a_model_that_was_not_prepared_is_named,
                 a_rank_that_ends_is_in_the_error_of_the_pass,
+                passes_over_weights_that_were_gathered_by_hand_wait_for_nobody,
                 rank_0_alone_generates,
             ),
             folder,

@@ -16,8 +16,8 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.checkpoint.gather import gather_to_first
 from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
-from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, has_cpu_backend, timeout_of
-from hf_fsdp_tools.distributed.mesh import local_device, shared_devices
+from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, has_cpu_backend, one_gloo_thread, timeout_of
+from hf_fsdp_tools.distributed.mesh import ParallelDims, _name_of, local_device, shared_devices
 from hf_fsdp_tools.integrations import pushing
 from tests._dist import num_gpus, run_ranks
 from tests._training import ShardedTrainer, arguments, batches_of, make_rows, train
@@ -41,19 +41,44 @@ def _threads_of(group: Any) -> tuple[int, timedelta]:
     return options._threads, options._timeout
 
 
-def _groups_of_gloo() -> None:
-    assert _threads_of(dist.group.WORLD)[0] == 1
-    assert _threads_of(dist.new_group(timeout=SECONDS)) == (1, SECONDS)
-    own = dist.ProcessGroupGloo._Options()
-    own._devices, own._threads = [dist.ProcessGroupGloo.create_device(interface="lo")], 3
-    assert dist.ProcessGroupGloo(dist.HashStore(), 0, 1, own).options._threads == 3, "what a caller asks for stays"
-    with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "absent0"}), pytest.raises(RuntimeError, match="absent0"):
-        dist.new_group()
+def _groups_of_gloo(model: Path) -> None:
+    assert _threads_of(ParallelDims(dp_replicate_size=2).build_mesh("cpu").get_group("dp_shard"))[0] == 1
+    kind = dist.ProcessGroupGloo
+    with one_gloo_thread():
+        assert _threads_of(dist.new_group(timeout=SECONDS)) == (1, SECONDS)
+        with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "absent0"}), pytest.raises(RuntimeError, match="absent0"):
+            dist.new_group()
+    assert dist.ProcessGroupGloo is kind, "torch is as it was"
+    of_script = dist.new_group(timeout=SECONDS)
+    assert _threads_of(of_script)[0] == 2, "torch's own, and the reason for all this"
+    add_cpu_backend(of_script)
+    _check_adopted(of_script)
+    # A script that starts the group, and TrainingArguments, which come first.
+    wait_for_all_ranks()
+    rank, store = dist.get_rank(), dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=SECONDS)
+    assert _threads_of(dist.group.WORLD)[0] == 2
+    from_pretrained(model)
+    _check_adopted(dist.group.WORLD)
 
 
-def test_collectives_of_gloo_run_on_one_thread():
-    # torch's two corrupt the memory of a process in which two gathers of DTensors end together
-    run_ranks(_groups_of_gloo, 1)
+def _check_adopted(group: Any) -> None:
+    assert (*_threads_of(group), timeout_of(group)) == (1, SECONDS, SECONDS)
+    assert dist.get_backend(group) == "gloo"
+    count = torch.ones(1)
+    dist.all_reduce(count, group=group)
+    dist.barrier(group)
+    objects: list[Any] = [None, None]
+    dist.all_gather_object(objects, dist.get_rank(), group=group)
+    assert (count.item(), objects) == (2, [0, 1])
+    dist.distributed_c10d._set_pg_timeout(2 * SECONDS, group)
+    assert timeout_of(group) == 2 * SECONDS
+
+
+def test_collectives_of_gloo_run_on_one_thread(folders: dict[str, Path]) -> None:
+    """Torch's two corrupt the memory of a process in which two gathers of DTensors end together."""
+    run_ranks(_groups_of_gloo, 2, folders["llama"])
 
 
 def _given_a_backend(model: Path, out: Path) -> list[float]:
@@ -98,9 +123,9 @@ def _given_a_backend(model: Path, out: Path) -> list[float]:
 
 
 def _waiting(accelerator: Any, rank: int) -> None:
-    """With all collectives forbidden; rank 0 is busy for longer than the group would wait."""
+    """With all collectives forbidden; rank 0 is busy."""
     refused = patch.multiple(dist, barrier=None, all_reduce=None, all_gather_object=None, broadcast_object_list=None)
-    with refused, patch("hf_fsdp_tools.distributed.agreement.timeout_of", return_value=timedelta(seconds=1)):
+    with refused:
         time.sleep(3 if rank == 0 else 0)
         accelerator.wait_for_everyone()
         order = []
@@ -136,14 +161,14 @@ def test_a_group_without_a_backend_for_cpus_is_given_one(
     assert (tmp_path / "saved" / "config.json").is_file()
 
 
-def _unique_name() -> str:
-    return str(torch.cuda.get_device_properties(local_device()).uuid)
+def _unique_name() -> tuple[str, ...]:
+    return _name_of(local_device())
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=_needs(1)), pytest.param(2, marks=_needs(2))])
 def test_every_gpu_has_a_name_of_its_own(ranks: int) -> None:
     names = run_ranks(_unique_name, ranks, device="cuda")
-    if not any(name.strip("0-") for name in names):
+    if not any(name[0].strip("0-") for name in names):
         # Nothing to compare: drivers of some virtual devices give zeros, and then no device is refused.
         pytest.skip("the driver gives no unique names to devices")
     assert shared_devices(names) == [] and shared_devices([*names, names[0]]) == [f"ranks 0, {ranks}"]

@@ -11,7 +11,7 @@ from hf_fsdp_tools.checkpoint.io import copies
 from hf_fsdp_tools.checkpoint.io.copies import HostCopies, copied_transfers, free_kept_memory
 from hf_fsdp_tools.checkpoint.io.files import write_in_turn
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
-from hf_fsdp_tools.distributed.memory import available_bytes
+from hf_fsdp_tools.distributed.memory import available_bytes, pinned_bytes
 from tests._late import LateSideStream, Machine
 
 MIB = 2**20
@@ -53,6 +53,12 @@ def test_what_an_accelerator_holds_is_copied_when_the_call_returns(seed: int) ->
                 machine.raw(tensor).copy_(values)
         assert machine.named.count(0) == 0, "nothing was made on device 0"
         free_kept_memory()
+
+
+def test_pinned_memory_is_rounded_as_torch_was_told() -> None:
+    mib, asked = 2**20, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:16"}
+    assert [pinned_bytes(n * mib, {}) // mib for n in (0, 1, 12, 33, 300)] == [0, 1, 16, 64, 512]
+    assert [pinned_bytes(n * mib, asked) // mib for n in (0, 1, 12, 33, 300)] == [0, 1, 16, 33, 300]
 
 
 def test_copies_are_packed_into_blocks_and_the_blocks_kept(monkeypatch: pytest.MonkeyPatch) -> None:

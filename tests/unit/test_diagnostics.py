@@ -282,6 +282,9 @@ def test_devices_of_every_kind_are_named(monkeypatch, kind, backend, emulates):
     findings = _findings(found)
     assert findings[f"no-{backend}"].fact == f"2 {kind} device(s) and no {backend}; the backends are gloo."
     assert "Model 7" in findings["no-bfloat16"].fact and "fp16" in findings["no-bfloat16"].cure
+    assert "one-connection" not in findings
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert _findings(check_environment())["one-connection"].cure == "unset CUDA_DEVICE_MAX_CONNECTIONS"
     monkeypatch.setattr("torch.get_device_module", lambda device: SimpleNamespace())  # a kind that tells nothing
     assert check_environment().devices == (f"{kind}:0", f"{kind}:1")
 

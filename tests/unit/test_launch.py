@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import InitProcessGroupKwargs
+from torch.distributed.constants import default_pg_timeout
 from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import FSDPTrainerMixin, MeshError, make_accelerator
 from hf_fsdp_tools.diagnostics.environment import check_environment
 from hf_fsdp_tools.distributed import network
-from hf_fsdp_tools.distributed.cpu_backend import GROUP_TIMEOUT, timeout_of
+from hf_fsdp_tools.distributed.cpu_backend import default_timeout, timeout_of
 from hf_fsdp_tools.distributed.launcher import device_index, local_rank, local_size
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, shared_devices
 from hf_fsdp_tools.distributed.network import choose_interface, interface_of_nccl, interface_towards, loopback_address
@@ -176,8 +177,9 @@ def test_a_process_without_a_device_of_its_own_is_refused(variables, said):
 
 def test_processes_on_one_device_are_found():
     none = "00000000-0000-0000-0000-000000000000"
-    assert shared_devices(["a", "b", "a", "c", "b"]) == ["ranks 0, 2", "ranks 1, 4"]
-    assert shared_devices(["a", "b"]) == shared_devices(["", "", none, none]) == []
+    assert shared_devices([(name, "3b") for name in "abacb"]) == ["ranks 0, 2", "ranks 1, 4"]
+    assert shared_devices([("a", "3b"), ("a", "5e")]) == [], "a driver that gives all devices one name"
+    assert shared_devices([("a", ""), ("b", "")]) == shared_devices([("", ""), ("", ""), (none, ""), (none, "")]) == []
 
 
 @pytest.mark.parametrize(
@@ -272,9 +274,10 @@ def test_a_recipe_chooses_the_interface_before_its_arguments_start_the_group(mon
 # ---- time limits, and what the Trainer takes for its own ----
 
 
-def test_a_group_of_ours_waits_for_30_minutes(alone):
+def test_a_group_of_ours_waits_as_long_as_torchs(alone):
     ensure_process_group("cpu")
-    assert timeout_of() == timeout_of_group() == GROUP_TIMEOUT == timedelta(minutes=30)
+    assert timeout_of() == timeout_of_group() == default_timeout("cpu") == default_pg_timeout
+    assert default_timeout("cuda") == timedelta(minutes=10)
 
 
 def test_a_group_of_the_script_keeps_its_time_limit(alone):

@@ -30,7 +30,7 @@ from hf_fsdp_tools import (
     save_pretrained,
     sharding_of,
 )
-from hf_fsdp_tools.distributed.beat import conflict
+from hf_fsdp_tools.distributed.client import conflict
 from tests._checkpoints import full_state, make_checkpoint, make_model
 
 IDS = torch.arange(3, 11)[None]

@@ -4,9 +4,11 @@ import json
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from hf_fsdp_tools import CheckpointError, RanksError
-from hf_fsdp_tools.distributed import beat, others, rounds
+from hf_fsdp_tools.distributed import client, others, rounds, watch
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
-from hf_fsdp_tools.distributed.beat import Beat
+from hf_fsdp_tools.distributed.client import StoreClient
 from hf_fsdp_tools.distributed.current import using
 from hf_fsdp_tools.distributed.others import Others
 from hf_fsdp_tools.distributed.rounds import Rounds, patience
@@ -261,7 +263,7 @@ def test_a_failure_is_told_to_a_rank_that_looks_late() -> None:
         found = own(keys)
         if keys == [inner] and not found:
             asked.set()
-            three[1]._store.wait([outer])
+            three[1]._store.store.wait([outer])
         return found
 
     asked = threading.Event()
@@ -303,10 +305,58 @@ def test_a_rank_that_moves_is_waited_for_and_one_that_does_not_is_given_up(two: 
     for second in range(100):
         told = told_of([["reading", f"{prefix}.0"]], count=second, progress=min(second, 50))
         store.set(f"{prefix}/beat/1", told)
-        problem = known.problem("reading", [], 20.5, lambda: None, is_first=False)
+        problem = known.problem("reading", [], (20.5, 20.5), lambda: None, is_first=False)
         assert bool(problem) == (second > 70), second
         clock.now += 1
     assert problem.startswith("While reading: no progress for 49 s. rank 1 is reading (49 s without progress)")
+
+
+@pytest.mark.parametrize(("seconds_each", "given_up_s"), [(1, 61), (70, None)])
+def test_a_stopped_rank_is_given_up_by_who_has_looked_for_a_minute(
+    two: list[Rounds], clock: Clock, monkeypatch: pytest.MonkeyPatch, seconds_each: int, given_up_s: int | None
+) -> None:
+    """A job that is stopped as a whole goes on at different moments: who looks after 70 s was stopped itself."""
+    monkeypatch.setattr(others, "_state_of", lambda process: "T")
+    known = Others(two[0]._store, two[0]._prefix, f"{two[0]._prefix}.0", (0, 1), 0)
+    two[0]._store.set(f"{two[0]._prefix}.0/0", "here")
+    for look in range(12 if given_up_s is None else 70):
+        problem = known.problem("reading", [], (600, 600), lambda: None, is_first=False)
+        assert bool(problem) == (given_up_s is not None and look >= given_up_s), (look, problem)
+        clock.now += seconds_each
+    assert not problem or problem.startswith("While reading: rank 1 is stopped (SIGSTOP) for ")
+
+
+def test_a_rank_in_no_call_may_take_as_long_as_a_collective_and_one_that_is_silent_in_a_call_not(
+    two: list[Rounds], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 judges answers for an hour before it comes, and then holds the interpreter's lock."""
+    store, prefix = two[0]._store, two[0]._prefix
+    store.set(f"{prefix}.0/0", "here")
+    monkeypatch.setattr(others, "_state_of", lambda process: "R")
+    monkeypatch.setattr(rounds, "timeout_of", lambda: timedelta(hours=2))
+    known = Others(store, prefix, f"{prefix}.0", (0, 1), 0)
+
+    def seconds_until_given_up(most: int) -> tuple[int, str]:
+        for second in range(0, most, 5):
+            if problem := known.problem("saving", [], rounds._limits_s(), lambda: None, is_first=False):
+                return second, problem
+            clock.now += 5
+        return most, ""
+
+    assert seconds_until_given_up(3600) == (3600, "")
+    store.set(f"{prefix}/beat/1", told_of([["saving", f"{prefix}.0"]]))
+    second, problem = seconds_until_given_up(3600)
+    assert second == 605
+    assert "rank 1 told 605 s ago that it is saving (605 s without progress)" in problem
+    store.set(f"{prefix}/beat/1", told_of([], count=2))
+    assert seconds_until_given_up(7300)[0] == 7205
+    with patience(20):
+        assert rounds._limits_s() == (20, 20), "what the user asks for holds for both"
+
+
+def progress_seen_by_another_thread() -> int:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(progress_made).result()
 
 
 def test_bytes_of_any_library_and_watched_blocks_are_progress() -> None:
@@ -314,64 +364,124 @@ def test_bytes_of_any_library_and_watched_blocks_are_progress() -> None:
     with watched(Path(os.devnull)):
         pass
     assert progress_made() > before
-    before = progress_made()
+    before = progress_seen_by_another_thread()
     with tempfile.TemporaryFile() as file:
         file.write(bytes(2**21))
-    assert progress_made() >= before + 2
+    assert progress_seen_by_another_thread() >= before + 2
 
 
-def test_a_beat_that_is_ended_as_it_would_wait_for_a_call_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would hold the store of a group that is over, and with it the store's port, for a minute."""
-    one = Beat(dist.HashStore(), "beat")
-    over, waits = threading.Event(), []
+def test_what_a_store_in_this_process_answers_is_no_progress() -> None:
+    """Rank 0, which keeps it, would never be without progress while others wait for it."""
+    keeper = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    other = dist.TCPStore("127.0.0.1", keeper.port, None, False)
+    before, moved = progress_seen_by_another_thread(), watch._bytes_moved("/proc/self")
+    for _ in range(3000):
+        other.set("key", "v" * 1024)
+    assert other.get("key"), "all have arrived"
+    assert watch._bytes_moved("/proc/self") > moved + 2**21, "the process reads them"
+    assert progress_seen_by_another_thread() == before
 
-    def ended_after(timeout_s: float) -> bool:
-        """The time is over, the call too; before the thread has the lock, the beat is ended."""
-        assert over.wait(HANG_S)
-        was_ended = one._stopped.is_set()
-        one.stop()
-        return was_ended
 
-    monkeypatch.setattr(one._stopped, "wait", ended_after)
-    monkeypatch.setattr(one._changed, "wait", waits.append)
+def client_of(store: Any, silent_s: float = 60) -> StoreClient:
+    return StoreClient(store, "beat", lambda store: None, silent_s)
+
+
+def test_the_thread_of_a_group_that_is_over_ends_and_begins_for_who_still_asks() -> None:
+    """It would hold the store, and with it the store's port."""
+    one = client_of(dist.HashStore())
+    one.set("a", "1")
     with one.telling("opening", "0"):
-        thread = one._thread
-    over.set()
-    assert thread is not None
-    thread.join(HANG_S)
-    assert not thread.is_alive() and not waits, "nobody would wake it"
+        one.stop()
+        former = one._thread
+        assert former is not None and one.get("a") == b"1" and one._thread is former, "not in a call"
+    one.stop()
+    former.join(HANG_S)
+    assert not former.is_alive()
+    assert one.get("a") == b"1" and one._thread is not former
+
+
+def test_a_rank_has_one_connection_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of its process group: one more of each rank, all made at once, stops a large job for seconds."""
+    monkeypatch.setattr(client, "_BEAT_S", 0.001)
+    keeper = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    two = [Rounds(dist.TCPStore("127.0.0.1", keeper.port, None, False), rank, (0, 1)) for rank in range(2)]
+    before = len(os.listdir("/proc/self/fd"))
+    for one in two:
+        one.watch_passes()
+    with two[0].scope("saving"), two[1].scope("saving"):
+        for rank, one in enumerate(two):
+            while not keeper.check([f"{one._prefix}/beat/{rank}"]):
+                time.sleep(0.01)
+        assert together(*(lambda one=one: one.exchange(1, "saving") for one in two)) == [[1, 1]] * 2  # type: ignore[misc]
+        assert len(os.listdir("/proc/self/fd")) <= before
+    for one in two:
+        one.stop()
+
+
+def test_a_store_that_does_not_answer_is_given_up_at_once_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a process that is stopped; a call of torch never returns from it."""
+    goes_on = threading.Event()
+    waits: list[float] = []
+
+    def stopped(own: Callable[..., Any], keys: list[str]) -> Any:
+        assert goes_on.wait(HANG_S)
+        return own(keys)
+
+    def result(self: Any, timeout_s: float) -> Any:
+        waits.append(timeout_s)
+        return wait(self, 0.01)
+
+    wait = client.Future.result
+    monkeypatch.setattr(client.Future, "result", result)
+    one = client_of(Store(dist.HashStore(), check=stopped))
+    for _ in range(2):
+        with (
+            pytest.raises(RanksError, match=r"not answer \(no answer for 60 s\): .* ended or is stopped"),
+            rounds._store_errors(),
+        ):
+            one.check(["a"])
+    assert waits == [1.0] * 60, "the second is not waited for"
+    goes_on.set()
+    monkeypatch.undo()
+    one._unanswered.result(HANG_S)
+    assert one.check(["a"]) is False
 
 
 def test_a_beat_of_a_store_that_is_gone_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+
     def gone(*args: Any) -> Any:
+        told.set()
         raise dist.DistNetworkError("Connection reset by peer")
 
-    one = Beat(Store(dist.HashStore(), clone=gone), "beat")
-    raised: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", raised.append)
+    monkeypatch.setattr(client, "_BEAT_S", 0.001)
+    one = client_of(Store(dist.HashStore(), set=gone))
     with one.telling("opening", "0"):
-        assert one._thread is not None
-        one._thread.join(HANG_S)
-    assert not raised
+        assert told.wait(HANG_S)
+        with pytest.raises(dist.DistNetworkError):
+            one.set("a", "1")
 
 
-def test_a_call_that_begins_as_the_beat_would_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beat, "_BEAT_S", 0.001)
+def test_a_rank_tells_where_it_is_while_it_is_in_a_call_and_that_it_has_left_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "_BEAT_S", 0.001)
     store = dist.HashStore()
-    one = Beat(store, "beat")
-    wait, told = one._changed.wait, threading.Event()
+    one = client_of(store)
 
-    def call_begins(timeout_s: float) -> bool:
-        """The time is over, and before the thread has the lock again a call has begun."""
-        monkeypatch.setattr(one._changed, "wait", wait)
-        one._places.append(("reading", "0"))
-        told.set()
-        return False
+    def told() -> Any:
+        return json.loads(store.get("beat"))["doing"] if store.check(["beat"]) else None
 
-    with one.telling("opening", "0"):
-        thread = one._thread
-        monkeypatch.setattr(one._changed, "wait", call_begins)
-    assert told.wait(HANG_S)
-    while not store.check(["beat"]) or json.loads(store.get("beat"))["doing"] != ["reading"]:
-        assert thread is not None and thread.is_alive(), "the thread has ended in a call"
+    end_s = time.monotonic() + HANG_S
+    for doing in (["opening"], ["reading"]):
+        with one.telling(doing[0], "0"):
+            while told() != doing:
+                assert time.monotonic() < end_s
+        while told() != []:
+            assert time.monotonic() < end_s
+    with one._changed:  # it tells nothing more
+        pass
+    count = json.loads(store.get("beat"))["count"]
+    time.sleep(0.05)
+    assert json.loads(store.get("beat"))["count"] == count
     one.stop()

@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState, GradientState
 from transformers import TrainingArguments
 
 from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, make_accelerator, make_wrap_plan, shard_model, sharding_of
-from hf_fsdp_tools.distributed.cpu_backend import GROUP_TIMEOUT, timeout_of
+from hf_fsdp_tools.distributed.cpu_backend import default_timeout, timeout_of
 from hf_fsdp_tools.integrations.settings import TRAINING_KEYS, VARIABLES
 from hf_fsdp_tools.integrations.settled import _values, agree_with_arguments, plugin_of, precision_of
 from hf_fsdp_tools.integrations.state import group_options, start_state
@@ -241,7 +241,7 @@ def test_ddp_timeout_is_that_of_every_group_whoever_started_it(first):
     args = arguments(ddp_timeout=25)
     if first != "both":
         make_accelerator(cpu=True)
-        assert timeout_of() == GROUP_TIMEOUT
+        assert timeout_of() == default_timeout("cpu")
         plugin = plugin_of(args)
         start_state(plugin, mixed_precision="no", cpu=True, parallelism_config=None, group=group_options(args))
     else:

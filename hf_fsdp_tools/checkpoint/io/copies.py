@@ -11,7 +11,7 @@ import torch
 from hf_fsdp_tools.accelerator import SideStream, side_stream_for
 from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
-from hf_fsdp_tools.distributed.memory import available_bytes
+from hf_fsdp_tools.distributed.memory import available_bytes, pinned_bytes
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.text import first_line, show_bytes
 
@@ -143,18 +143,13 @@ def _packed(num_bytes: Sequence[int], *, is_pinned: bool) -> tuple[list[_Place],
         size = -(-num_bytes[i] // _ALIGNMENT) * _ALIGNMENT
         block = next((b for b in range(first, len(sizes)) if used[b] + size <= sizes[b]), len(sizes))
         if block == len(sizes):
-            sizes.append(max(_BLOCK_BYTES, _rounded(size)))
+            sizes.append(max(_BLOCK_BYTES, pinned_bytes(size)))
             used.append(0)
         places[i] = _Place(block=block, start=used[block])
         used[block] += size
         while first < len(sizes) and sizes[first] - used[first] < _ALIGNMENT:
             first += 1
-    return places, [_rounded(n) if is_pinned else n for n in used]
-
-
-def _rounded(num_bytes: int) -> int:
-    """The power of two that PyTorch takes for pinned memory of so many bytes."""
-    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+    return places, [pinned_bytes(n) if is_pinned else n for n in used]
 
 
 def _blocks(sizes: Sequence[int], side: SideStream | None) -> list[torch.Tensor]:
