@@ -231,7 +231,7 @@ def _fsdp_section(config: FSDPConfig) -> dict[str, Any]:
     """Every setting of the config's FSDP version; settings of FSDP1 alone that are None, as FSDP2 does them."""
     section: dict[str, Any] = {}
     for key, row in YAML_KEYS.items():
-        value = getattr(config, row.field, None)
+        value = getattr(config, row.field) if row.field else None  # a row with a field that is not here fails
         value = row.fsdp2 if value is None else value
         if config.fsdp_version in row.versions and value not in (None, "", ()):
             section[key] = ",".join(value) if isinstance(value, tuple) else value
