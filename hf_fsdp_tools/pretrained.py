@@ -145,9 +145,9 @@ def from_pretrained(
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 
     Args:
-        name_or_path: also by transformers' name for it. A hub name, or a folder with `config.json` and safetensors; or a
-            training state, as `dcp.save`, Accelerate's `save_state`, the Trainer, TRL and Axolotl (`checkpoint-500`)
-            and torch's `HuggingFaceStorageWriter` (torchtitan) write it, with `config.json` in it or up to two folders
+        name_or_path: a hub name, or a folder with `config.json` and safetensors; also by transformers' name of the
+            argument. Or a training state, as `dcp.save`, Accelerate's `save_state`, the Trainer, TRL and Axolotl
+            (`checkpoint-500`) and torch's `HuggingFaceStorageWriter` (torchtitan) write it, with `config.json` in it or up to two folders
             above; or a PEFT adapter (hub name or folder), whose base is loaded first. A state of a `PeftModel`, with
             its `adapter_config.json` in it or up to two folders above, gives the adapter, and the base if that was
             saved.
