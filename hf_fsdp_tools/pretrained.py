@@ -145,12 +145,12 @@ def from_pretrained(
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 
     Args:
-        name_or_path: a hub name, or a folder with `config.json` and safetensors; also by transformers' name of the
-            argument. Or a training state, as `dcp.save`, Accelerate's `save_state`, the Trainer, TRL and Axolotl
-            (`checkpoint-500`) and torch's `HuggingFaceStorageWriter` (torchtitan) write it, with `config.json` in it or up to two folders
-            above; or a PEFT adapter (hub name or folder), whose base is loaded first. A state of a `PeftModel`, with
-            its `adapter_config.json` in it or up to two folders above, gives the adapter, and the base if that was
-            saved.
+        name_or_path: a hub name, or a folder with `config.json` and safetensors; transformers' name of the argument is
+            taken too. Or a training state, as `dcp.save`, Accelerate's `save_state`, the Trainer, TRL and Axolotl
+            (`checkpoint-500`) and torch's `HuggingFaceStorageWriter` (torchtitan) write it, with `config.json` in it or
+            up to two folders above; or a PEFT adapter (hub name or folder), whose base is loaded first. A state of a
+            `PeftModel`, with its `adapter_config.json` in it or up to two folders above, gives the adapter, and the
+            base if that was saved.
         peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`, or a dict of its arguments
             (`{"r": 16}`; LoRA where it names no `peft_type`): adds a new adapter to the loaded shards (`add_adapter`)
             and returns the `PeftModel`, of which only the adapter is trainable. Where a training state holds values of
