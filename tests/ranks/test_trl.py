@@ -288,8 +288,13 @@ def adapter() -> Any:
 
 def settings_of_the_arguments(sources, folder):
     """As the guide has it, and with an Accelerator that knows nothing of the arguments."""
-    wishes = {"fsdp": True, "fsdp_config": {"reshard_after_forward": False, "activation_checkpointing": True}}
-    args = _arguments("sft", folder / "run", max_steps=1, ddp_timeout=1234, **wishes)
+
+    def asking(**settings):
+        config = {"reshard_after_forward": False, "activation_checkpointing": True}
+        wishes = {"fsdp": True, "fsdp_config": config, "gradient_checkpointing": False}  # TRL sets the last
+        return _arguments("sft", folder / "run", max_steps=1, **wishes, **settings)
+
+    args = asking(ddp_timeout=1234)
     model = _model("sft", sources["tied"], make_accelerator(args))
     rows, kind = _rows("sft"), type("ShardedSFTTrainer", (FSDPTrainerMixin, trl.SFTTrainer), {})
     trainer = kind(model=model, args=args, train_dataset=rows, processing_class=_tokenizer())
@@ -300,9 +305,9 @@ def settings_of_the_arguments(sources, folder):
         if first == "accelerator":
             AcceleratorState._reset_state(True)
             late = _model("sft", sources["tied"], make_accelerator(cpu=True))
-            args = _arguments("sft", folder / "run", max_steps=1, **wishes)
+            args = asking()
         else:
-            args = _arguments("sft", folder / "run", max_steps=1, **wishes)
+            args = asking()
             late = _model("sft", sources["tied"], make_accelerator(cpu=True))
         with pytest.raises(ConfigError, match=r"fsdp_config reshard_after_forward=False \(the model: True\)\. Make"):
             kind(model=late, args=args, train_dataset=rows, processing_class=_tokenizer())
