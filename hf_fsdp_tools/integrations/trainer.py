@@ -59,14 +59,15 @@ class FSDPTrainerMixin(PushingMixin):
 
         class MyTrainer(FSDPTrainerMixin, Trainer): ...
 
-        accelerator = make_accelerator()
-        trainer = MyTrainer(model=from_pretrained(name, accelerator=accelerator), args=TrainingArguments(...), ...)
+        accelerator = make_accelerator(arguments)  # TrainingArguments
+        trainer = MyTrainer(model=from_pretrained(name, accelerator=accelerator), args=arguments, ...)
         trainer.train()
         trainer.save_model()
 
     The model may also be plain and equal on every rank; it is then sharded by the same policy when training starts.
-    Settings come from `TrainingArguments(fsdp=True, fsdp_config=…)` where given, else from `accelerate launch`. Every
-    rank must call each method; what a method communicates is what the Trainer's own communicates, and errors.
+    Settings come from `TrainingArguments(fsdp=True, fsdp_config=…)` where given, else from `accelerate launch`; what
+    the arguments name and a sharded model cannot take up any more is one error. Every rank must call each method; what
+    a method communicates is what the Trainer's own communicates, and errors.
 
     `save_model` writes a normal Hugging Face checkpoint from all ranks at once, whatever the state dict type; no rank
     gathers the model. A `checkpoint-N` folder is such a checkpoint too, in the precision of the master weights, with
