@@ -15,9 +15,9 @@ from hf_fsdp_tools.checkpoint.opening import Checkpoint, open_checkpoint
 from hf_fsdp_tools.checkpoint.report import LoadReport
 from hf_fsdp_tools.checkpoint.vocabulary import resize_vocabulary
 from hf_fsdp_tools.distributed.agreement import agreed, same_on_all_ranks
-from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.distributed.mesh import ParallelDims, local_device
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.arguments import one_dtype, refuse_misspelt, sort_arguments
+from hf_fsdp_tools.modeling.arguments import one_dtype, one_name, refuse_misspelt, sort_arguments
 from hf_fsdp_tools.modeling.generation import set_generation_config
 from hf_fsdp_tools.modeling.given import as_config, as_count, as_flag, as_mapping, as_path, taking
 from hf_fsdp_tools.modeling.linear4bit import has_4bit_layers
@@ -111,7 +111,7 @@ def from_pretrained(
     load_kwargs=as_mapping,
 )
 def from_pretrained(
-    name_or_path: str | PathLike[str],
+    name_or_path: str | PathLike[str] | None = None,
     *,
     peft_config: Any = None,
     is_trainable: bool = False,
@@ -145,11 +145,12 @@ def from_pretrained(
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 
     Args:
-        name_or_path: a hub name, or a folder with `config.json` and safetensors; or a training state, as `dcp.save`,
-            Accelerate's `save_state`, the Trainer, TRL and Axolotl (`checkpoint-500`) and torch's
-            `HuggingFaceStorageWriter` (torchtitan) write it, with `config.json` in it or up to two folders above; or a
-            PEFT adapter (hub name or folder), whose base is loaded first. A state of a `PeftModel`, with its
-            `adapter_config.json` in it or up to two folders above, gives the adapter, and the base if that was saved.
+        name_or_path: a hub name, or a folder with `config.json` and safetensors; transformers' name of the argument is
+            taken too. Or a training state, as `dcp.save`, Accelerate's `save_state`, the Trainer, TRL and Axolotl
+            (`checkpoint-500`) and torch's `HuggingFaceStorageWriter` (torchtitan) write it, with `config.json` in it or
+            up to two folders above; or a PEFT adapter (hub name or folder), whose base is loaded first. A state of a
+            `PeftModel`, with its `adapter_config.json` in it or up to two folders above, gives the adapter, and the
+            base if that was saved.
         peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`, or a dict of its arguments
             (`{"r": 16}`; LoRA where it names no `peft_type`): adds a new adapter to the loaded shards (`add_adapter`)
             and returns the `PeftModel`, of which only the adapter is trainable. Where a training state holds values of
@@ -190,7 +191,8 @@ def from_pretrained(
         load_kwargs: passed to `load_weights` (`seed`, `staging_bytes`, `check_finite`, …).
         kwargs: as for `AutoModel….from_pretrained`: how to fetch (`revision`, `token`, `cache_dir`, `local_files_only`,
             `subfolder`); `ignore_mismatched_sizes`; for the config or the model (`num_labels`, `attn_implementation`,
-            …), as in `build_meta_model`. Arguments that ask for nothing are left out; others are refused by name.
+            …), as in `build_meta_model`. Arguments that ask for nothing are left out (`device_map={"": d}` for the
+            device d of this process, too); others are refused by name.
 
     Every rank must call, under `torchrun`, `accelerate launch`, or alone, with equal arguments but for names of folders
     and how to fetch. The ranks exchange errors, digests of the arguments, the checkpoint and the plan, and the figures
@@ -211,9 +213,11 @@ def from_pretrained(
     if accelerator is None and mesh is None:
         mesh = ParallelDims().build_mesh()
     with agreed("checking the arguments of from_pretrained"):
-        given = sort_arguments(kwargs)
+        name_or_path = one_name(name_or_path, kwargs.pop("pretrained_model_name_or_path", None))
         dtype = one_dtype(dtype, torch_dtype)
         check_accelerator(accelerator)
+        kind = mesh.device_type if mesh is not None else accelerator.device.type
+        given = sort_arguments(kwargs, local_device() if kind != "cpu" else torch.device("cpu"))
     load_kwargs = {**given.load, **(load_kwargs or {})}
     settings = shard_arguments(accelerator, mesh)
     asked = {

@@ -32,6 +32,7 @@ from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.checkpoint.report import SaveReport
 from hf_fsdp_tools.checkpoint.reserve import check_visible, create_files
 from hf_fsdp_tools.checkpoint.save_adapter import save_adapter
+from hf_fsdp_tools.checkpoint.save_by_library import is_of_library, save_by_library
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import CARD
@@ -185,6 +186,9 @@ def begin_save(
         model = merged_model(model)
     elif is_adapted(model):
         return save_adapter(model, folder, tokenizer=tokenizer, dtype=dtype)
+    elif is_of_library(model):
+        write = partial(save_pretrained, dtype=dtype, max_shard_size=max_shard_size, staging_bytes=staging_bytes)
+        return save_by_library(model, folder, write, tokenizer=tokenizer, staging_bytes=staging_bytes)
     elif any(is_wrapper(module) for module in model.modules()):
         raise ConfigError(
             f"{type(model).__name__} has adapters without a PeftModel around it (model.add_adapter). Make it with "

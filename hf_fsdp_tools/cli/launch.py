@@ -92,8 +92,8 @@ def _launch(options: argparse.Namespace) -> int:
     passed = [word for name in _PASSED if given[name] is not None for word in (f"--{name}", given[name])]
     script = [*passed, str(options.recipe), *options.rest]
     if options.config_file is not None:
-        path = _config_file(options.config_file)
-        return _run([*launch, str(path), *_overrides(options, path), *script])
+        path = named_config(options.config_file)
+        return _run([*launch, str(path), *_beside_file(options, path), *script])
     config, _ = decide(options)
     if options.gpus is not None and config.num_processes > 0:
         _check_devices(config.num_processes // config.num_machines)
@@ -122,30 +122,25 @@ def named_config(name: str) -> Path:
     return own[path.stem]
 
 
-def _config_file(name: str) -> Path:
-    """As `named_config`.
+def _beside_file(options: argparse.Namespace, path: Path) -> list[str]:
+    """What the command line says beside a file, as options of `accelerate launch`; prints warnings about the file.
 
     Raises:
-        ConfigError: there is none, or it cannot be launched here.
+        ConfigError: the file cannot be launched; both say whether the run is on GPUs, and differ; or this machine lacks
+            the devices.
     """
-    from hf_fsdp_tools import FSDPConfig
+    from hf_fsdp_tools.integrations.config_file import check_config, read_config_file
 
-    path = named_config(name)
-    findings = FSDPConfig.check_file(path)
+    file = read_config_file(path)
+    findings = check_config(file)
     if problems := [f"{each.fact} {each.cure}" for each in findings if each.severity == "error"]:
         raise ConfigError(f"{path}: {' '.join(problems)} `hf-fsdp config --from {path}` translates it.")
-    return path
-
-
-def _overrides(options: argparse.Namespace, path: Path) -> list[str]:
-    """What the command line says beside a file, as options of `accelerate launch`.
-
-    Raises:
-        ConfigError: both say whether the run is on GPUs, and differ; or this machine lacks the devices.
-    """
-    import yaml
-
-    file = yaml.safe_load(path.read_text(encoding="utf-8"))
+    answered = {"few-devices"}  # below, with what the command line says
+    if options.gpus is not None or options.num_processes is not None:
+        answered.add("num-processes")
+    for each in findings:
+        if each.severity == "warning" and each.code not in answered:
+            print(f"warning: {path}: {each.fact} {each.cure}", file=sys.stderr)
     if options.cpu and not file.get("use_cpu"):
         raise ConfigError(f"--cpu: {path} is for GPUs; leave --config_file out, which makes a config for the CPU")
     words = []

@@ -11,7 +11,7 @@ Imports neither torch nor Accelerate before a machine or a file is looked at.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
@@ -178,9 +178,9 @@ class FSDPConfig:
         Raises:
             ConfigError: the file cannot be read, or holds no YAML mapping.
         """
-        from hf_fsdp_tools.integrations.config_file import check_config_file
+        from hf_fsdp_tools.integrations.config_file import check_config, read_config_file
 
-        return check_config_file(path, {field.name: field.default for field in fields(cls)})
+        return check_config(read_config_file(path))
 
     @staticmethod
     def translate_file(path: str | os.PathLike[str]) -> "Translation":
@@ -231,7 +231,7 @@ def _fsdp_section(config: FSDPConfig) -> dict[str, Any]:
     """Every setting of the config's FSDP version; settings of FSDP1 alone that are None, as FSDP2 does them."""
     section: dict[str, Any] = {}
     for key, row in YAML_KEYS.items():
-        value = getattr(config, row.field, None)
+        value = getattr(config, row.field) if row.field else None  # a row with a field that is not here fails
         value = row.fsdp2 if value is None else value
         if config.fsdp_version in row.versions and value not in (None, "", ()):
             section[key] = ",".join(value) if isinstance(value, tuple) else value

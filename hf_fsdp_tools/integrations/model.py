@@ -302,7 +302,7 @@ def check_precision(model: nn.Module, accelerator: Accelerator) -> None:
     raise ConfigError(
         f"The Accelerator computes in {mixed_precision}, but the model was sharded to compute in "
         f"{sharding.mp_policy.param_dtype or 'the dtype of its weights'}. Pass accelerator= (or the same mp_policy) to "
-        "from_pretrained, made with the same mixed_precision as the Trainer's arguments."
+        "from_pretrained; for a Trainer, make the Accelerator of its arguments: make_accelerator(arguments)."
     )
 
 

@@ -63,7 +63,8 @@ class Setting:
     training: tuple[str, ...] = ()
     """Keys in `TrainingArguments.fsdp_config`, also those that transformers drops although Accelerate knows them."""
     field: str = ""
-    """Field of FSDPConfig; "" where it has none."""
+    """Field of FSDPConfig, from which the YAML is written; "" where it has none, and a check of
+    the file answers the key."""
     kind: type | tuple[str, ...] = str
     """Allowed values in a file: a type, or one of some words."""
     versions: tuple[int, ...] = (1, 2)
@@ -87,7 +88,7 @@ def _launched(name: str, kind: type | tuple[str, ...] = str, **other: Any) -> Se
 SETTINGS = (
     _launched("version", int, argument="fsdp_version", field="fsdp_version"),
     _launched("reshard_after_forward"),
-    _launched("sharding_strategy"),
+    _launched("sharding_strategy", field=""),
     _launched("offload_params", bool, argument="cpu_offload", training=("offload_params", "cpu_offload")),
     _launched("auto_wrap_policy", get_args(AutoWrapPolicy)),
     _launched(
@@ -98,7 +99,7 @@ SETTINGS = (
     _launched("min_num_params", int),
     _launched("ignored_modules"),
     _launched("activation_checkpointing", bool),
-    _launched("activation_checkpointing_offload", bool, versions=(2,)),
+    _launched("activation_checkpointing_offload", bool, versions=(2,), field=""),
     _launched("state_dict_type", get_args(StateDictType)),
     _launched("cpu_ram_efficient_loading", bool),
     _launched("backward_prefetch", get_args(BackwardPrefetch), versions=(1,), fsdp2="BACKWARD_PRE"),

@@ -301,12 +301,25 @@ def _check_state(plugin: HybridFSDPPlugin) -> None:
 
 
 def _check_axes(config: Any) -> None:
-    """Refuse tensor, context and sequence parallelism, which this package does not support."""
+    """Refuse tensor, context and sequence parallelism, and sizes that do not make the processes of this job."""
     asked = [name for name in ("tp_size", "cp_size", "sp_size") if config is not None and getattr(config, name, 1) > 1]
     if asked:
         raise ConfigError(
             f"{', '.join(f'{name}={getattr(config, name)}' for name in asked)}: only dp_replicate_size and "
             "dp_shard_size can be above 1 here. Leave the others out of the parallelism config."
+        )
+    if config is None or dist.get_world_size() == 1:
+        return
+    copies, shards = config.dp_replicate_size, config.dp_shard_size
+    if copies > 1 and copies * shards != dist.get_world_size():
+        raise ConfigError(
+            f"dp_replicate_size {copies} times dp_shard_size {shards} is not the number of processes, "
+            f"{dist.get_world_size()}. Make it so, or leave the parallelism config out: one copy over all processes."
+        )
+    if copies > 1 == shards:
+        raise ConfigError(
+            f"dp_replicate_size {copies} and dp_shard_size 1 shard nothing: each process would hold a whole model. Use "
+            "a larger dp_shard_size, or plain Accelerate (DistributedDataParallel) with a model that fits."
         )
 
 

@@ -22,6 +22,7 @@ from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.checkpoint.report import SaveReport
 from hf_fsdp_tools.checkpoint.reserve import check_shared
 from hf_fsdp_tools.checkpoint.save import BegunSave, begin_save, save_pretrained
+from hf_fsdp_tools.checkpoint.save_by_library import is_of_library
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, announced
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1
@@ -46,6 +47,7 @@ from hf_fsdp_tools.integrations.saving import Replacement, saveable
 from hf_fsdp_tools.integrations.settled import agree_with_arguments, plugin_of, precision_of
 from hf_fsdp_tools.integrations.state import group_options, make_dynamo_plugin, start_state, use_one_device
 from hf_fsdp_tools.integrations.unwritten import Unwritten, finish_state
+from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
 from hf_fsdp_tools.sharding.shard import sharded_module
 
@@ -57,14 +59,15 @@ class FSDPTrainerMixin(PushingMixin):
 
         class MyTrainer(FSDPTrainerMixin, Trainer): ...
 
-        accelerator = make_accelerator()
-        trainer = MyTrainer(model=from_pretrained(name, accelerator=accelerator), args=TrainingArguments(...), ...)
+        accelerator = make_accelerator(arguments)  # TrainingArguments
+        trainer = MyTrainer(model=from_pretrained(name, accelerator=accelerator), args=arguments, ...)
         trainer.train()
         trainer.save_model()
 
     The model may also be plain and equal on every rank; it is then sharded by the same policy when training starts.
-    Settings come from `TrainingArguments(fsdp=True, fsdp_config=…)` where given, else from `accelerate launch`. Every
-    rank must call each method; what a method communicates is what the Trainer's own communicates, and errors.
+    Settings come from `TrainingArguments(fsdp=True, fsdp_config=…)` where given, else from `accelerate launch`; what
+    the arguments name and a sharded model cannot take up any more is one error. Every rank must call each method; what
+    a method communicates is what the Trainer's own communicates, and errors.
 
     `save_model` writes a normal Hugging Face checkpoint from all ranks at once, whatever the state dict type; no rank
     gathers the model. A `checkpoint-N` folder is such a checkpoint too, in the precision of the master weights, with
@@ -313,9 +316,18 @@ class FSDPTrainerMixin(PushingMixin):
         return result
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load weights into the shards, from a checkpoint of this mixin or of the plain Trainer."""
+        """Load weights into the shards, from a checkpoint of this mixin or of the plain Trainer.
+
+        A library with a format and a method of its own reads the whole model on every rank, whose shards take a part.
+        """
         model = model if model is not None else self.model
         folder = Path(resume_from_checkpoint)
+        of_library: Any = super()._load_from_checkpoint
+        if is_of_library(model) and of_library.__func__ is not Trainer._load_from_checkpoint:
+            reshard_units(model)
+            with agreed("loading the weights", folder), original_classes(model):
+                of_library(resume_from_checkpoint)
+            return
         if (folder / WEIGHTS).is_file() or (folder / WEIGHTS_INDEX).is_file():
             _load_weights(model, folder)
             return

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from hf_fsdp_tools.distributed.agreement import rank_and_size
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.given import as_dtype
+from hf_fsdp_tools.modeling.given import as_dtype, as_path
 from hf_fsdp_tools.text import did_you_mean
 
-__all__ = ["LoadingArguments", "one_dtype", "refuse_misspelt", "sort_arguments"]
+__all__ = ["LoadingArguments", "one_dtype", "one_name", "refuse_misspelt", "sort_arguments"]
 
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 """Where and how a checkpoint is fetched."""
@@ -25,7 +26,7 @@ _OF_LOADING = {"added_tokens", "check_finite", "progress", "requests_in_flight",
 _ANY = object()
 
 _ELSEWHERE: dict[str, tuple[tuple[object, ...], str]] = {
-    "device_map": ((None,), "The mesh and the offload policy decide where weights are"),
+    "device_map": ((None,), "Leave it out: the mesh and the offload policy decide where weights are"),
     "tp_plan": ((None,), "Tensor parallelism is not part of this function"),
     "tp_size": ((None,), "Tensor parallelism is not part of this function"),
     "distributed_config": ((None,), "Give mesh, or accelerator"),
@@ -82,12 +83,18 @@ class LoadingArguments:
     """The rest: for the config or the model."""
 
 
-def sort_arguments(keywords: Mapping[str, Any]) -> LoadingArguments:
+def sort_arguments(keywords: Mapping[str, Any], device: torch.device) -> LoadingArguments:
     """Sort keywords of `AutoModel….from_pretrained`; those that ask for nothing are left out.
+
+    Args:
+        keywords: of the call.
+        device: of this process, which a `device_map` may name.
 
     Raises:
         ConfigError: some ask for what cannot be honoured; each is named with its cure.
     """
+    if "device_map" in keywords and _is_here(keywords["device_map"], device):
+        keywords = {**keywords, "device_map": None}
     problems = [
         f"{name}={keywords[name]!r} ({cure})"
         for name, (idle, cure) in _ELSEWHERE.items()
@@ -101,6 +108,23 @@ def sort_arguments(keywords: Mapping[str, Any]) -> LoadingArguments:
         load={name: keywords[name] for name in _LOAD if name in keywords},
         model=rest,
     )
+
+
+def _is_here(device_map: Any, device: torch.device) -> bool:
+    """Whether a device map puts the whole model on this process's device: scripts of DDP and QLoRA write it so."""
+    place = device_map
+    if isinstance(device_map, Mapping):
+        place = device_map[""] if device_map.keys() == {""} else None
+    if place == "auto":
+        return rank_and_size()[1] == 1
+    index = device.index or 0
+    if isinstance(place, int):
+        return device.type != "cpu" and place == index
+    try:
+        named = torch.device(place)
+    except (RuntimeError, TypeError):
+        return False
+    return named.type == device.type and named.index in (None, index)
 
 
 def refuse_misspelt(keywords: Iterable[str], config: PreTrainedConfig, known: Iterable[str]) -> None:
@@ -126,6 +150,21 @@ def refuse_misspelt(keywords: Iterable[str], config: PreTrainedConfig, known: It
             )
         if end := did_you_mean(keyword, names | config.to_dict().keys(), otherwise=""):
             raise ConfigError(f"from_pretrained has no argument {keyword!r}{end}")
+
+
+def one_name(name: Any, by_transformers: Any) -> Any:
+    """What `name_or_path` or, by transformers' name, `pretrained_model_name_or_path` says.
+
+    Raises:
+        ConfigError: neither or both are given, or the value is neither text nor a path.
+    """
+    if (name is None) == (by_transformers is None):
+        said = "neither" if name is None else "both"
+        raise ConfigError(
+            f"from_pretrained got {said} of name_or_path and pretrained_model_name_or_path, two names of one thing. "
+            "Give one: a folder, or the name of a model on the hub."
+        )
+    return name if by_transformers is None else as_path(by_transformers, "pretrained_model_name_or_path")
 
 
 def one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None) -> torch.dtype | str | None:

@@ -4,9 +4,10 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import wraps
 from pathlib import Path
 from tempfile import mkdtemp
+from types import MethodType
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def mark_for_transformers(model: nn.Module) -> None:
                 cls._is_accelerate_prepared = mark  # type: ignore[attr-defined]  # a name of Accelerate
                 cls.__reduce_ex__ = _refuse_pickle  # type: ignore[assignment]
     if isinstance(model, FSDPModule) and hasattr(model, "generate") and "generate" not in model.__dict__:
-        setattr(model, "generate", partial(_generate, model, model.generate))  # noqa: B010  # an attribute of its own
+        _answer(model, "generate", _generate)
     answer_for_shards(model)
 
 
@@ -110,11 +111,22 @@ def answer_for_shards(model: nn.Module) -> None:
     }
     for name, answer in answers.items():
         if hasattr(type(model), name) and name not in model.__dict__:
-            setattr(model, name, partial(answer, model, getattr(model, name)))
+            _answer(model, name, answer)
     for module in model.modules():
         hooks: Any = module._load_state_dict_pre_hooks.values()
         if not any(hook.hook is _cut_whole_tensors for hook in hooks):
             module.register_load_state_dict_pre_hook(_cut_whole_tensors)  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _answer(model: nn.Module, name: str, answer: Callable[..., Any]) -> None:
+    """Give a model a method of its own that calls `answer(model, plain, …)`; scripts see the name of the plain one."""
+    plain = getattr(type(model), name)
+
+    @wraps(plain)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return answer(self, MethodType(plain, self), *args, **kwargs)
+
+    setattr(model, name, MethodType(method, model))
 
 
 _IDLE: dict[str, tuple[object, ...]] = {

@@ -9,12 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, Trainer
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, Trainer
 
-from hf_fsdp_tools import HybridPolicy, from_pretrained, make_accelerator, save_pretrained, sharding_of, wait_for_saves
+from hf_fsdp_tools import (
+    FSDPTrainerMixin,
+    HybridPolicy,
+    from_pretrained,
+    make_accelerator,
+    save_pretrained,
+    sharding_of,
+    wait_for_saves,
+)
 from hf_fsdp_tools.errors import ConfigError
 from tests._checkpoints import full_state, make_checkpoint, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
@@ -222,6 +231,71 @@ CASES = (
     a_copy_of_a_model_with_whole_parameters_averages_their_gradients,
     an_average_of_the_weights_is_kept,
 )
+
+
+# ---- models of other libraries ----
+
+
+class Encoder(nn.Module):
+    """A transformers model and a layer of its own, in a format of its own, as sentence-transformers has them."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body, self.dense = body, nn.Linear(48, 6)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.dense(self.body(input_ids=input_ids).last_hidden_state).square().mean()}
+
+    def save_pretrained(self, path: str) -> None:
+        folder = Path(path)
+        self.body.save_pretrained(path, safe_serialization=True)
+        (folder / "1_dense").mkdir(parents=True)
+        save_file(self.dense.state_dict(), folder / "1_dense" / "model.safetensors")
+        (folder / "modules.json").write_text(json.dumps([type(module).__name__ for module in self.children()]))
+        with pytest.raises(ConfigError, match="is being saved by rank 0, which cannot run it without the others"):
+            self(**batch_of(0))  # for an example in a model card
+
+    @classmethod
+    def open(cls, path: Path) -> "Encoder":
+        assert json.loads((path / "modules.json").read_text()) == ["LlamaModel", "Linear"]
+        model = cls(AutoModel.from_pretrained(path))
+        model.dense.load_state_dict(load_file(path / "1_dense" / "model.safetensors"))
+        return model
+
+
+class LibraryTrainer(Trainer):
+    def _load_from_checkpoint(self, checkpoint_path: str) -> None:
+        self.model.load_state_dict(Encoder.open(Path(checkpoint_path)).state_dict())
+
+
+class ShardedLibraryTrainer(FSDPTrainerMixin, LibraryTrainer):
+    blocking = False  # the files of the library are written before training goes on
+
+
+def a_librarys_own_files_are_saved_and_resumed(folder: Path) -> None:
+    args = arguments(folder / "run", max_steps=2, save_strategy="steps", save_steps=1)
+    data = [{"input_ids": row, "labels": row} for row in ROWS]
+    torch.manual_seed(0)
+    model = Encoder(AutoModel.from_pretrained(folder))
+    trainer = ShardedLibraryTrainer(model=model, args=args, train_dataset=data)
+    trainer.train()
+    trainer.save_model(str(folder / "run" / "last"))
+    model.save_pretrained(str(folder / "run" / "own"))  # type: ignore[operator]
+    report = save_pretrained(model, folder / "run" / "ours")
+    assert report.files == ("model.safetensors",) and set(report.others) == {
+        "config.json", "modules.json", "1_dense/model.safetensors",
+    }  # fmt: skip
+    trained = full_parameters(model)
+    for name in ("last", "own", "ours", "checkpoint-2"):
+        opened = Encoder.open(folder / "run" / name).state_dict()
+        assert opened.keys() == trained.keys() and all(torch.equal(opened[key], trained[key]) for key in opened), name
+    other = Encoder(AutoModel.from_pretrained(folder))
+    again = ShardedLibraryTrainer(model=other, args=args, train_dataset=data)
+    again.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2"))
+    assert apart(full_parameters(other), trained) == 0.0
+
+
+CASES = (*CASES, a_librarys_own_files_are_saved_and_resumed)
 
 
 def test_what_scripts_call_on_a_model_works_on_shards(tmp_path: Path) -> None:

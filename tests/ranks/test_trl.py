@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -25,6 +26,7 @@ from transformers import (
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator, sharding_of
 from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.distributed.cpu_backend import timeout_of
 from hf_fsdp_tools.distributed.mesh import local_device
 from tests._checkpoints import make_model
 from tests._dist import run_cases, run_ranks
@@ -284,7 +286,38 @@ def adapter() -> Any:
     return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
+def settings_of_the_arguments(sources, folder):
+    """As the guide has it, and with an Accelerator that knows nothing of the arguments."""
+
+    def asking(**settings):
+        config = {"reshard_after_forward": False, "activation_checkpointing": True}
+        wishes = {"fsdp": True, "fsdp_config": config, "gradient_checkpointing": False}  # TRL sets the last
+        return _arguments("sft", folder / "run", max_steps=1, **wishes, **settings)
+
+    args = asking(ddp_timeout=1234)
+    model = _model("sft", sources["tied"], make_accelerator(args))
+    rows, kind = _rows("sft"), type("ShardedSFTTrainer", (FSDPTrainerMixin, trl.SFTTrainer), {})
+    trainer = kind(model=model, args=args, train_dataset=rows, processing_class=_tokenizer())
+    trainer.train()
+    assert not any(unit.reshard_after_forward for unit in sharding_of(model).plan.units)
+    assert model.model.layers[0].gradient_checkpointing and timeout_of().total_seconds() == 1234
+    for first in ("accelerator", "arguments"):
+        if first == "accelerator":
+            AcceleratorState._reset_state(True)
+            late = _model("sft", sources["tied"], make_accelerator(cpu=True))
+            args = asking()
+        else:
+            args = asking()
+            late = _model("sft", sources["tied"], make_accelerator(cpu=True))
+        with pytest.raises(ConfigError, match=r"fsdp_config reshard_after_forward=False \(the model: True\)\. Make"):
+            kind(model=late, args=args, train_dataset=rows, processing_class=_tokenizer())
+        args.fsdp_config.pop("reshard_after_forward")
+        kind(model=late, args=args, train_dataset=rows, processing_class=_tokenizer()).train()
+        assert late.model.layers[0].gradient_checkpointing and sharding_of(late).activation_checkpointing
+
+
 REFERENCES = (
+    settings_of_the_arguments,
     given_sharded,
     given_plain,
     precomputed,

@@ -1,11 +1,13 @@
 """The arguments that scripts give to `AutoModel….from_pretrained`: taken, left out where they ask for nothing, or
 refused by name."""
 
+import copy
+import inspect
 import json
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
 from hf_fsdp_tools import ConfigError, from_pretrained
 from hf_fsdp_tools.modeling.arguments import one_dtype, sort_arguments
@@ -66,7 +68,8 @@ def test_a_config_by_name_and_another_shape(folder, tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"device_map": "auto", "revision": "main"}, r"cannot honour device_map='auto' \(The mesh and the offload"),
+        ({"device_map": {"": 1}, "revision": "main"}, r"cannot honour device_map=\{'': 1\} \(Leave it out: the mesh"),
+        ({"pretrained_model_name_or_path": "x"}, "got both of name_or_path and pretrained_model_name_or_path"),
         ({"use_safetensors": False, "variant": "fp16"}, "use_safetensors=False .*allow_pickle=True.*; variant='fp16'"),
         ({"dtype": "float99"}, "dtype='float99' is no floating-point dtype"),
         ({"dtype": torch.int8}, "dtype='int8' is no floating-point dtype"),
@@ -81,8 +84,58 @@ def test_what_cannot_be_honoured_is_named_alone(folder, given, said):
     assert "revision" not in str(caught.value)
 
 
+def test_a_model_may_be_named_as_transformers_names_it(folder):
+    model = from_pretrained(pretrained_model_name_or_path=folder, device_map={"": torch.device("cpu")})
+    assert model.config.vocab_size == AutoConfig.from_pretrained(folder).vocab_size
+    with pytest.raises(ConfigError, match=r"got neither of name_or_path.*Give one: a folder"):
+        from_pretrained(dtype="auto")
+    with pytest.raises(ConfigError, match=r"pretrained_model_name_or_path is 3: it must be a folder"):
+        from_pretrained(pretrained_model_name_or_path=3)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "device", "is_here"),
+    [
+        ({"": 2}, "cuda:2", True),
+        ({"": "cuda:2"}, "cuda:2", True),
+        ({"": "cuda"}, "cuda:2", True),
+        (2, "cuda:2", True),
+        ({"": torch.device("cpu")}, "cpu", True),
+        ("cpu", "cpu", True),
+        ("auto", "cuda:0", True),  # of a process alone
+        ({"": 0}, "cuda:2", False),
+        ({"": 0}, "cpu", False),
+        ({"": "cpu"}, "cuda:0", False),
+        ({"lm_head": 2}, "cuda:2", False),
+        ({"": 2, "lm_head": 3}, "cuda:2", False),
+        ("balanced", "cuda:0", False),
+    ],
+)
+def test_a_device_map_that_names_this_process_asks_for_nothing(device_map, device, is_here):
+    if is_here:
+        assert sort_arguments({"device_map": device_map}, torch.device(device)).model == {}
+        return
+    with pytest.raises(ConfigError, match="Leave it out: the mesh"):
+        sort_arguments({"device_map": device_map}, torch.device(device))
+
+
+def test_methods_of_a_loaded_model_are_methods_of_the_plain_classes(folder):
+    model = from_pretrained(folder)
+    for name, owner in {
+        "generate": "GenerationMixin",  # LLaMA-Factory looks for this word
+        "save_pretrained": "PreTrainedModel",
+        "resize_token_embeddings": "PreTrainedModel",
+    }.items():
+        method = getattr(model, name)
+        assert f"{owner}.{name}" in str(method.__func__) and method.__self__ is model
+        assert inspect.signature(method) == inspect.signature(getattr(LlamaForCausalLM, name).__get__(model))
+    twin = copy.deepcopy(model)
+    assert twin.generate.__self__ is twin and twin.generate(torch.tensor([[3, 4]]), max_new_tokens=1).shape == (1, 3)
+
+
 def test_arguments_are_sorted_without_a_model():
-    given = sort_arguments({"revision": "v1", "ignore_mismatched_sizes": True, "num_labels": 3, "device_map": None})
+    asked = {"revision": "v1", "ignore_mismatched_sizes": True, "num_labels": 3, "device_map": None}
+    given = sort_arguments(asked, torch.device("cpu"))
     assert (given.hub, given.load) == ({"revision": "v1"}, {"ignore_mismatched_sizes": True})
     assert given.model == {"num_labels": 3}
     assert one_dtype(None, None) is None and one_dtype("auto", None) == "auto"

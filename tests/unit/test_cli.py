@@ -11,6 +11,7 @@ import torch
 import transformers
 import yaml
 
+from hf_fsdp_tools.cli import launch
 from hf_fsdp_tools.cli.common import in_options
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.integrations.config import FSDPConfig
@@ -412,3 +413,20 @@ def test_doctor_of_a_config(capsys, llama, tmp_path, on_cpu):
     path.write_text(FSDPConfig(num_processes=2, fsdp_version=1, use_cpu=True).to_accelerate_yaml())
     code, out, _ = run(capsys, "doctor", "--config_file", path)
     assert code == 0 and "warning: fsdp1" in out, "a warning alone is no error"
+
+
+def test_a_launch_with_a_file_says_what_the_file_leaves_open(capsys, tmp_path, on_cpu, monkeypatch):
+    launched: list[list[str]] = []
+    monkeypatch.setattr(launch, "_run", lambda words: launched.append(words) or 0)
+    path = tmp_path / "old.yaml"
+    path.write_text(
+        "distributed_type: FSDP\nmixed_precision: 'no'\nuse_cpu: true\ngpu_ids: ''\n"
+        "fsdp_config:\n  fsdp_backward_prefetch: BACKWARD_POST\n"
+    )
+    code, _, err = run(capsys, "finetune", "--config_file", path)
+    for said in ("fsdp_version is absent", "Only FSDP1 has fsdp_backward_prefetch", "num_processes is absent"):
+        assert f"warning: {path}: {said}" in err
+    assert code == 0 and launched[0][4] == str(path)
+    assert "num_processes" not in run(capsys, "finetune", "--config_file", path, "--num_processes", "2")[2]
+    path.write_text(FSDPConfig(num_processes=2, use_cpu=True).to_accelerate_yaml())
+    assert run(capsys, "finetune", "--config_file", path)[2] == ""

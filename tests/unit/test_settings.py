@@ -349,6 +349,14 @@ FILES = [
 ]
 
 
+def test_a_setting_of_files_is_a_field_or_answered():
+    unread = {key for key, row in YAML_KEYS.items() if not row.field}
+    answered = {key for said, codes, _ in FILES if codes for key in said}
+    assert unread <= answered, "give the row a field of FSDPConfig (config.py), or a finding (config_file.py)"
+    fields = {field.name for field in dataclasses.fields(FSDPConfig)}
+    assert {row.field for row in SETTINGS if row.field} <= fields, "what no field holds, no YAML gets"
+
+
 @pytest.mark.parametrize(("said", "codes", "outcome"), FILES, ids=[" ".join(said) for said, *_ in FILES])
 def test_the_check_of_a_file_says_what_the_launcher_and_the_plugin_do(tmp_path, monkeypatch, said, codes, outcome):
     path = tmp_path / "mine.yaml"
