@@ -10,9 +10,10 @@ from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, RNG_STAT
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from accelerate.utils.other import load as load_pickled
 from torch import nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_fsdp_tools.checkpoint.background import wait_for_saves
@@ -161,7 +162,7 @@ def write_part(
             else:
                 values = get_optimizer_state_dict(model, optimizer, options=options)
     writer = FileSystemWriter(target) if unwritten is None else HeldWriter(target)
-    dcp.save({kind: values}, storage_writer=writer, planner=DefaultSavePlanner())
+    save({kind: values}, storage_writer=writer, planner=DefaultSavePlanner())
     if isinstance(writer, HeldWriter) and unwritten is not None:
         unwritten.add_dcp(writer)
 
