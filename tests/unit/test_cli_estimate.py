@@ -9,6 +9,7 @@ import yaml
 from transformers import LlamaConfig
 
 from hf_fsdp_tools import accelerator
+from hf_fsdp_tools.cli import training
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.foresight.forecast import step_of
 from hf_fsdp_tools.foresight.memory import estimate_memory
@@ -36,6 +37,7 @@ def llama(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
     imitate_gpus(monkeypatch, 0)
+    monkeypatch.setattr(training, "_PATIENCE_S", float("inf"))  # however slow this machine is
 
 
 def run(capsys, *words):
@@ -311,9 +313,16 @@ def test_a_line_of_progress_on_a_terminal_alone(capsys, llama, monkeypatch):
     assert "without memory ..." in err and err.endswith("\r\x1b[2K") and "\n" not in err
 
 
+def test_one_line_of_progress_where_no_terminal_is(capsys, llama, monkeypatch):
+    monkeypatch.setattr(training, "_PATIENCE_S", -1.0)
+    err = run(capsys, "estimate", llama, *ON_EIGHT)[2]
+    assert len(err.splitlines()) == 1 and "without memory, hybrid ... (this may take minutes)" in err
+
+
 def test_no_command_is_help_and_a_wrong_one_has_the_nearest(capsys):
-    code, out, _ = run(capsys)
-    assert code == 2 and "estimate" in out and "usage" in out
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "predict memory, step time" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["estimat"])
     assert "'estimat' is no command: did you mean estimate?" in capsys.readouterr().err
