@@ -125,6 +125,7 @@ def _alone(model: nn.Module, gathered: dict[str, torch.Tensor | None]) -> Iterat
         module = model.get_submodule(owner)
         slots: dict[str, Any] = module._parameters if last in module._parameters else module._buffers
         held.append((slots, last, slots[last]))
+        assert tensor is not None  # on rank 0
         slots[last] = nn.Parameter(tensor, requires_grad=False) if slots is module._parameters else tensor
     try:
         with original_classes(model):

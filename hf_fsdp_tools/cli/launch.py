@@ -129,12 +129,14 @@ def _beside_file(options: argparse.Namespace, path: Path) -> list[str]:
         ConfigError: the file cannot be launched; both say whether the run is on GPUs, and differ; or this machine lacks
             the devices.
     """
-    from hf_fsdp_tools.integrations.config_file import check_config, read_config_file
+    import yaml
 
-    file = read_config_file(path)
-    findings = check_config(file)
+    from hf_fsdp_tools import FSDPConfig
+
+    findings = FSDPConfig.check_file(path)
     if problems := [f"{each.fact} {each.cure}" for each in findings if each.severity == "error"]:
         raise ConfigError(f"{path}: {' '.join(problems)} `hf-fsdp config --from {path}` translates it.")
+    file = yaml.safe_load(path.read_text(encoding="utf-8"))
     answered = {"few-devices"}  # below, with what the command line says
     if options.gpus is not None or options.num_processes is not None:
         answered.add("num-processes")

@@ -11,7 +11,7 @@ Imports neither torch nor Accelerate before a machine or a file is looked at.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
@@ -178,9 +178,9 @@ class FSDPConfig:
         Raises:
             ConfigError: the file cannot be read, or holds no YAML mapping.
         """
-        from hf_fsdp_tools.integrations.config_file import check_config, read_config_file
+        from hf_fsdp_tools.integrations.config_file import check_config_file
 
-        return check_config(read_config_file(path))
+        return check_config_file(path, {field.name: field.default for field in fields(cls)})
 
     @staticmethod
     def translate_file(path: str | os.PathLike[str]) -> "Translation":

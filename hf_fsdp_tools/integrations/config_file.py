@@ -15,13 +15,12 @@ from accelerate.commands.launch import launch_command_parser
 
 from hf_fsdp_tools.diagnostics.findings import Finding
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.integrations.config import FSDPConfig
 from hf_fsdp_tools.integrations.contradictions import contradictions
 from hf_fsdp_tools.integrations.settings import HYBRID, OLD_KEYS, YAML_KEYS, read_value, reshards, strategy_of
 from hf_fsdp_tools.modeling.untrusted import load_yaml
 from hf_fsdp_tools.text import did_you_mean, quoted, why
 
-__all__ = ["check_config", "is_fsdp1", "read_config_file"]
+__all__ = ["check_config_file", "is_fsdp1"]
 
 _MIN_NUM_PARAMS = 100_000_000
 """The launcher's value where a file has no fsdp_min_num_params; source: accelerate 1.15, commands/launch.py."""
@@ -31,8 +30,12 @@ _warning = partial(Finding, severity="warning")
 _info = partial(Finding, severity="info")
 
 
-def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The keys of a YAML file.
+def check_config_file(path: str | os.PathLike[str], defaults: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """The findings of `FSDPConfig.check_file`, errors first.
+
+    Args:
+        path: of the YAML file.
+        defaults: of the fields of FSDPConfig, for absent keys.
 
     Raises:
         ConfigError: the file cannot be read, or holds no YAML mapping.
@@ -46,13 +49,7 @@ def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(data, dict):
         found = "nothing" if data is None else quoted(data)
         raise ConfigError(f"{path} is not an Accelerate config: expected `key: value` lines, found {found}")
-    return data
-
-
-def check_config(data: Mapping[str, Any]) -> tuple[Finding, ...]:
-    """The findings of `FSDPConfig.check_file` about the keys of a file, errors first."""
     said: dict[str, Any] = {}
-    defaults = {field.name: field.default for field in fields(FSDPConfig)}
     findings = [*_read(data, said), *_check(data, said, defaults)]
     return tuple(sorted(findings, key=lambda finding: ("error", "warning", "info").index(finding.severity)))
 
