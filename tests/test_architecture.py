@@ -113,7 +113,14 @@ def test_only_integrations_imports_accelerate_and_the_trainer():
             continue
         assert not roots & {"datasets", "trl"}, name
         assert ("peft" in roots) <= (
-            name in ("sharding.adapters", "sharding.settings", "checkpoint.adapter_state", "checkpoint.save_adapter")
+            name
+            in (
+                "sharding.adapters",
+                "sharding.injection",
+                "sharding.settings",
+                "checkpoint.adapter_state",
+                "checkpoint.save_adapter",
+            )
         ), name
 
 

@@ -81,8 +81,8 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
 
 def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]) -> dict[torch.Tensor, nn.Parameter]:
     """Take FSDP2 off, and apply it again with the added modules; parameters that were sharded keep their shards."""
-    check_parameters(base)
     plan = laid_over(sharding.plan, base)
+    check_parameters(base, plan.replicated)
     same_on_all_ranks("sharding what was added", ranks=sorted(sharding.mesh.mesh.flatten().tolist()), plan=plan)
     release(base)
     _make_buffers_whole(base)

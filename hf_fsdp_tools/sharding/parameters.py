@@ -1,5 +1,6 @@
 """What FSDP2 cannot shard is refused by name, or brought into a form that it can."""
 
+from collections.abc import Collection
 from itertools import pairwise
 
 import torch
@@ -12,20 +13,21 @@ from hf_fsdp_tools.text import listed
 __all__ = ["check_parameters", "make_contiguous", "never_called"]
 
 
-def check_parameters(model: nn.Module) -> None:
+def check_parameters(model: nn.Module, replicated: Collection[str]) -> None:
     """Refuse trained parameters that shards would change: complex ones, and several that share memory.
 
     Args:
         model: with whole parameters, on meta or not; those that are DTensors are left out.
+        replicated: names of parameters that are not to be sharded.
 
     Raises:
         ConfigError: names them.
     """
     whole = {n: p for n, p in model.named_parameters() if not isinstance(p, DTensor) and p.numel()}
-    if numbers := [name for name, parameter in whole.items() if parameter.is_complex() and parameter.requires_grad]:
+    if numbers := [n for n, p in whole.items() if p.is_complex() and p.requires_grad and n not in replicated]:
         raise ConfigError(
             f"{len(numbers)} trained parameter(s) are complex, whose gradients FSDP2 cannot reduce: {listed(numbers)}. "
-            "Keep them as real numbers (torch.view_as_real) and make them complex in forward, or freeze them."
+            "Keep them as real numbers (torch.view_as_real) and make them complex in forward."
         )
     ranges = sorted(
         (str(p.device), p.data_ptr(), _end_of(p), name, p.requires_grad) for name, p in whole.items() if not p.is_meta

@@ -156,7 +156,7 @@ def shard_model(
         if options is not None:
             check_options(options, mesh.device_type)
         refuse_cast(model, mp_policy.param_dtype if mp_policy else None)
-        check_parameters(model)
+        check_parameters(model, plan.replicated)
         if activation_checkpointing:
             check_checkpointing(model)
     same_on_all_ranks(
