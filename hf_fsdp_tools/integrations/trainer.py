@@ -336,10 +336,7 @@ class FSDPTrainerMixin(PushingMixin):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load what the checkpoint holds of the two, in the stored format; `train` has said what is absent.
-
-        The Trainer's own method loads neither where one is absent.
-        """
+        """Load what the checkpoint holds of the two, in the stored format; the Trainer's own loads both or neither."""
         if checkpoint is None:
             return
         folder, plugin = Path(checkpoint), self.accelerator.state.fsdp_plugin
