@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a GPU shows, with one command, on one page: benchmarks/results/gpu-NAME-DATE.md, and JSON lines beside it.
 #
-#     benchmarks/gpu.sh                 # all steps; about 45 minutes on one H200 (BUDGET_S=3600)
+#     benchmarks/gpu.sh                 # all steps; BUDGET_S=3600 for all in one go (reckoned: 45 minutes)
 #     benchmarks/gpu.sh 1-4             # some steps; their records are added to those of the day
 #     benchmarks/gpu.sh 6 --only LoRA   # parts whose name holds a text; --list names all parts
 #     benchmarks/gpu.sh --resume        # what has not passed yet today
