@@ -6,8 +6,9 @@ the evaluation loss falls from 7.6 to below 4.5:
     python recipes/finetune.py                                                         # one process
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/finetune.py    # two
 
-A real model: Llama-3.1-8B at 4,096 tokens. The figures are predicted (`hf-fsdp estimate`), and stand with the reason of
-each setting at the top of the launch config; `hf-fsdp config MODEL` writes one for another model or machine.
+A real model: Llama-3.1-8B at 4,096 tokens. The figures are predicted (`hf-fsdp estimate`) for rows of full length, which
+--packing true makes of chats as these; they stand with the reason of each setting at the top of the launch config, and
+`hf-fsdp config MODEL` writes one for another model or machine.
 
     accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/finetune.py \
         --model_name_or_path meta-llama/Llama-3.1-8B --dataset_name trl-lib/Capybara --max_length 4096 \

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.gpu.record import Check, Done, Outcome, Ratio
 
-__all__ = ["contexts", "doctor", "loading", "no_prediction", "recipe", "repeated", "short_pair", "tests", "two_gpus"]
-__all__ += ["saving", "trained_pair"]
+__all__ = ["contexts", "doctor", "loading", "peers", "prediction", "recipe", "repeated", "saving", "short_pair"]
+__all__ += ["tests", "trained_pair", "two_gpus"]
 
 GB, MIB = 1e9, 2**20
 _OWN_PACKAGES = ("hf_fsdp_tools", "tests", "benchmarks")
@@ -255,6 +255,39 @@ def two_gpus(done: dict[str, Done]) -> Outcome:
     return outcome
 
 
-def no_prediction(done: dict[str, Done]) -> Outcome:
-    """There is nothing to compare with."""
-    return Outcome(skipped="this version predicts no memory; step 6 has the measured peaks")
+def prediction(done: dict[str, Done]) -> Outcome:
+    """Memory as the allocator counts it beside what was foreseen, of one rank of 8 and of 64."""
+    outcome = Outcome()
+    for record in _lines(done["memory"], "memory.jsonl"):
+        name = f"{record['case']}, {record['gpus']} GPUs"
+        for kind, foreseen in record["foreseen"].items():
+            measured = record["measured"][kind]
+            outcome.figures[f"{name}: {kind}"] = f"{measured / MIB:,.0f} MiB, foreseen {foreseen / MIB:,.0f}"
+        found, foreseen = record["measured"]["allocated"], record["foreseen"]["allocated"]
+        claim = f"{name}: foreseen peak {foreseen / found - 1:+.2%} of what was allocated (at most 2 % off)"
+        outcome.checks.append(Check(claim=claim, held=abs(foreseen / found - 1) <= 0.02))
+    return outcome
+
+
+def peers(done: dict[str, Done]) -> Outcome:
+    """Tokens/s and peak memory of the recipe beside those of other programs."""
+    outcome = Outcome()
+    for record in _lines(done["training"], "training.jsonl"):
+        rows = {name: row for name, row in record["rows"].items() if "failed" not in row}
+        outcome.figures |= {name: row["failed"] for name, row in record["rows"].items() if name not in rows}
+        name = next(iter(record["rows"]))  # ours; the others follow
+        outcome.checks.append(Check(claim=f"{name} trains", held=name in rows))
+        if name not in rows:
+            continue
+        speed = {name: row["tokens"] / statistics.median(row["seconds"]) for name, row in rows.items()}
+        outcome.figures[name] = f"{speed[name]:,.0f} tokens/s, peak {rows[name]['peak'] / GB:.2f} GB"
+        for other in rows.keys() - {name}:
+            of = {"of": other, "what": "LoRA, 8B, training"}
+            outcome.ratios.append(Ratio(ours=speed[name], other=speed[other], unit="tokens/s", **of))
+            memory = {"ours": rows[name]["peak"] / GB, "other": rows[other]["peak"] / GB, "more_is_better": False}
+            outcome.ratios.append(Ratio(unit="GB", **memory, **of))
+    return outcome
+
+
+def _lines(done: Done, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(done.files, name).read_text().splitlines()]

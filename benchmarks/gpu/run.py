@@ -82,7 +82,7 @@ def run_all(
         about: Record = {"step": part.step, "name": part.name}
         if reason := why_not(part, settings):
             record = {**about, "status": "skipped", "why": reason}
-        elif left < _LEAST_S and part.programs:
+        elif left < _LEAST_S:
             record = {**about, "status": "not run", "why": NOT_RUN}
         else:
             record = run_part(part, settings, left)
@@ -184,7 +184,9 @@ def run_here(options: argparse.Namespace, scratch: Path) -> int:
     """Ask what this machine is, and run what was asked for; 1 if anything failed."""
     machine = describe_machine(Settings(scratch=scratch))
     gpu_gb = min((gpu["bytes"] / 1e9 for gpu in machine["gpus"]), default=0.0)
-    settings = Settings(scratch=scratch, small=options.small, gpus=len(machine["gpus"]), gpu_gb=gpu_gb)
+    settings = Settings(
+        scratch=scratch, out=options.out.absolute(), small=options.small, gpus=len(machine["gpus"]), gpu_gb=gpu_gb
+    )
     book = Book(options.out, name_of(machine, options.small))
     run = {
         "began": f"{datetime.now():%Y-%m-%d %H:%M:%S}",

@@ -16,8 +16,8 @@ STEPS = {
     3: "contexts: each rank on its own GPU alone (2 GPUs or more)",
     4: "loading, warm and cold, and saving, beside the limit of the machine and transformers",
     5: "the recipe, and short runs: CPU offload, fp16, whole parameters, LoRA, QLoRA",
-    6: "full fine-tuning and LoRA at 1 to 8 B beside plain transformers",
-    7: "peak memory against prediction",
+    6: "LoRA at 8 B beside its peers; full fine-tuning and LoRA at 1 to 8 B, compiled too, beside plain transformers",
+    7: "peak memory of one rank of 8 and of 64 against prediction",
     8: "two GPUs: the same training as on one, saving, resuming",
 }
 
@@ -35,6 +35,9 @@ class Settings:
 
     scratch: Path
     """A folder of its own, removed at the end."""
+
+    out: Path = Path("benchmarks/results")
+    """Where what is kept goes."""
 
     small: bool = False
     """Tiny sizes, to try the programs."""
@@ -89,16 +92,16 @@ class Part:
 
 
 def parts(settings: Settings) -> list[Part]:
-    """All parts, in their order."""
+    """All parts, in their order: what may fail comes first, then the figures that everybody asks for."""
     return [
         *_about(),
         *_contexts(settings),
-        *_loading(settings),
-        *_saving(settings),
         *_recipe(settings),
         *_short_runs(settings),
         *_training(settings),
-        Part(step=7, name="prediction", programs={}, read=reading.no_prediction, limit_s=1, gpus=0),
+        _prediction(settings),
+        *_loading(settings),
+        *_saving(settings),
         *_two_gpus(settings),
     ]
 
@@ -286,13 +289,45 @@ def _training(settings: Settings) -> list[Part]:
         return replace(pair, name=name, gpu_gb=gpu_gb)
 
     # Memory (assumed): 16 bytes per parameter with fp32 masters and AdamW, 2 of a frozen base, the rest activations.
+    tried = ["--tiny", "--steps", "6"] if settings.small else []
+    beside = [sys.executable, "benchmarks/training.py", "--device", "cuda", "--ranks", "1", "--runs", "1", *tried]
+    beside += ["--models", "8b", "--tuning", "lora", "--seq-len", "128" if settings.small else "4096"]
+    beside += ["--folder", str(settings.scratch / "training"), "--records", "{files}/training.jsonl"]
+    traced = [*(tiny if settings.small else ["--steps", "6", "--rows", "4", "--length", "2048"])]
+    trace = _train(settings.model("1b"), *traced, "--trace", str(settings.out / "gpu-trace-1b.json.gz"))
+    whole = Part(step=6, name="trace, 1B", programs={"ours": trace}, read=reading.trained_pair, limit_s=240)
     return [
+        Part(
+            step=6,
+            name="LoRA, 8B, 4,096 tokens, beside its peers",
+            programs={"training": beside},
+            read=reading.peers,
+            limit_s=900,
+            gpu_gb=60,
+            packages=("peft", "trl", "datasets"),
+        ),
+        train("LoRA, 8B, compiled", "8b", 2, 60, "--compile", adapter=True),
+        train("full, 1B, fp32 masters, compiled", "1b", 4, 60, "--compile"),
+        replace(whole, gpu_gb=60, models=("1b",)),
         train("full, 1B, fp32 masters", "1b", 4, 60),
         train("full, 4B, fp32 masters, activations recomputed", "4b", 2, 100, "--recompute"),
         train("LoRA, 1B", "1b", 4, 40, adapter=True),
         train("LoRA, 4B, activations recomputed", "4b", 4, 40, "--recompute", adapter=True),
         train("LoRA, 8B, activations recomputed", "8b", 4, 60, "--recompute", adapter=True),
     ]
+
+
+def _prediction(settings: Settings) -> Part:
+    cases = ("dense", "tied", "MoE", "LoRA", "checkpointing", "accumulation", "CPU offload")
+    command = [sys.executable, "benchmarks/foresight.py", "memory", "--device", "cuda", "--gpus", "8", "64"]
+    command += ["--size", "tiny" if settings.small else "middle", "--records", "{files}/memory.jsonl"]
+    return Part(
+        step=7,
+        name="prediction",
+        programs={"memory": [*command, "--cases", *cases]},
+        read=reading.prediction,
+        limit_s=600,
+    )
 
 
 def _two_gpus(settings: Settings) -> list[Part]:

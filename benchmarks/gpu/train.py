@@ -45,6 +45,8 @@ class Plain:
             self.model = PeftModel.from_pretrained(self.model, options.adapter, is_trainable=True)
         if options.recompute:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if options.compile:
+            self.model.compile()
         self.model.train()
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=options.learning_rate)
@@ -74,7 +76,11 @@ class Ours:
         plugin = HybridFSDPPlugin(
             policy=policy, cpu_offload=options.offload, activation_checkpointing=options.recompute
         )
-        self.accelerator = make_accelerator(mixed_precision=options.precision, fsdp_plugin=plugin)
+        self.accelerator = make_accelerator(
+            mixed_precision=options.precision,
+            fsdp_plugin=plugin,
+            dynamo_backend="inductor" if options.compile else "no",
+        )
         self.device = self.accelerator.device
         settings: dict[str, Any] = {"quantization_config": four_bits()} if options.four_bit else {}
         if options.adapter:
@@ -139,9 +145,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if options.save and step == options.steps // 2:
             work.accelerator.save_state(options.save)
         torch.cuda.synchronize()
+        is_traced = options.trace is not None and step == options.steps - 1
         begin = time.perf_counter()
-        losses.append(work.step(data[step % 2]))
-        torch.cuda.synchronize()
+        with torch.profiler.profile() if is_traced else nullcontext() as profiler:
+            losses.append(work.step(data[step % 2]))
+            torch.cuda.synchronize()
+        if profiler is not None:
+            profiler.export_chrome_trace(options.trace)
+            continue  # its time is the profiler's too
         seconds.append(time.perf_counter() - begin)
     peaks = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     free, total = torch.cuda.mem_get_info()
@@ -175,6 +186,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--offload", action="store_true", help="shards and optimizer on the CPU")
     parser.add_argument("--whole", nargs="+", default=[], help="patterns of modules that no rank shards")
     parser.add_argument("--recompute", action="store_true", help="activations in the backward pass")
+    parser.add_argument("--compile", action="store_true", help="by torch.compile, inductor")
+    parser.add_argument("--trace", help="where torch's profiler writes the last step (.json.gz; chrome://tracing)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rows", type=int, default=4, help="of a batch, over all ranks")
     parser.add_argument("--length", type=int, default=128, help="tokens of a row")

@@ -49,7 +49,6 @@ def test_without_a_gpu_the_page_says_so(tmp_path: Path) -> None:
     status = {(record["part"]["step"], record["part"]["name"]): record["part"] for record in records[1:]}
     assert set(status) == {(part.step, part.name) for part in parts(Settings(scratch=tmp_path))}
     assert status.pop((1, "hf-fsdp doctor"))["status"] == "passed"
-    assert status.pop((7, "prediction"))["why"].startswith("this version predicts no memory")
     assert {(part["status"], part["why"]) for part in status.values()} == {
         ("skipped", "there is no GPU on this machine")
     }
@@ -273,6 +272,19 @@ def test_training_stands_beside_plain_training() -> None:
     ours.result = None
     alone = reading.trained_pair({"ours": ours, "plain": plain})
     assert alone.ratios == [] and alone.figures["plain: loading"] == "1.0 s", "what there is, is kept"
+
+
+def test_prediction_and_peers_are_read_from_the_records_of_their_programs(tmp_path: Path) -> None:
+    record = {"case": "dense", "gpus": 8, "measured": {"allocated": 2**30, "reserved": 2**30}}
+    lines = [record | {"foreseen": {"allocated": 2**30 * share, "reserved": 2**30}} for share in (1.01, 0.9)]
+    (tmp_path / "memory.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    outcome = reading.prediction({"memory": Done(code=0, output="", files=str(tmp_path))})
+    assert [check.held for check in outcome.checks] == [True, False] and "-10.00%" in outcome.checks[1].claim
+    rows = {"ours": {"seconds": [2.0, 4.0, 2.0], "tokens": 4096, "peak": 2e9}, "slow": {"failed": "no memory"}}
+    rows["peer"] = {"seconds": [4.0], "tokens": 4096, "peak": 4e9}
+    (tmp_path / "training.jsonl").write_text(json.dumps({"cell": {}, "rows": rows}))
+    outcome = reading.peers({"training": Done(code=0, output="", files=str(tmp_path))})
+    assert [ratio.value for ratio in outcome.ratios] == [2.0, 0.5] and outcome.figures["slow"] == "no memory"
 
 
 def test_two_gpus_are_compared_with_one() -> None:
