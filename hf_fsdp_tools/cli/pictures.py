@@ -66,7 +66,7 @@ def draw_estimate(path: Path, found: Mapping[str, "Estimate"], scaled: Mapping[i
         figures["ways to wrap the model"] = draw_comparison(timelines, model=setting, limit_bytes=limit)
     if len(scaled) > 1:
         values = [each.time.tokens_per_second_per_gpu if each.memory.fits else None for each in scaled.values()]
-        curve = ScalingCurve(name=memory.setup.gpu, num_gpus=tuple(scaled), values=tuple(values))
+        curve = ScalingCurve(name=str(memory.setup.gpu), num_gpus=tuple(scaled), values=tuple(values))
         figures["speed over the number of GPUs"] = draw_scaling([curve], setting=setting, quantity="tokens/s per GPU")
     figures["communication and computation of a step"] = draw_schedule(schedule, model=setting)
     page = page_text(

@@ -58,8 +58,8 @@ def build(
     if setup.lora_r is not None and not is_adapted(model):
         model = model if given is None else _on_meta(model)
         targets = setup.lora_target_modules
-        targets = targets if isinstance(targets, str) else list(targets)
-        model = add_lora(model, r=setup.lora_r, target_modules=targets, dropout=setup.lora_dropout)
+        names = targets if isinstance(targets, str) else list(targets)
+        model = add_lora(model, r=setup.lora_r, target_modules=names, dropout=setup.lora_dropout)
     base = base_of(model)
     _check_length(base, setup)
     plan = plan_with_adapters(base, setup.policy)

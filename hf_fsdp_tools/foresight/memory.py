@@ -34,8 +34,8 @@ _WORKSPACES = {
 _CONTEXT = 500 * 2**20
 """CUDA context with the kernels of PyTorch and cuBLAS that are loaded. (assumed; 0.4 to 0.6 GiB are usual)"""
 _COMPILED = (
-    "torch.compile is not followed: compiled blocks keep fewer activations, so this is more than they take. "
-    "torchtitan measured 77.0 for 82.4 GiB and 62.0 for 67.0 (Llama 3.1 8B on 8 and 128 H100; docs/performance.md)."
+    "torch.compile is not followed in memory: compiled blocks keep fewer activations. Of published peaks this is 7 to "
+    "25 % more without checkpointing, and 1 to 6 % with it (docs/foresight.md)."
 )
 _NCCL_CHANNEL = 10 * 2**20
 """NCCL's buffer of one channel in one direction: sizes of allocations in NVIDIA/nccl issue 1685."""

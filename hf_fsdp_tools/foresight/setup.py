@@ -160,7 +160,8 @@ class TrainingSetup:
         targets = targets if isinstance(targets, str) else " ".join(targets)
         trained = "all parameters" if self.lora_r is None else f"LoRA (r {self.lora_r}) on {targets}"
         trained = trained.replace("LoRA", "QLoRA") if self.load_in_4bit else trained
-        steps = self.gradient_accumulation_steps
+        trained += f" with dropout {self.lora_dropout:g}" * (self.lora_r is not None and self.lora_dropout > 0)
+        steps, every = self.gradient_accumulation_steps, self.checkpoint_every
         return ", ".join(
             [
                 trained + " but the vision tower" * self.freeze_vision_tower,
@@ -169,7 +170,8 @@ class TrainingSetup:
                 f"reduced in {self.reduce_dtype}" + " after the last micro-step" * (steps > 1 > self.sync_each_batch),
                 *(["loss in pieces" if self.loss == "chunked" else "whole logits"] if self.loss else []),
                 *(["CPU offload"] if self.offload else []),
-                f"{'with' if self.activation_checkpointing else 'no'} activation checkpointing",
+                f"{'with' if self.activation_checkpointing else 'no'} activation checkpointing"
+                + f" of one block in {every}" * (self.activation_checkpointing and every > 1),
                 f"{self.attn_implementation} attention",
                 "compiled blocks" if self.compile else "not compiled",
             ]

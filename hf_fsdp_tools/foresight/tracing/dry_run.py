@@ -29,7 +29,7 @@ from hf_fsdp_tools.foresight.tracing.chunked_loss import chunk_loss
 from hf_fsdp_tools.foresight.tracing.fallback import events_by_formula
 from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, give_memory, images_of
 from hf_fsdp_tools.foresight.tracing.inputs import make_batch
-from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, imitate_4bit
+from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, imitate_4bit, notes_of
 from hf_fsdp_tools.foresight.tracing.recomputation import blocks_marked, checkpoint_marked
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Stack, configs_of, cut_plan, repeating_stacks, short_copy
@@ -140,7 +140,7 @@ def _trace(
         model_flops=sum(event.model_flops for event in events if isinstance(event, Work)),
         tokens=setup.batch_size * setup.seq_len,
         repeated=sum(stack.left_out for stack in stacks),
-        notes=tuple(_notes(parameters, events)),
+        notes=(*notes_of(model), *_notes(parameters, events)),
     )
 
 

@@ -1,5 +1,6 @@
 """The operations of a GPU that differ from those of a CPU, on fake tensors of the CPU: attention, dropout, norms."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,16 @@ from transformers import masking_utils, modeling_utils
 from hf_fsdp_tools.foresight.events import Operation
 from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of
 
-__all__ = ["MAKES_NOTHING", "AsOnCuda", "counted", "flash_attention", "imitate_4bit", "run_on", "scratch"]
+__all__ = [
+    "MAKES_NOTHING",
+    "AsOnCuda",
+    "counted",
+    "flash_attention",
+    "imitate_4bit",
+    "notes_of",
+    "run_on",
+    "scratch",
+]
 
 MAKES_NOTHING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 """Operations without a kernel: their result is new memory, whose values are left open."""
@@ -156,6 +166,26 @@ def _grouped_mm(
     width = -(-shape[-1] // step) * step
     strides = (shape[-2] * width, width, 1)[-len(shape) :]
     return torch.empty_strided(shape, strides, dtype=dtype, device=left.device)
+
+
+def notes_of(model: nn.Module) -> Iterator[str]:
+    """Yield what a reader should know of kernels: those that are foreseen where a GPU may run others."""
+    kinds = {type(module): module for module in model.modules()}
+    mixers = [
+        kind.__name__
+        for kind, module in kinds.items()
+        if hasattr(sys.modules[kind.__module__], "causal_conv1d_fn")
+        and any(isinstance(child, nn.Conv1d) for child in module.children())
+    ]
+    if mixers:
+        yield (
+            f"{mixers[0]} is foreseen as transformers computes it in PyTorch. The kernels for it (mamba_ssm, "
+            "causal_conv1d, fla) keep far fewer activations, so that memory is less where they are installed."
+        )
+    if not getattr(model, "_supports_sdpa", True) and any(kind.__name__.endswith("Attention") for kind in kinds):
+        yield f"{type(model).__name__} has eager attention alone in transformers, whose scores take memory."
+    if getattr(model, "main_input_name", "input_ids") != "input_ids" and kinds.keys() & {nn.Conv1d, nn.Conv2d}:
+        yield "Scratch memory of convolutions, which cuDNN chooses, is not foreseen."
 
 
 def imitate_4bit(model: nn.Module) -> None:
