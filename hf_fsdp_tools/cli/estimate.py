@@ -201,7 +201,9 @@ def _table(found: Mapping[str, Estimate], options: argparse.Namespace) -> list[s
     row("memory per GPU", lambda each: show_bytes(each.memory.total))
     row(f"fits in {show_bytes(every[0].memory.limit_bytes)}", lambda each: "yes" if each.memory.fits else "no")
     row("peak stands in", lambda each: each.memory.peak_phase)
-    for kind in sorted(kinds, key=lambda kind: -max(each.memory.at_peak.get(kind, 0) for each in every)):
+    most = {kind: max(each.memory.at_peak.get(kind, 0) for each in every) for kind in kinds}
+    shown = [kind for kind in kinds if most[kind] >= 0.001 * every[0].memory.limit_bytes]
+    for kind in sorted(shown, key=lambda kind: -most[kind]):
         row(f"  {kind}", lambda each, kind=kind: show_bytes(each.memory.at_peak.get(kind, 0)))  # type: ignore[misc]
     row("step", lambda each: f"{each.time.step_seconds:,.2f} s", only_fitting=True)
     row("exposed communication", lambda each: f"{each.time.exposed_seconds:,.2f} s", only_fitting=True)

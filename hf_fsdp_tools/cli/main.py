@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
-    commands = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction)).choices
+    commands: Any = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction)).choices
     if not words[0].startswith("-") and words[0] not in commands:
         parser.error(f"{words[0]!r} is no command{did_you_mean(words[0], commands, otherwise='; --help lists all')}")
     options, rest = parser.parse_known_args(words)

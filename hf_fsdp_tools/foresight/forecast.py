@@ -110,7 +110,7 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
     def traced() -> tuple[object, WrapPlan, Trace, Loss]:
         key = _key(name_or_model, setup, model_kwargs, _NOT_BUILT)
         _, model, plan = _kept(_models, key, _MOST_MODELS, built)
-        loss = setup.loss or ("chunked" if predicts_words(model) else "full")
+        loss: Loss = setup.loss or ("chunked" if predicts_words(model) else "full")
         return name_or_model, plan, trace_model(model, plan, replace(setup, loss=loss)), loss
 
     key = _key(name_or_model, setup, model_kwargs, _NOT_TRACED)
