@@ -6,8 +6,8 @@ the evaluation loss falls from 7.6 to below 4.5:
     python recipes/finetune.py                                                         # one process
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/finetune.py    # two
 
-A real model: Llama-3.1-8B at 4,096 tokens. The figures are predicted (`hf-fsdp estimate`) for rows of full length, which
---packing true makes of chats as these; they stand with the reason of each setting at the top of the launch config, and
+A real model: Llama-3.1-8B at 4,096 tokens. The figures are predicted (`hf-fsdp estimate`) for rows of full length, as
+--packing true makes them of chats; they stand with the reason of each setting at the top of the launch config, and
 `hf-fsdp config MODEL` writes one for another model or machine.
 
     accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/finetune.py \
