@@ -213,7 +213,8 @@ def examine_sharded(case: Case, precision: str, plain: Figures, exact: Figures) 
         outputs = evaluate(model, batch)
         left_gathered = len(gathered.now)
         with first_units(model) as first:
-            loss = loss_of(forward(model, batch))
+            output = forward(model, batch)
+            loss = loss_of(output)
         loss.backward()
     row["gathered"], row["allowed"] = gathered.most, most_allowed(model, first)
     row["resharded"] = "" if not left_gathered else f"{left_gathered} units stay gathered after an evaluation"
@@ -222,15 +223,20 @@ def examine_sharded(case: Case, precision: str, plain: Figures, exact: Figures) 
     row["outputs"] = judge(outputs, plain.outputs[rank], exact.outputs[rank], bound)
     losses = [{"loss": torch.tensor(value)} for value in (float(loss.detach()), plain.losses[rank], exact.losses[rank])]
     row["loss"] = judge(*losses, bound)
+    own = output.get("loss") if isinstance(output, dict) else None
+    if isinstance(own, torch.Tensor) and own.dtype != torch.float32:
+        row["loss"] = (row["loss"][0], f"computed in {own.dtype}, and not in fp32 as by autocast")
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     row["gradients"] = judge(gradients, plain.gradients, exact.gradients, bound, absent_is_zero=True)
-    own = own_step(model)
+    stepped = own_step(model)
     optimizer_of(model).step()
     if precision == "fp32":
         # AdamW divides rounding by gradients that are near zero.
         row["step"] = _apart(dict(model.named_parameters()), plain.stepped, exact.stepped, 10 * bound)
     else:
-        row["step"] = _apart({n: local_tensor(p) for n, p in model.named_parameters()}, own, own, TOLERANCE["fp32"])
+        row["step"] = _apart(
+            {n: local_tensor(p) for n, p in model.named_parameters()}, stepped, stepped, TOLERANCE["fp32"]
+        )
     if precision == "fp32":
         row["save"] = _saved(case, model)
     return row

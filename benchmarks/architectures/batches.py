@@ -346,6 +346,8 @@ def _num_features(features: Any, model: nn.Module) -> int:
 def _labels(model: nn.Module, names: list[str], batch: Batch) -> Batch:
     kind = type(model).__name__
     config: Any = model.config
+    if {"start_positions", "end_positions"} <= set(names):
+        return dict.fromkeys(("start_positions", "end_positions"), Spec(kind="int", shape=(ROWS,), high=WORDS))
     if "labels" not in names:
         return {"return_loss": Spec(kind="value", value=True)} if "return_loss" in names else {}
     classes = getattr(config, "num_labels", 2) or 2

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, initialization
 
 from benchmarks.architectures.agree import Case, forward, loss_of, reopened_alone
 from benchmarks.architectures.batches import Batch, candidates, random_batch
-from benchmarks.architectures.defaults import build_config, classes_of
+from benchmarks.architectures.defaults import build_config, classes_of, heads_of
 from benchmarks.architectures.exceptions import CLASSES
 from benchmarks.architectures.shrink import LEVELS, shrink
 
@@ -28,16 +28,18 @@ def make_case(model_type: str, folder: Path) -> tuple[Case, dict[str, Any]]:
     """The case of a type, its checkpoint written by transformers to `folder`; and the row's facts of it.
 
     Args:
-        model_type: as transformers registers it.
+        model_type: as transformers registers it; with one of `HEADS` after a colon, the class of that head.
         folder: where the checkpoint is written.
 
     Raises:
         NotBuiltError: the type takes no part.
     """
     said: list[str] = []
+    model_type, _, head = model_type.partition(":")
     config = build_config(model_type)
     classes = classes_of(model_type, config)
     names = CLASSES.get(model_type) or [*classes.get("main", [])[:MOST_CLASSES], *classes.get("base", [])]
+    names = heads_of(model_type)[head][:1] if head else names
     for name in dict.fromkeys(names):
         for level in LEVELS:
             try:

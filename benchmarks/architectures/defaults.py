@@ -8,7 +8,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-__all__ = ["CONFIG_MAPPING", "OTHER_MAPPINGS", "build_config", "classes_of"]
+__all__ = ["CONFIG_MAPPING", "HEADS", "OTHER_MAPPINGS", "build_config", "classes_of", "heads_of"]
 
 # The head that a model type is mainly used with: the first mapping that knows the type. Seq2seq comes first for
 # encoder-decoders, whose ForCausalLM is only the decoder half.
@@ -24,6 +24,14 @@ OTHER_MAPPINGS = {
     "sequence": "MODEL_FOR_SEQUENCE_CLASSIFICATION",
     "token": "MODEL_FOR_TOKEN_CLASSIFICATION",
 }
+
+HEADS = {
+    "sequence": "MODEL_FOR_SEQUENCE_CLASSIFICATION", "token": "MODEL_FOR_TOKEN_CLASSIFICATION",
+    "question": "MODEL_FOR_QUESTION_ANSWERING", "masked": "MODEL_FOR_MASKED_LM",
+    "image": "MODEL_FOR_IMAGE_CLASSIFICATION",
+    "audio": "MODEL_FOR_AUDIO_CLASSIFICATION", "ctc": "MODEL_FOR_CTC", "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
+}  # fmt: skip
+"""Heads that a type is trained with beside its main one; `bert:token` is a case of the training census."""
 
 # Arguments for configurations whose defaults cannot be built, as the documentation or a released checkpoint has them.
 REPAIRS: dict[str, dict[str, Any]] = {
@@ -87,6 +95,11 @@ def classes_of(model_type: str, config: Any) -> dict[str, list[str]]:
         if names and names != main[:1]:
             found[role] = names
     return found
+
+
+def heads_of(model_type: str) -> dict[str, list[str]]:
+    """The model classes of a type by head."""
+    return {head: names for head, mapping in HEADS.items() if (names := class_names(mapping, model_type))}
 
 
 def build_config(model_type: str) -> Any:

@@ -41,7 +41,7 @@ from hf_fsdp_tools.integrations.saved_state import (
 )
 from hf_fsdp_tools.integrations.saving import former_of, saveable
 from hf_fsdp_tools.sharding.optimizers import check_optimizers, clip_norm, clip_values
-from hf_fsdp_tools.sharding.shard import sharded_module
+from hf_fsdp_tools.sharding.shard import keep_after_backward, sharded_module
 from hf_fsdp_tools.sharding.whole import by_kind, step_kinds_apart
 
 __all__ = ["ShardedAccelerator", "ShardedScaler", "adopt"]
@@ -54,6 +54,9 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     all have address 0, so their parameters collapse into one. A model that is sharded before its optimizer is made
     needs no re-linking.
     """
+
+    _keeps_gathered = False
+    """Whether units that are kept after forward stay gathered after backward too: another micro-batch follows."""
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
         """Prepare as `Accelerator.prepare` does; FSDP2 also takes models without an optimizer, and several models.
@@ -88,6 +91,15 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             return prepared
         _take_up_model(self, model, [])
         return model
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Go backward as `Accelerator.backward` does; no unit of a model with `reshard_after_forward=False` is freed
+        before the last micro-batch of a step (`sync_gradients`), so that each is gathered once in a step."""
+        if self.is_fsdp2 and self._keeps_gathered != (not self.sync_gradients):
+            self._keeps_gathered = not self.sync_gradients
+            for model in self._models:
+                keep_after_backward(model, self._keeps_gathered)
+        super().backward(loss, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip as `Accelerator.clip_grad_norm_` does; return the norm of the whole model's gradients as a plain tensor.
@@ -336,6 +348,11 @@ class ShardedScaler(torch.amp.GradScaler):
     call of its own. Where any gradient is infinite on one rank, every rank skips the step: torch compares gradients of
     shards between ranks, and gradients of whole parameters are averages, equal on all ranks.
     """
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        """Make the scale as `GradScaler` does, once: Accelerate's `load_state` asks for it after training too."""
+        if self._growth_tracker is None:  # type: ignore[has-type]  # torch's own
+            super()._lazy_init_scale_growth_tracker(dev)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step as `GradScaler.step` does; fused optimizers too are not called where a gradient is infinite.

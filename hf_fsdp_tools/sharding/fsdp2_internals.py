@@ -23,7 +23,9 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _to_kwargs
 
 from hf_fsdp_tools.accelerator import pinned_empty
 from hf_fsdp_tools.distributed.shards import local_tensor
@@ -48,6 +50,7 @@ __all__ = [
     "replace_parameter",
     "reshard_units",
     "unit_modules",
+    "use_frozen_in_place",
 ]
 
 
@@ -134,15 +137,23 @@ def gathers(root: nn.Module) -> bool:
 def forward_begun(root: FSDPModule) -> Iterator[None]:
     """Begin the forward pass of a root for a block: what the block runs before it calls the root belongs to that pass.
 
-    Without a call, the pass ends with the block.
+    Without a call, the pass ends with the block. Inputs of the root go to its device, where FSDP2 gathers; it moves
+    them only where it begins a pass itself.
     """
     state = _state_of(root)
     with torch.inference_mode(False):
         make_gathered_memory(root)
+
+    def to_device(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        moved = _to_kwargs(args, kwargs, state._device, False)  # torch's own, which FSDP2 calls
+        return moved[0][0], moved[1][0]
+
+    handle = root.register_forward_pre_hook(to_device, prepend=True, with_kwargs=True)
     state._pre_forward(root, (), {})
     try:
         yield
     finally:
+        handle.remove()
         if state._state_ctx.iter_forward_root is state:
             state._post_forward(root, None, None)
 
@@ -160,6 +171,33 @@ def make_gathered_memory(module: FSDPModule) -> None:
                     group._all_gather_process_group.size(),
                     group.device,
                 )
+
+
+def use_frozen_in_place(module: FSDPModule) -> None:
+    """Let a unit on one rank compute with its frozen shards themselves, which FSDP2 would copy before each use.
+
+    Nothing is gathered on one rank, and what is gathered is the shard where its dtype is that of computation. Call it
+    before each forward pass: where a shard has other memory than before, it is taken up.
+    """
+    state = _state_of(module)
+    state._lazy_init()  # FSDP2 calls it next; it decides in which dtype a parameter is gathered
+    for group in _groups_of(state):
+        if group._all_gather_process_group.size() > 1 or isinstance(group.offload_policy, CPUOffloadPolicy):
+            continue
+        for entry in group.fsdp_params:
+            data = entry._sharded_param_data
+            is_used = any(each is data for each in entry.all_gather_outputs)
+            is_extension = hasattr(entry._sharded_local_tensor, "fsdp_pre_all_gather")
+            can_be = not entry.sharded_param.requires_grad and data.dtype == (entry.param_dtype or entry.orig_dtype)
+            if entry.sharded_state != ShardedState.SHARDED or is_used or not can_be or is_extension:
+                continue
+            entry.all_gather_outputs = [data]  # FSDP2 copies what it gathers to this memory: a tensor to itself
+            entry.__dict__.pop("_unsharded_param", None)  # made anew, of this memory
+            entry.free_unsharded_param = _free_nothing
+
+
+def _free_nothing() -> None:
+    """Take the place of what would free the memory of a shard after its use."""
 
 
 def complete_unit(module: FSDPModule, output: Any) -> Any:

@@ -10,6 +10,7 @@
 - Around the forward pass of modules with whole parameters, under mixed precision: weights in the dtype of computation,
   as FSDP2 gathers those of shards.
 - Around the forward pass of batch norms, under mixed precision: weights in the dtype of the running statistics.
+- Before the forward pass of each unit, on one rank: use frozen weights where they lie (`use_frozen_in_place`).
 - After a forward pass without gradients: reshard the units.
 - After the forward pass of a unit that returns its own weights (a table of positions): copy them, before FSDP2 frees
   their memory.
@@ -37,6 +38,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
     complete_unit,
     gathers,
     make_gathered_memory,
+    use_frozen_in_place,
 )
 
 __all__ = ["add_casts", "add_hooks", "cast_inputs", "reach_experts"]
@@ -74,7 +76,8 @@ def add_hooks(
     for module in model.modules():  # hooks of modules that are in no unit any more are removed
         _drop_hooks(
             module._forward_pre_hooks,
-            _make_gathered_memory, cast_inputs, _use_dtype, _use_dtype_of_statistics, _begin_autocast, _leave_autocast,
+            _make_gathered_memory, _use_frozen_in_place, cast_inputs, _use_dtype, _use_dtype_of_statistics,
+            _begin_autocast, _leave_autocast,
         )  # fmt: skip
         _drop_hooks(
             module._forward_hooks,
@@ -85,6 +88,8 @@ def add_hooks(
             module.register_forward_hook(_part_from_weights, prepend=True)  # before FSDP2's own, which frees
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(_make_gathered_memory, prepend=True)  # before FSDP2's own, which gathers
+            if len(shard_ranks) == 1:
+                module.register_forward_pre_hook(_use_frozen_in_place, prepend=True)
     if param_dtype is not None:
         units = {module for module in model.modules() if isinstance(module, FSDPModule)}
         whole = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
@@ -186,6 +191,12 @@ def _make_gathered_memory(module: nn.Module, args: object) -> None:
             make_gathered_memory(module)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+def _use_frozen_in_place(module: nn.Module, args: object) -> None:
+    if isinstance(module, FSDPModule):
+        use_frozen_in_place(module)
+
+
 def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *, kept: Collection[nn.Module]) -> None:
     """After a forward pass without gradients, reshard the units that FSDP2 keeps gathered for backward (tail and root).
 
@@ -223,6 +234,7 @@ def _first_with_shards(
     return walk(root, inside=False)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
 def cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype) -> Any:
     """Cast floating-point inputs, also in tuples and lists, to the dtype in which a module's weights are gathered.
 
@@ -241,12 +253,14 @@ def cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
-        if not value.is_floating_point() or value.dtype == dtype:
+        # A number beside hidden states takes their dtype; the Trainer hands a count to each layer.
+        if not value.is_floating_point() or value.dtype == dtype or not value.dim():
             return value
-        cast = value.to(dtype)
         # The least number of fp32, which masks are made of, is no number of bf16 or fp16: it stays one, and not -inf.
         limit = torch.finfo(dtype).max
-        return torch.where(cast.isinf() & value.isfinite(), cast.sign() * limit, cast)
+        if value.requires_grad or torch.finfo(value.dtype).max <= limit:  # hidden states; clamp would drop a gradient
+            return value.to(dtype)
+        return torch.where(value.isinf(), value, value.clamp(-limit, limit)).to(dtype)
     if type(value) in (tuple, list):
         return type(value)(_cast(item, dtype) for item in value)
     return value

@@ -44,6 +44,7 @@ __all__ = [
     "checkpoint_activations",
     "compile_sharded",
     "copy_sharded",
+    "keep_after_backward",
     "remember_sharding",
     "runners_of_experts",
     "shard_model",
@@ -238,6 +239,19 @@ def compile_sharded(model: nn.Module, options: Mapping[str, Any]) -> None:
             check_options(options, sharding.mesh.device_type)
             compile_blocks(module, sharding.plan, options)
             remember_sharding(module, replace(sharding, compile=dict(options)))
+
+
+def keep_after_backward(model: nn.Module, is_kept: bool) -> None:
+    """Let a model whose units all stay gathered after forward keep them after backward passes too, or not any more.
+
+    Other models, and those that other code sharded, stay as they are. While units are kept, no optimizer may step.
+    Nothing is communicated.
+    """
+    for module, sharding in _remembered(model):
+        # Of the root, FSDP2 decides where the plan says None: it keeps it.
+        is_whole = all(u.reshard_after_forward is False or u.modules == ("",) for u in sharding.plan.units)
+        if is_whole and isinstance(module, FSDPModule):
+            module.set_reshard_after_backward(not is_kept)
 
 
 def _without_names(mesh: DeviceMesh) -> DeviceMesh:

@@ -4,6 +4,7 @@ import copy
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from hf_fsdp_tools import (
     wait_for_saves,
 )
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.sharding import fsdp2_internals
 from tests._checkpoints import full_state, make_checkpoint, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, apart, arguments, full_parameters, num_units
@@ -166,7 +168,10 @@ def images_and_texts_are_encoded_before_a_generation(folder: Path) -> None:
         plain = auto_class.from_pretrained(folder / name)
         with torch.inference_mode():
             asked = {"max_new_tokens": 5, "do_sample": False, "decoder_start_token_id": 0}
-            made = [each.generate(**inputs, **asked) for each in (model, plain)]
+            with mock.patch.object(fsdp2_internals, "_to_kwargs", wraps=fsdp2_internals._to_kwargs) as moved:
+                made = [each.generate(**inputs, **asked) for each in (model, plain)]
+        # To the device of the units, as FSDP2 moves them; under CPU offload transformers puts them on the CPU.
+        assert moved.call_count == 5 and all("use_cache" in call.args[1] for call in moved.call_args_list), name
         assert torch.equal(*made), name
         assert not [n for n, each in model.named_parameters() if not isinstance(each, DTensor)], name
         model.train()(**inputs, labels=inputs["input_ids"]).loss.backward()

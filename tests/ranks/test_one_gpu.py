@@ -223,6 +223,9 @@ def _mixed(folder: Path, mixed_precision: str, offload: bool, fused: bool) -> li
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     model, optimizer = accelerator.prepare(model.train(), optimizer)
     losses = train(model, optimizer, [_batch()] * STEPS, accelerator=accelerator, clip=0.5)
+    text = model.eval().generate(IDS[:1, :3], max_new_tokens=3, do_sample=False)  # shards may be on the CPU, as the ids
+    assert text.shape == (1, 6)
+    model.train()
     if mixed_precision == "fp16":
         assert accelerator.scaler is not None and not optimizer.step_was_skipped
         before = full_parameters(model)

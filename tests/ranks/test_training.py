@@ -2,12 +2,13 @@
 split."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from unittest.mock import Mock
 
 import pytest
@@ -350,6 +351,60 @@ def _between_micro_batches_of_the_trainer(config: dict[str, Any], folder: Path, 
     model = from_pretrained(folder, accelerator=new_accelerator())
     ShardedTrainer(model=model, args=args, train_dataset=make_rows(8 * ROWS), callbacks=[watch]).train()
     return watch.kept
+
+
+def _gathers_of_a_step(model: nn.Module, steps: Callable[[], Any]) -> tuple[int, Any]:
+    """Gathers for each unit of a model while `steps` runs, and what `steps` gives; afterwards all is sharded."""
+    with mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gather:
+        found = steps()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    units = sum(isinstance(module, FSDPModule) and bool(list(module.parameters())) for module in model.modules())
+    assert gather.call_count % units == 0
+    return gather.call_count // units, found
+
+
+def _accumulated(reshard: bool, is_kept: bool, folder: Path, out: Path) -> tuple[int, Any]:
+    """Two steps of four micro-batches each in a loop: gathers of each unit, losses, and the gradients of the last."""
+    plugin = HybridFSDPPlugin(policy=HybridPolicy(group_tail=False, reshard_after_forward={"*": reshard}))
+    accelerator = new_accelerator(mixed_precision="bf16", gradient_accumulation_steps=4, fsdp_plugin=plugin)
+    model = from_pretrained(folder, accelerator=accelerator).train()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def steps() -> list[Any]:
+        losses = []
+        for batch in batches_of(make_rows(8 * ROWS), ROWS):
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    with nullcontext() if is_kept else mock.patch("hf_fsdp_tools.integrations.accelerator.keep_after_backward"):
+        count, losses = _gathers_of_a_step(model, steps)
+    return count, (losses, full_parameters(model))
+
+
+def _accumulated_by_the_trainer(folder: Path, out: Path) -> int:
+    args = in_order(out, max_steps=2, gradient_accumulation_steps=4)
+    plugin = HybridFSDPPlugin(policy=HybridPolicy(group_tail=False, reshard_after_forward={"*": False}))
+    model = from_pretrained(folder, accelerator=new_accelerator(fsdp_plugin=plugin))
+    trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(16 * ROWS))
+    return _gathers_of_a_step(trainer.model, trainer.train)[0]
+
+
+def test_kept_units_are_gathered_once_in_a_step_of_several_micro_batches(folders, tmp_path):
+    cases = {
+        "kept": partial(_accumulated, False, True),
+        "as FSDP2 does it": partial(_accumulated, False, False),
+        "resharded": partial(_accumulated, True, True),
+        "Trainer": _accumulated_by_the_trainer,
+    }
+    for found in run_ranks(run_cases, 2, cases, folders["llama"], tmp_path):
+        (kept, ours), (each, plain), (resharded, _) = (found[name] for name in list(cases)[:3])
+        assert (kept, each, resharded, found["Trainer"]) == (2, 8, 16, 2)
+        assert ours[0] == plain[0] and all(torch.equal(ours[1][name], value) for name, value in plain[1].items())
 
 
 def test_complaint_30_no_whole_gradients_are_kept_between_micro_batches_unless_asked(folders, tmp_path):

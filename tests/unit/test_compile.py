@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.sharding.compile import check_options, compile_blocks
+from hf_fsdp_tools.sharding.hooks import add_casts, cast_inputs
 from tests.unit.test_blocks import Block, Model
 
 
@@ -43,6 +45,53 @@ def test_a_call_with_a_cache_is_not_compiled(compiled: tuple[nn.Module, list[int
     without = block(x)
     assert len(graphs) == 1, "a call without a cache is compiled"
     torch.testing.assert_close(with_cache, without + 1)
+
+
+def test_inputs_are_cast_outside_of_graphs_and_counts_not_at_all() -> None:
+    """The Trainer hands a count to each layer: casts of it would be kernels, and graphs, of each layer."""
+    torch._dynamo.reset()
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    class Counting(CachingBlock):
+        def forward(self, x: torch.Tensor, *, count: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x) / count
+
+    model = Model(nn.ModuleList(Counting() for _ in range(3)))
+    compile_blocks(model, make_wrap_plan(model), {"backend": backend})
+    blocks = model.layers
+    add_casts(model, torch.bfloat16, units=set(blocks), whole=())  # type: ignore[arg-type]
+    model.to(torch.bfloat16)
+    for length in (2, 3, 4, 5):
+        for block in blocks:  # type: ignore[union-attr]
+            assert block(torch.ones(length, 8), count=torch.tensor(2.0)).dtype == torch.bfloat16
+    assert len(graphs) == 2, "the second for any length"
+    assert not any("isinf" in graph for graph in graphs)
+
+
+@pytest.mark.parametrize(
+    ("value", "most"),
+    [(torch.tensor(511.0), 0), (torch.ones(3, dtype=torch.bfloat16), 0), (torch.ones(3, requires_grad=True), 1),
+     (torch.tensor([1.0, -torch.inf, torch.finfo(torch.float32).min]), 6)],
+    ids=["count", "hidden states", "hidden states in fp32", "mask"],
+)  # fmt: skip
+def test_a_cast_takes_few_kernels(value: torch.Tensor, most: int) -> None:
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    module = nn.Linear(3, 3)
+    with Count() as counted:
+        (cast,), _ = cast_inputs(module, (value,), {}, dtype=torch.bfloat16)
+    assert counted.calls <= most
+    torch.testing.assert_close(cast.isinf(), value.isinf())
+    assert cast.dtype == (torch.bfloat16 if value.dim() else torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,17 @@ def test_a_fused_step_is_not_called_where_a_gradient_is_infinite() -> None:
     assert parameter.detach().lt(1).all()
 
 
+def test_the_scale_of_a_saved_state_is_read_after_training_too() -> None:
+    """Accelerate's `load_state` makes the scale ready without asking whether it is."""
+    saved = ShardedScaler("cpu", init_scale=8.0)
+    saved._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    used = ShardedScaler("cpu")
+    used.scale(torch.ones(()))
+    used.load_state_dict(saved.state_dict())
+    used._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    assert used.get_scale() == 8.0
+
+
 def test_norms_of_two_devices_are_brought_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3, device="meta"))
     here.grad, there.grad = torch.ones(3), torch.ones(3, device="meta")
