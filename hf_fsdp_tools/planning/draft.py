@@ -152,10 +152,14 @@ class PlanDraft:
     # ---- verbs ----
 
     def add_unit(self, nodes: Iterable[ModuleNode], reshard: bool | int | None, reason: str) -> DraftUnit:
-        """Make one unit that all of `nodes` carry; a module that carries a unit already keeps that one."""
+        """Make one unit that all of `nodes` carry; a module that carries a unit already keeps that one.
+
+        For a plain `nn.Sequential` its members carry it: many models run these one by one, and never the Sequential.
+        """
         unit = DraftUnit([], reshard, reason)
         for node in nodes:
-            self.extend(unit, node)
+            for member in _members(node):
+                self.extend(unit, member)
         return unit
 
     def extend(self, unit: DraftUnit, node: ModuleNode) -> None:
@@ -301,3 +305,13 @@ class PlanDraft:
     def _modules_of(self, unit: DraftUnit) -> list[nn.Module]:
         """Every module that carries a unit, also below another module of the unit."""
         return [module for module, carried in self._unit_at.items() if carried is unit]
+
+
+def _members(node: ModuleNode) -> Iterator[ModuleNode]:
+    """Yield the members of a plain `nn.Sequential` that hold parameters, also inside further ones; or the node."""
+    if type(node.module).forward is not nn.Sequential.forward or node.own:
+        yield node
+        return
+    for child in node.children:
+        if child.extent:
+            yield from _members(child)

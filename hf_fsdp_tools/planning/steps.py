@@ -79,7 +79,7 @@ def _add_chosen(draft: PlanDraft, node: ModuleNode, reshard: bool | int | None, 
             f"Rule 4: {node.fqn!r} is a {class_name(node.module)}, whose forward never runs; choose its members."
         )
     else:
-        draft.add_unit([node], reshard, reason)
+        draft.extend(DraftUnit([], reshard, reason), node)  # this very module, an nn.Sequential too
 
 
 def _is_below(name: str, pattern: str) -> bool:
@@ -144,7 +144,8 @@ def add_own_roots(draft: PlanDraft) -> None:
     if not has_forward(draft.tree.root.module):
         for node in _runnable(draft.tree.root):
             if draft.is_in_root(node):
-                draft.add_unit([node], None, "runs by itself: the model's own forward never does")
+                # An nn.Sequential too: members that share a unit cannot be a root.
+                draft.extend(DraftUnit([], None, "runs by itself: the model's own forward never does"), node)
 
 
 def _runnable(node: ModuleNode) -> list[ModuleNode]:

@@ -1,5 +1,6 @@
 """A sharded model computes what the plain one does, and refuses what would hang or be wrong."""
 
+import copy
 import re
 from contextlib import nullcontext
 from unittest.mock import patch
@@ -134,6 +135,49 @@ def _ranks_with_different_plans_stop():
 def test_ranks_with_different_plans_stop_with_the_same_message():
     first, second = run_ranks(_ranks_with_different_plans_stop, 2)
     assert first == second
+
+
+class Awkward(nn.Module):
+    """Parameters of any stride, and sequences whose members are called one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 8))
+        self.stacks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3))
+        self.transposed = nn.Parameter(torch.randn(8, 6).t())
+        self.sliced = nn.Parameter(torch.randn(6, 16)[:, ::2])
+        self.expanded = nn.Parameter(torch.randn(1, 8).expand(6, 8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.stem, *(layer for stack in self.stacks for layer in stack)):
+            x = layer(x)
+        return x @ (self.transposed + self.sliced + self.expanded).t()
+
+
+def _awkward() -> None:
+    torch.manual_seed(0)
+    plain = Awkward()
+    model = copy.deepcopy(plain)
+    shard_model(model, make_wrap_plan(model, policy=HybridPolicy(min_unit_params=100, floor_params=0)))
+    for each in (plain, model):
+        each(torch.ones(2, 8)).sum().backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(full(model.get_parameter(name)), parameter.detach())
+        if parameter.requires_grad:
+            torch.testing.assert_close(full(model.get_parameter(name).grad), parameter.grad)
+    plain.waves = nn.Linear(8, 8, dtype=torch.complex64)
+    with pytest.raises(
+        ConfigError, match=r"2 trained parameter.*complex.*: waves\.weight, waves\.bias\. .*view_as_real"
+    ):
+        shard_model(plain, make_wrap_plan(plain))
+    plain.waves = nn.Identity()
+    plain.other = nn.Parameter(plain.transposed.data.t())
+    with pytest.raises(ConfigError, match=r"(transposed|other) and (transposed|other) are views of the same memory"):
+        shard_model(plain, make_wrap_plan(plain))
+
+
+def test_awkward_parameters_train_as_plain_ones_or_are_refused_by_name():
+    run_ranks(_awkward, 2)
 
 
 def _alone():

@@ -327,6 +327,17 @@ def test_a_shape_that_no_registry_knows_gets_a_plan_that_shards(
     assert faults(census, SHAPES[shape]()) == []
 
 
+def test_members_of_a_sequential_are_gathered_together_whoever_calls_them() -> None:
+    two = [nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Sequential(nn.Linear(64, 64))) for _ in range(3)]
+    model = Model(nn.ModuleList(two))
+    model.stem = nn.Sequential(nn.Linear(96, 64), nn.LayerNorm(64))  # the largest part of the rest
+    units = [unit.modules for unit in make_wrap_plan(model).units]
+    assert not [name for unit in units for name in unit if name and type(model.get_submodule(name)) is nn.Sequential]
+    assert [unit for unit in units if len(unit) == 2 and unit[1].endswith(".2.0")] == [
+        tuple(f"{name}.{member}" for member in ("0", "2.0")) for name, block in model.named_modules() if block in two
+    ]
+
+
 def test_where_nothing_repeats_the_plan_goes_by_size_and_says_so() -> None:
     plan = make_wrap_plan(SHAPES["many kinds"]())
     assert "chosen by size" in plan.notes[0] and len(plan.units) > 1
