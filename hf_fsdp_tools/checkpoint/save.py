@@ -187,8 +187,8 @@ def begin_save(
     elif is_adapted(model):
         return save_adapter(model, folder, tokenizer=tokenizer, dtype=dtype)
     elif is_of_library(model):
-        write = partial(save_pretrained, dtype=dtype, max_shard_size=max_shard_size, staging_bytes=staging_bytes)
-        return save_by_library(model, folder, write, tokenizer=tokenizer, staging_bytes=staging_bytes)
+        save = partial(save_pretrained, dtype=dtype, max_shard_size=max_shard_size, staging_bytes=staging_bytes)
+        return save_by_library(model, folder, save, tokenizer=tokenizer, staging_bytes=staging_bytes)
     elif any(is_wrapper(module) for module in model.modules()):
         raise ConfigError(
             f"{type(model).__name__} has adapters without a PeftModel around it (model.add_adapter). Make it with "
