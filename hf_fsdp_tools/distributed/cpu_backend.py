@@ -59,11 +59,13 @@ def _one_thread_gloo() -> Any:
     kind: Any = dist.ProcessGroupGloo
 
     class OneThreadGloo(kind):  # type: ignore[misc]
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **named: Any) -> None:
             names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
             options = kind._Options()
             options._devices = [kind.create_device(interface=name) for name in names] or [kind.create_default_device()]
             options._timeout, options._threads = timeout, 1
+            for name, value in named.items():  # torch 2.14 has `enable_reconfigure`
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     return OneThreadGloo
