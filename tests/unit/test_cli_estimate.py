@@ -84,7 +84,7 @@ def test_estimate_says_what_it_assumed_and_how_far_it_may_be_off(capsys, llama):
 
 
 def test_what_does_not_fit_is_followed_by_what_does(capsys, llama):
-    _, out, _ = run(capsys, "estimate", llama, *ON_EIGHT, "--gpu", "a100-40gb", "--batch-size", "32")
+    _, out, _ = run(capsys, "estimate", llama, *ON_EIGHT, "--gpu", "a100-40gb", "--batch-size", "16")
     words = " ".join(out.split())
     assert "does not fit" in words and "what fits: with activation checkpointing." in words
 
