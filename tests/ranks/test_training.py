@@ -19,6 +19,8 @@ from accelerate import ParallelismConfig
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_all_gather
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -355,7 +357,7 @@ def _between_micro_batches_of_the_trainer(config: dict[str, Any], folder: Path, 
 
 def _gathers_of_a_step(model: nn.Module, steps: Callable[[], Any]) -> tuple[int, Any]:
     """Gathers for each unit of a model while `steps` runs, and what `steps` gives; afterwards all is sharded."""
-    with mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gather:
+    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", wraps=foreach_all_gather) as gather:
         found = steps()
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     units = sum(isinstance(module, FSDPModule) and bool(list(module.parameters())) for module in model.modules())
