@@ -74,7 +74,8 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
         make_root(base)
     for module in model.modules():
         if module is not base and getattr(vars(module).get("forward"), "__self__", None) is base:
-            module.forward = base.__call__  # of adaption prompts, which would call it beside FSDP's hooks
+            # Of adaption prompts, which would call the base beside FSDP's hooks.
+            module.forward = base.__call__  # type: ignore[operator]  # mypy takes it for a submodule
     answer_for_shards(model)  # PEFT's, like transformers'
     return replaced
 
