@@ -351,7 +351,7 @@ class ShardedScaler(torch.amp.GradScaler):
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         """Make the scale as `GradScaler` does, once: Accelerate's `load_state` asks for it after training too."""
-        if self._growth_tracker is None:  # type: ignore[has-type]  # torch's own
+        if self._growth_tracker is None:
             super()._lazy_init_scale_growth_tracker(dev)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:

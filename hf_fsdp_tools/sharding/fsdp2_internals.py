@@ -148,6 +148,7 @@ def forward_begun(root: FSDPModule) -> Iterator[None]:
         moved = _to_kwargs(args, kwargs, state._device, False)  # torch's own, which FSDP2 calls
         return moved[0][0], moved[1][0]
 
+    assert isinstance(root, nn.Module)
     handle = root.register_forward_pre_hook(to_device, prepend=True, with_kwargs=True)
     state._pre_forward(root, (), {})
     try:
