@@ -67,6 +67,8 @@ def _estimate(options: argparse.Namespace) -> None:
         raise ConfigError("--tokens and --price belong together: the tokens to be trained on, and a GPU's hour")
     check_picture(options.plot)
     setup, kwargs = setup_of(options), model_of(options)
+    from hf_fsdp_tools.foresight.recommend import what_fits
+
     wrappings: list[str] = [setup.wrapping]
     if options.compare or (options.plot and options.plot.suffix == ".html"):
         wrappings += [name for name in _WRAPPINGS if name != setup.wrapping and (options.compare or name == "root")]
@@ -82,7 +84,7 @@ def _estimate(options: argparse.Namespace) -> None:
             whole = _estimated(options, replace(setup, loss="full"), kwargs).memory
         if not (first.fits or options.json):
             say("looking for what fits ...")
-            more = _what_fits(options, first, kwargs)
+            more = what_fits(options.model, first.setup, model_kwargs=kwargs)
         if options.plot:
             say("drawing ...")
             counts = _counts(setup) if options.plot.suffix == ".html" else ()
@@ -114,14 +116,6 @@ def _estimated(options: argparse.Namespace, setup: "TrainingSetup", model_kwargs
 
     memory = memory_of(step_of(options.model, setup, **model_kwargs))
     return Estimate(memory, throughput_of(memory, era=options.era or LATEST_ERA))
-
-
-def _what_fits(options: argparse.Namespace, memory: "MemoryEstimate", model_kwargs: dict[str, Any]) -> list[str]:
-    """Changes that make it fit."""
-    from hf_fsdp_tools.foresight.recommend import what_fits
-
-    given = [name for name, value in vars(options).items() if value is not None]
-    return what_fits(options.model, memory.setup, given=given, model_kwargs=model_kwargs)
 
 
 def _beside(memory: "MemoryEstimate", whole: "MemoryEstimate | None", more: list[str] | None) -> Iterator[str]:

@@ -119,7 +119,6 @@ def what_fits(
     name_or_model: Source,
     setup: TrainingSetup,
     *,
-    given: Collection[str],
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Changes, each of which makes a training fit that does not, in words; [] where none is known.
@@ -127,12 +126,11 @@ def what_fits(
     Args:
         name_or_model: as in `recommend_config`.
         setup: that does not fit.
-        given: searched fields that the user named, which are changed last.
         model_kwargs: as in `build_meta_model`.
     """
     priced = _pricing(name_or_model, model_kwargs or {}, 0.0)
     gpu_bytes = gpu_named(setup.gpu).memory_bytes
-    return list(nearest(Job(model_name(name_or_model), setup, frozenset(given), None, gpu_bytes, 0.0, priced)))
+    return list(nearest(Job(model_name(name_or_model), setup, frozenset(SEARCHED), None, gpu_bytes, 0.0, priced)))
 
 
 def model_name(name_or_model: Source) -> str:
