@@ -290,7 +290,7 @@ def refuse_endless(text: bytes, *, most: int | None = None) -> None:
         if name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
             memo[len(memo) if argument is None else argument] = stack[-1]
         elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
+            stack.append(memo[int(argument or 0)])
         elif name == "MARK":
             stack.append(mark)
         elif name in _CALLS:

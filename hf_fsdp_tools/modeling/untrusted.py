@@ -91,10 +91,11 @@ def load_yaml(text: str) -> Any:
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        line = event.start_mark.line + 1 if event.start_mark else 0
         if isinstance(event, yaml.AliasEvent):
-            raise yaml.YAMLError(f"line {event.start_mark.line + 1} has the alias *{event.anchor}; write it out")
+            raise yaml.YAMLError(f"line {line} has the alias *{event.anchor}; write it out")
         if depth > _MOST_NESTED:
-            raise yaml.YAMLError(f"line {event.start_mark.line + 1} is nested more than {_MOST_NESTED} deep")
+            raise yaml.YAMLError(f"line {line} is nested more than {_MOST_NESTED} deep")
     return yaml.safe_load(text)
 
 
