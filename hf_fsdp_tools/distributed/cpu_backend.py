@@ -112,7 +112,7 @@ def add_cpu_backend(group: ProcessGroup | None = None) -> None:
     gloo: Any = next((one for one in present if one.name() == "gloo"), None)
     if not has_cpu_backend(group):
         group._register_backend(_CPU, ProcessGroup.BackendType.GLOO, gloo or _connect(group))
-    elif {one.name() for one in present} == {"gloo"} and gloo.options._threads > 1:
+    elif {one.name() for one in present} == {"gloo"} and group._get_backend(_CPU).options._threads > 1:  # type: ignore[attr-defined]
         group._register_backend(_CPU, ProcessGroup.BackendType.CUSTOM, _connect(group))
     else:
         return
