@@ -688,7 +688,7 @@ def _replicas(folder, shards):
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=shards)
     if shards > 1:
         return _loop(folder, parallelism_config=config)
-    with pytest.raises(ValueError, match=r"no dimension for FSDP to shard across"):  # Accelerate's own words
+    with pytest.raises(ConfigError, match=r"dp_shard_size 1 shard nothing: each process would hold a whole model"):
         new_accelerator(parallelism_config=config)
     return _loop(folder, mesh=ParallelDims(dp_replicate_size=2).build_mesh(local_device().type))  # replicas alone
 

@@ -114,5 +114,5 @@ def test_commands_plan_the_named_class_and_say_where_it_is_another(capsys, tmp_p
     said = printed("plan", architectures=["WhisperModel"])
     assert "note: the config names WhisperModel; WhisperForConditionalGeneration is taken" in said
     said = printed("plan", architectures=["WhisperForPoems"])
-    assert "the installed transformers does not have" in said
+    assert "WhisperForPoems, which the installed transformers lacks; WhisperForConditionalGeneration is taken" in said
     assert "config names" not in printed("plan", "--auto-class", "AutoModel", architectures=["WhisperModel"])

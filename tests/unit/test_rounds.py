@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -405,7 +406,11 @@ def test_a_rank_has_one_connection_to_the_store(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(client, "_BEAT_S", 0.001)
     keeper = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     two = [Rounds(dist.TCPStore("127.0.0.1", keeper.port, None, False), rank, (0, 1)) for rank in range(2)]
-    before = len(os.listdir("/proc/self/fd"))
+
+    def connections() -> int:
+        return sum(bool(each.raddr) and each.raddr.port == keeper.port for each in psutil.Process().net_connections())
+
+    before = connections()
     for one in two:
         one.watch_passes()
     with two[0].scope("saving"), two[1].scope("saving"):
@@ -413,7 +418,7 @@ def test_a_rank_has_one_connection_to_the_store(monkeypatch: pytest.MonkeyPatch)
             while not keeper.check([f"{one._prefix}/beat/{rank}"]):
                 time.sleep(0.01)
         assert together(*(lambda one=one: one.exchange(1, "saving") for one in two)) == [[1, 1]] * 2  # type: ignore[misc]
-        assert len(os.listdir("/proc/self/fd")) <= before
+        assert connections() == before
     for one in two:
         one.stop()
 
