@@ -120,6 +120,8 @@ def answer_for_shards(model: nn.Module) -> None:
 
 def _answer(model: nn.Module, name: str, answer: Callable[..., Any]) -> None:
     """Give a model a method of its own that calls `answer(model, plain, …)`; scripts see the name of the plain one."""
+    if not hasattr(type(model), name):
+        model = model._orig_mod  # type: ignore[assignment]  # the model in one that torch.compile made
     plain = getattr(type(model), name)
 
     @wraps(plain)

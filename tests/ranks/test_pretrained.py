@@ -165,7 +165,7 @@ def _written_out(folder, url):
     """The lines of docs/plans.md, for a folder and for a name on the hub."""
     use_hub(url, folder.with_name("home"))
     text = Path(__file__).parents[2].joinpath("docs/plans.md").read_text()
-    (code,) = re.findall(r"`from_pretrained` is six calls.*?```python\n(.*?)```", text, re.DOTALL)
+    (code,) = re.findall(r"The core of `from_pretrained` is six public calls.*?```python\n(.*?)```", text, re.DOTALL)
     plain = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     for name in (str(folder), "org/model"):
         names = {key: getattr(hf_fsdp_tools, key) for key in hf_fsdp_tools.__all__}
