@@ -65,6 +65,9 @@ def _groups_of_gloo(model: Path) -> None:
 
 def _check_adopted(group: Any) -> None:
     assert (*_threads_of(group), timeout_of(group)) == (1, SECONDS, SECONDS)
+    with patch("hf_fsdp_tools.distributed.cpu_backend._connect") as connect:
+        add_cpu_backend(group)
+    connect.assert_not_called()  # a second gloo would close while other members still connect to it
     assert dist.get_backend(group) == "gloo"
     count = torch.ones(1)
     dist.all_reduce(count, group=group)
