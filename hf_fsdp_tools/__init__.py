@@ -13,17 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the table below
-    from hf_fsdp_tools.checkpoint.background import wait_for_saves as wait_for_saves
-    from hf_fsdp_tools.checkpoint.export import export_checkpoint as export_checkpoint
-    from hf_fsdp_tools.checkpoint.export import merge_adapter as merge_adapter
-    from hf_fsdp_tools.checkpoint.index import CheckpointIndex as CheckpointIndex
-    from hf_fsdp_tools.checkpoint.load import load_weights as load_weights
-    from hf_fsdp_tools.checkpoint.opening import Checkpoint as Checkpoint
-    from hf_fsdp_tools.checkpoint.opening import open_checkpoint as open_checkpoint
-    from hf_fsdp_tools.checkpoint.report import LoadReport as LoadReport
-    from hf_fsdp_tools.checkpoint.report import SaveReport as SaveReport
-    from hf_fsdp_tools.checkpoint.resize import resize_token_embeddings as resize_token_embeddings
-    from hf_fsdp_tools.checkpoint.save import save_pretrained as save_pretrained
+    from hf_fsdp_tools.background import wait_for_saves as wait_for_saves
     from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis as Diagnosis
     from hf_fsdp_tools.diagnostics.diagnosis import diagnose as diagnose
     from hf_fsdp_tools.diagnostics.findings import Finding as Finding
@@ -52,6 +42,12 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin as HybridFSDPPlugin
     from hf_fsdp_tools.integrations.state import make_accelerator as make_accelerator
     from hf_fsdp_tools.integrations.trainer import FSDPTrainerMixin as FSDPTrainerMixin
+    from hf_fsdp_tools.loading.index import CheckpointIndex as CheckpointIndex
+    from hf_fsdp_tools.loading.load import load_weights as load_weights
+    from hf_fsdp_tools.loading.opening import Checkpoint as Checkpoint
+    from hf_fsdp_tools.loading.opening import open_checkpoint as open_checkpoint
+    from hf_fsdp_tools.loading.report import LoadReport as LoadReport
+    from hf_fsdp_tools.loading.resize import resize_token_embeddings as resize_token_embeddings
     from hf_fsdp_tools.modeling.meta import build_meta_model as build_meta_model
     from hf_fsdp_tools.planning.blocks import BlockStack as BlockStack
     from hf_fsdp_tools.planning.blocks import ModelBlocks as ModelBlocks
@@ -62,6 +58,10 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.planning.policy import HybridPolicy as HybridPolicy
     from hf_fsdp_tools.planning.rules import check_wrap_plan as check_wrap_plan
     from hf_fsdp_tools.pretrained import from_pretrained as from_pretrained
+    from hf_fsdp_tools.saving.export import export_checkpoint as export_checkpoint
+    from hf_fsdp_tools.saving.export import merge_adapter as merge_adapter
+    from hf_fsdp_tools.saving.report import SaveReport as SaveReport
+    from hf_fsdp_tools.saving.save import save_pretrained as save_pretrained
     from hf_fsdp_tools.scripting.demo import make_demo_model as make_demo_model
     from hf_fsdp_tools.sharding.adapters import add_adapter as add_adapter
     from hf_fsdp_tools.sharding.adapters import load_adapter as load_adapter
@@ -72,14 +72,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.sharding.shard import sharding_of as sharding_of
 
 _NAMES_OF = {
-    "checkpoint.background": ("wait_for_saves",),
-    "checkpoint.export": ("export_checkpoint", "merge_adapter"),
-    "checkpoint.index": ("CheckpointIndex",),
-    "checkpoint.load": ("load_weights",),
-    "checkpoint.opening": ("Checkpoint", "open_checkpoint"),
-    "checkpoint.report": ("LoadReport", "SaveReport"),
-    "checkpoint.resize": ("resize_token_embeddings",),
-    "checkpoint.save": ("save_pretrained",),
+    "background": ("wait_for_saves",),
     "diagnostics.diagnosis": ("Diagnosis", "diagnose"),
     "diagnostics.findings": ("Finding",),
     "distributed.mesh": ("ParallelDims",),
@@ -106,6 +99,11 @@ _NAMES_OF = {
     "integrations.plugin": ("HybridFSDPPlugin",),
     "integrations.state": ("make_accelerator",),
     "integrations.trainer": ("FSDPTrainerMixin",),
+    "loading.index": ("CheckpointIndex",),
+    "loading.load": ("load_weights",),
+    "loading.opening": ("Checkpoint", "open_checkpoint"),
+    "loading.report": ("LoadReport",),
+    "loading.resize": ("resize_token_embeddings",),
     "modeling.meta": ("build_meta_model",),
     "planning.blocks": ("BlockStack", "ModelBlocks", "detect_blocks"),
     "planning.make_plan": ("make_wrap_plan",),
@@ -113,6 +111,9 @@ _NAMES_OF = {
     "planning.policy": ("HybridPolicy",),
     "planning.rules": ("check_wrap_plan",),
     "pretrained": ("from_pretrained",),
+    "saving.export": ("export_checkpoint", "merge_adapter"),
+    "saving.report": ("SaveReport",),
+    "saving.save": ("save_pretrained",),
     "scripting.demo": ("make_demo_model",),
     "sharding.adapters": ("add_adapter", "load_adapter"),
     "sharding.added": ("shard_added",),

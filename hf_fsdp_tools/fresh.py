@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_fsdp_tools.checkpoint.load import rolled_back
 from hf_fsdp_tools.distributed.agreement import agreed, same_on_all_ranks, shared_seed
 from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.loading.load import rolled_back
 from hf_fsdp_tools.modeling.arguments import one_dtype
 from hf_fsdp_tools.modeling.given import as_config, as_flag, taking
 from hf_fsdp_tools.modeling.initialize import initialize_missing

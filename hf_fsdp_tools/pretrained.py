@@ -9,14 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_fsdp_tools.checkpoint.adapter_state import restore_adapter
-from hf_fsdp_tools.checkpoint.load import load_weights
-from hf_fsdp_tools.checkpoint.opening import Checkpoint, open_checkpoint
-from hf_fsdp_tools.checkpoint.report import LoadReport
-from hf_fsdp_tools.checkpoint.vocabulary import resize_vocabulary
 from hf_fsdp_tools.distributed.agreement import agreed, same_on_all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims, local_device
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.loading.adapter_state import restore_adapter
+from hf_fsdp_tools.loading.load import load_weights
+from hf_fsdp_tools.loading.opening import Checkpoint, open_checkpoint
+from hf_fsdp_tools.loading.report import LoadReport
+from hf_fsdp_tools.loading.vocabulary import resize_vocabulary
 from hf_fsdp_tools.modeling.arguments import one_dtype, one_name, refuse_misspelt, sort_arguments
 from hf_fsdp_tools.modeling.generation import set_generation_config
 from hf_fsdp_tools.modeling.given import as_config, as_count, as_flag, as_mapping, as_path, taking

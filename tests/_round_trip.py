@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools import from_pretrained, save_pretrained
-from hf_fsdp_tools.checkpoint.conversion import get_model_conversion_mapping
+from hf_fsdp_tools.loading.conversion import get_model_conversion_mapping
 
 __all__ = ["differences", "loads_as_stored", "resave", "write_as_found"]
 

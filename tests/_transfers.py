@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from hf_fsdp_tools.accelerator import side_stream_for
-from hf_fsdp_tools.checkpoint.io.files import Reader, TransferStats
-from hf_fsdp_tools.checkpoint.io.transfer import Transfer
+from hf_fsdp_tools.loading.io.files import Reader, TransferStats
+from hf_fsdp_tools.loading.io.transfer import Transfer
 
 __all__ = ["read_transfers"]
 

@@ -26,7 +26,9 @@ ROOMS = (
     "sharding",
     "foresight",
     "plots",
-    "checkpoint",
+    "background",
+    "loading",
+    "saving",
     "fsdp1",
     "diagnostics",
     "pretrained",
@@ -40,8 +42,8 @@ ROOMS = (
 
 NEVER = (
     ("planning", "distributed"),  # a plan is pure: no process group, no device
-    ("sharding", "checkpoint"),
-    ("checkpoint", "fsdp1"),  # it can be deleted one day
+    ("sharding", "loading"),
+    ("saving", "fsdp1"),  # it can be deleted one day
 )
 """(room, what it must not import although it stands above). Nothing at all imports `integrations`."""
 
@@ -118,8 +120,8 @@ def test_only_integrations_imports_accelerate_and_the_trainer():
                 "sharding.adapters",
                 "sharding.injection",
                 "sharding.settings",
-                "checkpoint.adapter_state",
-                "checkpoint.save_adapter",
+                "loading.adapter_state",
+                "saving.save_adapter",
             )
         ), name
 
@@ -227,10 +229,10 @@ PRIVATE = {
         _shared_param_infos _contiguities _fqns _sharded_size _inter_node_pg _HYBRID_SHARD_ZERO2
         _use_full_prec_in_eval""",
     "distributed.shards": "_get_root_mesh _spec",
-    "checkpoint.conversion": """
+    "loading.conversion": """
         core_model_loading conversion_mapping _weight_conversions _adjust_missing_and_unexpected_keys
         remove_tied_weights_from_state_dict""",
-    "checkpoint.quantized.rules": "finegrained_fp8 Fp8Dequantize _dequantize_one convert_moe_packed_tensors",
+    "loading.quantized.rules": "finegrained_fp8 Fp8Dequantize _dequantize_one convert_moe_packed_tensors",
     "modeling": "_get_dtype_plan _init_weights guard_torch_init_functions meta_device_safe_creation_ops",
 }
 """Where private names of torch (FSDP2, FSDP1, DeviceMesh) and of transformers (loading) may stand: a module, or a

@@ -79,7 +79,7 @@ def prepare() -> None:
     for name in (
         "transformers.models.llama.modeling_llama",
         "hf_fsdp_tools.pretrained",
-        "hf_fsdp_tools.checkpoint.save",
+        "hf_fsdp_tools.saving.save",
     ):
         importlib.import_module(name)
     gc.collect()

@@ -25,9 +25,9 @@ from transformers.distributed import DistributedConfig
 
 import hf_fsdp_tools
 from benchmarks.measuring.rounds import LIMIT, OURS
-from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.io import files
 from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.io import files
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.sharding.allocate import allocate

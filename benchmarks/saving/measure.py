@@ -11,7 +11,7 @@ import torch.distributed as dist
 from benchmarks.loading.job import synchronize
 from benchmarks.loading.measure import reference
 from benchmarks.measuring.process import Figures, begin, end_without_memory, share_cores, usage
-from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.text import dtype_name
 
 from .job import STORED, Job

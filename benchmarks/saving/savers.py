@@ -26,8 +26,8 @@ from transformers.distributed import DistributedConfig
 import hf_fsdp_tools
 from benchmarks.loading.loaders import load_ours
 from benchmarks.measuring.rounds import LIMIT, OURS
-from hf_fsdp_tools.checkpoint.durable import begin_sync
-from hf_fsdp_tools.checkpoint.io.files import REQUESTS_IN_FLIGHT
+from hf_fsdp_tools.loading.io.durable import begin_sync
+from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT
 
 from .job import Job
 

@@ -18,16 +18,16 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from hf_fsdp_tools.checkpoint.conversion import copy_conversions
-from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.load import load_weights
-from hf_fsdp_tools.checkpoint.report import LoadReport, MemoryWatch
 from hf_fsdp_tools.distributed.agreement import all_ranks, same_on_all_ranks
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError, frames_of_package
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view, replicas_of
 from hf_fsdp_tools.fsdp1.policy import HybridAutoWrapPolicy, hybrid_auto_wrap_policy
 from hf_fsdp_tools.fsdp1.precision import cast_where_computed
+from hf_fsdp_tools.loading.conversion import copy_conversions
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.load import load_weights
+from hf_fsdp_tools.loading.report import LoadReport, MemoryWatch
 from hf_fsdp_tools.modeling.given import as_flag, as_model, taking
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.planning.plan import WrapPlan, as_plan

@@ -14,8 +14,7 @@ from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from hf_fsdp_tools.checkpoint.background import wait_for_saves
-from hf_fsdp_tools.checkpoint.save import save_pretrained
+from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, going_first, wait_for_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.fsdp1.precision import cast_where_computed
@@ -40,6 +39,7 @@ from hf_fsdp_tools.integrations.saved_state import (
     save_state_to,
 )
 from hf_fsdp_tools.integrations.saving import former_of, saveable
+from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.optimizers import check_optimizers, clip_norm, clip_values
 from hf_fsdp_tools.sharding.shard import keep_after_backward, sharded_module
 from hf_fsdp_tools.sharding.whole import by_kind, step_kinds_apart

@@ -13,9 +13,6 @@ from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
-from hf_fsdp_tools.checkpoint.durable import storage_errors
-from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
-from hf_fsdp_tools.checkpoint.manifest import write_manifest
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.integrations.resume import (
@@ -26,7 +23,10 @@ from hf_fsdp_tools.integrations.resume import (
     warn_of_other_world,
 )
 from hf_fsdp_tools.integrations.saving import Replacement, remove_checkpoint, remove_leftovers
+from hf_fsdp_tools.loading.index import WEIGHTS, WEIGHTS_INDEX
+from hf_fsdp_tools.loading.io.durable import storage_errors
 from hf_fsdp_tools.modeling.untrusted import read_json_object
+from hf_fsdp_tools.saving.manifest import write_manifest
 from hf_fsdp_tools.text import first_line, listed, quoted
 
 __all__ = [

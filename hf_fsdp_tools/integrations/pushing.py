@@ -13,13 +13,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveS
 from transformers.utils import PushInProgress
 from transformers.utils.hub import hf_api
 
-from hf_fsdp_tools.checkpoint.background import wait_for_saves
-from hf_fsdp_tools.checkpoint.manifest import MANIFEST
-from hf_fsdp_tools.checkpoint.push import is_outdated
+from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.hub import CARD, HubTarget, upload, upload_errors
 from hf_fsdp_tools.integrations.checkpoints import STATE_FILES
 from hf_fsdp_tools.integrations.hooks import check_hooks
+from hf_fsdp_tools.saving.manifest import MANIFEST
+from hf_fsdp_tools.saving.push import is_outdated
 
 __all__ = ["PushingMixin", "push_of"]
 

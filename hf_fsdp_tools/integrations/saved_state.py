@@ -16,11 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from hf_fsdp_tools.checkpoint.background import wait_for_saves
-from hf_fsdp_tools.checkpoint.durable import storage_errors, sync
-from hf_fsdp_tools.checkpoint.formats.dcp import METADATA
-from hf_fsdp_tools.checkpoint.held_dcp import HeldWriter
-from hf_fsdp_tools.checkpoint.manifest import write_manifest
+from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, announced, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.integrations.resume import (
@@ -32,6 +28,10 @@ from hf_fsdp_tools.integrations.resume import (
 )
 from hf_fsdp_tools.integrations.saving import Replacement, remove_checkpoint, remove_leftovers
 from hf_fsdp_tools.integrations.unwritten import Unwritten, finish_state
+from hf_fsdp_tools.loading.formats.dcp import METADATA
+from hf_fsdp_tools.loading.io.durable import storage_errors, sync
+from hf_fsdp_tools.saving.held_dcp import HeldWriter
+from hf_fsdp_tools.saving.manifest import write_manifest
 
 __all__ = [
     "check_state",

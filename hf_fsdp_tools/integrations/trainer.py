@@ -14,15 +14,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
-from hf_fsdp_tools.checkpoint.background import wait_for_saves
-from hf_fsdp_tools.checkpoint.durable import storage_errors, sync
-from hf_fsdp_tools.checkpoint.formats.dcp import METADATA
-from hf_fsdp_tools.checkpoint.index import WEIGHTS, WEIGHTS_INDEX
-from hf_fsdp_tools.checkpoint.load import load_weights
-from hf_fsdp_tools.checkpoint.report import SaveReport
-from hf_fsdp_tools.checkpoint.reserve import check_shared
-from hf_fsdp_tools.checkpoint.save import BegunSave, begin_save, save_pretrained
-from hf_fsdp_tools.checkpoint.save_by_library import is_of_library
+from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, announced
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1
@@ -47,7 +39,15 @@ from hf_fsdp_tools.integrations.saving import Replacement, saveable
 from hf_fsdp_tools.integrations.settled import agree_with_arguments, plugin_of, precision_of
 from hf_fsdp_tools.integrations.state import group_options, make_dynamo_plugin, start_state, use_one_device
 from hf_fsdp_tools.integrations.unwritten import Unwritten, finish_state
+from hf_fsdp_tools.loading.formats.dcp import METADATA
+from hf_fsdp_tools.loading.index import WEIGHTS, WEIGHTS_INDEX
+from hf_fsdp_tools.loading.io.durable import storage_errors, sync
+from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.module_tree import original_classes
+from hf_fsdp_tools.saving.report import SaveReport
+from hf_fsdp_tools.saving.reserve import check_shared
+from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
+from hf_fsdp_tools.saving.save_by_library import is_of_library
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
 from hf_fsdp_tools.sharding.shard import sharded_module
 

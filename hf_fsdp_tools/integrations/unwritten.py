@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from hf_fsdp_tools.checkpoint.background import in_background
-from hf_fsdp_tools.checkpoint.held_dcp import HeldWriter, copy_held
-from hf_fsdp_tools.checkpoint.manifest import read_manifest
-from hf_fsdp_tools.checkpoint.report import SaveReport
-from hf_fsdp_tools.checkpoint.save import BegunSave
+from hf_fsdp_tools.background import in_background
 from hf_fsdp_tools.distributed.agreement import agreed
+from hf_fsdp_tools.saving.held_dcp import HeldWriter, copy_held
+from hf_fsdp_tools.saving.manifest import read_manifest
+from hf_fsdp_tools.saving.report import SaveReport
+from hf_fsdp_tools.saving.save import BegunSave
 
 __all__ = ["Unwritten", "finish_state"]
 

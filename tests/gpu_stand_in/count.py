@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_tools.checkpoint.io.files import write_transfers
-from hf_fsdp_tools.checkpoint.io.transfer import Transfer
-from hf_fsdp_tools.checkpoint.regions import row_major_strides
+from hf_fsdp_tools.loading.io.files import write_transfers
+from hf_fsdp_tools.loading.io.transfer import Transfer
+from hf_fsdp_tools.loading.regions import row_major_strides
 from tests._transfers import read_transfers
 
 __all__ = ["CASES", "make_llama", "move_counted", "transfers_of"]

@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from hf_fsdp_tools import from_pretrained, save_pretrained
 from hf_fsdp_tools.accelerator import side_stream_for
-from hf_fsdp_tools.checkpoint.io.files import (
+from hf_fsdp_tools.distributed.mesh import local_device
+from hf_fsdp_tools.loading.io.files import (
     STAGING_BYTES,
     STAGING_BYTES_PINNED,
     Reader,
     write_transfers,
 )
-from hf_fsdp_tools.checkpoint.io.transfer import Transfer
-from hf_fsdp_tools.distributed.mesh import local_device
+from hf_fsdp_tools.loading.io.transfer import Transfer
 from tests._dist import num_gpus, run_ranks
 from tests._transfers import read_transfers
 from tests.gpu_stand_in.count import CASES, make_llama, move_counted, transfers_of

@@ -26,16 +26,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from hf_fsdp_tools import HybridPolicy, from_pretrained, save_pretrained, wait_for_saves
-from hf_fsdp_tools.checkpoint import background, publish
-from hf_fsdp_tools.checkpoint.io import copies
-from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools import HybridPolicy, background, from_pretrained, save_pretrained, wait_for_saves
 from hf_fsdp_tools.distributed import client
 from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, RanksError
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1
+from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.saving import copies, publish
 from tests._checkpoints import full_state, make_checkpoint, make_model, randomize, sharded_meta_model, stored_tensors
 from tests._dist import run_cases, run_ranks
 from tests.ranks.test_save import Doubled

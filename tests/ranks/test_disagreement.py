@@ -17,13 +17,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_fsdp_tools import ConfigError, FSDPToolsError, HybridPolicy
-from hf_fsdp_tools.checkpoint import fingerprint
-from hf_fsdp_tools.checkpoint.load import load_weights
-from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.loading import fingerprint
+from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.pretrained import from_pretrained
+from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.adapters import add_adapter
 from hf_fsdp_tools.sharding.shard import shard_model
 from tests._checkpoints import make_checkpoint, make_model, sharded_meta_model

@@ -35,13 +35,13 @@ from hf_fsdp_tools import (
     merge_adapter,
     save_pretrained,
 )
-from hf_fsdp_tools.checkpoint import export
-from hf_fsdp_tools.checkpoint.parts import plan_parts
-from hf_fsdp_tools.checkpoint.report import MemoryWatch
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.distributed.agreement import agreed, wait_for_all_ranks
 from hf_fsdp_tools.distributed.processes import run_on_processes
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
+from hf_fsdp_tools.loading.report import MemoryWatch
+from hf_fsdp_tools.saving import export
+from hf_fsdp_tools.saving.parts import plan_parts
 from tests._checkpoints import plain_model, sharded_meta_model, stored_tensors
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows
@@ -288,7 +288,7 @@ WAITING = """
 import sys, time
 from unittest.mock import patch
 from hf_fsdp_tools.cli.main import main
-from hf_fsdp_tools.checkpoint import export
+from hf_fsdp_tools.saving import export
 
 def wait(*arguments, **options):
     print("begun", flush=True)

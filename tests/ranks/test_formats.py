@@ -19,13 +19,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel
 
 from hf_fsdp_tools import from_pretrained, make_accelerator
-from hf_fsdp_tools.checkpoint.formats.dcp import METADATA
-from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.load import load_weights
-from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading.formats.dcp import METADATA
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.saving.save import save_pretrained
 from tests._checkpoints import assert_same_model, full, pickled_copy, plain_model, sharded_meta_model
 from tests._dist import run_cases, run_ranks
 from tests.ranks.test_load import last_even_dim

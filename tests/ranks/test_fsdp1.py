@@ -23,17 +23,17 @@ from transformers import (
     CLIPModel,
 )
 
-from hf_fsdp_tools.checkpoint.load import load_weights
-from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, WrapPlanError
 from hf_fsdp_tools.fsdp1 import wrap
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
 from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1, wrap_fsdp1
+from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.allocate import allocate
 from tests._checkpoints import KINDS as CHECKPOINTS
 from tests._checkpoints import make_checkpoint, make_model

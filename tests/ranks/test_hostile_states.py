@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import CheckpointError, FSDPTrainerMixin, from_pretrained, make_accelerator
-from hf_fsdp_tools.checkpoint.formats.dcp import METADATA, parse_dcp
-from hf_fsdp_tools.checkpoint.manifest import MANIFEST
+from hf_fsdp_tools.loading.formats.dcp import METADATA, parse_dcp
+from hf_fsdp_tools.saving.manifest import MANIFEST
 from tests._checkpoints import make_checkpoint
 from tests._dist import run_cases, run_ranks
 

@@ -27,11 +27,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained, save_pretrained
-from hf_fsdp_tools.checkpoint import publish
-from hf_fsdp_tools.checkpoint.draft import Draft
-from hf_fsdp_tools.checkpoint.io.files import write_transfers
-from hf_fsdp_tools.checkpoint.load import load_weights
+from hf_fsdp_tools.loading.io.files import write_transfers
+from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.saving import publish
+from hf_fsdp_tools.saving.draft import Draft
 from tests._checkpoints import full_state, make_checkpoint, make_model, sharded_meta_model
 from tests._dist import run_cases, run_ranks
 
@@ -287,7 +287,7 @@ def test_the_next_save_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     assert len(renamed) == 2 and len(list(left.glob("*.safetensors"))) == 2
     assert which(lambda: build_and_load(target), {"old": make_model("llama", seed=OLD)}, False) == "old"
     model, free = build_and_load(source), []
-    look = patch("hf_fsdp_tools.checkpoint.save.create_files", side_effect=lambda *_: free.append(left.exists()))
+    look = patch("hf_fsdp_tools.saving.save.create_files", side_effect=lambda *_: free.append(left.exists()))
     with look, pytest.raises(CheckpointError):
         save_pretrained(model, target)
     assert free == [False], "its space is free before files are made"
@@ -454,7 +454,7 @@ def folder_is_removed_meanwhile(model: Any, _: Any, target: Path) -> str:
         if dist.get_rank() == 1:
             shutil.rmtree(target / "new")
 
-    with patch("hf_fsdp_tools.checkpoint.save.sync", remove):
+    with patch("hf_fsdp_tools.saving.save.sync", remove):
         return refused(lambda: save_pretrained(model, target / "new"), "Cannot finish .*No such file")
 
 
@@ -464,7 +464,7 @@ def folder_is_removed_while_bytes_are_synced(model: Any, _: Any, target: Path) -
         shutil.rmtree(target / "new", ignore_errors=True)
         return stats
 
-    with patch("hf_fsdp_tools.checkpoint.save.write_transfers", write):
+    with patch("hf_fsdp_tools.saving.save.write_transfers", write):
         return refused(lambda: save_pretrained(model, target / "new"), "No such file")
 
 

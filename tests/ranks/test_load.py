@@ -18,13 +18,13 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
-from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.load import load_weights
-from hf_fsdp_tools.checkpoint.report import LoadReport
-from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.distributed.shards import local_boxes_of
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.load import load_weights
+from hf_fsdp_tools.loading.report import LoadReport
 from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.saving.save import save_pretrained
 from tests._checkpoints import (
     assert_same_model,
     full,

@@ -17,15 +17,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.load import load_weights
-from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.distributed import watch
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1, wrap_fsdp1
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.saving.save import save_pretrained
 from tests._checkpoints import full_state, sharded_meta_model, stored_tensors
 from tests._dist import run_cases, run_ranks
 

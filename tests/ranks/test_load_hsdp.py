@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.load import load_weights
-from hf_fsdp_tools.checkpoint.report import LoadReport
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.load import load_weights
+from hf_fsdp_tools.loading.report import LoadReport
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from tests._checkpoints import full_state, make_checkpoint, make_model
 from tests._dist import run_cases, run_ranks

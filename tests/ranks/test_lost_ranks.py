@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_tools import RanksError
-from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.distributed import client, others, rounds
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.distributed.current import rounds_of
 from hf_fsdp_tools.integrations import accelerator as accelerators
 from hf_fsdp_tools.integrations.state import make_accelerator
 from hf_fsdp_tools.pretrained import from_pretrained
+from hf_fsdp_tools.saving.save import save_pretrained
 from tests._checkpoints import make_model
 from tests._dist import LIMIT_S, run_cases, run_ranks
 

@@ -27,10 +27,10 @@ from hf_fsdp_tools import (
     load_weights,
     save_pretrained,
 )
-from hf_fsdp_tools.checkpoint.io.files import write_transfers
-from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.accelerator import adopt
+from hf_fsdp_tools.loading.io.files import write_transfers
+from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from tests._checkpoints import assert_same_model
 from tests._dist import num_gpus, run_cases, run_ranks

@@ -29,7 +29,7 @@ from hf_fsdp_tools import (
     save_pretrained,
     shard_added,
 )
-from hf_fsdp_tools.checkpoint.quantized import pack
+from hf_fsdp_tools.loading.quantized import pack
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from tests._checkpoints import full_state, randomize
 from tests._dist import run_cases, run_ranks

@@ -257,14 +257,14 @@ def _no_space(*args, **kwargs):
 
 
 FAULTS = (
-    (1, "hf_fsdp_tools.checkpoint.save.write_transfers"),  # weights
+    (1, "hf_fsdp_tools.saving.save.write_transfers"),  # weights
     (1, "torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data"),  # optimizer
     (1, "numpy.random.get_state"),  # random states
     (0, "transformers.trainer_callback.TrainerState.save_to_json"),  # what declares a checkpoint complete
     (0, "transformers.trainer.Trainer._save_scaler"),  # what rank 0 does alone before others save random states
     (0, "pathlib.Path.unlink"),  # what rank 0 does alone before the Trainer's own collectives
-    (1, "hf_fsdp_tools.checkpoint.manifest.sync"),  # bringing all to disk
-    (0, "hf_fsdp_tools.checkpoint.manifest.write_durably"),  # the list of files, last of all
+    (1, "hf_fsdp_tools.saving.manifest.sync"),  # bringing all to disk
+    (0, "hf_fsdp_tools.saving.manifest.write_durably"),  # the list of files, last of all
 )
 """A rank, and what fails on it alone in the middle of saving."""
 
@@ -302,7 +302,7 @@ def _state_faults(named, source, out):
         (folder / "notes.txt").write_text("a user's own")
     loop.train(1)
     faults = {"torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data": 1, "random.getstate": 1}
-    faults["hf_fsdp_tools.checkpoint.manifest.write_durably"] = 0
+    faults["hf_fsdp_tools.saving.manifest.write_durably"] = 0
     for target, rank in faults.items():
         broken = patch(target, _no_space) if dist.get_rank() == rank else nullcontext()
         with broken, pytest.raises(Exception, match="No space left on device"):

@@ -22,18 +22,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
-from hf_fsdp_tools.checkpoint import outgoing, reserve, save
-from hf_fsdp_tools.checkpoint.background import wait_for_saves
-from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.io.files import TransferStats, write_transfers
-from hf_fsdp_tools.checkpoint.load import load_weights
-from hf_fsdp_tools.checkpoint.report import SaveReport
-from hf_fsdp_tools.checkpoint.save import save_pretrained
+from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.io.files import TransferStats, write_transfers
+from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.saving import outgoing, reserve, save
+from hf_fsdp_tools.saving.report import SaveReport
+from hf_fsdp_tools.saving.save import save_pretrained
 from tests._checkpoints import full_state, make_checkpoint, plain_model, randomize, sharded_meta_model, stored_tensors
 from tests._dist import run_ranks
 from tests.ranks.test_load import last_even_dim

@@ -21,12 +21,12 @@ from accelerate import Accelerator
 from transformers import TrainerCallback
 
 from hf_fsdp_tools import CheckpointError, from_pretrained, make_accelerator, wait_for_saves
-from hf_fsdp_tools.checkpoint import reserve
-from hf_fsdp_tools.checkpoint.manifest import MANIFEST
 from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.errors import RanksError
 from hf_fsdp_tools.integrations import saved_state
 from hf_fsdp_tools.integrations.checkpoints import problem_of
+from hf_fsdp_tools.saving import reserve
+from hf_fsdp_tools.saving.manifest import MANIFEST
 from tests._checkpoints import full
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows
@@ -254,7 +254,7 @@ def no_space_in_the_background(source: Path, out: Path) -> None:
     _trainer(source, out, max_steps=1).train()
     before, steps = _content(out / "checkpoint-1"), []
     dcp = "torch.distributed.checkpoint.filesystem._FileSystemWriter.write_data"
-    manifest = "hf_fsdp_tools.checkpoint.manifest.write_durably"
+    manifest = "hf_fsdp_tools.saving.manifest.write_durably"
     for rank, target in ((1, "os.pwritev"), (1, dcp), (0, manifest)):
         trainer = _trainer(source, out, attributes={"blocking": False}, max_steps=60, save_steps=2, save_total_limit=1)
         broken = patch(target, _no_space) if dist.get_rank() == rank else nullcontext()

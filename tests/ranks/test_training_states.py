@@ -20,9 +20,9 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_fsdp_tools import CheckpointError, HybridFSDPPlugin, from_pretrained, open_checkpoint
-from hf_fsdp_tools.checkpoint import adapter_state
-from hf_fsdp_tools.checkpoint.fill import fill_shards
-from hf_fsdp_tools.checkpoint.index import CheckpointIndex
+from hf_fsdp_tools.loading import adapter_state
+from hf_fsdp_tools.loading.fill import fill_shards
+from hf_fsdp_tools.loading.index import CheckpointIndex
 from tests._checkpoints import assert_same_model, full_state, plain_model, stored_tensors
 from tests._dist import run_cases, run_ranks
 from tests._training import new_accelerator

@@ -21,10 +21,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_fsdp_tools import CheckpointError, load_weights, make_wrap_plan, shard_model
-from hf_fsdp_tools.checkpoint import load
 from hf_fsdp_tools.distributed import shards
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, fill_from_first, local_tensor, part_of
 from hf_fsdp_tools.integrations.model import _shard_like
+from hf_fsdp_tools.loading import load
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.sharding import fsdp2_internals

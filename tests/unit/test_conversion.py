@@ -20,14 +20,14 @@ from safetensors.torch import save_file
 from transformers import core_model_loading as ops
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
-from hf_fsdp_tools.checkpoint import conversion
-from hf_fsdp_tools.checkpoint.conversion import map_loading, map_saving
-from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.load import load_weights
-from hf_fsdp_tools.checkpoint.save import save_pretrained
-from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading import conversion
+from hf_fsdp_tools.loading.conversion import map_loading, map_saving
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.load import load_weights
+from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.saving.save import save_pretrained
 from tests._checkpoints import make_checkpoint, make_model, randomize, stored_tensors, tiny_config
 
 # fmt: off

@@ -7,11 +7,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hf_fsdp_tools.checkpoint.io import copies
-from hf_fsdp_tools.checkpoint.io.copies import HostCopies, copied_transfers, free_kept_memory
-from hf_fsdp_tools.checkpoint.io.files import write_in_turn
-from hf_fsdp_tools.checkpoint.io.transfer import Transfer
 from hf_fsdp_tools.distributed.memory import available_bytes, pinned_bytes
+from hf_fsdp_tools.loading.io.files import write_in_turn
+from hf_fsdp_tools.loading.io.transfer import Transfer
+from hf_fsdp_tools.saving import copies
+from hf_fsdp_tools.saving.copies import HostCopies, copied_transfers, free_kept_memory
 from tests._late import LateSideStream, Machine
 
 MIB = 2**20

@@ -19,20 +19,20 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from transformers import AutoModelForCausalLM, TrainerState, TrainingArguments
 
-from hf_fsdp_tools.checkpoint.formats import dcp as dcp_format
-from hf_fsdp_tools.checkpoint.formats.dcp import METADATA
-from hf_fsdp_tools.checkpoint.formats.safetensors import parse_header
-from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.load import load_weights
-from hf_fsdp_tools.checkpoint.manifest import MANIFEST, read_manifest
 from hf_fsdp_tools.distributed import watch
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.integrations import checkpoints
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from hf_fsdp_tools.integrations.translation import translate_file
+from hf_fsdp_tools.loading.formats import dcp as dcp_format
+from hf_fsdp_tools.loading.formats.dcp import METADATA
+from hf_fsdp_tools.loading.formats.safetensors import parse_header
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.pretrained import open_checkpoint
+from hf_fsdp_tools.saving.manifest import MANIFEST, read_manifest
 from hf_fsdp_tools.sharding.adapter_files import open_adapter_config, refuse_endless_patterns
 from hf_fsdp_tools.sharding.adapters import load_adapter
 from hf_fsdp_tools.text import quoted
@@ -374,7 +374,7 @@ def test_a_slow_parse_is_not_put_down_to_the_storage(
 
     monkeypatch.setattr("json.loads", slow(json.loads))
     monkeypatch.setattr("torch.load", slow(torch.load))
-    monkeypatch.setattr("hf_fsdp_tools.checkpoint.formats.dcp._unpickle", slow(dcp_format._unpickle))
+    monkeypatch.setattr("hf_fsdp_tools.loading.formats.dcp._unpickle", slow(dcp_format._unpickle))
     for kind in ("files", "bin", "dcp"):
         under_way.clear()
         CheckpointIndex.open(good[kind], allow_pickle=True)

@@ -17,13 +17,13 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hf_fsdp_tools import CheckpointError, CheckpointIndex, ConfigError, build_meta_model, from_pretrained, load_weights
-from hf_fsdp_tools.checkpoint.io.files import Reader
-from hf_fsdp_tools.checkpoint.quantized import dequantize
-from hf_fsdp_tools.checkpoint.quantized.recognize import with_floats
-from hf_fsdp_tools.checkpoint.quantized.rules import RULES
-from hf_fsdp_tools.checkpoint.quantized.windows import WORK_BYTES
-from hf_fsdp_tools.checkpoint.symbolic import PieceTensor
 from hf_fsdp_tools.distributed.boxes import Box
+from hf_fsdp_tools.loading.io.files import Reader
+from hf_fsdp_tools.loading.quantized import dequantize
+from hf_fsdp_tools.loading.quantized.recognize import with_floats
+from hf_fsdp_tools.loading.quantized.rules import RULES
+from hf_fsdp_tools.loading.quantized.windows import WORK_BYTES
+from hf_fsdp_tools.loading.symbolic import PieceTensor
 from tests._checkpoints import QUANTIZED, make_quantized, stored_tensors
 
 Tensors = dict[str, torch.Tensor]

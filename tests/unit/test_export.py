@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from hf_fsdp_tools import CheckpointError, ConfigError, export_checkpoint, merge_adapter
-from hf_fsdp_tools.checkpoint import parts
+from hf_fsdp_tools.saving import parts
 from tests._checkpoints import (
     KINDS,
     dequantized_by_transformers,

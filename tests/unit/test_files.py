@@ -14,13 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_fsdp_tools.checkpoint import durable
-from hf_fsdp_tools.checkpoint.io import files
-from hf_fsdp_tools.checkpoint.io.files import MAX_GAP_BYTES, Reader, write_transfers
-from hf_fsdp_tools.checkpoint.io.transfer import Transfer
-from hf_fsdp_tools.checkpoint.regions import row_major_strides
-from hf_fsdp_tools.checkpoint.report import MemoryWatch, _resident
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading.io import durable, files
+from hf_fsdp_tools.loading.io.files import MAX_GAP_BYTES, Reader, write_transfers
+from hf_fsdp_tools.loading.io.transfer import Transfer
+from hf_fsdp_tools.loading.regions import row_major_strides
+from hf_fsdp_tools.loading.report import MemoryWatch, _resident
 from tests._transfers import read_transfers
 
 MIB = 2**20
@@ -242,5 +241,5 @@ def test_memory_watch_reads_the_resident_size_and_its_mark(tmp_path: Path) -> No
     ids=["the mark rose", "the mark is of an earlier peak", "less than at the start"],
 )
 def test_memory_watch_takes_the_mark_only_where_it_rose(later: tuple[int, int], above: int) -> None:
-    with patch("hf_fsdp_tools.checkpoint.report._resident", side_effect=[(10, 50), later]):
+    with patch("hf_fsdp_tools.loading.report._resident", side_effect=[(10, 50), later]):
         assert MemoryWatch().above(0) == above

@@ -12,9 +12,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import build_meta_model, from_pretrained, load_adapter, load_weights
-from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import HubTarget, local_path, upload_errors
+from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.text import first_line
 from tests._checkpoints import make_checkpoint
 

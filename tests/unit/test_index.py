@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hf_fsdp_tools.checkpoint.formats.safetensors import DTYPES, parse_header
-from hf_fsdp_tools.checkpoint.index import CheckpointIndex
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading.formats.safetensors import DTYPES, parse_header
+from hf_fsdp_tools.loading.index import CheckpointIndex
 from tests._checkpoints import make_checkpoint
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.tensor(7)}

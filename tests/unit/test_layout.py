@@ -10,8 +10,8 @@ from torch import nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
 from hf_fsdp_tools import ParallelDims, make_wrap_plan, save_pretrained, shard_model
-from hf_fsdp_tools.checkpoint.layout import plan_layout
 from hf_fsdp_tools.errors import ConfigError, RanksError
+from hf_fsdp_tools.saving.layout import plan_layout
 from tests._checkpoints import make_model
 
 

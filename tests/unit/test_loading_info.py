@@ -22,8 +22,8 @@ from transformers import (
     T5EncoderModel,
 )
 
-from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from tests._checkpoints import make_checkpoint, make_model
 

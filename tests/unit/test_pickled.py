@@ -17,13 +17,13 @@ from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hf_fsdp_tools.checkpoint import index as index_module
-from hf_fsdp_tools.checkpoint.formats.pickled import parse_pickled
-from hf_fsdp_tools.checkpoint.formats.stored import StoredTensor
-from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.load import load_weights
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.integrations.resume import refuse_damage
+from hf_fsdp_tools.loading import index as index_module
+from hf_fsdp_tools.loading.formats.pickled import parse_pickled
+from hf_fsdp_tools.loading.formats.stored import StoredTensor
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling import pickles
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.modeling.pickles import load_pickled

@@ -11,12 +11,12 @@ from unittest.mock import patch
 
 import pytest
 
-from hf_fsdp_tools.checkpoint import durable
-from hf_fsdp_tools.checkpoint.manifest import MANIFEST, check_sums, read_manifest, write_manifest
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.integrations import checkpoints, saving
 from hf_fsdp_tools.integrations.checkpoints import complete_checkpoint, problem_of, rotate
 from hf_fsdp_tools.integrations.saving import Replacement, remove_checkpoint
+from hf_fsdp_tools.loading.io import durable
+from hf_fsdp_tools.saving.manifest import MANIFEST, check_sums, read_manifest, write_manifest
 
 # ---- the list of files ----
 

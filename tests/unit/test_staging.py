@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fsdp_tools.checkpoint.io import files, staging
-from hf_fsdp_tools.checkpoint.io.files import Reader, Writer
-from hf_fsdp_tools.checkpoint.io.staging import Ring, buffer_sizes
-from hf_fsdp_tools.checkpoint.io.transfer import Transfer
-from hf_fsdp_tools.checkpoint.regions import row_major_strides
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading.io import files, staging
+from hf_fsdp_tools.loading.io.files import Reader, Writer
+from hf_fsdp_tools.loading.io.staging import Ring, buffer_sizes
+from hf_fsdp_tools.loading.io.transfer import Transfer
+from hf_fsdp_tools.loading.regions import row_major_strides
 from tests._late import POISON, LateSideStream, Machine
 
 KIB, MIB = 2**10, 2**20

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fsdp_tools.checkpoint import index as index_module
-from hf_fsdp_tools.checkpoint import opening
-from hf_fsdp_tools.checkpoint.index import CheckpointIndex
-from hf_fsdp_tools.checkpoint.load import load_weights
-from hf_fsdp_tools.checkpoint.opening import open_checkpoint
-from hf_fsdp_tools.checkpoint.save import save_pretrained
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading import index as index_module
+from hf_fsdp_tools.loading import opening
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.load import load_weights
+from hf_fsdp_tools.loading.opening import open_checkpoint
 from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.saving.save import save_pretrained
 from tests._checkpoints import make_checkpoint, stored_tensors
 
 

@@ -1,1 +1,0 @@
-"""Checkpoint files into shards and back, each rank its own bytes."""

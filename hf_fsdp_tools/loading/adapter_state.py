@@ -1,0 +1,173 @@
+"""The values of a PEFT adapter that lie in a training state: found there, and read into the shards of an adapter."""
+
+import copy
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading.conversion import LoadMap, persistent_tensors
+from hf_fsdp_tools.loading.fill import fill_shards
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES
+from hf_fsdp_tools.loading.match import Match
+from hf_fsdp_tools.loading.symbolic import PieceTensor
+from hf_fsdp_tools.sharding.adapter_files import open_adapter_config
+from hf_fsdp_tools.sharding.adapters import add_adapter
+from hf_fsdp_tools.text import listed, listed_lines, quoted
+
+__all__ = ["AdapterState", "restore_adapter", "split_adapter"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterState:
+    """A PEFT adapter whose values lie in a training state."""
+
+    index: CheckpointIndex
+    """The adapter's tensors, by their names in the state."""
+
+    config: Any
+    """PEFT's config of the adapter, or the folder in which its `adapter_config.json` is; None if neither is known."""
+
+    holds_base: bool
+    """Whether the state holds the base too."""
+
+
+def split_adapter(index: CheckpointIndex) -> tuple[CheckpointIndex | None, CheckpointIndex | None]:
+    """The base and the adapter in the saved state of a `PeftModel`, None for what was not saved.
+
+    Of any other checkpoint, itself and None. Nothing is read or communicated.
+    """
+    return index.split_adapter(_marks)
+
+
+def _marks() -> tuple[str, ...]:
+    """How PEFT begins the names of the parameters that it adds."""
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+
+    return tuple(sorted({*PEFT_TYPE_TO_PREFIX_MAPPING.values(), "vera_"}))
+
+
+def restore_adapter(model: nn.Module, state: AdapterState, *, is_trainable: bool) -> Any:
+    """Add the adapter of a training state to a sharded, loaded base; return the `PeftModel`, in evaluation mode.
+
+    Each rank reads its own shards of the adapter.
+
+    Args:
+        model: the base, as for `add_adapter`.
+        state: with a config.
+        is_trainable: whether the adapter is trainable; it is frozen otherwise.
+
+    Every rank must call. The ranks exchange errors and what `add_adapter` exchanges, and under HSDP shards.
+
+    Raises:
+        CheckpointError: the adapter's config is damaged; the state lacks values of the adapter, or holds them in
+            another shape; or reading fails. The same on every rank.
+        ConfigError: as for `add_adapter`.
+    """
+    name, doing = state.index.name, "reading the adapter"
+    with agreed("opening the config of the adapter", name):
+        config = _config_of(model, state)
+    config.inference_mode = not is_trainable
+    start = getattr(config, "init_lora_weights", None)
+    if isinstance(start, str) and (state.holds_base or start == "eva"):
+        config.init_lora_weights = True  # the state holds the values, and the base as PEFT had changed it
+    adapted = add_adapter(model, config)
+    with agreed("matching the adapter with the state", name):
+        match = _match(adapted, state.index)
+    fill_shards(adapted, match, doing=doing, staging_bytes=STAGING_BYTES, in_flight=REQUESTS_IN_FLIGHT, progress=False)
+    with agreed(doing):
+        state.index.refuse_changed()
+    return adapted
+
+
+def _config_of(model: nn.Module, state: AdapterState) -> Any:
+    """A copy of PEFT's config of the adapter."""
+    import peft
+
+    if isinstance(state.config, str):
+        return open_adapter_config(peft, Path(state.config), [name for name, _ in model.named_modules()])
+    return copy.deepcopy(state.config)
+
+
+def _match(model: nn.Module, index: CheckpointIndex) -> Match:
+    """Which tensor of the state fills which tensor of the model.
+
+    States have the names of the model's own state dict, or those under which PEFT saves adapters, without their names.
+    """
+    state = persistent_tensors(model)
+    by_peft = tensors_by_peft(model, state, save_embedding_layers=False)  # otherwise PEFT asks the hub
+    own = {id(tensor): key for key, tensor in reversed(state.items())}
+    names = {saved: own[id(tensor)] for saved, tensor in by_peft.items() if id(tensor) in own} | {
+        key: key for key in state
+    }
+    found = {names[key]: tensor for key, tensor in index.tensors.items() if key in names}
+    needed = [own[id(tensor)] for tensor in by_peft.values() if id(tensor) in own] or [
+        key for key, tensor in state.items() if tensor.requires_grad
+    ]
+    filled = {id(state[key]) for key in found}
+    strange = sorted(index.tensors.keys() - names.keys())
+    if lacking := [key for key in needed if id(state[key]) not in filled]:
+        others = f", and holds tensors of other names: {listed(map(quoted, strange))}" if strange else ""
+        raise CheckpointError(
+            f"{index.name!r} lacks {len(lacking)} of the adapter's {len(needed)} tensors: "
+            f"{listed(map(quoted, lacking))}{others}. Give the peft_config that it was trained with; with FSDP1, "
+            "Accelerate 1.15 does not save the adapters inside units (adapter_only): use FSDP2, or save_pretrained."
+        )
+    wrong = [
+        f"{key}: {list(tensor.shape)} in the state, {list(state[key].shape)} in the model"
+        for key, tensor in found.items()
+        if tensor.shape != tuple(state[key].shape)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} tensors of {index.name!r} have another shape than the adapter's:\n{listed_lines(wrong)}\n"
+            "Give the peft_config that it was trained with; where the vocabulary was resized, also num_tokens."
+        )
+    if strange and rank_and_size()[0] == 0:
+        warnings.warn(
+            f"{index.name!r}: {len(strange)} tensors belong to no adapter of this model and were left out: "
+            f"{listed(map(quoted, strange))}.",
+            stacklevel=3,
+        )
+    loaded = {key: PieceTensor.stored(tensor, state[key].dtype) for key, tensor in found.items()}
+    return Match(
+        index=index,
+        dequantized=None,
+        state=state,
+        load_map=LoadMap(tensors=loaded, groups={}, unexpected_keys=frozenset(strange), used_conversions=None),
+        to_pack={},
+        loaded=loaded,
+        tied_pairs=(),
+        to_initialize=frozenset(),
+        missing_keys=frozenset(),
+        unexpected_keys=frozenset(strange),
+        mismatched=(),
+        resized=(),
+        added={},
+    )
+
+
+def tensors_by_peft(model: Any, state: dict[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
+    """The tensors that PEFT writes unchanged, by the names under which it writes them; of prompt methods none.
+
+    Args:
+        model: a `PeftModel`.
+        state: its tensors by name.
+        options: of PEFT's `get_peft_model_state_dict`.
+    """
+    from peft import get_peft_model_state_dict
+
+    return {
+        saved: tensor
+        for adapter, config in model.peft_config.items()
+        if not config.is_prompt_learning
+        for saved, tensor in get_peft_model_state_dict(
+            model, state_dict=dict(state), adapter_name=adapter, **options
+        ).items()
+    }

@@ -1,0 +1,313 @@
+"""Stored layout to model layout and back, by transformers' own conversions run on tensors without data.
+
+This is the only file that touches transformers' conversion interface (checked with 5.17 and 5.23). The conversions
+are never copied: their operations run on `PieceTensor`s, which turns each into an index map.
+"""
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, Stored
+from hf_fsdp_tools.loading.symbolic import PieceTensor
+from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.module_tree import original_classes
+from hf_fsdp_tools.text import listed
+
+__all__ = [
+    "ConversionGroup",
+    "LoadMap",
+    "adjust_keys",
+    "assume_conversions",
+    "convert_group",
+    "copy_conversions",
+    "map_loading",
+    "map_saving",
+    "persistent_tensors",
+    "revert_group",
+    "saved_tensors",
+    "set_conversions",
+]
+
+
+NAME_BLIND = (Concatenate, MergeModulelist)
+"""Operations whose result depends on tensors and patterns only, not on names, layer or model
+(checked by `tests/unit/test_conversion.py`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionGroup:
+    """The stored tensors that one conversion takes together, and the conversion."""
+
+    target: str
+    """The model key that transformers files the group under."""
+
+    members: tuple[tuple[str, str], ...]
+    """(stored key, pattern it matched), in the order in which the conversion takes them."""
+
+    transform: Any
+    """transformers' transform; None where the tensor is only renamed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadMap:
+    """Where each tensor of the model comes from."""
+
+    tensors: Mapping[str, PieceTensor]
+    """Model key to the stored elements that the tensor is made of; inputs are named by stored key."""
+
+    groups: Mapping[str, ConversionGroup]
+    """Model key to the group that makes the tensor, to convert real values where a `PieceTensor` is opaque."""
+
+    unexpected_keys: frozenset[str]
+    """Keys of the checkpoint, after renaming, that the model has no place for."""
+
+    used_conversions: tuple[Any, ...] | None
+    """transformers' transforms that matched a key; saving reverts them. None for a checkpoint in the model's layout."""
+
+
+def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by state-dict key; tied ones appear under each name as the same object."""
+    return {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
+
+
+def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors to save, by key: persistent ones, and the scales of 4-bit weights under bitsandbytes' names.
+
+    Raises:
+        CheckpointError: a 4-bit weight has no scales, because loading failed.
+    """
+    return persistent_tensors(model) | _scales(model)
+
+
+def _scales(model: nn.Module) -> dict[str, torch.Tensor]:
+    scales: dict[str, torch.Tensor] = {}
+    for key, module in packed_linears(model).items():
+        if module.quant_state is None:
+            raise CheckpointError(f"{key!r} has no scales: it was never loaded, or loading failed. Load it again.")
+        scales |= {f"{key}.{name}": tensor for name, tensor in module.quant_state.as_dict(packed=True).items()}
+    return scales
+
+
+def map_loading(model: nn.Module, stored: Mapping[str, Stored], *, is_model_state: bool = False) -> LoadMap:
+    """Trace every stored tensor through transformers' renamings and conversions to the model's keys.
+
+    Nothing is read and no rank communicates; every rank gets the same map.
+
+    Args:
+        model: plain or sharded, with or without storage.
+        stored: the checkpoint's tensors by key.
+        is_model_state: the tensors are in the model's own layout: nothing is converted, and only the prefix of a base
+            model is added or removed.
+
+    Raises:
+        CheckpointError: a conversion fails on the checkpoint's tensors.
+    """
+    state = persistent_tensors(model)
+    with original_classes(model):
+        convert = not is_model_state and isinstance(model, PreTrainedModel)
+        transforms = get_model_conversion_mapping(model) if convert else []
+        groups, unexpected = _group(model, stored, state, transforms)
+        tensors: dict[str, PieceTensor] = {}
+        makers: dict[str, ConversionGroup] = {}
+        traced: _Traced = {}
+        for group in groups:
+            for key, tensor in _trace_once(model, group, stored, state[group.target].dtype, traced).items():
+                if key not in state:
+                    unexpected.add(key)
+                    continue
+                tensors[key], makers[key] = tensor, group
+    return LoadMap(
+        tensors=tensors,
+        groups=makers,
+        unexpected_keys=frozenset(unexpected),
+        used_conversions=tuple(t for t in transforms if t.was_used()) if not is_model_state else None,
+    )
+
+
+def _group(
+    model: nn.Module, stored: Collection[str], state: Mapping[str, torch.Tensor], transforms: Sequence[Any]
+) -> tuple[list[ConversionGroup], set[str]]:
+    """Collect stored keys by the conversion they go into, as `convert_and_load_state_dict_in_model` does."""
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix = getattr(model, "base_model_prefix", None)
+    members: dict[str, list[tuple[str, str]]] = {}
+    transform_of: dict[str, Any] = {}
+    unexpected: set[str] = set()
+    order = cache(lambda name: tuple(dot_natural_key(name)))  # cached: keys are made of few names
+    for key in sorted(stored, key=lambda key: tuple([order(name) for name in key.split(".")])):
+        renamed, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if renamed not in state and key in state:  # a renaming that this model does not need; the prefix may still be
+            renamed, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=state)
+        if renamed in state:
+            transform_of.setdefault(renamed, None if pattern is None else converter_of[pattern])
+            members.setdefault(renamed, []).append((key, pattern or key))
+        elif pattern is not None:
+            targets = converter_of[pattern].target_patterns
+            unexpected.update(renamed.replace(targets[0], target) for target in targets)
+        else:
+            unexpected.add(renamed)
+    groups = [
+        ConversionGroup(target=target, members=tuple(found), transform=transform_of[target])
+        for target, found in members.items()
+    ]
+    return groups, unexpected
+
+
+_Traced = dict[Hashable, tuple[ConversionGroup, PieceTensor]]
+
+
+def _trace_once(
+    model: nn.Module, group: ConversionGroup, stored: Mapping[str, Stored], dtype: torch.dtype, traced: _Traced
+) -> dict[str, PieceTensor]:
+    """`_trace`, done once for groups that differ in names alone: the experts of one layer and of the next."""
+    signature = _signature(group, stored, dtype)
+    if signature in traced:
+        first, tensor = traced[signature]
+        names = {old: new for (old, _), (new, _) in zip(first.members, group.members, strict=True)}
+        return {group.target: tensor.renamed(names)}
+    results = _trace(model, group, stored, dtype)
+    if signature is not None and results.keys() == {group.target}:
+        traced[signature] = group, results[group.target]
+    return results
+
+
+def _signature(group: ConversionGroup, stored: Mapping[str, Stored], dtype: torch.dtype) -> Hashable:
+    """Equal for groups whose conversions give the same result under other names; None where names may matter."""
+    if group.transform is None or not all(type(op) in NAME_BLIND for op in group.transform.operations):
+        return None
+    inputs: list[Hashable] = []
+    for key, pattern in group.members:
+        tensor = stored[key]
+        if isinstance(tensor, ChunkedTensor):
+            return None
+        inputs.append((tensor.shape, tensor.strides, pattern))
+    return id(group.transform), dtype, tuple(inputs)
+
+
+def _trace(
+    model: nn.Module, group: ConversionGroup, stored: Mapping[str, Stored], dtype: torch.dtype
+) -> dict[str, PieceTensor]:
+    """The group's conversion on tensors without data; results that cannot be followed are opaque."""
+    inputs = {key: PieceTensor.stored(stored[key], dtype) for key, _ in group.members}
+    try:
+        return _convert(model, group, inputs)
+    except Exception as symbolic:  # a conversion may do anything to a tensor that has no values
+        try:
+            zeros = {key: torch.zeros(stored[key].shape, dtype=dtype) for key, _ in group.members}
+            results = _convert(model, group, zeros)
+        except Exception:
+            raise CheckpointError(
+                f"The conversion to {group.target!r} ({group.transform}) fails on what the checkpoint holds, "
+                + listed(f"{k!r} {list(stored[k].shape)}" for k, _ in group.members)
+                + f": {symbolic}. The checkpoint does not fit this model or this version of transformers."
+            ) from symbolic
+        sources = frozenset[str]().union(*(stored[key].sources for key in inputs))
+        return {k: PieceTensor(t.shape, t.dtype, None, sources) for k, t in results.items()}
+
+
+def _convert(model: nn.Module, group: ConversionGroup, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The results of a group's transform by model key.
+
+    Where several stored tensors are only renamed to one key, the first one wins, as in transformers.
+    """
+    if group.transform is None:
+        return {group.target: tensors[group.members[0][0]]}
+    transform = deepcopy(group.transform)
+    for key, pattern in group.members:
+        transform.add_tensor(group.target, key, pattern, tensors[key])
+    with torch.no_grad():
+        results = transform.convert(group.target, model=model, config=model.config)
+    return {key: value[0] if isinstance(value, list) else value for key, value in results.items()}
+
+
+def convert_group(
+    model: nn.Module, group: ConversionGroup, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The results of one group's conversion by model key, from real, whole tensors by stored key."""
+    with original_classes(model):
+        return _convert(model, group, tensors)
+
+
+def adjust_keys(model: nn.Module, missing: set[str], unexpected: set[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """(missing, unexpected) without the keys that the model's class says not to report."""
+    if not isinstance(model, PreTrainedModel):
+        return frozenset(missing), frozenset(unexpected)
+    info: Any = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
+    model._adjust_missing_and_unexpected_keys(info)
+    return frozenset(info.missing_keys), frozenset(info.unexpected_keys)
+
+
+def set_conversions(model: nn.Module, load_map: LoadMap) -> None:
+    """Note on the model which conversions loading used, as `from_pretrained` does: saving reverts them."""
+    if isinstance(model, PreTrainedModel) and load_map.used_conversions is not None:
+        model._weight_conversions = list(load_map.used_conversions)
+
+
+def assume_conversions(model: nn.Module) -> None:
+    """Let saving a model, of whose loading nothing is known, write what one that `from_pretrained` made would write.
+
+    transformers saves other models in another order, and so in other files.
+    """
+    if isinstance(model, PreTrainedModel) and "_weight_conversions" not in vars(model):
+        known = get_model_conversion_mapping(model, add_legacy=False)
+        model._weight_conversions = [transform for transform in known if not isinstance(transform, PrefixChange)]
+
+
+def copy_conversions(source: nn.Module, target: nn.Module) -> None:
+    """Let saving `target` revert what loading `source`, a view of the same parameters, converted."""
+    if "_weight_conversions" in vars(source):
+        target._weight_conversions = source._weight_conversions
+
+
+def map_saving(model: nn.Module) -> dict[str, PieceTensor]:
+    """Hub key to the model elements that are saved under the key; inputs are named by the model's own keys.
+
+    As in transformers, keys that the class does not save are left out, and tied tensors are saved under one name. No
+    rank communicates; every rank gets the same map in the same order.
+    """
+    state = persistent_tensors(model)
+    for key in getattr(model, "_keys_to_ignore_on_save", None) or ():
+        state.pop(key, None)
+    if isinstance(model, PreTrainedModel):
+        bare = {k: torch.empty(t.shape, dtype=t.dtype, device="meta") for k, t in state.items()}
+        state = {k: state[k] for k in remove_tied_weights_from_state_dict(bare, model)}
+    state |= _scales(model)
+    symbols = {k: PieceTensor.named(k, t.shape, t.dtype) for k, t in state.items()}
+    return _revert(model, symbols)
+
+
+def revert_group(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Hub key to tensor, from real, whole tensors by model key of one conversion."""
+    return _revert(model, dict(tensors))
+
+
+def _revert(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """`state` in the hub's layout, by transformers' own reverse conversions; tensors may be symbolic."""
+    if not isinstance(model, PreTrainedModel):
+        return state
+    with original_classes(model), torch.no_grad():
+        reverted: dict[str, Any] = revert_weight_conversion(model, state)
+    return reverted

@@ -1,0 +1,104 @@
+"""Locate the tensors of a `torch.save` file without reading their data: `pytorch_model.bin`, and chunks of DCP.
+
+The file is a zip archive: one pickle, which describes tensors, and one uncompressed record of bytes per storage.
+torch's restricted unpickler (`weights_only=True`) reads the description onto the meta device and notes where each
+storage lies (torch 2.7 and newer). So the data can be read like that of other checkpoints: only the bytes of a shard.
+"""
+
+from pathlib import Path
+
+import torch
+
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading.formats.stored import MAX_KEY_LENGTH, StoredTensor, TensorChunk
+from hf_fsdp_tools.loading.regions import row_major_strides
+from hf_fsdp_tools.modeling.pickles import damaged, load_pickled
+from hf_fsdp_tools.text import listed, quoted
+
+__all__ = ["check_value", "locate_chunk", "parse_pickled"]
+
+
+def parse_pickled(file: Path) -> tuple[list[StoredTensor], int]:
+    """The tensors of a state dict saved by `torch.save`, in its order; and the number of bytes read to locate them.
+
+    No code of the file is run: torch's restricted unpickler builds tensors and plain containers only. Tied tensors
+    share their bytes; transposed tensors keep their strides.
+
+    Raises:
+        CheckpointError: the file is damaged, holds anything but a dict of tensors, would run code, or has the format
+            from before torch 1.6, whose data has no fixed place.
+    """
+    content, records, num_bytes = load_pickled(file)
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise damaged(file, f"holds a {type(content).__name__}, expected a dict from names to tensors")
+    others = [f"{quoted(key)} ({type(value).__name__})" for key, value in content.items() if not torch.is_tensor(value)]
+    if others:
+        raise damaged(
+            file, f"holds values that are no tensors: {listed(others)}; expected the state dict of a model alone"
+        )
+    if long := next((key for key in content if len(key) > MAX_KEY_LENGTH), None):
+        raise damaged(file, f"{quoted(long)} has {len(long):,} characters; a name has at most {MAX_KEY_LENGTH:,}")
+    return [_locate_tensor(file, key, tensor, records, 0) for key, tensor in content.items()], num_bytes
+
+
+def locate_chunk(chunk: TensorChunk, dtype: torch.dtype) -> StoredTensor:
+    """Where the data of one chunk lies, from the head and tail of its own `torch.save` archive; no data is read.
+
+    Raises:
+        CheckpointError: the chunk is no such archive, or holds another tensor than the folder's metadata says.
+    """
+    try:
+        tensor, records, _ = load_pickled(chunk.file, chunk.offset, chunk.length)
+    except CheckpointError as error:
+        raise CheckpointError(f"{chunk.file}: {chunk.name!r} at byte {chunk.offset}: {error}") from None
+    if not torch.is_tensor(tensor) or tuple(tensor.shape) != chunk.box.length or tensor.dtype != dtype:
+        found = f"{tensor.dtype} {list(tensor.shape)}" if torch.is_tensor(tensor) else type(tensor).__name__
+        raise damaged(chunk.file, f"{chunk.name!r}: expected {dtype} {list(chunk.box.length)}, found {found}")
+    stored = _locate_tensor(chunk.file, chunk.name, tensor, records, chunk.offset)
+    if stored.strides is not None:
+        raise CheckpointError(
+            f"{chunk.file}: {chunk.name!r} was saved transposed (strides {list(stored.strides)}); only row-major "
+            "chunks can be read. Make the parameter contiguous and save again."
+        )
+    return stored
+
+
+def check_value(file: Path, key: str, offset: int, num_bytes: int) -> None:
+    """Refuse a value saved by `torch.save` at a place of a file that holds more than tensors and plain containers.
+
+    Raises:
+        CheckpointError: the file is too short, the value is damaged, or unpickling it could run code.
+    """
+    try:
+        load_pickled(file, offset, num_bytes)
+    except CheckpointError as error:
+        raise CheckpointError(f"{quoted(key)}: {error}") from None
+
+
+def _locate_tensor(file: Path, key: str, tensor: torch.Tensor, records: dict[int, int], start: int) -> StoredTensor:
+    """The place of a meta tensor's elements in its file, checked against the archive's records."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        raise damaged(file, f"{key!r} is no plain dense tensor ({tensor.layout}, {tensor.dtype})")
+    offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    size = tensor.dtype.itemsize
+    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() and (offset not in records or (last + 1) * size > records[offset]):
+        raise damaged(
+            file,
+            f"{key!r}: its {tensor.numel() * size} bytes are not in an uncompressed record of the archive",
+        )
+    shape = tuple(tensor.shape)
+    # The stride of a dimension of length one does not matter, and torch lets it be anything.
+    plain = row_major_strides(shape)
+    strides = tuple(p if n == 1 else s for n, s, p in zip(shape, tensor.stride(), plain, strict=True))
+    if 0 in strides and tensor.numel():
+        raise damaged(file, f"{key!r} is an expanded tensor (strides {list(strides)}): save a contiguous copy")
+    return StoredTensor(
+        key=key,
+        file=file,
+        dtype=tensor.dtype,
+        shape=shape,
+        offset=start + (offset or 0) + int(tensor.storage_offset()) * size,
+        num_bytes=tensor.numel() * size,
+        strides=None if strides == plain or not tensor.numel() else strides,
+    )

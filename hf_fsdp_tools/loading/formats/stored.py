@@ -1,0 +1,235 @@
+"""Stored tensors: name, dtype, shape, and where the bytes lie; the same classes for every format."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import torch
+
+from hf_fsdp_tools.distributed.boxes import Box
+from hf_fsdp_tools.loading.regions import Piece, View, row_major_strides
+
+__all__ = [
+    "MAX_KEY_LENGTH",
+    "BlockScales",
+    "ChunkedTensor",
+    "QuantizedTensor",
+    "Stored",
+    "StoredTensor",
+    "TensorChunk",
+    "leaves_folder",
+]
+
+MAX_KEY_LENGTH = 4096
+"""Characters of the longest name of a tensor that is read: names are printed, and nested modules make names of some
+hundred. (assumed)"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """One tensor of a checkpoint that lies in one file."""
+
+    key: str
+    """Its name in the file."""
+
+    file: Path
+    """The file that holds it."""
+
+    dtype: torch.dtype
+    """Stored dtype."""
+
+    shape: tuple[int, ...]
+    """Stored shape."""
+
+    offset: int
+    """Position of its first byte in the file."""
+
+    num_bytes: int
+    """Length of its data in bytes."""
+
+    strides: tuple[int, ...] | None = None
+    """Steps in elements per dimension; None for row-major data. Only pickled files hold other data."""
+
+    start: tuple[int, ...] | None = None
+    """Where it begins in the tensor that it is a chunk of, if its file says so; None for a tensor of its own."""
+
+    @property
+    def sources(self) -> Mapping[str, torch.dtype]:
+        """Name and dtype of the one source of its elements, which is itself."""
+        return {self.key: self.dtype}
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """The tensor as boxes that are views of its sources."""
+        view = View(offset=0, length=self.shape, strides=self.strides or row_major_strides(self.shape))
+        return (Piece(box=Box.whole(self.shape), source=self.key, view=view),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorChunk:
+    """A box of a tensor that was saved by itself, somewhere in a file."""
+
+    name: str
+    """Unique in the checkpoint: key and ranges."""
+
+    box: Box
+    """Which part of the tensor the chunk is."""
+
+    file: Path
+    """The file that holds it."""
+
+    offset: int
+    """Position in the file of the chunk's data, or of the archive that the data is a part of."""
+
+    length: int
+    """Bytes of the data, or of the archive."""
+
+    is_archive: bool = True
+    """Whether the chunk is an archive of `torch.save`; False where the data lies in the file as it is."""
+
+    def stored(self, dtype: torch.dtype) -> StoredTensor:
+        """The chunk as a tensor of its own, where the data lies in the file as it is."""
+        return StoredTensor(
+            key=self.name, file=self.file, dtype=dtype, shape=self.box.length, offset=self.offset, num_bytes=self.length
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedTensor:
+    """One tensor of a checkpoint that was saved in chunks; the chunks cover the tensor and do not overlap."""
+
+    key: str
+    """Its name in the checkpoint."""
+
+    file: Path
+    """The file that says where its chunks are."""
+
+    dtype: torch.dtype
+    """Stored dtype."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+    chunks: tuple[TensorChunk, ...]
+    """The chunks that hold any elements."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of its data in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def sources(self) -> Mapping[str, torch.dtype]:
+        """Names and dtypes of the sources of its elements, which are its chunks."""
+        return {chunk.name: self.dtype for chunk in self.chunks}
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """The tensor as boxes that are views of its sources; each chunk is row-major."""
+        return tuple(
+            Piece(
+                box=chunk.box,
+                source=chunk.name,
+                view=View(offset=0, length=chunk.box.length, strides=row_major_strides(chunk.box.length)),
+            )
+            for chunk in self.chunks
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockScales:
+    """A stored tensor with one value for each block of a quantised tensor: its scales, as a rule."""
+
+    stored: StoredTensor
+    """The values, row-major."""
+
+    columns: int
+    """How many blocks lie side by side."""
+
+    block: tuple[int, int]
+    """Rows and columns of a block; the last blocks of either direction may be short."""
+
+    bits: int = 0
+    """Bits of each value where a stored element packs one for each row of its block, lowest bits first and offset by
+    half their range; 0 where an element is one value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedTensor:
+    """A tensor that is stored as low-precision values and scales per block, seen as the floats that they stand for.
+
+    The values are a matrix: all dimensions but the last one are its rows. A source of this tensor is that matrix, once
+    it is dequantised, row-major.
+    """
+
+    key: str
+    """The name that the plain tensor would have in the checkpoint."""
+
+    values: StoredTensor
+    """The low-precision values, row-major."""
+
+    scales: Mapping[str, BlockScales]
+    """What the rule takes beside the values, by the rule's names."""
+
+    rule: str
+    """How values and scales become floats (`quantized.rules`)."""
+
+    shape: tuple[int, ...]
+    """Shape of the tensor, dequantised."""
+
+    columns: int
+    """Values in a row of the matrix."""
+
+    packed: int = 1
+    """Values in one stored element of a row."""
+
+    is_transposed: bool = False
+    """Whether the last two dimensions of the tensor are those of the matrix exchanged."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the tensor passes for; it is dequantised straight to the dtype of its place in memory."""
+        return torch.bfloat16
+
+    @property
+    def file(self) -> Path:
+        """The file that holds the values."""
+        return self.values.file
+
+    @property
+    def offset(self) -> int:
+        """Position of the first byte of the values in their file."""
+        return self.values.offset
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of values and scales as they are stored."""
+        return self.values.num_bytes + sum(scales.stored.num_bytes for scales in self.scales.values())
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Steps in the matrix per dimension."""
+        if not self.is_transposed:
+            return row_major_strides(self.shape)
+        *outer, a, b = self.shape
+        *steps, row, one = row_major_strides((*outer, b, a))
+        return (*steps, one, row)
+
+    @property
+    def sources(self) -> Mapping[str, torch.dtype]:
+        """Name and dtype of the one source of its elements, which is itself."""
+        return {self.key: self.dtype}
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """The tensor as a view of its source."""
+        view = View(offset=0, length=self.shape, strides=self.strides)
+        return (Piece(box=Box.whole(self.shape), source=self.key, view=view),)
+
+
+Stored = StoredTensor | ChunkedTensor | QuantizedTensor
+"""A tensor of a checkpoint."""
+
+
+def leaves_folder(name: str) -> bool:
+    """Whether a file name that a checkpoint gives points out of its own folder, or is no plain path at all."""
+    path = PurePosixPath(name)
+    return path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or not name

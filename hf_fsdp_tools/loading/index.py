@@ -1,0 +1,336 @@
+"""Which file of a checkpoint holds which tensor, with dtype, shape and byte range: headers are read, data is not."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
+from functools import cached_property, partial
+from os import PathLike, fspath
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.hub import fetch, local_path
+from hf_fsdp_tools.loading.formats.dcp import find_dcp_folder, parse_dcp
+from hf_fsdp_tools.loading.formats.hf_parts import find_parts, join_parts
+from hf_fsdp_tools.loading.formats.pickled import locate_chunk, parse_pickled
+from hf_fsdp_tools.loading.formats.safetensors import parse_header, parse_json
+from hf_fsdp_tools.loading.formats.saved_names import SavedPath, is_wrapped, model_part, peft_part
+from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, QuantizedTensor, Stored, StoredTensor, TensorChunk
+from hf_fsdp_tools.loading.unfinished import named_in_config, stamps
+from hf_fsdp_tools.loading.weight_files import (
+    ACCELERATE_PICKLED,
+    PICKLED,
+    PICKLED_INDEX,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    Listing,
+    as_one_message,
+    has_safetensors,
+    is_pickled,
+    read_listing,
+    refuse_pickled,
+    weight_files,
+)
+from hf_fsdp_tools.modeling.given import as_flag, as_path, taking
+
+__all__ = ["WEIGHTS", "WEIGHTS_INDEX", "CheckpointIndex"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointIndex:
+    """The tensors of a checkpoint by key: dtype, shape, file and byte range of each.
+
+    Make one with `CheckpointIndex.open`, or, for a format of your own, from its tensors (`docs/extending.md`).
+
+    Example:
+        >>> index = CheckpointIndex.open("checkpoint")
+        >>> index.tensors["lm_head.weight"].shape, index.dtype
+        ((131, 48), torch.float32)
+    """
+
+    name: str
+    """The folder, file or hub name that was opened, for messages."""
+
+    tensors: Mapping[str, Stored]
+    """Every tensor of every file, by its stored key."""
+
+    header_bytes: int
+    """Bytes read to make this index: headers and index file."""
+
+    is_model_state: bool = False
+    """Whether keys and tensors have the model's own layout (a DCP folder), so that nothing is converted."""
+
+    commit: str | None = None
+    """The commit that was fetched or found in the cache; None for a local path."""
+
+    _saved: Mapping[SavedPath, StoredTensor | ChunkedTensor] = field(default_factory=dict, repr=False)
+    """All tensors of a training state, by their path in the saved state dict; `of_model` picks the model's."""
+
+    _states: Mapping[Path, tuple[int, int]] = field(default_factory=dict, repr=False)
+    """Inode and time of modification of each file before its header was read."""
+
+    @cached_property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the first floating-point tensor, to which `dtype="auto"` falls back; None if there is none."""
+        return next(
+            (t.dtype for t in self.tensors.values() if t.dtype.is_floating_point and t.dtype.itemsize > 1), None
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of tensor data in the whole checkpoint."""
+        return sum(t.num_bytes for t in self.tensors.values())
+
+    @cached_property
+    def _chunks(self) -> Mapping[str, tuple[TensorChunk, torch.dtype]]:
+        chunked = [t for t in self.tensors.values() if isinstance(t, ChunkedTensor)]
+        return {chunk.name: (chunk, t.dtype) for t in chunked for chunk in t.chunks}
+
+    @cached_property
+    def _located(self) -> dict[str, StoredTensor]:
+        return {}
+
+    def source_dtype(self, source: str) -> torch.dtype:
+        """The stored dtype of a source: a tensor or a chunk of a tensor, by the name that pieces have for it."""
+        return self._chunks[source][1] if source in self._chunks else self.tensors[source].dtype
+
+    def stored_bytes(self, source: str) -> float:
+        """Bytes in which one value of a source is stored, its part of the scales of a quantised tensor included."""
+        tensor = None if source in self._chunks else self.tensors[source]
+        if isinstance(tensor, QuantizedTensor):
+            return tensor.num_bytes / max(1, math.prod(tensor.shape))
+        return self.source_dtype(source).itemsize
+
+    def source(self, source: str) -> StoredTensor | QuantizedTensor:
+        """Where the bytes of a source lie, or which values and scales it is made of.
+
+        The place of a chunk is looked up in its file when it is first asked for: a rank needs few chunks.
+
+        Raises:
+            CheckpointError: the chunk is not what the metadata says.
+        """
+        if source not in self._chunks:
+            whole = self.tensors[source]
+            assert not isinstance(whole, ChunkedTensor)
+            return whole
+        if source not in self._located:
+            chunk, dtype = self._chunks[source]
+            self._located[source] = locate_chunk(chunk, dtype) if chunk.is_archive else chunk.stored(dtype)
+        return self._located[source]
+
+    def refuse_changed(self) -> None:
+        """Refuse files that another save replaced or wrote after their headers were read: values of both may be mixed.
+
+        Raises:
+            CheckpointError: names a file that changed.
+        """
+        for file, state in self._states.items():
+            with watched(file):
+                found = _state_of(file)
+            if found != state:
+                raise CheckpointError(
+                    f"{file}: was replaced, written or removed while the checkpoint was read, by another save or "
+                    "download as a rule. Load the checkpoint again when that is over."
+                )
+
+    def of_model(self, model_keys: Collection[str]) -> "CheckpointIndex":
+        """An index of the tensors of one model, under the model's names; a training state can hold more than a model.
+
+        Raises:
+            CheckpointError: no tensor has a name of the model, or several parts of the state fit it equally well.
+        """
+        if not self._saved:
+            return self
+        return self._with(model_part(self._saved, model_keys, self.name))
+
+    def _with(self, tensors: Mapping[str, StoredTensor | ChunkedTensor]) -> "CheckpointIndex":
+        """This checkpoint with other tensors, by the names that models have for them."""
+        named = {key: replace(t, key=key) if isinstance(t, StoredTensor) else t for key, t in tensors.items()}
+        return replace(self, tensors=MappingProxyType(named), _saved={})
+
+    def split_adapter(
+        self, marks: Callable[[], tuple[str, ...]]
+    ) -> "tuple[CheckpointIndex | None, CheckpointIndex | None]":
+        """The base and the adapter in the state of a `PeftModel`, None for what was not saved; of other models, itself.
+
+        Args:
+            marks: gives how PEFT begins the names of an adapter's parameters (`lora_`, …).
+        """
+        split = peft_part(self._saved, marks)
+        if split is None:
+            return self, None
+        base, adapter = split
+        rest = replace(self, tensors=MappingProxyType({t.key: t for t in base.values()}), _saved=base)
+        return (rest if base else None), self._with(adapter)
+
+    @classmethod
+    @taking(path_or_repo=as_path, allow_pickle=as_flag)
+    def open(
+        cls,
+        path_or_repo: str | PathLike[str],
+        *,
+        allow_pickle: bool = False,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | PathLike[str] | None = None,
+        local_files_only: bool = False,
+        subfolder: str | None = None,
+    ) -> "CheckpointIndex":
+        """Index a local folder, a single weight file, or a hub name.
+
+        Of a hub checkpoint, the weight files are downloaded; ranks of one node share the cache, whose file locks make
+        one rank download and the others wait. Of local files, only headers are read. No rank communicates.
+
+        Args:
+            path_or_repo: one of
+
+                - a folder with `model.safetensors`, with an index file or with plain `*.safetensors`, also such as
+                  hold parts of tensors (`shard-*.safetensors` of torch's `HuggingFaceStorageWriter`);
+                - a folder of `torch.distributed.checkpoint` (`.metadata` and `*.distcp`), or one above it that
+                  Accelerate's `save_state` or the Trainer wrote (`pytorch_model_fsdp_0` in it);
+                - a folder with `pytorch_model.bin`, or its index and shards, or Accelerate's `pytorch_model_fsdp.bin`,
+                  if `allow_pickle`;
+                - one such file; or a hub name.
+
+                Where a folder holds several of these, the first of this list is read.
+            allow_pickle: read legacy `.bin` files too. They are pickles, read by torch's restricted unpickler, which
+                builds tensors and runs no code of the file (`weights_only=True`).
+            revision: branch, tag or commit on the hub.
+            token: hub token; None uses the stored one.
+            cache_dir: where downloads go; None is the hub library's own default.
+            local_files_only: do not touch the network.
+            subfolder: folder within the checkpoint.
+
+        Raises:
+            CheckpointError: the path is absent, holds no weights, or a file or header is damaged; the message names
+                file and key, what was expected, what was found, and a cure.
+        """
+        name = fspath(path_or_repo)
+        try:
+            with watched(Path(name)):
+                path = local_path(name)
+                is_file = path is not None and path.is_file()
+            commit = None
+            if path is None:
+                hub_kwargs = {"revision": revision, "token": token, "cache_dir": cache_dir}
+                hub_kwargs |= {"local_files_only": local_files_only, "subfolder": subfolder}
+                folder, commit = _fetch_weights(name, allow_pickle, hub_kwargs)
+            elif is_file:
+                if not allow_pickle:
+                    refuse_pickled([path])
+                return cls._from_files(name, [path], None)
+            else:
+                folder = path / (subfolder or "")
+            index = cls._from_folder(name, folder, allow_pickle)
+            return replace(index, commit=commit)
+        except OSError as error:
+            raise CheckpointError(
+                f"Cannot read checkpoint {name!r}: {error}. Check the path and its permissions."
+            ) from None
+
+    @classmethod
+    def _from_folder(cls, name: str, folder: Path, allow_pickle: bool) -> "CheckpointIndex":
+        """Index the checkpoint of a folder, of whatever kind; once more if a save has replaced it meanwhile."""
+        before = stamps(folder, WEIGHTS, WEIGHTS_INDEX)
+        try:
+            return cls._from_folder_as_is(name, folder, allow_pickle)
+        except (CheckpointError, OSError):
+            if stamps(folder, WEIGHTS, WEIGHTS_INDEX) == before:
+                raise
+        return cls._from_folder_as_is(name, folder, allow_pickle)
+
+    @classmethod
+    def _from_folder_as_is(cls, name: str, folder: Path, allow_pickle: bool) -> "CheckpointIndex":
+        with watched(folder):
+            saved = None if has_safetensors(folder) else find_dcp_folder(folder)
+        if saved is not None:
+            return cls._from_dcp(name, saved)
+        named = named_in_config(folder)
+        with watched(folder):
+            files, listing = weight_files(folder if named else find_parts(folder), named, allow_pickle)
+        listed = read_listing(listing) if listing else None
+        return cls._from_files(name, list(listed.files.values()) if listed else files, listed)
+
+    @classmethod
+    def _from_dcp(cls, name: str, folder: Path) -> "CheckpointIndex":
+        """Index all tensors of a DCP folder; `of_model` picks the model's later."""
+        found, num_bytes = parse_dcp(folder)
+        tensors = MappingProxyType({tensor.key: tensor for _, tensor in found})
+        return cls(name=name, tensors=tensors, header_bytes=num_bytes, is_model_state=True, _saved=dict(found))
+
+    @classmethod
+    def _from_files(cls, name: str, files: Iterable[Path], listed: "Listing | None") -> "CheckpointIndex":
+        """Read every header; check them against each other and against the index file; report all problems at once."""
+        parts: dict[str, list[StoredTensor]] = {}
+        tensors: dict[str, StoredTensor | ChunkedTensor] = {}
+        problems: list[str] = []
+        header_bytes = listed.num_bytes if listed else 0
+        states: dict[Path, tuple[int, int]] = {}
+        for file in files:
+            try:
+                states[file] = _state_of(file)
+                found, num_bytes = parse_pickled(file) if is_pickled(file) else parse_header(file)
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            header_bytes += num_bytes
+            for tensor in found:
+                parts.setdefault(tensor.key, []).append(tensor)
+        for key, several in parts.items():
+            try:
+                tensors[key] = join_parts(key, several)
+            except CheckpointError as error:
+                problems.append(str(error))
+        if not problems and listed is not None:
+            problems += [
+                f"{listed.file}: names {key!r} in {file!r}, which does not hold it; the index does not belong to "
+                "these files. Download or save all of them again."
+                for key, file in listed.weight_map.items()
+                if key not in tensors or tensors[key].file != listed.files[file]
+            ]
+        if problems:
+            raise CheckpointError(as_one_message(problems))
+        is_model_state = any(fnmatch(file.name, ACCELERATE_PICKLED) for file in states)
+        return cls(
+            name=name,
+            tensors=MappingProxyType(tensors),
+            header_bytes=header_bytes,
+            is_model_state=is_model_state,
+            _saved={(key,): t for key, t in tensors.items()} if is_model_state or is_wrapped(tensors) else {},
+            _states=states,
+        )
+
+
+def _state_of(file: Path) -> tuple[int, int]:
+    """What changes when a file is replaced or written; zeros where there is none."""
+    try:
+        status = file.stat()
+    except OSError:
+        return 0, 0
+    return status.st_ino, status.st_mtime_ns
+
+
+def _fetch_weights(name: str, allow_pickle: bool, hub_kwargs: dict[str, Any]) -> tuple[Path, str]:
+    """(local folder, commit) of a hub checkpoint: fetches its index, then exactly the files that the index names."""
+    folder, pinned = fetch(name, WEIGHTS, WEIGHTS_INDEX, **hub_kwargs)
+    more = partial(fetch, name, **(hub_kwargs | pinned))
+    if not (folder / WEIGHTS).is_file():
+        more(*_names_listed(folder / WEIGHTS_INDEX) or ["*.safetensors"])
+        if allow_pickle and not any(folder.glob("*.safetensors")):
+            more(PICKLED, PICKLED_INDEX)
+            if shards := _names_listed(folder / PICKLED_INDEX):
+                more(*shards)
+    return folder, pinned["revision"]
+
+
+def _names_listed(file: Path) -> list[str]:
+    """The names of an index file and of its weight files, unchecked; empty without an index file."""
+    if not file.is_file():
+        return []
+    names = parse_json(file, file.read_bytes()).get("weight_map")
+    return [file.name, *sorted({str(v) for v in names.values()} if isinstance(names, dict) else ())]

@@ -1,0 +1,386 @@
+"""Read and write transfers: straight where the bytes agree, through a small staging buffer where they do not."""
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from hf_fsdp_tools.accelerator import SideStream, side_stream_for
+from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading.io.durable import begin_sync
+from hf_fsdp_tools.loading.io.staging import Staging
+from hf_fsdp_tools.loading.io.transfer import Batch, Limits, Request, Route, Transfer, cut_batches
+
+__all__ = [
+    "MAX_GAP_BYTES",
+    "REQUESTS_IN_FLIGHT",
+    "STAGING_BYTES",
+    "STAGING_BYTES_PINNED",
+    "Reader",
+    "TransferStats",
+    "Writer",
+    "write_in_turn",
+    "write_transfers",
+]
+
+REQUESTS_IN_FLIGHT = 16
+"""Requests that one rank has under way at a time. The page cache and a local disk need few; on a network file system,
+where a request waits for milliseconds, the rate grows with their number. (assumed)"""
+
+STAGING_BYTES = 64 * 2**20
+"""Staging buffers of one rank where the CPU casts: half of it, 2 MiB for each of 16 threads. (assumed)"""
+
+STAGING_BYTES_PINNED = 320 * 2**20
+"""Staging buffers of one rank that reads to an accelerator: 20 of 16 MiB, of which 16 are read into while the others
+are copied from. Eight ranks of a machine pin 2.5 GiB while they load. (assumed)"""
+
+MAX_GAP_BYTES = 4096
+"""Unwanted bytes between wanted ones up to which one request reads both: a page, which is read whole anyway."""
+
+_DEVICE_GAP_BYTES = 64 * 2**10
+"""The same for an accelerator where all ranks share the machine, so that the page cache gets every byte anyway. A
+request costs about 20 µs of Python, in which a thread reads so many bytes at 4 GB/s; and one request of many rows is
+scattered by one kernel. (assumed)"""
+
+_REQUEST_BYTES = 8 * 2**20
+"""Bytes of the largest request straight into memory. Large, so that its latency is small beside its transfer (80 ms at
+100 MB/s); small, so that one tensor (an embedding) occupies several requests at once. (assumed)"""
+
+_EARLY_BYTES = 2**20
+"""Bytes written by one call from which on the disk begins with them at once, and not when the system sees fit, so that
+it works while the next ones are copied: plain writes of 1.8 GB by 2 processes were on disk in 0.7 of the time. Smaller
+ones are left to the system, which joins neighbours. (assumed)"""
+
+_READING = ("read", "the disk and permissions")
+_WRITING = ("written", "space and permissions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferStats:
+    """The cost of a set of transfers on this rank."""
+
+    num_bytes: int = 0
+    """Bytes between files and memory, gaps that were read through included."""
+
+    calls: int = 0
+    """System calls that moved the bytes."""
+
+    staging_bytes: int = 0
+    """Bytes of staging buffers."""
+
+    def __add__(self, other: "TransferStats") -> "TransferStats":
+        """The cost of two sets that used the same buffers, or were not moved at the same time."""
+        return TransferStats(
+            num_bytes=self.num_bytes + other.num_bytes,
+            calls=self.calls + other.calls,
+            staging_bytes=max(self.staging_bytes, other.staging_bytes),
+        )
+
+
+def write_transfers(transfers: Iterable[Transfer], *, staging_bytes: int) -> TransferStats:
+    """Write the memory of every transfer to its place in its file, which must exist at full length.
+
+    No byte outside the transfers is touched, so that several ranks can write to one file.
+
+    Args:
+        transfers: what to write; memory of any dtype, strides and device.
+        staging_bytes: upper bound of all staging buffers together.
+
+    Raises:
+        CheckpointError: a file cannot be written, on a full disk for example.
+    """
+    transfers = list(transfers)
+    side = side_stream_for(transfer.memory for transfer in transfers)
+    with Writer(staging_bytes=staging_bytes, side=side) as writer:
+        return writer.begin(transfers)()
+
+
+def write_in_turn(transfers: Iterable[Transfer]) -> TransferStats:
+    """Write as `write_transfers` does, one request after the other on the calling thread; from memory on the host.
+
+    No thread is begun, which the interpreter refuses while it ends, and no memory is taken for transfers of which each
+    run of bytes in the file is one in memory.
+
+    Raises:
+        CheckpointError: a file cannot be written.
+    """
+    with Writer(staging_bytes=_REQUEST_BYTES, side=None, in_flight=1) as writer:
+        return writer.move_in_turn(transfers)
+
+
+class _Mover(ABC):
+    """Threads, open files and staging buffers that move transfers between files and memory; a context manager.
+
+    All of them are kept until the block ends, so that several sets of transfers use the same.
+    """
+
+    def __init__(
+        self,
+        *,
+        staging_bytes: int,
+        side: SideStream | None,
+        in_flight: int = REQUESTS_IN_FLIGHT,
+        on_bytes: Callable[[int], object] = lambda num_bytes: None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            staging_bytes: upper bound of all staging buffers together.
+            side: of the accelerator that holds memory of transfers (`side_stream_for`); None for the CPU alone. Memory
+                on any further device is copied from and to by the CPU, one transfer after the other.
+            in_flight: requests at a time, one thread each.
+            on_bytes: told how many bytes (as stored) were moved since the last call; all calls together give the size
+                of the transfers, gaps left out. Called by the threads, one at a time.
+        """
+        self._staging = Staging(staging_bytes=staging_bytes, in_flight=in_flight, side=side)
+        self._side = side
+        self._in_flight = in_flight
+        self._on_bytes = on_bytes
+        self._one_at_a_time = threading.Lock()
+        self._descriptors: dict[Path, int] = {}
+        self._pool = ThreadPoolExecutor(in_flight, thread_name_prefix="checkpoint")
+        self._waiting: deque[Batch] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._waiting.clear()
+        self._pool.shutdown()
+        try:
+            if self._side is not None:
+                self._side.wait()  # the memory of copies must not be freed before
+        finally:
+            self._staging.free()
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+
+    def begin(self, transfers: Iterable[Transfer]) -> Callable[[], TransferStats]:
+        """Begin to move transfers; what is given waits until all are moved, and says at what cost.
+
+        One set at a time: wait for it before the next one begins. The memory must stay alive until then.
+        """
+        batches = self._cut(transfers)
+        if self._side is not None:  # the memory may be in use by what was queued before, or not be written yet
+            self._side.follow()
+        num_bytes = _bytes_moved(batches)
+        self._waiting = deque(batches)
+        count = max(1, min(self._in_flight, len(batches)))
+        works = [self._pool.submit(self._work, self._waiting) for _ in range(count)]
+        return partial(self._wait, works, num_bytes)
+
+    def move_in_turn(self, transfers: Iterable[Transfer]) -> TransferStats:
+        """Move transfers on the calling thread, which has entered the side stream if there is one."""
+        batches = self._cut(transfers)
+        calls = sum(self._move(batch) for batch in batches)
+        return TransferStats(num_bytes=_bytes_moved(batches), calls=calls, staging_bytes=self._staging.allocated_bytes)
+
+    def _cut(self, transfers: Iterable[Transfer]) -> list[Batch]:
+        """Batches whose files are open."""
+        batches = list(cut_batches(transfers, self._limits(), on_device=self._is_on_device))
+        for file in {request.file: None for batch in batches for request in batch.requests}:
+            if file not in self._descriptors:
+                self._descriptors[file] = self._open(file)
+        return batches
+
+    def _wait(self, works: list[Future[int]], num_bytes: int) -> TransferStats:
+        try:
+            wait(works)
+            calls = 0
+            while works:  # no name for a work: its error would keep itself alive through its traceback
+                calls += works.pop().result()
+        finally:
+            self._waiting.clear()  # after an interrupt, too
+            if self._side is not None:
+                self._side.wait()
+        return TransferStats(num_bytes=num_bytes, calls=calls, staging_bytes=self._staging.allocated_bytes)
+
+    def _work(self, waiting: deque[Batch]) -> int:
+        """Move batches until none is left; the number of system calls. After a failure no further batch is begun."""
+        if self._side is not None:
+            self._side.enter()
+        calls = 0
+        while True:
+            try:
+                batch = waiting.popleft()
+            except IndexError:
+                return calls
+            try:
+                calls += self._move(batch)
+            except BaseException:
+                waiting.clear()
+                raise
+            with self._one_at_a_time:
+                self._on_bytes(batch.num_bytes)
+
+    def _is_on_device(self, memory: torch.Tensor) -> bool:
+        return self._side is not None and self._side.holds(memory)
+
+    def _move(self, batch: Batch) -> int:
+        """Move a batch, through a staging buffer or straight; the number of system calls."""
+        if batch.route is not Route.DIRECT:
+            return self._stage(batch, lambda buffer: sum(self._io(*part) for part in batch.parts_of(buffer)))
+        (request,) = batch.requests
+        return self._io(request, *(transfer.memory for transfer in request.transfers))
+
+    def _io(self, request: Request, *memory: torch.Tensor) -> int:
+        with _io_errors(request.file, *self._said):
+            return _all_bytes(self._call, self._descriptors[request.file], request, memory)
+
+    _said: tuple[str, str]
+
+    @abstractmethod
+    def _limits(self) -> Limits: ...
+
+    @abstractmethod
+    def _open(self, file: Path) -> int: ...
+
+    @abstractmethod
+    def _stage(self, batch: Batch, move: Callable[[torch.Tensor], int]) -> int: ...
+
+    @abstractmethod
+    def _call(self, descriptor: int, buffers: list[memoryview], position: int) -> int: ...
+
+
+class Reader(_Mover):
+    """Fills the memory of transfers from their files, in file order.
+
+    A run of bytes that is the same in memory on the host is read straight into it. Everything else goes through staging
+    buffers, from which the CPU casts and scatters it; or, for memory on an accelerator, pinned ones, from which it is
+    copied straight to its place where dtype and layout agree, or else to the device, to be cast and scattered there.
+    """
+
+    _said = _READING
+
+    def __init__(
+        self,
+        *,
+        staging_bytes: int,
+        side: SideStream | None,
+        in_flight: int = REQUESTS_IN_FLIGHT,
+        read_ahead: bool = False,
+        on_bytes: Callable[[int], object] = lambda num_bytes: None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            staging_bytes: as for `_Mover`, like `side`, `in_flight` and `on_bytes`.
+            side: None for the CPU alone.
+            in_flight: requests at a time.
+            read_ahead: whether the system may read on behind each request, for other ranks of this node that want the
+                bytes there. Where no rank wants them, reading on costs the disk about twice a rank's share.
+            on_bytes: told how many bytes arrived since the last call.
+        """
+        super().__init__(staging_bytes=staging_bytes, side=side, in_flight=in_flight, on_bytes=on_bytes)
+        self._read_ahead = read_ahead
+
+    def read(self, transfers: Iterable[Transfer]) -> TransferStats:
+        """Fill the memory of every transfer.
+
+        Raises:
+            CheckpointError: a file cannot be read, or is shorter than its header said.
+        """
+        return self.begin(transfers)()
+
+    def _limits(self) -> Limits:
+        return Limits(
+            request_bytes=_REQUEST_BYTES,
+            buffer_bytes=self._staging.buffer_bytes,
+            host_gap_bytes=MAX_GAP_BYTES,
+            device_gap_bytes=_DEVICE_GAP_BYTES if self._read_ahead else MAX_GAP_BYTES,
+        )
+
+    def _open(self, file: Path) -> int:
+        """A descriptor; without `read_ahead`, the system reads from the disk only the bytes asked for."""
+        with _io_errors(file, *_READING), watched(file):
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            if not self._read_ahead and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            return descriptor
+
+    def _stage(self, batch: Batch, move: Callable[[torch.Tensor], int]) -> int:
+        return self._staging.read(batch, move)
+
+    def _call(self, descriptor: int, buffers: list[memoryview], position: int) -> int:
+        return os.preadv(descriptor, buffers, position)
+
+
+class Writer(_Mover):
+    """Writes the memory of transfers to their places in files, as `write_transfers` says."""
+
+    _said = _WRITING
+
+    def _limits(self) -> Limits:
+        buffer_bytes = self._staging.buffer_bytes
+        return Limits(request_bytes=_REQUEST_BYTES, buffer_bytes=buffer_bytes, host_gap_bytes=0, device_gap_bytes=0)
+
+    def _open(self, file: Path) -> int:
+        with _io_errors(file, *_WRITING), watched(file):
+            return os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+
+    def _stage(self, batch: Batch, move: Callable[[torch.Tensor], int]) -> int:
+        return self._staging.write(batch, move)
+
+    def _call(self, descriptor: int, buffers: list[memoryview], position: int) -> int:
+        done = os.pwritev(descriptor, buffers, position)
+        if done >= _EARLY_BYTES:
+            begin_sync(descriptor, position, done)
+        return done
+
+
+def _bytes_moved(batches: Iterable[Batch]) -> int:
+    return sum(request.stop - request.start for batch in batches for request in batch.requests)
+
+
+def _all_bytes(
+    call: Callable[[int, list[memoryview], int], int],
+    descriptor: int,
+    request: Request,
+    memory: Iterable[torch.Tensor],
+) -> int:
+    """Repeat a vectored call, which may move less than asked, until a request is done; give the number of calls."""
+    buffers = [_bytes_of(tensor) for tensor in memory]
+    position, calls = request.start, 0
+    while buffers:
+        with watched(request.file, position):
+            done = call(descriptor, buffers, position)
+        calls += 1
+        if done <= 0:
+            raise CheckpointError(
+                f"{request.file}: ends at byte {position}, expected {request.stop} or more; it shrank since its "
+                "header was read. Download or save it again."
+            )
+        position += done
+        while buffers and done >= len(buffers[0]):
+            done -= len(buffers.pop(0))
+        if done:
+            buffers[0] = buffers[0][done:]
+    return calls
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, sharing its memory."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+@contextmanager
+def _io_errors(file: Path, verb: str, cure: str) -> Iterator[None]:
+    """Turn errors of the system into `CheckpointError`, with the file and a cure."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be {verb}: {error}. Check {cure}, then try again.") from None

@@ -1,0 +1,336 @@
+"""Which bytes of a file belong to which memory, cut into requests and batches.
+
+Words used here:
+
+    transfer   elements of a file, at regular steps, and the same elements in memory
+    request    transfers of one file that are read or written together, small enough for one system call
+    batch      requests that share a staging buffer, or one request that needs none
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+
+import torch
+
+from hf_fsdp_tools.distributed.boxes import Box
+from hf_fsdp_tools.loading.formats.stored import StoredTensor
+from hf_fsdp_tools.loading.regions import View, slice_piece
+from hf_fsdp_tools.loading.symbolic import PieceTensor
+
+__all__ = ["Batch", "Limits", "Request", "Route", "Transfer", "cut_batches", "transfer_of", "views_into"]
+
+_MAX_RUNS = 1024
+"""Memory regions that one `preadv` or `pwritev` takes (IOV_MAX on Linux)."""
+
+_MAX_REQUESTS = 64
+"""Requests of one batch, which one thread moves one after the other; so that many small ones keep all threads busy.
+(assumed)"""
+
+_ALIGNMENT = 64
+"""Each request of a batch begins at a multiple of so many bytes of the buffer: enough for every dtype, and for copies
+in words of 16 bytes."""
+
+
+class Route(Enum):
+    """How bytes travel between a file and memory."""
+
+    DIRECT = auto()
+    """Straight: the bytes in memory on the host are those in the file, in one run."""
+
+    HOST = auto()
+    """Through a staging buffer, cast and scattered by the CPU."""
+
+    DEVICE = auto()
+    """Through a pinned staging buffer, cast and scattered by the accelerator that holds the memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """Elements of a file, and their place in memory."""
+
+    file: Path
+    """The file."""
+
+    start: int
+    """Position of the first element's first byte in the file."""
+
+    dtype: torch.dtype
+    """Dtype of the elements in the file."""
+
+    strides: tuple[int, ...]
+    """Steps in the file per dimension of `memory`, in elements."""
+
+    memory: torch.Tensor
+    """The elements in memory: a view of any strides, dtype and device."""
+
+    @property
+    def stop(self) -> int:
+        """Position after the last element in the file."""
+        steps = sum((n - 1) * step for n, step in zip(self.memory.shape, self.strides, strict=True))
+        return self.start + (steps + 1) * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the elements in the file; gaps between them do not count."""
+        return self.memory.numel() * self.dtype.itemsize
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the bytes in memory are the bytes in the file, in one run."""
+        return self.memory.dtype == self.dtype and self.strides in ((), (1,)) and self.memory.is_contiguous()
+
+    def staged(self, buffer: torch.Tensor, begin: int) -> torch.Tensor:
+        """The elements, with the shape of the memory, in a buffer in which the first one lies at byte `begin`."""
+        raw = buffer[begin : begin + self.stop - self.start].view(self.dtype)
+        return raw.as_strided(self.memory.shape, self.strides, raw.storage_offset())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """Transfers that one system call moves."""
+
+    file: Path
+    """The file."""
+
+    transfers: tuple[Transfer, ...]
+    """In file order."""
+
+    start: int
+    """Position of the first byte to move."""
+
+    stop: int
+    """Position after the last byte to move."""
+
+    route: Route
+    """Of all transfers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Requests that share a staging buffer, or one direct request."""
+
+    requests: tuple[Request, ...]
+    """All of one route."""
+
+    places: tuple[int, ...]
+    """Where the bytes of each request begin in the buffer."""
+
+    @property
+    def route(self) -> Route:
+        """How the bytes travel."""
+        return self.requests[0].route
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Those of all requests."""
+        return tuple(transfer for request in self.requests for transfer in request.transfers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the elements in the files; gaps that are read through do not count."""
+        return sum(transfer.num_bytes for transfer in self.transfers)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffer that are used."""
+        return self.places[-1] + self.requests[-1].stop - self.requests[-1].start
+
+    def parts_of(self, buffer: torch.Tensor) -> Iterator[tuple[Request, torch.Tensor]]:
+        """Yield each request with its bytes in a buffer."""
+        for request, place in zip(self.requests, self.places, strict=True):
+            yield request, buffer[place : place + request.stop - request.start]
+
+    def staged(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The elements of each transfer in a buffer."""
+        return [
+            transfer.staged(buffer, place + transfer.start - request.start)
+            for request, place in zip(self.requests, self.places, strict=True)
+            for transfer in request.transfers
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How large requests and batches may be."""
+
+    request_bytes: int
+    """Bytes of the largest direct request."""
+
+    buffer_bytes: int
+    """Bytes of a staging buffer."""
+
+    host_gap_bytes: int
+    """Unwanted bytes between wanted ones up to which a request of the CPU moves both; 0 for writing."""
+
+    device_gap_bytes: int
+    """The same for an accelerator."""
+
+
+def views_into(memory: torch.Tensor, tensor: PieceTensor, box: Box) -> Iterator[tuple[str, View, torch.Tensor]]:
+    """Yield the sources that fill `memory` with one box of a tensor: name, view of the source, part of the memory.
+
+    Args:
+        memory: a view of any strides, of the box's shape. Elements that no piece of the tensor fills keep their values.
+        tensor: must not be opaque.
+        box: which part of the tensor.
+    """
+    for piece in tensor.pieces or ():
+        part = slice_piece(piece, box)
+        if part is None:
+            continue
+        skipped = ((p - b) * step for p, b, step in zip(part.box.start, box.start, memory.stride(), strict=True))
+        place = memory.as_strided(part.box.length, memory.stride(), memory.storage_offset() + sum(skipped))
+        yield part.source, part.view, place
+
+
+def transfer_of(stored: StoredTensor, view: View, memory: torch.Tensor) -> Transfer:
+    """The transfer that fills `memory` with a view of a stored tensor."""
+    return Transfer(
+        file=stored.file,
+        start=stored.offset + view.offset * stored.dtype.itemsize,
+        dtype=stored.dtype,
+        strides=view.strides,
+        memory=memory,
+    )
+
+
+def cut_batches(
+    transfers: Iterable[Transfer], limits: Limits, *, on_device: Callable[[torch.Tensor], bool]
+) -> Iterator[Batch]:
+    """Yield batches that together move the transfers, in file order.
+
+    Args:
+        transfers: of any files.
+        limits: sizes.
+        on_device: whether memory is on the accelerator for which buffers are pinned.
+    """
+    staged: list[Request] = []
+    places: list[int] = []
+    for request in _cut_requests(transfers, limits, on_device):
+        if request.route is not Route.DEVICE:
+            yield Batch(requests=(request,), places=(0,))
+            continue
+        place = -(-(places[-1] + staged[-1].stop - staged[-1].start) // _ALIGNMENT) * _ALIGNMENT if staged else 0
+        is_full = place + request.stop - request.start > limits.buffer_bytes or len(staged) == _MAX_REQUESTS
+        if staged and is_full:
+            yield Batch(requests=tuple(staged), places=tuple(places))
+            staged, places, place = [], [], 0
+        staged.append(request)
+        places.append(place)
+    if staged:
+        yield Batch(requests=tuple(staged), places=tuple(places))
+
+
+def _cut_requests(
+    transfers: Iterable[Transfer], limits: Limits, on_device: Callable[[torch.Tensor], bool]
+) -> Iterator[Request]:
+    """Yield requests that together move the transfers, in file order."""
+    parts: dict[Path, list[tuple[Transfer, Route]]] = {}
+    for transfer in transfers:
+        if transfer.memory.numel():
+            parts.setdefault(transfer.file, []).extend(_cut(_merged(transfer), limits, on_device(transfer.memory)))
+    for file in sorted(parts):
+        in_order = sorted((part.start, part.stop, i) for i, (part, _) in enumerate(parts[file]))
+        placed = ((start, stop, *parts[file][i]) for start, stop, i in in_order)
+        yield from _join_neighbours(file, placed, limits)
+
+
+def _cut(transfer: Transfer, limits: Limits, is_on_device: bool) -> Iterator[tuple[Transfer, Route]]:
+    """Yield parts of a transfer, each with its route, of which each fits a request."""
+    if transfer.is_run:
+        yield from _divided(transfer, limits, is_on_device)
+        return
+    gap_bytes = limits.device_gap_bytes if is_on_device else limits.host_gap_bytes
+    # Half the buffer each, so that two parts that interleave in the file fit into it together.
+    for part in _cut_to_fit(transfer, limits.buffer_bytes // 2, gap_bytes):
+        if part.is_run:
+            yield from _divided(part, limits, is_on_device)
+        else:
+            yield part, Route.DEVICE if is_on_device else Route.HOST
+
+
+def _merged(transfer: Transfer) -> Transfer:
+    """The transfer with dimensions in file order, and with dimensions that are contiguous in file and memory merged."""
+    shape, memory = transfer.memory.shape, transfer.memory.stride()
+    order = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: -transfer.strides[d])
+    merged: list[tuple[int, int, int]] = []  # length, step in the file, step in memory
+    for d in order:
+        dim = (shape[d], transfer.strides[d], memory[d])
+        if merged and merged[-1][1:] == (dim[0] * dim[1], dim[0] * dim[2]):
+            dim = (merged.pop()[0] * dim[0], dim[1], dim[2])
+        merged.append(dim)
+    return Transfer(
+        file=transfer.file,
+        start=transfer.start,
+        dtype=transfer.dtype,
+        strides=tuple(dim[1] for dim in merged),
+        memory=transfer.memory.as_strided([dim[0] for dim in merged], [dim[2] for dim in merged]),
+    )
+
+
+def _cut_to_fit(transfer: Transfer, limit: int, max_gap_bytes: int) -> Iterator[Transfer]:
+    """Cut along the dimension with the largest step until each part is one run, or fits `limit` without large gaps."""
+    if transfer.is_run or not transfer.strides:
+        yield transfer
+        return
+    size, strides, memory = transfer.dtype.itemsize, transfer.strides, transfer.memory
+    steps = [(n - 1) * step for n, step in zip(memory.shape, strides, strict=True)]
+    gaps = [(step - 1 - sum(steps[d + 1 :])) * size for d, step in enumerate(strides)]
+    span = (sum(steps) + 1) * size
+    # Writing (no gap allowed) must not touch a byte that belongs to somebody else, so there must be no hole at all.
+    is_whole = max(gaps) <= max_gap_bytes and (max_gap_bytes > 0 or span == transfer.num_bytes)
+    if is_whole and span <= limit:
+        yield transfer
+        return
+    many = min(max(1, limit // (strides[0] * size)), memory.shape[0] - 1) if is_whole else 1
+    for i in range(0, memory.shape[0], many):
+        part = memory.narrow(0, i, min(many, memory.shape[0] - i))
+        inner, steps_in = (part.select(0, 0), strides[1:]) if part.shape[0] == 1 else (part, strides)
+        start = transfer.start + i * strides[0] * size
+        cut = Transfer(file=transfer.file, start=start, dtype=transfer.dtype, strides=steps_in, memory=inner)
+        yield from _cut_to_fit(cut, limit, max_gap_bytes)
+
+
+def _divided(run: Transfer, limits: Limits, is_on_device: bool) -> Iterator[tuple[Transfer, Route]]:
+    """Yield one run, with its route, in parts that fit a request, so that several requests move it at once."""
+    on_host = Route.DIRECT if run.memory.device.type == "cpu" else Route.HOST
+    route = Route.DEVICE if is_on_device else on_host
+    num_bytes = limits.request_bytes if route is Route.DIRECT else limits.buffer_bytes
+    if run.num_bytes <= num_bytes:
+        yield run, route
+        return
+    start = run.start
+    for part in torch.split(run.memory, max(1, num_bytes // run.dtype.itemsize)):
+        yield Transfer(file=run.file, start=start, dtype=run.dtype, strides=run.strides, memory=part), route
+        start += part.numel() * run.dtype.itemsize
+
+
+def _join_neighbours(
+    file: Path, parts: Iterable[tuple[int, int, Transfer, Route]], limits: Limits
+) -> Iterator[Request]:
+    """Yield neighbours as one request: direct transfers while they touch, staged ones while they touch or overlap.
+
+    Args:
+        file: of all parts.
+        parts: (start, stop, transfer, route) in file order.
+        limits: of the requests.
+    """
+    joined: list[Transfer] = []
+    first = last = 0
+    way = Route.DIRECT
+    for start, stop, part, route in parts:
+        is_direct = route is Route.DIRECT
+        touches = bool(joined) and route is way and (start == last if is_direct else start <= last)
+        largest = limits.request_bytes if is_direct else limits.buffer_bytes
+        fits = max(last, stop) - first <= largest and len(joined) < _MAX_RUNS
+        is_aligned = is_direct or (start - first) % part.dtype.itemsize == 0
+        if not (touches and fits and is_aligned):
+            if joined:
+                yield Request(file=file, transfers=tuple(joined), start=first, stop=last, route=way)
+            joined, first, last, way = [], start, stop, route
+        joined.append(part)
+        last = max(last, stop)
+    if joined:
+        yield Request(file=file, transfers=tuple(joined), start=first, stop=last, route=way)

@@ -1,0 +1,346 @@
+"""Checkpoint files straight into the shards of a meta model: each rank reads its own bytes."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_tools.background import wait_for_saves
+from hf_fsdp_tools.distributed.agreement import (
+    agreed,
+    all_ranks,
+    opened,
+    rank_and_size,
+    same_on_all_ranks,
+    shared_seed,
+)
+from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.loading.conversion import set_conversions
+from hf_fsdp_tools.loading.fill import Filled, fill_shards
+from hf_fsdp_tools.loading.fingerprint import refuse_other_contents
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, STAGING_BYTES_PINNED
+from hf_fsdp_tools.loading.match import Match, check_ties, match_checkpoint, refuse_not_finite
+from hf_fsdp_tools.loading.quantized.pack import forget_scales
+from hf_fsdp_tools.loading.report import LoadReport, MemoryWatch, log_dequantized, log_keys
+from hf_fsdp_tools.loading.vocabulary import AddedTokens, fill_added
+from hf_fsdp_tools.modeling.given import as_count, as_dtype, as_flag, as_model, as_path, taking
+from hf_fsdp_tools.modeling.initialize import initialize_missing
+from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.quantization import forget_quantization
+from hf_fsdp_tools.sharding.allocate import allocate, renew
+from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
+from hf_fsdp_tools.text import did_you_mean, dtype_name
+
+__all__ = ["load_weights", "rolled_back", "state_after_failure"]
+
+
+@taking(
+    model=as_model,
+    dtype=as_dtype,
+    ignore_mismatched_sizes=as_flag,
+    strict=as_flag,
+    check_finite=as_flag,
+    staging_bytes=as_count,
+    requests_in_flight=as_count,
+    progress=as_flag,
+)
+def load_weights(
+    model: nn.Module,
+    path_or_repo: str | PathLike[str] | CheckpointIndex,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    ignore_mismatched_sizes: bool = False,
+    strict: bool = False,
+    added_tokens: AddedTokens | None = None,
+    check_finite: bool = False,
+    seed: int | None = None,
+    staging_bytes: int | None = None,
+    requests_in_flight: int = REQUESTS_IN_FLIGHT,
+    progress: bool | None = None,
+    **hub_kwargs: Any,
+) -> LoadReport:
+    """Fill a sharded (or plain) meta model from a Hugging Face checkpoint, in place; each rank reads its own shards.
+
+    The result equals `from_pretrained` bit for bit: transformers' own conversions and ties are used, and its own
+    initialisation for tensors that are in no file. Of a conversion that only moves data, a rank reads the byte ranges
+    of its shard. Any other conversion runs on whole tensors, one conversion at a time, and is counted in the report.
+    Under HSDP the first replica reads, and each shard is broadcast to the others.
+
+    Weights that are stored in fine-grained FP8 (and 4 bits beside it), MXFP4 or 8 bits of compressed-tensors are
+    dequantised while they are read, as by transformers' `dequantize=True`. Each rank reads its own values and the
+    scales of the blocks that it meets, and makes floats of a bounded number at a time. One line on rank 0 says so. The
+    model is a plain one afterwards. What has no rule per block (GPTQ, AWQ, …) is refused with the reason.
+
+    Tied weights are read once, from whichever name the file has. Where a config ties two names and the file holds
+    different values for them, transformers leaves them untied. A sharded model cannot be untied, so this is an error.
+
+    Args:
+        model: tied, on any device. Parameters on meta get storage first; parameters with storage are overwritten.
+        path_or_repo: folder, weight file or hub name, or an index that is open already; see `CheckpointIndex.open` for
+            the formats. Of a DCP folder the model's part is read, wherever it lies in the saved state dict.
+        dtype: of floating-point parameters (float32 for master weights). None keeps the model's own dtypes.
+        device: where storage goes. None: the mesh's device, or the CPU for a CPU-offloaded or plain model.
+        ignore_mismatched_sizes: initialise tensors of other shape than the checkpoint's instead of refusing them.
+        strict: refuse missing and unexpected keys instead of reporting them.
+        added_tokens: where the model's vocabulary was resized (`num_tokens` of `from_pretrained`, or on meta, before it
+            is sharded, `model.resize_token_embeddings(…, mean_resizing=False)`): old rows are read from the files slice
+            by slice, and new ones are the mean of the old ("mean") or drawn by the model's own initialisation
+            ("random"); the same values for any number of ranks. None refuses a checkpoint of another vocabulary.
+        check_finite: refuse NaN and infinity in what was read; each rank looks at its own shards.
+        seed: of the model's own initialisation; the values do not depend on the number of ranks. None: it follows from
+            rank 0's generator, that is from `torch.manual_seed` or `set_seed`.
+        staging_bytes: bound of host memory above the shards; at least 1 MiB. None: 64 MiB, or 320 MiB of pinned memory
+            for shards on an accelerator, so that it reads 16 times 16 MiB at once while other buffers are copied from.
+        requests_in_flight: reads of this rank at a time. The default suits the page cache, local disks and network file
+            systems; more may help where one request takes very long, fewer where a file server throttles.
+        progress: a bar with bytes and speed on rank 0, over that rank's own bytes. None: where standard error is a
+            terminal and transformers' and the hub's bars are on.
+        hub_kwargs: `allow_pickle` (for legacy `.bin` files), `revision`, `token`, `cache_dir`, `local_files_only`,
+            `subfolder`, as for `CheckpointIndex.open`.
+
+    Every rank of the default process group must call, with equal arguments but for `path_or_repo`,
+    `requests_in_flight`, `progress` and how to fetch; without a group, one process loads all. The ranks exchange
+    errors, digests of the arguments and of the checkpoint (`refuse_other_contents`), and the figures of the report;
+    under HSDP also shards, along the replicate axis.
+
+    Where storage does not answer, a warning names file and position after 30 s; ranks that wait for such a rank raise
+    `RanksError` after ten minutes without progress.
+
+    A load that fails can be tried again. Tensors that were on meta are on meta again and their memory is free;
+    floating-point tensors that had storage before become NaN if reading had begun.
+
+    Raises:
+        CheckpointError: the checkpoint is absent or damaged, or does not fit; the same on every rank, and before
+            anything is changed unless reading itself fails.
+        ConfigError: `staging_bytes` or `requests_in_flight` is too small, `dtype` differs from that of parameters with
+            storage, or arguments differ between ranks; the same on every rank.
+
+    Example:
+        >>> model = build_meta_model("checkpoint")
+        >>> shard_model(model, make_wrap_plan(model))
+        LlamaForCausalLM(...
+        >>> load_weights(model, "checkpoint", progress=False).missing_keys
+        ()
+    """
+    with agreed("checking the arguments of load_weights"):
+        device = device or _device_of(model)
+        if staging_bytes is None:
+            staging_bytes = STAGING_BYTES if device.type == "cpu" else STAGING_BYTES_PINNED
+        _refuse_arguments(path_or_repo, staging_bytes, requests_in_flight, hub_kwargs)
+        _refuse_other_dtype(model, dtype)
+    same_on_all_ranks(
+        "loading weights",
+        dtype=dtype,
+        device=device,
+        ignore_mismatched_sizes=ignore_mismatched_sizes,
+        strict=strict,
+        added_tokens=added_tokens,
+        check_finite=check_finite,
+        seed=seed,
+        staging_bytes=staging_bytes,
+        allow_pickle=hub_kwargs.get("allow_pickle", False),
+    )
+    reshard_units(model)
+    seconds: dict[str, float] = {}
+    watch = MemoryWatch()
+    with _timed(seconds, "plan"):
+        index = _opened(path_or_repo, hub_kwargs)
+        refuse_other_contents(index)
+        with agreed("matching the checkpoint with the model"):
+            match = match_checkpoint(
+                model,
+                index,
+                ignore_mismatched_sizes=ignore_mismatched_sizes,
+                strict=strict,
+                resize_vocabulary=added_tokens is not None,
+            )
+            check_ties(match, staging_bytes=staging_bytes)
+    after = state_after_failure(model)
+    seed = shared_seed(seed)
+    with rolled_back(model):
+        with _timed(seconds, "read"):
+            doing = f"reading the checkpoint ({after})"
+            with agreed(doing):
+                forget_scales(model)
+                allocate(model, device=device, dtype=dtype)
+            in_flight = requests_in_flight
+            filled = fill_shards(
+                model, match, doing=doing, staging_bytes=staging_bytes, in_flight=in_flight, progress=progress
+            )
+            with agreed(doing):
+                index.refuse_changed()
+        if check_finite:
+            with _timed(seconds, "check"), agreed(f"checking the values ({after})"):
+                refuse_not_finite(model, {*match.loaded, *match.to_pack})
+        with _timed(seconds, "initialize"), agreed(f"initialising what is in no file ({after})"):
+            initialize_missing(model, missing_keys=match.to_initialize, seed=seed)
+            set_conversions(model, match.load_map)
+            forget_quantization(model)
+        if added_tokens is not None:
+            fill_added(model, match.added, added_tokens, seed)
+    report = _report(model, match, filled, watch, seconds)
+    log_keys(model, report)
+    log_dequantized(report, match.dequantized.other_blocks if match.dequantized else ())
+    return report.with_ranks(all_ranks(report.figures(), "adding up the report"))
+
+
+def _refuse_arguments(
+    path_or_repo: str | PathLike[str] | CheckpointIndex,
+    staging_bytes: int,
+    requests_in_flight: int,
+    hub_kwargs: dict[str, Any],
+) -> None:
+    if staging_bytes < 2**20:
+        raise ConfigError(f"staging_bytes is {staging_bytes}; it must be at least {2**20} (1 MiB).")
+    if requests_in_flight < 1:
+        raise ConfigError(f"requests_in_flight is {requests_in_flight}; it must be 1 or more.")
+    is_open = isinstance(path_or_repo, CheckpointIndex)
+    if not is_open:
+        as_path(path_or_repo, "path_or_repo")
+    of_files = signature(CheckpointIndex.open).parameters
+    if unknown := sorted(hub_kwargs.keys() - (() if is_open else of_files)):
+        of = " for a checkpoint that is open" if is_open else ""
+        known = signature(load_weights).parameters.keys() | of_files.keys()
+        raise ConfigError(
+            f"load_weights has no argument {', '.join(unknown)}{of}{did_you_mean(unknown[0], known - {*unknown})}"
+        )
+
+
+def _opened(path_or_repo: str | PathLike[str] | CheckpointIndex, hub_kwargs: dict[str, Any]) -> CheckpointIndex:
+    """The index of a checkpoint, which may be open already. Every rank must call."""
+    if isinstance(path_or_repo, CheckpointIndex):
+        return path_or_repo
+    wait_for_saves()  # perhaps of this checkpoint
+    # The doing is the same text on all ranks, whatever name each gave.
+    return opened(
+        "opening the checkpoint", path_or_repo, lambda asked: CheckpointIndex.open(path_or_repo, **asked), hub_kwargs
+    )
+
+
+def _report(
+    model: nn.Module, match: Match, filled: Filled, watch: MemoryWatch, seconds: dict[str, float]
+) -> LoadReport:
+    """This rank's report."""
+    dequantized, dtypes = match.dequantized, _dtypes(model)
+    return LoadReport(
+        checkpoint=match.index.name,
+        rank=rank_and_size()[0],
+        dtypes=dtypes,
+        missing_keys=tuple(sorted(match.missing_keys)),
+        unexpected_keys=tuple(sorted(match.unexpected_keys)),
+        mismatched_keys=match.mismatched,
+        resized_keys=match.resized,
+        initialized_keys=tuple(sorted(match.to_initialize)),
+        dequantized_from=dequantized.method if dequantized else None,
+        quantized_bytes=dequantized.stored_bytes if dequantized else 0,
+        dequantized_bytes=dequantized.num_values * getattr(torch, dtypes[0]).itemsize if dequantized else 0,
+        bytes_read=filled.stats.num_bytes + filled.converted.num_bytes,
+        share_bytes=filled.share_bytes,
+        replicated_bytes=filled.replicated_bytes,
+        converted_bytes=filled.converted.num_bytes,
+        header_bytes=match.index.header_bytes,
+        read_calls=filled.stats.calls + filled.converted.calls,
+        staging_bytes=max(filled.stats.staging_bytes, filled.converted.staging_bytes),
+        peak_host_bytes=watch.above(filled.host_bytes),
+        seconds=seconds,
+    )
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """Note the wall time of a block."""
+    start = time.perf_counter()
+    yield
+    seconds[stage] = round(time.perf_counter() - start, 4)
+
+
+def _refuse_other_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Refuse a dtype for parameters that have storage already, and for 4-bit weights."""
+    if dtype and (packed := packed_linears(model)):
+        raise ConfigError(
+            f"dtype={dtype} cannot be honoured: {min(packed)!r} holds 4-bit values, which have the dtype of their "
+            "storage. Give dtype to build_meta_model or from_pretrained, or leave it out."
+        )
+    for name, parameter in model.named_parameters():
+        if dtype and parameter.is_floating_point() and not parameter.is_meta and parameter.dtype != dtype:
+            raise ConfigError(
+                f"dtype={dtype} cannot be honoured: {name!r} has storage in {parameter.dtype} already. Build the "
+                "model on meta (build_meta_model), or leave dtype out."
+            )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where shards belong: the mesh's device, or the CPU if FSDP2 offloads parameters or nothing is sharded."""
+    if is_offloaded(model):
+        return torch.device("cpu")
+    mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+    return torch.device(mesh.device_type if mesh is not None else "cpu")
+
+
+def _dtypes(model: nn.Module) -> tuple[str, ...]:
+    """Dtypes of floating-point parameters, most elements first."""
+    count = Counter[torch.dtype]()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            count[parameter.dtype] += parameter.numel()
+    return tuple(dtype_name(dtype) for dtype, _ in count.most_common())
+
+
+def state_after_failure(model: nn.Module) -> str:
+    """In which state `rolled_back` leaves the model, for messages; call before anything is changed."""
+    if all(parameter.is_meta for parameter in model.parameters()):
+        return "the model is on meta again, as it was"
+    return "weights that had storage are partly overwritten, so they were filled with NaN"
+
+
+@contextmanager
+def rolled_back(model: nn.Module) -> Iterator[None]:
+    """Undo a block that fails: put tensors that were on meta back on meta, and free their storage.
+
+    A forward pass then stops at once (FSDP2 says that parameters are on meta), saving is refused, and loading can be
+    tried again. Floating-point tensors that had storage before have lost their values, so they become NaN rather than a
+    mixture of two models. No rank communicates; a failure that `agreed` shares undoes the block on all ranks.
+    """
+    before: list[tuple[dict[str, Any], str, torch.Tensor]] = [
+        (store, name, tensor)
+        for module in model.modules()
+        for store in (module._parameters, module._buffers)
+        for name, tensor in store.items()
+        if tensor is not None
+    ]
+    try:
+        yield
+    except BaseException:
+        for store, name, tensor in before:
+            if tensor.is_meta:
+                _free(store[name])
+                store[name] = tensor
+            elif tensor.is_floating_point():
+                _fill_with_nan(tensor)
+        renew(model)
+        raise
+
+
+def _free(tensor: torch.Tensor | None) -> None:
+    """Free a tensor's memory now: FSDP2 keeps a reference to each shard until it gets the next one."""
+    if tensor is not None and not tensor.is_meta:
+        storage = local_tensor(tensor).untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+
+
+def _fill_with_nan(tensor: torch.Tensor) -> None:
+    local = local_tensor(tensor)
+    with torch.no_grad():
+        for box, start in local_boxes_of(tensor):
+            memory_view(local, start, box.length).fill_(float("nan"))

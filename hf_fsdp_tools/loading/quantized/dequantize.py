@@ -1,0 +1,268 @@
+"""Dequantise stored weights while they are read: each rank its own values, with the scales of the blocks that it meets.
+
+A rule takes each value with its scale alone, so that dequantising a part of a block depends on nothing outside the
+part. A rank reads its own values, to the byte, and every scale of which a block meets its shard. It dequantises a
+bounded number of rows at a time straight into the shard. So the shards together are, bit for bit, what transformers
+makes of the whole weight.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_fsdp_tools.distributed.boxes import Box
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading.formats.stored import BlockScales, QuantizedTensor, Stored
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.io.files import Reader, TransferStats
+from hf_fsdp_tools.loading.io.transfer import Transfer, transfer_of, views_into
+from hf_fsdp_tools.loading.quantized.rules import RULES, unpacked
+from hf_fsdp_tools.loading.quantized.windows import Bounds, batches, work_in_windows
+from hf_fsdp_tools.loading.regions import View, row_major_strides
+from hf_fsdp_tools.loading.symbolic import PieceTensor
+
+__all__ = ["Place", "QuantizedPart", "dequantize", "read_into", "reads_of", "whole_place"]
+
+Place = tuple[torch.Tensor, PieceTensor, Box]
+"""Memory of any strides, and the box of a stored tensor that fills it."""
+
+
+def whole_place(memory: torch.Tensor, stored: Stored) -> Place:
+    """Memory for all of a stored tensor, in the memory's dtype."""
+    return memory, PieceTensor.stored(stored, memory.dtype), Box.whole(memory.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedPart:
+    """Values of a quantised tensor, and their place in memory."""
+
+    tensor: QuantizedTensor
+    """The tensor."""
+
+    view: View
+    """Which values: a view of the tensor's matrix."""
+
+    memory: torch.Tensor
+    """Where they go; of the lengths of the view, of any strides, dtype and device."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values as they are stored, and their part of the scales."""
+        return round(self.memory.numel() * self.tensor.num_bytes / max(1, math.prod(self.tensor.shape)))
+
+
+def reads_of(places: Iterable[Place], index: CheckpointIndex) -> tuple[list[Transfer], list[QuantizedPart]]:
+    """What fills memory with boxes of stored tensors: reads as they are, and values to dequantise."""
+    transfers: list[Transfer] = []
+    parts: list[QuantizedPart] = []
+    for memory, tensor, box in places:
+        for name, view, place in views_into(memory, tensor, box):
+            source = index.source(name)
+            if isinstance(source, QuantizedTensor):
+                parts.append(QuantizedPart(tensor=source, view=view, memory=place))
+            else:
+                transfers.append(transfer_of(source, view, place))
+    return transfers, parts
+
+
+def read_into(places: Iterable[Place], index: CheckpointIndex, reader: Reader, *, staging_bytes: int) -> TransferStats:
+    """Fill memory with boxes of stored tensors: read, and dequantise what is stored quantised.
+
+    Raises:
+        CheckpointError: a file cannot be read, or a scale is no positive or negative number.
+    """
+    transfers, parts = reads_of(places, index)
+    return reader.read(transfers) + dequantize(parts, reader, staging_bytes=staging_bytes)
+
+
+def dequantize(parts: Sequence[QuantizedPart], reader: Reader, *, staging_bytes: int) -> TransferStats:
+    """Read values and scales, and fill the memory of all parts with floats of its dtype, on its device.
+
+    While some rows are dequantised, the next ones are read.
+
+    Args:
+        parts: whose memory is on one device.
+        reader: whose buffers take half of `staging_bytes` on the host.
+        staging_bytes: bound of host memory above the parts' own, the reader's buffers included.
+
+    Raises:
+        CheckpointError: a file cannot be read, or a scale is no positive or negative number.
+    """
+    if not parts:
+        return TransferStats()
+    bounds = Bounds.of(parts[0].memory.device, staging_bytes)
+    slabs = (_Slab(cut) for part in parts if part.memory.numel() for cut in _cut(part, bounds.part_values))
+    return work_in_windows(
+        batches(slabs, bounds.window_bytes, lambda slab: slab.num_bytes),
+        reader,
+        begin=lambda window: (list(window), [transfer for slab in window for transfer in slab.begin()]),
+        work=lambda slab: slab.finish(),
+    )
+
+
+def _cut(part: QuantizedPart, many: int) -> Iterator[QuantizedPart]:
+    """Yield parts of whole columns and rows, of which each meets at most `many` values; rows are divided first."""
+    view, columns = part.view, part.tensor.columns
+    dims = sorted((d for d, n in enumerate(view.length) if n > 1), key=lambda d: -view.strides[d])
+    within = [d for d in dims if view.strides[d] % columns]
+    is_regular = view.offset % columns + sum((view.length[d] - 1) * view.strides[d] for d in within) < columns
+    size = _Slab(part).numel if is_regular else 0
+    if not dims or (is_regular and size <= many):
+        yield part
+        return
+    # A view that runs on from row to row is halved until each half keeps to the columns that it begins in.
+    dim = dims[0] if is_regular else within[0]
+    length = view.length[dim]
+    count = max(1, length * many // size) if is_regular else length // 2
+    # Cuts between neighbouring rows are cuts between blocks where these are smaller, so that no scale is read twice.
+    is_rows = view.strides[dim] == columns
+    high = max((s.block[0] for s in part.tensor.scales.values() if is_rows and s.block[0] <= count), default=1)
+    i = 0
+    while i < length:
+        taken = min(count // high * high - (view.offset // columns + i) % high, length - i)
+        start = [i if d == dim else 0 for d in range(len(view.length))]
+        lengths = [taken if d == dim else n for d, n in enumerate(view.length)]
+        memory = part.memory.narrow(dim, i, taken)
+        yield from _cut(QuantizedPart(tensor=part.tensor, view=view.crop(start, lengths), memory=memory), many)
+        i += taken
+
+
+class _Slab:
+    """Rows and columns of a quantised matrix that are read and dequantised together.
+
+    The rows are those of the part. The columns are rounded out to whole blocks, of which only the part's own are read.
+    """
+
+    def __init__(self, part: QuantizedPart) -> None:
+        tensor, view = part.tensor, part.view
+        self.part = part
+        first_row, self.first = divmod(view.offset, tensor.columns)
+        dims = [d for d, n in enumerate(view.length) if n > 1]
+        self.row_dims = [d for d in dims if not view.strides[d] % tensor.columns]
+        self.column_dims = [d for d in dims if view.strides[d] % tensor.columns]
+        self.rows = View(
+            offset=first_row,
+            length=tuple(view.length[d] for d in self.row_dims),
+            strides=tuple(view.strides[d] // tensor.columns for d in self.row_dims),
+        )
+        self.stop = self.first + sum((view.length[d] - 1) * view.strides[d] for d in self.column_dims) + 1
+        self.begin_at = self.first // tensor.packed * tensor.packed
+        self.end_at = -(-self.stop // tensor.packed) * tensor.packed
+        for scales in sorted(tensor.scales.values(), key=lambda scales: -scales.block[1]):
+            wide = scales.block[1]
+            if self.begin_at // wide != (self.end_at - 1) // wide:
+                self.begin_at, self.end_at = self.begin_at // wide * wide, -(-self.end_at // wide) * wide
+
+    @property
+    def numel(self) -> int:
+        """Values of the rows and columns."""
+        return math.prod(self.rows.length) * (self.end_at - self.begin_at)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory for the stored values."""
+        return self.numel // self.part.tensor.packed * self.part.tensor.values.dtype.itemsize
+
+    def begin(self) -> Iterator[Transfer]:
+        """Make memory for values and scales; yield the transfers that fill it."""
+        tensor, device = self.part.tensor, self.part.memory.device
+        stored, size, packed = tensor.values, tensor.values.dtype.itemsize, tensor.packed
+        width = (self.end_at - self.begin_at) // packed * size
+        self.values = torch.empty((*self.rows.length, width), dtype=torch.uint8, device=device)
+        low, high = self.first // packed, -(-self.stop // packed)
+        row = tensor.columns // packed
+        view = View(
+            offset=(self.rows.offset * row + low) * size,
+            length=(*self.rows.length, (high - low) * size),
+            strides=(*(step * row * size for step in self.rows.strides), 1),
+        )
+        memory = self.values.narrow(-1, low * size - self.begin_at // packed * size, (high - low) * size)
+        yield Transfer(
+            file=stored.file, start=stored.offset + view.offset, dtype=torch.uint8, strides=view.strides, memory=memory
+        )
+        self.scales = {name: _ScalesOfRows(self, scales) for name, scales in tensor.scales.items()}
+        for scales in self.scales.values():
+            yield scales.transfer()
+
+    def finish(self) -> None:
+        """Dequantise what was read into the memory of the part.
+
+        Raises:
+            CheckpointError: a scale is no positive or negative number.
+        """
+        tensor, memory = self.part.tensor, self.part.memory
+        values = self.values.view(-1, self.values.shape[-1]).view(tensor.values.dtype)
+        beside = {name: scales.of_each_row() for name, scales in self.scales.items()}
+        floats = RULES[tensor.rule](values, beside, memory.dtype).contiguous()
+        steps = [0] * memory.dim()
+        for d, step in zip(self.row_dims, row_major_strides(self.rows.length), strict=True):
+            steps[d] = step * floats.shape[1]
+        for d in self.column_dims:
+            steps[d] = self.part.view.strides[d]
+        memory.copy_(floats.as_strided(memory.shape, steps, self.first - self.begin_at))
+
+
+class _ScalesOfRows:
+    """The scales of the blocks that a slab meets.
+
+    Dimensions of the rows that step by whole blocks are dimensions of the scales too; the others together meet a range
+    of rows of blocks.
+    """
+
+    def __init__(self, slab: _Slab, scales: BlockScales) -> None:
+        rows, (high, wide) = slab.rows, scales.block
+        self._key, self._stored, self._bits = slab.part.tensor.key, scales.stored, scales.bits
+        self._outer = [d for d, step in enumerate(rows.strides) if not step % high]
+        inner = [d for d in range(len(rows.strides)) if d not in self._outer]
+        index = torch.tensor(rows.offset)
+        for d in inner:
+            index = index.unsqueeze(-1) + torch.arange(rows.length[d]) * rows.strides[d]
+        blocks = torch.div(index, high, rounding_mode="floor")
+        first, last = int(blocks.min()), int(blocks.max())
+        self._blocks, self._inner = blocks - first, inner
+        self._within = index % high
+        column, stop = slab.begin_at // wide, min(-(-slab.end_at // wide), scales.columns)
+        self._view = View(
+            offset=first * scales.columns + column,
+            length=(*(rows.length[d] for d in self._outer), last + 1 - first, stop - column),
+            strides=(*(rows.strides[d] // high * scales.columns for d in self._outer), scales.columns, 1),
+        )
+        self._memory = torch.empty(self._view.length, dtype=scales.stored.dtype, device=slab.part.memory.device)
+
+    def transfer(self) -> Transfer:
+        """The transfer that reads the scales."""
+        return transfer_of(self._stored, self._view, self._memory)
+
+    def of_each_row(self) -> torch.Tensor:
+        """The scales of each row of the slab, [rows, blocks]."""
+        self._refuse_bad()
+        dtype = self._memory.dtype
+        stored = self._memory.view(torch.uint8) if dtype.itemsize == 1 else self._memory  # torch picks no 8-bit floats
+        found = stored.index_select(-2, self._blocks.flatten().to(stored.device)).view(dtype)
+        if self._bits:
+            first_bits = (self._within.flatten() * self._bits).to(found)
+            found = unpacked(found, first_bits.unsqueeze(1), self._bits)
+        found = found.view(*found.shape[:-2], *self._blocks.shape, found.shape[-1])
+        order = [*self._outer, *self._inner]
+        found = found.permute(*(order.index(d) for d in range(len(order))), found.dim() - 1)
+        return found.reshape(-1, found.shape[-1])
+
+    def _refuse_bad(self) -> None:
+        """Refuse scales of which no quantisation gives any: damaged files hold such."""
+        if self._stored.dtype == torch.uint8:  # an exponent; 255 is NaN
+            bad = self._memory == 255
+        elif not self._stored.dtype.is_floating_point:
+            return
+        else:
+            scales = self._memory.to(torch.float32)
+            bad = ~torch.isfinite(scales)
+            if self._stored.dtype != torch.float8_e4m3fn:  # of which small ones are zero, as are their blocks
+                bad |= scales == 0
+        if count := int(bad.sum()):
+            raise CheckpointError(
+                f"{self._stored.file}: {self._stored.key!r} holds {count} scales that are zero, infinite or NaN, so "
+                f"{self._key!r} cannot be dequantised. The file is damaged, or its quantisation failed: download or "
+                "quantise it again."
+            )

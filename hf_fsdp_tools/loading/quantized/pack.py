@@ -1,0 +1,259 @@
+"""Pack plain weights of a checkpoint into 4-bit shards: each rank reads and packs its blocks, and gets all scales.
+
+A block is a run of values of the flattened weight (64 by default) that share one scale, so packing a block depends on
+nothing outside it. A rank whose shard begins or ends within a block reads and packs the whole block, and keeps the part
+in its shard. So the shards together are, bit for bit, what bitsandbytes makes of the whole weight. The ranks join the
+scales before the scales are quantised too, because quantising subtracts their mean.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_tools.distributed.agreement import agreed
+from hf_fsdp_tools.distributed.boxes import Box
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.io.files import Reader, TransferStats
+from hf_fsdp_tools.loading.io.transfer import Transfer
+from hf_fsdp_tools.loading.quantized.dequantize import Place, dequantize, reads_of, whole_place
+from hf_fsdp_tools.loading.quantized.share import PackedShare, PackedWeight, Span, compute_device
+from hf_fsdp_tools.loading.quantized.windows import Bounds, batches, work_in_windows
+from hf_fsdp_tools.loading.regions import row_major_strides
+from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of, set_quant_state
+
+__all__ = ["forget_scales", "join_scales", "make_quant_state", "quantize_weights", "read_scales"]
+
+
+def quantize_weights(
+    share: PackedShare, index: CheckpointIndex, reader: Reader, *, doing: str, staging_bytes: int
+) -> TransferStats:
+    """Fill the shards of 4-bit weights and give all 4-bit layers their scales.
+
+    The result equals bitsandbytes' packing of whole weights bit for bit. Values are cast to the dtype of the model and
+    packed on the mesh's device, a bounded number at a time; while some are packed, the next ones are read.
+
+    Args:
+        share: of an allocated model.
+        index: of the checkpoint.
+        reader: whose buffers take half of `staging_bytes` where the CPU packs.
+        doing: for messages, as in `agreed`.
+        staging_bytes: bound of host memory above the shards and the scales, the reader's buffers included.
+
+    Every rank must call. The ranks exchange errors, and add up the scales (4 bytes per block of 64 values) of some
+    weights at a time.
+
+    Raises:
+        CheckpointError: a file cannot be read, or stored scales are damaged; the same on every rank.
+    """
+    stats = TransferStats()
+    if share.scales:
+        with agreed(doing):
+            stats += read_scales(share, index, reader)
+    if not share.weights:
+        return stats
+    device = compute_device(share.weights[0].sharded)
+    bounds = Bounds.of(device, staging_bytes)
+    # The scales of one batch of weights are joined together; the batches are the same on every rank.
+    for weights in batches(share.weights, bounds.scale_bytes, lambda w: 4 * w.packing.num_blocks):
+        scales = [torch.zeros(weight.packing.num_blocks, dtype=torch.float32, device=device) for weight in weights]
+        with agreed(doing):
+            stats += _pack(weights, scales, index, reader, staging_bytes)
+        for weight, own in zip(weights, scales, strict=True):
+            join_scales(own, weight.sharded)
+            set_quant_state(weight.module, make_quant_state(own, weight.packing))
+    return stats
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Whole blocks of a span that are packed at a time."""
+
+    weight: PackedWeight
+    span: Span
+    scales: torch.Tensor
+    """Scales of the whole weight."""
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.packing.dtype
+
+
+def _pack(
+    weights: Sequence[PackedWeight],
+    scales: Sequence[torch.Tensor],
+    index: CheckpointIndex,
+    reader: Reader,
+    staging_bytes: int,
+) -> TransferStats:
+    """Read and pack this rank's blocks of some weights: packed bytes go to the shards, scales to `scales`.
+
+    Values that are stored quantised are dequantised first. Packing stays on the calling thread and its stream:
+    bitsandbytes packs on the device's default stream.
+    """
+    device = scales[0].device
+    bounds = Bounds.of(device, staging_bytes)
+    dequantized = TransferStats()
+
+    def begin(window: Sequence[_Part]) -> tuple[list[tuple[_Part, torch.Tensor]], list[Transfer]]:
+        nonlocal dequantized
+        values = torch.empty(sum(part.numel for part in window), dtype=window[0].dtype, device=device)
+        regions = torch.split(values, [part.numel for part in window])
+        placed = list(zip(window, regions, strict=True))
+        transfers, quantized = reads_of((place for part, region in placed for place in _places_of(part, region)), index)
+        dequantized += dequantize(quantized, reader, staging_bytes=staging_bytes)
+        return placed, transfers
+
+    parts = _parts_of(weights, scales, bounds.part_values)
+    windows = batches(parts, bounds.window_bytes, lambda p: p.numel * p.dtype.itemsize, lambda p: p.dtype)
+    stats = work_in_windows(windows, reader, begin=begin, work=lambda arrived: _pack_part(*arrived))
+    return stats + dequantized
+
+
+def _parts_of(weights: Sequence[PackedWeight], scales: Sequence[torch.Tensor], many: int) -> Iterator[_Part]:
+    """Yield this rank's blocks in parts of at most `many` values."""
+    for weight, own in zip(weights, scales, strict=True):
+        block = weight.packing.blocksize
+        step = max(1, many // block) * block
+        for span in weight.spans:
+            for start in range(span.start, span.stop, step):
+                stop = min(start + step, span.stop)
+                yield _Part(weight=weight, span=span, scales=own, start=start, stop=stop)
+
+
+def _places_of(part: _Part, region: torch.Tensor) -> Iterator[Place]:
+    """Yield the boxes of a run of the flattened weight: the rest of a row, whole rows, the beginning of a row."""
+    at, columns = part.start, part.weight.packing.shape[1]
+    while at < part.stop:
+        row, column = divmod(at, columns)
+        rows = 1 if column else max(1, (part.stop - at) // columns)
+        width = min(columns - column, part.stop - at)
+        box = Box(start=(row, column), length=(rows, width))
+        local = region[at - part.start :].as_strided(box.length, row_major_strides(box.length))
+        yield local, part.weight.plain, box
+        at += box.numel
+
+
+def _pack_part(part: _Part, values: torch.Tensor) -> None:
+    """Pack whole blocks; keep the bytes inside the shard, and the scales of all blocks."""
+    from bitsandbytes.functional import quantize_4bit
+
+    packing, span = part.weight.packing, part.span
+    packed, state = quantize_4bit(
+        values, blocksize=packing.blocksize, quant_type=packing.quant_type, quant_storage=torch.uint8
+    )
+    first = part.start // packing.blocksize
+    part.scales[first : first + state.absmax.numel()] = state.absmax
+    offset = part.start // 2
+    begin = max(offset, span.first_byte)
+    end = min(offset + packed.numel(), span.first_byte + span.memory.numel())
+    span.memory[begin - span.first_byte : end - span.first_byte] = packed.view(-1)[begin - offset : end - offset]
+
+
+_NESTED_BLOCKSIZE = 256
+"""Scales per scale of their own under double quantisation (source: `functional.quantize_4bit` of bitsandbytes 0.50)."""
+
+
+def forget_scales(model: nn.Module) -> None:
+    """Take the scales from all 4-bit layers, so that no layer can run after a load that fails."""
+    for module in packed_linears(model).values():
+        set_quant_state(module, None)
+
+
+def join_scales(scales: torch.Tensor, sharded: torch.Tensor) -> None:
+    """Join every rank's scales of one weight, in place, by an all-reduce.
+
+    A rank has zeros for blocks that other ranks packed, so the maximum over the ranks is the scale.
+
+    Args:
+        scales: of all blocks, float32, on the mesh's device.
+        sharded: the packed parameter.
+
+    Every rank of the parameter's mesh must call.
+    """
+    if not isinstance(sharded, DTensor):
+        return
+    bits = scales.view(torch.int32)  # scales are not negative, so their bits are in their order; NaN comes last
+    for axis, placement in enumerate(sharded.placements):
+        if not placement.is_replicate() and sharded.device_mesh.size(axis) > 1:
+            dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=sharded.device_mesh.get_group(axis))
+
+
+def make_quant_state(scales: torch.Tensor, packing: Packing) -> Any:
+    """bitsandbytes' `QuantState` of a weight from the scales of all blocks, as `quantize_4bit` of 0.50 makes it."""
+    from bitsandbytes.functional import QuantState, get_4bit_type, quantize_blockwise
+
+    common = {
+        "shape": torch.Size(packing.shape),
+        "dtype": packing.dtype,
+        "blocksize": packing.blocksize,
+        "code": get_4bit_type(packing.quant_type, device=scales.device),
+        "quant_type": packing.quant_type,
+    }
+    if not packing.is_nested:
+        return QuantState(absmax=scales, **common)
+    offset = scales.mean()
+    nested, of_scales = quantize_blockwise(scales - offset, blocksize=_NESTED_BLOCKSIZE)
+    return QuantState(absmax=nested, offset=offset, state2=of_scales, **common)
+
+
+def read_scales(share: PackedShare, index: CheckpointIndex, reader: Reader) -> TransferStats:
+    """Read the stored scales, whole, and give them to the layers whose packed weights are stored.
+
+    Raises:
+        CheckpointError: scales cannot be read, are damaged, or belong to a weight of another shape.
+    """
+    read = [
+        (
+            module,
+            keys,
+            {name: torch.empty(index.tensors[key].shape, dtype=index.tensors[key].dtype) for name, key in keys.items()},
+        )
+        for module, keys in share.scales
+    ]
+    stats = reader.read(
+        transfer
+        for _, keys, tensors in read
+        for name, memory in tensors.items()
+        for transfer in reads_of([whole_place(memory, index.tensors[keys[name]])], index)[0]
+    )
+    for module, keys, tensors in read:
+        set_quant_state(module, _checked_state(module, keys, tensors, index))
+    return stats
+
+
+def _checked_state(
+    module: nn.Module, keys: Mapping[str, str], tensors: dict[str, torch.Tensor], index: CheckpointIndex
+) -> Any:
+    """The `QuantState` that bitsandbytes reads from stored scales, which must belong to the layer's weight."""
+    from bitsandbytes.functional import QuantState
+
+    packing = packing_of(module)
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    try:
+        state = QuantState.from_dict(qs_dict=tensors, device=compute_device(weight))
+        found = (tuple(state.shape), state.absmax.numel())
+        expected = (packing.shape, -(-packing.numel // int(state.blocksize)))
+    except (ArithmeticError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{index.name!r}: {', '.join(sorted(keys.values()))} are no scales of bitsandbytes "
+            f"({type(error).__name__}: {error}). Download or save the checkpoint again."
+        ) from error
+    if found != expected:
+        raise CheckpointError(
+            f"{index.name!r}: {min(keys.values())!r} belongs to a weight of shape {list(found[0])} with {found[1]} "
+            f"scales, expected {list(expected[0])} with {expected[1]}. Use the config that belongs to the checkpoint."
+        )
+    return state

@@ -1,0 +1,404 @@
+"""Find the quantised weights of a checkpoint by their names, dtypes and shapes; nothing is read.
+
+A method stores a weight as several tensors: values, scales, and more. They become one `QuantizedTensor` under the
+name of the plain weight, so that whatever comes after (conversions, ties, missing keys, saving) sees a plain
+checkpoint.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading.conversion import LoadMap
+from hf_fsdp_tools.loading.formats.stored import BlockScales, QuantizedTensor, Stored, StoredTensor
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.text import dtype_name, listed_lines, quoted
+
+__all__ = ["Dequantized", "method_of", "scaled_as_converted", "with_floats"]
+
+_FINE_GRAINED, _MXFP4, _COMPRESSED = ("fp8", "mxfp8"), ("mxfp4",), ("compressed-tensors",)
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SCALES = (torch.float32, torch.bfloat16, torch.float16)
+_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+
+_OF_ACTIVATIONS = frozenset(
+    {f"{of}_scale" for of in ("activation", "input", "output", "k", "v", "q", "kv", "k_cache", "v_cache")}
+    | {f"{of}_zero_point" for of in ("input", "output", "k", "v", "q")}
+    | {"input_global_scale", "qscale_act", "weight_shape"}
+)
+"""How names end of tensors that say how to quantise activations, or repeat a shape: training in floats needs none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dequantized:
+    """What is dequantised while a checkpoint is loaded."""
+
+    method: str
+    """The method that the config names; else the one that the tensors show."""
+
+    stored_bytes: int
+    """Bytes of the quantised values and their scales in the files."""
+
+    num_values: int
+    """Values that they stand for."""
+
+    other_blocks: tuple[str, ...] = ()
+    """Weights whose scales lie on other blocks than the config says; they are read by their scales, as in transformers.
+    """
+
+
+def method_of(quantization: Mapping[str, Any] | None) -> str | None:
+    """The name of the method in a quantisation config."""
+    return None if quantization is None else str(quantization.get("quant_method"))
+
+
+def with_floats(
+    index: CheckpointIndex, quantization: Mapping[str, Any] | None, model_keys: Collection[str]
+) -> tuple[CheckpointIndex, Dequantized | None]:
+    """An index in which quantised weights look like plain ones, and what they are; (the same index, None) without any.
+
+    Fine-grained FP8 and MXFP4 are known by their tensors, and so are 8-bit values with a `weight_scale`; a config that
+    names another method than these leaves all as it is.
+
+    Args:
+        index: of the checkpoint.
+        quantization: what the model's config says.
+        model_keys: of the model.
+
+    Raises:
+        CheckpointError: values without scales, scales without values, or shapes or dtypes that do not fit each other.
+    """
+    method = method_of(quantization)
+    if method is not None and method not in _FINE_GRAINED + _MXFP4 + _COMPRESSED:
+        return index, None
+    finder = _Finder(tensors=index.tensors, method=method, config=quantization or {})
+    finder.look()
+    found = {tensor.key: tensor for tensor in finder.found}
+    if not found and not finder.problems:
+        return index, None
+    if finder.problems:
+        raise CheckpointError(
+            f"{index.name!r} holds quantised weights ({method or 'by their names'}) that cannot be dequantised:\n"
+            f"{listed_lines(finder.problems)}\nDownload or quantise the checkpoint again, or use the config that "
+            "belongs to it."
+        )
+    known = {key.rpartition(".")[2] for key in model_keys}
+    plain = {
+        key: tensor
+        for key, tensor in index.tensors.items()
+        if key not in finder.used and (key.rpartition(".")[2] not in _OF_ACTIVATIONS - known)
+    }
+    tensors = dict(sorted((plain | found).items()))
+    dequantized = Dequantized(
+        method=method or Counter(finder.shown).most_common(1)[0][0],
+        stored_bytes=sum(tensor.num_bytes for tensor in found.values()),
+        num_values=sum(math.prod(tensor.shape) for tensor in found.values()),
+        other_blocks=tuple(finder.other_blocks),
+    )
+    return replace(index, tensors=MappingProxyType(tensors)), dequantized
+
+
+def scaled_as_converted(index: CheckpointIndex, load_map: LoadMap) -> CheckpointIndex:
+    """The index with the rule that transformers has for weights which a conversion of the model takes.
+
+    It multiplies fused experts of compressed-tensors by their scales in float32, other weights in the dtype of the
+    scales.
+    """
+    taken = {key for group in load_map.groups.values() if group.transform is not None for key, _ in group.members}
+    changed = {
+        key: replace(tensor, rule="scaled in fp32")
+        for key, tensor in index.tensors.items()
+        if key in taken and isinstance(tensor, QuantizedTensor) and tensor.rule == "scaled"
+        if tensor.values.dtype in _FP8
+    }
+    return replace(index, tensors=MappingProxyType({**index.tensors, **changed})) if changed else index
+
+
+class _DoesNotFit(Exception):
+    """Values and scales that do not belong together; says why."""
+
+
+class _Finder:
+    """The quantised weights among stored tensors, and what is wrong with some."""
+
+    def __init__(self, tensors: Mapping[str, Stored], method: str | None, config: Mapping[str, Any]) -> None:
+        self._tensors = {key: t for key, t in tensors.items() if isinstance(t, StoredTensor)}
+        self._method = method
+        self._config = config
+        self.found: list[QuantizedTensor] = []
+        self.used: set[str] = set()
+        self.problems: list[str] = []
+        self.shown: list[str] = []
+        self.other_blocks: list[str] = []
+
+    def look(self) -> None:
+        """Go through all tensors once."""
+        bare: list[StoredTensor] = []
+        for key, values in self._tensors.items():
+            try:
+                tensor = self._made_of(key, values)
+            except _DoesNotFit as error:
+                self.problems.append(f"{values.file}: {key!r} {_looks(values)}: {error}")
+                continue
+            if tensor is not None:
+                self.found.append(tensor)
+                self.used.update((key, *(scales.stored.key for scales in tensor.scales.values())))
+            elif values.dtype in _FP8 and len(values.shape) > 1:
+                bare.append(values)
+        if self.found or self._method is not None:
+            self.problems += [
+                f"{t.file}: {t.key!r} {_looks(t)} has no scales beside it" for t in bare if t.key not in self.used
+            ]
+            self.problems += self._left_over()
+
+    def _left_over(self) -> Iterator[str]:
+        """Yield scales that belong to no values."""
+        for key, tensor in self._tensors.items():
+            if key in self.used or not key.endswith(("weight_scale_inv", "weight_scale", "_proj_scales")):
+                continue
+            base = key.removesuffix("_scale_inv").removesuffix("_scale").removesuffix("_scales")
+            if f"{base}_packed" in self._tensors:  # of a format without a rule, which is refused by its values
+                continue
+            beside = self._tensors.get(base)
+            if beside is None or beside.dtype.itemsize > 1:
+                found = "no such tensor" if beside is None else _looks(beside)
+                yield f"{tensor.file}: {key!r} holds scales, but what it scales, {base!r}, is {found}"
+
+    def _made_of(self, key: str, values: StoredTensor) -> QuantizedTensor | None:
+        """The quantised weight whose values are this tensor; None for any other tensor."""
+        module, _, name = key.rpartition(".")
+        if name.endswith("_blocks") and values.dtype == torch.uint8 and self._method in (None, *_MXFP4):
+            scales = self._tensors.get(f"{key.removesuffix('_blocks')}_scales")
+            return self._mxfp4(values, scales)
+        if name == "weight_packed" and self._method in _COMPRESSED:
+            of = {torch.int32: self._packed, torch.uint8: self._nvfp4}.get(values.dtype)
+            return None if of is None else of(values, f"{module}.weight")
+        if values.dtype not in (*_FP8, torch.int8):
+            return None
+        if self._method in (None, *_FINE_GRAINED):
+            names = [f"{key}_scale_inv"] + [f"{module}.{n}" for n in ("scale", "qscale_weight") if name == "weight"]
+            scales = next((self._tensors[n] for n in names if n in self._tensors), None)
+            if scales is not None:
+                return self._fine_grained(values, scales)
+        if self._method in (None, *_COMPRESSED) and name == "weight":
+            scales = self._tensors.get(f"{key}_scale")
+            if scales is not None:
+                return self._compressed(values, scales, self._tensors.get(f"{key}_zero_point"))
+        return None
+
+    def _fine_grained(self, values: StoredTensor, scales: StoredTensor) -> QuantizedTensor:
+        """Values times the scale of their block; 4-bit values lie two to a byte."""
+        packed = 2 if values.dtype == torch.int8 else 1
+        _expect(scales, (*_SCALES, *_EXPONENTS))
+        shape = (*values.shape[:-1], values.shape[-1] * packed) if values.shape else ()
+        self.shown.append("fp8" if packed == 1 else "fp4")
+        grid = self._grid(
+            values.key, shape, scales, _block("weight_block_size", self._config.get("weight_block_size")), packed
+        )
+        return _tensor(values.key, values, {"scale": grid}, "scaled in fp32", shape, packed)
+
+    def _compressed(
+        self, values: StoredTensor, scales: StoredTensor, zero_points: StoredTensor | None
+    ) -> QuantizedTensor:
+        """8-bit values of compressed-tensors, with scales per tensor, channel, group or block."""
+        _expect(scales, _SCALES)
+        self.shown.append("compressed-tensors")
+        blocks = _blocks_of_groups(self._config)
+        beside = {"scale": self._grid(values.key, values.shape, scales, blocks, 1, as_said=True)}
+        if zero_points is not None:
+            _expect(zero_points, (values.dtype,))
+            if zero_points.shape != scales.shape:
+                raise _DoesNotFit(f"its zero points are {list(zero_points.shape)}, its scales {list(scales.shape)}")
+            beside["zero point"] = replace(beside["scale"], stored=zero_points)
+        return _tensor(values.key, values, beside, "scaled", values.shape, 1)
+
+    def _packed(self, values: StoredTensor, key: str) -> QuantizedTensor | None:
+        """Integers of compressed-tensors, several to an int32, with scales per channel or group.
+
+        Zero points are packed along the rows, those of one column of groups in one word.
+        """
+        bits, scales = _bits_of_packed(self._config), self._tensors.get(f"{key}_scale")
+        if bits is None:
+            return None
+        if scales is None:
+            raise _DoesNotFit("it has no scales beside it")
+        if f"{key}_g_idx" in self._tensors:
+            raise _DoesNotFit(
+                f"{key + '_g_idx'!r} orders its columns by activation, so that no block of columns has one scale; "
+                "make a plain checkpoint of it once (python recipes/dequantize.py CHECKPOINT OUT)"
+            )
+        _expect(scales, _SCALES)
+        self.shown.append("compressed-tensors")
+        packed = 32 // bits
+        shape = (*values.shape[:-1], values.shape[-1] * packed) if values.shape else ()
+        beside = {"scale": self._grid(key, shape, scales, (), packed)}
+        zero_points = self._tensors.get(f"{key}_zero_point")
+        if zero_points is not None:
+            _expect(zero_points, (torch.int32,))
+            grid = beside["scale"]
+            if grid.block[0] > 1 or _row_major(zero_points).shape != (-(-shape[0] // packed), grid.columns):
+                raise _DoesNotFit(
+                    f"its zero points {zero_points.key!r} are {list(zero_points.shape)}, its scales "
+                    f"{list(scales.shape)}; expected one word for each {packed} rows of them"
+                )
+            high = (packed, grid.block[1])
+            beside["zero point"] = replace(grid, stored=zero_points, block=high, bits=bits)
+        return _tensor(key, values, beside, f"packed int{bits}", shape, packed)
+
+    def _nvfp4(self, values: StoredTensor, key: str) -> QuantizedTensor | None:
+        """4-bit floats of compressed-tensors, with 8-bit scales per group and a float32 scale of the weight."""
+        scales, whole = self._tensors.get(f"{key}_scale"), self._tensors.get(f"{key}_global_scale")
+        if scales is None or scales.dtype != torch.float8_e4m3fn:  # another format
+            return None
+        if whole is None:
+            raise _DoesNotFit(f"it has no {key + '_global_scale'!r} beside it")
+        _expect(whole, (torch.float32,))
+        if whole.shape != (1,):
+            raise _DoesNotFit(f"{whole.key!r} beside it is {list(whole.shape)}, expected one number, [1]")
+        self.shown.append("compressed-tensors")
+        shape = (*values.shape[:-1], values.shape[-1] * 2) if values.shape else ()
+        beside = {"scale": self._grid(key, shape, scales, (), 2), "global scale": self._grid(key, shape, whole, (), 2)}
+        return _tensor(key, values, beside, "nvfp4", shape, 2)
+
+    def _mxfp4(self, values: StoredTensor, scales: StoredTensor | None) -> QuantizedTensor | None:
+        """Experts of gpt-oss: [experts, rows, blocks, bytes of a block], transposed once they are dequantised."""
+        if scales is None:
+            if self._method in _MXFP4:
+                raise _DoesNotFit("it has no scales beside it")
+            return None
+        _expect(scales, (torch.uint8,))
+        if len(values.shape) != 4 or scales.shape != values.shape[:-1]:
+            raise _DoesNotFit(
+                f"expected blocks [experts, rows, blocks, bytes] with scales [experts, rows, blocks], found scales "
+                f"{list(scales.shape)}"
+            )
+        self.shown.append("mxfp4")
+        experts, rows, blocks, size = values.shape
+        grid = BlockScales(stored=scales, columns=blocks, block=(1, 2 * size))
+        columns = 2 * blocks * size
+        return QuantizedTensor(
+            key=values.key.removesuffix("_blocks"),
+            values=_row_major(values),
+            scales={"scale": grid},
+            rule="mxfp4",
+            shape=(experts, columns, rows),
+            columns=columns,
+            packed=2,
+            is_transposed=True,
+        )
+
+    def _grid(
+        self,
+        key: str,
+        shape: tuple[int, ...],
+        scales: StoredTensor,
+        said: tuple[int, ...],
+        packed: int,
+        *,
+        as_said: bool = False,
+    ) -> BlockScales:
+        """On which blocks of a weight its scales lie: by their number, as in transformers, and else as the config says.
+
+        With `as_said` (compressed-tensors), what the config says comes first.
+        """
+        if len(shape) < 2:
+            raise _DoesNotFit("expected a matrix, or a stack of matrices")
+        *outer, rows, columns = shape
+        count, found = math.prod(outer), _row_major(scales).shape
+        if math.prod(found) == 1:
+            return BlockScales(stored=scales, columns=1, block=(count * rows, columns))
+        if len(found) == 1 and outer and found[0] == count:  # a scale for each matrix
+            return BlockScales(stored=scales, columns=1, block=(rows, columns))
+        down, across = found[-2:] if len(found) > 1 else (0, 0)
+        is_whole = down > 0 and across > 0 and math.prod(found[:-2]) == count
+        said_fits = len(said) == 2 and (-(-rows // said[0]), -(-columns // said[1])) == (down, across)
+        is_even = is_whole and not rows % down and not columns % across and not columns // across % packed
+        if is_even and not (as_said and said_fits):
+            block = (rows // down, columns // across)
+            if said_fits and any(a > 1 and n != m for a, n, m in zip((down, across), block, said, strict=True)):
+                self.other_blocks.append(key)
+            return BlockScales(stored=scales, columns=across, block=block)
+        if is_whole and said_fits and not (outer and rows % said[0]) and not said[1] % packed:
+            return BlockScales(stored=scales, columns=across, block=(said[0], said[1]))
+        raise _DoesNotFit(
+            f"its scales {scales.key!r} {list(found)} lie on no blocks of it"
+            + (f", nor on blocks of {said[0]} x {said[1]} as the config says" if len(said) == 2 else "")
+        )
+
+
+def _tensor(
+    key: str,
+    values: StoredTensor,
+    scales: Mapping[str, BlockScales],
+    rule: str,
+    shape: tuple[int, ...],
+    packed: int,
+) -> QuantizedTensor:
+    return QuantizedTensor(
+        key=key,
+        values=_row_major(values),
+        scales=MappingProxyType(dict(scales)),
+        rule=rule,
+        shape=shape,
+        columns=shape[-1],
+        packed=packed,
+    )
+
+
+def _row_major(tensor: StoredTensor) -> StoredTensor:
+    if tensor.strides is not None:
+        raise _DoesNotFit(f"{tensor.key!r} is stored transposed; save it as safetensors")
+    return tensor
+
+
+def _expect(tensor: StoredTensor, dtypes: Iterable[torch.dtype]) -> None:
+    if tensor.dtype not in dtypes:
+        names = " or ".join(dtype_name(dtype) for dtype in dtypes)
+        raise _DoesNotFit(f"{tensor.key!r} beside it holds {dtype_name(tensor.dtype)}, expected {names}")
+
+
+def _looks(tensor: StoredTensor) -> str:
+    return f"({dtype_name(tensor.dtype)} {list(tensor.shape)})"
+
+
+def _blocks_of_groups(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The block size that a config of compressed-tensors names; empty without one."""
+    said = (weights.get("block_structure") for _, weights in _groups(config))
+    return next((_block("block_structure", block) for block in said if block), ())
+
+
+def _bits_of_packed(config: Mapping[str, Any]) -> int | None:
+    """Bits of the integers that a config of compressed-tensors packs; None where it names none, several, or bits that
+    run on from word to word."""
+    bits = [
+        weights.get("num_bits")
+        for group, weights in _groups(config)
+        if (group.get("format") or config.get("format")) == "pack-quantized"
+    ]
+    return bits[0] if bits and bits[0] in (4, 8) and all(each == bits[0] for each in bits) else None
+
+
+def _groups(config: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """The groups of a config of compressed-tensors that quantise weights, each with what it says of them."""
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        raise _DoesNotFit(f"the config's config_groups is {quoted(groups)}, expected groups by name")
+    inside = [(group, group.get("weights")) for group in groups.values() if isinstance(group, Mapping)]
+    return [(group, weights) for group, weights in inside if isinstance(weights, Mapping)]
+
+
+def _block(name: str, said: Any) -> tuple[int, ...]:
+    """The rows and columns of a block, of which the config says the size; empty where it says none."""
+    if not said:
+        return ()
+    size = [int(n) if n.isdigit() else 0 for n in said.split("x")] if isinstance(said, str) else said
+    if isinstance(size, (list, tuple)) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
+        return tuple(size)
+    raise _DoesNotFit(f"the config's {name} is {quoted(said)}, expected two numbers above 0")

@@ -1,0 +1,292 @@
+"""The report of a load, as a value that can be printed and stored; and the progress bar of loading."""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from logging import LoggerAdapter
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.utils import are_progress_bars_disabled  # type: ignore[attr-defined]  # public, but not re-exported
+from torch import nn
+from tqdm.auto import tqdm  # type: ignore[import-untyped]  # has no stubs
+from transformers.utils import logging
+from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
+from transformers.utils.logging import is_progress_bar_enabled
+
+from hf_fsdp_tools.text import listed, show_bytes, table
+
+__all__ = ["LoadReport", "MemoryWatch", "loading_bar", "log_dequantized", "log_keys"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What one rank read, and which keys did not match. `str()` gives a short table.
+
+    Example:
+        >>> model, report = from_pretrained("checkpoint", output_loading_info=True, load_kwargs={"progress": False})
+        >>> isinstance(report, LoadReport), report.missing_keys, report.mismatched_keys
+        (True, (), ())
+    """
+
+    checkpoint: str
+    """The folder, file or hub name that was opened."""
+
+    rank: int
+    """The rank that this report is about."""
+
+    dtypes: tuple[str, ...]
+    """Dtypes of the model's floating-point parameters, most elements first."""
+
+    missing_keys: tuple[str, ...]
+    """Keys of the model that the checkpoint lacks, without the keys that the model's class says not to report."""
+
+    unexpected_keys: tuple[str, ...]
+    """Keys of the checkpoint that the model has no place for, with the same exception."""
+
+    mismatched_keys: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    """(key, shape in the checkpoint, shape in the model) where they differ; only with `ignore_mismatched_sizes`."""
+
+    resized_keys: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    """(key, shape in the checkpoint, shape in the model) of tensors loaded token by token for another vocabulary."""
+
+    initialized_keys: tuple[str, ...]
+    """Keys that the model initialised itself: missing and mismatched ones."""
+
+    bytes_read: int
+    """Bytes of tensor data that this rank read; gaps between wanted bytes that were read through count."""
+
+    share_bytes: int
+    """Bytes of this rank's shards of the loaded tensors, in the stored dtypes: the least that must be read."""
+
+    replicated_bytes: int
+    """The part of `share_bytes` that every rank reads because every rank holds it."""
+
+    converted_bytes: int
+    """The part of `bytes_read` that was read as whole tensors, because their conversion does more than move data."""
+
+    header_bytes: int
+    """Bytes of headers and index files; `bytes_read` does not count them."""
+
+    read_calls: int
+    """System calls that read data."""
+
+    staging_bytes: int
+    """Bytes of staging buffers, pinned where shards are on an accelerator."""
+
+    peak_host_bytes: int
+    """Bytes by which the process's resident memory rose above the shards during loading (see `MemoryWatch`).
+
+    On an accelerator it also holds what the driver maps into the process meanwhile: the device's context and kernels
+    that are loaded when they are first used (hundreds of MB that are no staging), and pinned buffers as far as the
+    system counts them as resident. `staging_bytes` is exact there."""
+
+    dequantized_from: str | None = None
+    """The quantisation of the checkpoint whose weights were dequantised; None of a plain checkpoint."""
+
+    quantized_bytes: int = 0
+    """Bytes of the quantised weights of the whole checkpoint as they are stored, scales included."""
+
+    dequantized_bytes: int = 0
+    """Bytes of the same weights in the model's dtype."""
+
+    seconds: dict[str, float]
+    """Time per stage on this rank: plan, read, initialize."""
+
+    per_rank: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Every figure above for every rank, in rank order, by its name here; stages as `seconds.read` and so on."""
+
+    @property
+    def read_ratio(self) -> float:
+        """`bytes_read` over `share_bytes`; 1.0 is the least possible."""
+        return self.bytes_read / self.share_bytes if self.share_bytes else 1.0
+
+    @property
+    def bytes_read_per_rank(self) -> tuple[int, ...]:
+        """`bytes_read` of every rank."""
+        return tuple(int(n) for n in self.per_rank["bytes_read"])
+
+    @property
+    def total(self) -> dict[str, float]:
+        """Each figure summed over all ranks."""
+        return {name: sum(values) for name, values in self.per_rank.items()}
+
+    @property
+    def largest(self) -> dict[str, float]:
+        """Each figure of the rank where it is largest: the slowest rank's seconds, the fullest one's memory."""
+        return {name: max(values) for name, values in self.per_rank.items()}
+
+    def figures(self) -> dict[str, float]:
+        """This rank's figures by name, as `with_ranks` takes them."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rank"}
+        numbers = {name: value for name, value in own.items() if type(value) in (int, float)}
+        return numbers | {f"seconds.{stage}": seconds for stage, seconds in self.seconds.items()}
+
+    def with_ranks(self, figures: Sequence[Mapping[str, float]]) -> "LoadReport":
+        """The same report with every rank's `figures()`, given in rank order, as `per_rank`."""
+        return replace(self, per_rank={name: tuple(rank[name] for rank in figures) for name in self.figures()})
+
+    def loading_info(self) -> dict[str, Any]:
+        """This report as the dictionary that transformers returns for `output_loading_info=True`."""
+        return {
+            "missing_keys": set(self.missing_keys),
+            "unexpected_keys": set(self.unexpected_keys),
+            "mismatched_keys": set(self.mismatched_keys),
+            "error_msgs": [],
+        }
+
+    def to_json(self) -> str:
+        """All fields as one JSON object, with `total` and `largest`."""
+        return json.dumps(asdict(self) | {"total": self.total, "largest": self.largest}, indent=2)
+
+    def __str__(self) -> str:
+        rows = [
+            ("checkpoint", self.checkpoint),
+            ("weights", f"{', '.join(self.dtypes)}"),
+            ("read per rank", self._show_ranks()),
+            (
+                f"rank {self.rank}",
+                f"{show_bytes(self.bytes_read)} in {self.seconds.get('read', 0.0):.2f} s"
+                f"{_speed(self.bytes_read, self.seconds.get('read', 0.0))}; {self.read_ratio:.3f} of its share",
+            ),
+            (
+                "host memory",
+                f"{show_bytes(self.peak_host_bytes)} above the shards, staging {show_bytes(self.staging_bytes)}",
+            ),
+            ("missing", listed(self.missing_keys) or "none"),
+            ("unexpected", listed(self.unexpected_keys) or "none"),
+        ]
+        if self.converted_bytes:
+            rows.append(
+                ("read whole", f"{show_bytes(self.converted_bytes)}, for conversions that do more than move data")
+            )
+        if self.dequantized_from:
+            rows.append(("dequantised", self.show_dequantized()))
+        if self.resized_keys:
+            rows.append(("other vocabulary", listed(key for key, _, _ in self.resized_keys)))
+        if self.mismatched_keys:
+            rows.append(("other shape", listed(key for key, _, _ in self.mismatched_keys)))
+        return "\n".join(table(rows))
+
+    def show_dequantized(self) -> str:
+        """What was dequantised: the method, bytes as stored and as floats."""
+        stored, floats = show_bytes(self.quantized_bytes), show_bytes(self.dequantized_bytes)
+        return f"{self.dequantized_from}: {stored} as stored, with scales, became {floats} of {self.dtypes[0]}"
+
+    def _show_ranks(self) -> str:
+        """Bytes of each rank, or their range for more than 8 ranks; and their sum."""
+        sizes = self.bytes_read_per_rank
+        each = ", ".join(show_bytes(n) for n in sizes)
+        if len(sizes) > 8:
+            each = f"{show_bytes(min(sizes))} to {show_bytes(max(sizes))} on {len(sizes)} ranks"
+        if len(sizes) == 1:
+            return each
+        slowest = self.largest.get("seconds.read", 0.0)
+        return f"{each}; {show_bytes(sum(sizes))} in {slowest:.2f} s{_speed(sum(sizes), slowest)}"
+
+
+class MemoryWatch:
+    """Measures how far this process's resident memory rises after the watch was made.
+
+    Linux keeps only one high-water mark per process. Where that mark rises meanwhile, the peak is exact; where an
+    earlier peak was higher, the resident size at the end stands in for it. Resident memory includes memory that the
+    allocator has not given back yet. Zero where there is no /proc.
+    """
+
+    def __init__(self) -> None:
+        self._start = _resident()
+
+    def above(self, wanted_bytes: int) -> int:
+        """Bytes that the peak lies above the resident size at the start plus `wanted_bytes`; never negative."""
+        now, peak = _resident()
+        reached = peak if peak > self._start[1] else now
+        return max(0, reached - self._start[0] - wanted_bytes)
+
+
+def _resident(status: Path = Path("/proc/self/status")) -> tuple[int, int]:
+    """(resident bytes of this process now, their highest value so far)."""
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return 0, 0
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith(("VmRSS:", "VmHWM:"))}
+    return kib.get("VmRSS", 0) * 1024, kib.get("VmHWM", 0) * 1024
+
+
+def _speed(num_bytes: int, seconds: float) -> str:
+    """The speed as text, ", 1.23 GB/s"; "" for less than 1 MB, of which the speed says nothing."""
+    return f", {num_bytes / seconds / 1e9:.2f} GB/s" if seconds > 0 and num_bytes > 1e6 else ""
+
+
+class _WithoutColours(LoggerAdapter):  # type: ignore[type-arg]  # over transformers' own logger
+    """A logger that leaves out the escape codes of a terminal, for files that are read later."""
+
+    def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
+        return re.sub(r"\x1b\[[0-9;]*m", "", str(msg)), kwargs
+
+
+def log_keys(model: nn.Module, report: LoadReport) -> None:
+    """Warn of missing, unexpected and mismatched keys on rank 0, in transformers' own table, through its own logger."""
+    if report.rank != 0:
+        return
+    info = LoadStateDictInfo(**report.loading_info(), conversion_errors={}, skipped_pp_keys=set())
+    info.mismatched_keys = {(key, torch.Size(a), torch.Size(b)) for key, a, b in report.mismatched_keys}
+    logger: Any = logging.get_logger("transformers.modeling_utils")  # the one that its from_pretrained uses
+    if not sys.stderr.isatty():
+        logger = _WithoutColours(logger)
+    log_state_dict_report(model, report.checkpoint, ignore_mismatched_sizes=True, loading_info=info, logger=logger)
+
+
+def log_dequantized(report: LoadReport, other_blocks: Sequence[str]) -> None:
+    """Say in one line on rank 0 that weights were dequantised, and in one more which ones contradict the config.
+
+    Args:
+        report: of the load.
+        other_blocks: weights whose scales lie on other blocks than the config says.
+    """
+    if report.rank != 0 or not report.dequantized_from:
+        return
+    logger = logging.get_logger("transformers.modeling_utils")
+    logger.warning(
+        f"{report.checkpoint} is quantised, and training needs floats: its weights were dequantised while they were "
+        f"read. {report.show_dequantized()}."
+    )
+    if other_blocks:
+        logger.warning(
+            f"{len(other_blocks)} weights have scales on other blocks than weight_block_size says "
+            f"({listed(other_blocks)}): their size is no multiple of the block size. They were dequantised as "
+            "transformers does it, on blocks of equal size; check the model's outputs."
+        )
+
+
+_DELAY_S = 1.0
+"""Seconds of loading after which the bar appears. (assumed)"""
+
+
+@contextmanager
+def loading_bar(
+    num_bytes: int, *, rank: int, world_size: int, progress: bool | None, doing: str = "Loading weights"
+) -> Iterator[Callable[[int], object]]:
+    """Show a progress bar on rank 0, over the bytes of rank 0; all ranks read at the same time and are about as far.
+
+    Args:
+        num_bytes: bytes that this rank will read or write.
+        rank: this rank.
+        world_size: number of ranks, for the text.
+        progress: None shows the bar on a terminal where transformers' and the hub's bars are on, True anywhere, False
+            nowhere. Either way it appears after a second.
+        doing: the text beside the bar.
+
+    Yields:
+        A function that takes the number of bytes moved since its last call; call it from one thread at a time.
+    """
+    unwanted = progress is False or rank != 0
+    switched_off = not is_progress_bar_enabled() or are_progress_bars_disabled()
+    disable = True if unwanted or (progress is None and switched_off) else (None if progress is None else False)
+    text = doing if world_size == 1 else f"{doing} (rank 0 of {world_size})"
+    with tqdm(total=num_bytes, desc=text, unit="B", unit_scale=True, delay=_DELAY_S, disable=disable) as bar:
+        yield bar.update

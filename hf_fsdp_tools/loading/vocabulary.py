@@ -1,0 +1,169 @@
+"""Rows for added tokens: which tensors have one row per token, and which values fill the rows that no file holds."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.distributed.boxes import Box
+from hf_fsdp_tools.distributed.shards import is_first_replica, local_boxes_of, local_tensor, memory_view
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.loading.conversion import persistent_tensors
+from hf_fsdp_tools.modeling.initialize import draw_values
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.modeling.module_tree import original_classes
+from hf_fsdp_tools.text import first_line
+
+__all__ = ["AddedRows", "AddedTokens", "fill_added", "resize_vocabulary", "resized_twin", "vocabulary_dims"]
+
+_SLAB_ELEMENTS = 2**20
+"""Values that are summed at a time, which bounds the memory of a sum to 16 MiB for any vocabulary. (assumed)"""
+
+AddedTokens = Literal["mean", "random"]
+"""How rows of added tokens are filled: with the mean of the old rows, or by the model's own initialisation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddedRows:
+    """The new rows (or columns) of a tensor that has one per token."""
+
+    dim: int
+    """The dimension that counts tokens."""
+
+    start: int
+    """Index of the first new row; all rows before it are old."""
+
+
+def resize_vocabulary(model: PreTrainedModel, num_tokens: int | None, pad_to_multiple_of: int | None) -> None:
+    """Resize embeddings, head and config of a plain meta model, by transformers' own code; ties stay.
+
+    Raises:
+        CheckpointError: the model's class cannot be resized, or not to this size.
+    """
+    try:
+        with torch.device("meta"):
+            model.resize_token_embeddings(num_tokens, pad_to_multiple_of, mean_resizing=False)
+    except (TypeError, ValueError, NotImplementedError, AttributeError, RuntimeError) as error:
+        # each of them is how some class of transformers says that it cannot; the sentence is passed on
+        raise ConfigError(
+            f"The vocabulary of {type(model).__name__} cannot be resized: {first_line(error)}. Load it with the "
+            "vocabulary that its checkpoint has."
+        ) from None
+
+
+def resized_twin(
+    model: PreTrainedModel, num_tokens: int | None, pad_to_multiple_of: int | None = None
+) -> PreTrainedModel:
+    """A resized model on meta of the same config; its differences from `model` are what resizing has to change."""
+    with original_classes(model):
+        twin = build_meta_model(model.config, auto_class=type(model), dtype=model.dtype)
+    resize_vocabulary(twin, num_tokens, pad_to_multiple_of)
+    return twin
+
+
+def vocabulary_dims(model: nn.Module) -> dict[str, int]:
+    """The dimension that counts tokens, by state-dict key of each tensor that has such a dimension.
+
+    These are embeddings, heads and their biases. They are found by resizing a twin on meta with transformers' own code,
+    so their names do not matter.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return {}
+    rows = model.get_input_embeddings().weight.shape[0]
+    twin = persistent_tensors(resized_twin(model, rows + 1))
+    dims = {}
+    for key, tensor in persistent_tensors(model).items():
+        changed = [d for d, (n, m) in enumerate(zip(tensor.shape, twin[key].shape, strict=True)) if n != m]
+        if changed:
+            dims[key] = changed[0]
+    return dims
+
+
+def fill_added(model: nn.Module, added: Mapping[str, AddedRows], how: AddedTokens, seed: int) -> None:
+    """Fill the new rows of loaded tensors, in place, with values that do not depend on the number of ranks.
+
+    "mean": each new row is the exact mean of the old rows (transformers adds noise of 3e-5 of their spread). The ranks
+    add up their rows as integers, whose sum has no rounding. "random", and buffers in any case: the model's own
+    initialisation of the new rows, from a generator seeded by `seed` and the module's name.
+
+    Every rank must call; each gathers two numbers and one row per tensor from the others.
+
+    Raises:
+        CheckpointError: the old rows hold values that are not finite.
+    """
+    state = persistent_tensors(model)
+    by_mean = {key for key in added if how == "mean" and isinstance(state[key], nn.Parameter)}
+    shapes = {}
+    for key in sorted(added.keys() - by_mean):
+        shape = list(state[key].shape)
+        shape[added[key].dim] -= added[key].start
+        shapes[key] = tuple(shape)
+    values = draw_values(model, shapes, seed=seed)
+    for key in sorted(by_mean):
+        values[key] = _exact_mean(key, state[key], added[key])
+    for key, rows in added.items():
+        _write_new(state[key], rows, values[key])
+
+
+def _write_new(tensor: torch.Tensor, rows: AddedRows, value: torch.Tensor) -> None:
+    """Write this rank's part of the new rows; `value` holds all new rows, or one row for all of them."""
+    local = local_tensor(tensor)
+    for box, start in local_boxes_of(tensor):
+        first = max(box.start[rows.dim], rows.start)
+        count = box.start[rows.dim] + box.length[rows.dim] - first
+        if count <= 0:
+            continue
+        source = value.expand(*(n if d != rows.dim else -1 for d, n in enumerate(tensor.shape)))
+        for d, (s, n) in enumerate(zip(box.start, box.length, strict=True)):
+            if d != rows.dim:
+                source = source.narrow(d, s, n)
+            elif source.shape[d] > 1:
+                source = source.narrow(d, first - rows.start, count)
+        place = list(start)
+        place[rows.dim] += first - box.start[rows.dim]
+        length = list(box.length)
+        length[rows.dim] = count
+        with torch.no_grad():
+            memory_view(local, place, length).copy_(source)
+
+
+def _old_parts(tensor: torch.Tensor, rows: AddedRows) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield this rank's part of the old rows as (box, memory); nothing on ranks other than the first replica."""
+    if not is_first_replica(tensor):
+        return
+    local = local_tensor(tensor)
+    for box, start in local_boxes_of(tensor):
+        count = min(box.length[rows.dim], rows.start - box.start[rows.dim])
+        if count > 0:
+            length = tuple(count if d == rows.dim else n for d, n in enumerate(box.length))
+            yield Box(start=box.start, length=length), memory_view(local, start, length)
+
+
+def _exact_mean(key: str, tensor: torch.Tensor, rows: AddedRows) -> torch.Tensor:
+    """The mean of the old rows, bit for bit the same for any sharding, because a sum of integers has no order."""
+    doing = "averaging the rows of a vocabulary"
+    parts = list(_old_parts(tensor, rows))
+    finite = all(bool(torch.isfinite(part).all()) for _, part in parts)
+    peaks = all_ranks(max((float(part.abs().max()) for _, part in parts), default=0.0) if finite else None, doing)
+    if None in peaks:
+        raise CheckpointError(
+            f"{key!r} holds values that are not finite, so its rows have no mean. "
+            "Use added_tokens='random', or another checkpoint."
+        )
+    peak = max(peak for peak in peaks if peak is not None)
+    # Each value becomes a whole number of so small a unit that the sum of all rows still fits into 62 bits.
+    unit = 2.0 ** -min(1000, 61 - math.frexp(peak)[1] - rows.start.bit_length())
+    others = [d for d in range(tensor.dim()) if d != rows.dim]
+    total = torch.zeros([tensor.shape[d] for d in others], dtype=torch.int64)
+    for box, part in parts:
+        place = tuple(slice(box.start[d], box.start[d] + box.length[d]) for d in others)
+        by_token = part.movedim(rows.dim, 0)
+        for slab in torch.split(by_token, max(1, _SLAB_ELEMENTS * by_token.shape[0] // by_token.numel())):
+            total[place] += (slab.double() / unit).round().to(torch.int64).sum(0).cpu()
+    total = torch.stack(all_ranks(total, doing)).sum(0)
+    return (total.double() * unit / rows.start).to(tensor.dtype).unsqueeze(rows.dim)

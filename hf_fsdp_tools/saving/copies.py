@@ -1,0 +1,240 @@
+"""Copies of tensors in host memory, from which a save is written while the training changes the tensors."""
+
+import socket
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from hf_fsdp_tools.accelerator import SideStream, side_stream_for
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
+from hf_fsdp_tools.distributed.memory import available_bytes, pinned_bytes
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading.io.transfer import Transfer
+from hf_fsdp_tools.text import first_line, show_bytes
+
+__all__ = ["HostCopies", "copied_transfers", "free_kept_memory"]
+
+_BLOCK_BYTES = 256 * 2**20
+"""Bytes of one allocation, of which many tensors get a part. A power of two, to which PyTorch rounds pinned memory up:
+one allocation of 9 GB would take 16. (assumed)"""
+
+_ALIGNMENT = 64
+"""Each copy begins at a multiple of so many bytes: enough for every dtype."""
+
+_SLAB_BYTES = 16 * 2**20
+"""Bytes of a tensor that are cast or gathered on an accelerator at a time, in memory of the accelerator. (assumed)"""
+
+_THREADS = 8
+"""Threads that copy within host memory: about what saturates the memory of one socket. (assumed)"""
+
+_FILLED = 0.9
+"""Share of the memory available that copies may take: data that waits to be written to the disk takes some, too.
+(assumed)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a copy lies."""
+
+    block: int
+    start: int
+
+
+class HostCopies:
+    """Copies of tensors, contiguous, in host memory that is pinned where an accelerator holds some of the tensors.
+
+    The memory is kept for the next copies when these are given back (`free_kept_memory` frees it).
+    """
+
+    @torch.inference_mode(False)  # memory that is made in it cannot be written by other threads, nor later
+    def __init__(self, sources: Sequence[tuple[torch.Tensor, torch.dtype]], *, beside_bytes: int = 0) -> None:
+        """Copy tensors, and return once the copies are complete. Every rank must call.
+
+        Args:
+            sources: of any shape, strides and device, each with the dtype of its copy.
+            beside_bytes: of host memory that this rank is going to hold beside the copies.
+
+        Raises:
+            CheckpointError: the memory of a machine does not hold the copies of its ranks, or cannot be pinned; the
+                same on every rank, before anything is copied.
+        """
+        side = side_stream_for(tensor for tensor, _ in sources)
+        self._is_pinned = side is not None
+        places, sizes = _packed(
+            [tensor.numel() * dtype.itemsize for tensor, dtype in sources], is_pinned=self._is_pinned
+        )
+        self._blocks: list[torch.Tensor] = []
+        self.num_bytes = sum(sizes)
+        """Bytes of host memory that the copies take, pinned or not."""
+        _refuse_too_large(_missing_bytes(sizes, is_pinned=self._is_pinned) + beside_bytes)
+        try:
+            with agreed("making room for a copy of what is saved"):
+                self._blocks = _blocks(sizes, side)
+            self.tensors = [
+                self._blocks[place.block][place.start : place.start + tensor.numel() * dtype.itemsize]
+                .view(dtype)
+                .view(tensor.shape)
+                for place, (tensor, dtype) in zip(places, sources, strict=True)
+            ]
+            """The copies, in the order of their sources."""
+            with agreed("copying what is saved"):
+                _copy([tensor.detach() for tensor, _ in sources], self.tensors, side)
+        except BaseException:
+            self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """Keep the memory for the next copies; these must not be used any more."""
+        self.tensors = []
+        with _lock:
+            _kept.extend((self._is_pinned, block) for block in self._blocks)
+        self._blocks = []
+
+
+_kept: list[tuple[bool, torch.Tensor]] = []
+"""Memory that was given back, and whether it is pinned: asking the system makes a context on device 0."""
+
+_lock = threading.Lock()
+
+
+def free_kept_memory() -> None:
+    """Free the memory that was given back."""
+    with _lock:
+        _kept.clear()
+
+
+def copied_transfers(transfers: Sequence[Transfer], *, beside_bytes: int = 0) -> tuple[list[Transfer], HostCopies]:
+    """Transfers that write copies of the same values: in the dtype and, within a transfer, the order of the file.
+
+    Every rank must call.
+
+    Raises:
+        CheckpointError: see `HostCopies`.
+    """
+    transfers = [transfer for transfer in transfers if transfer.memory.numel()]
+    orders = [_file_order(transfer) for transfer in transfers]
+    sources = [(t.memory.permute(order), t.dtype) for t, order in zip(transfers, orders, strict=True)]
+    copies = HostCopies(sources, beside_bytes=beside_bytes)
+    copied = [
+        Transfer(file=t.file, start=t.start, dtype=t.dtype, strides=tuple(t.strides[d] for d in order), memory=copy)
+        for t, order, copy in zip(transfers, orders, copies.tensors, strict=True)
+    ]
+    return copied, copies
+
+
+def _file_order(transfer: Transfer) -> list[int]:
+    """The dimensions, that with the longest steps in the file first."""
+    return sorted(range(transfer.memory.ndim), key=lambda dim: -transfer.strides[dim])
+
+
+# ---- memory ----
+
+
+def _packed(num_bytes: Sequence[int], *, is_pinned: bool) -> tuple[list[_Place], list[int]]:
+    """A place for each copy, and the size of each block: the largest copies first, each into the first with room."""
+    places = [_Place(block=0, start=0)] * len(num_bytes)
+    sizes: list[int] = []
+    used: list[int] = []
+    first = 0  # block that may have room
+    for i in sorted(range(len(num_bytes)), key=lambda i: -num_bytes[i]):
+        size = -(-num_bytes[i] // _ALIGNMENT) * _ALIGNMENT
+        block = next((b for b in range(first, len(sizes)) if used[b] + size <= sizes[b]), len(sizes))
+        if block == len(sizes):
+            sizes.append(max(_BLOCK_BYTES, pinned_bytes(size)))
+            used.append(0)
+        places[i] = _Place(block=block, start=used[block])
+        used[block] += size
+        while first < len(sizes) and sizes[first] - used[first] < _ALIGNMENT:
+            first += 1
+    return places, [pinned_bytes(n) if is_pinned else n for n in used]
+
+
+def _blocks(sizes: Sequence[int], side: SideStream | None) -> list[torch.Tensor]:
+    """Blocks of these sizes: kept ones where they fit, else new ones; kept ones that do not fit are freed before."""
+    with _lock:
+        kept, _kept[:] = [block for is_pinned, block in _kept if is_pinned == (side is not None)], []
+    fitting: list[torch.Tensor | None] = []
+    for size in sizes:
+        found = next((i for i, block in enumerate(kept) if block.numel() == size), None)
+        fitting.append(None if found is None else kept.pop(found))
+    kept.clear()
+    try:
+        return [
+            block if block is not None else torch.empty(size, dtype=torch.uint8) if side is None else side.pinned(size)
+            for size, block in zip(sizes, fitting, strict=True)
+        ]
+    except RuntimeError as error:  # of torch's allocators, which have no class of their own for it on every device
+        raise CheckpointError(
+            f"The system does not give {show_bytes(sum(sizes))} of {'pinned ' if side else ''}host memory for a copy "
+            f"of what is saved ({first_line(error)}). Save with blocking=True, which needs no copy."
+        ) from error
+
+
+def _missing_bytes(sizes: Sequence[int], *, is_pinned: bool) -> int:
+    """Bytes of memory that is not kept yet."""
+    kept = [block.numel() for was_pinned, block in _kept if was_pinned == is_pinned]
+    missing = 0
+    for size in sizes:
+        if size in kept:
+            kept.remove(size)
+        else:
+            missing += size
+    return missing
+
+
+def _refuse_too_large(num_bytes: int) -> None:
+    """Refuse copies that the memory of some machine does not hold. Every rank must call."""
+    told = all_ranks((socket.gethostname(), num_bytes, available_bytes()), "asking for memory")
+    for machine in dict.fromkeys(name for name, _, _ in told):
+        needed = sum(wanted for name, wanted, _ in told if name == machine)
+        available = min((there for name, _, there in told if name == machine and there is not None), default=None)
+        if available is not None and needed > _FILLED * available:
+            ranks = sum(name == machine for name, _, _ in told)
+            raise CheckpointError(
+                f"Saving with blocking=False writes from a copy in host memory, of {show_bytes(needed)} for the "
+                f"{ranks} ranks on {machine}, where {show_bytes(available)} are available. Save with blocking=True, "
+                "which needs no copy, or in a smaller dtype, or free memory."
+            )
+
+
+# ---- copying ----
+
+
+def _copy(sources: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], side: SideStream | None) -> None:
+    """Copy, and return when all is copied: what a device holds by that device, all else by the CPU at the same time."""
+    pairs = [(source, copy) for source, copy in zip(sources, copies, strict=True) if copy.numel()]
+    on_device = [(source, copy) for source, copy in pairs if side is not None and side.holds(source)]
+    on_host = [(source, copy) for source, copy in pairs if side is None or not side.holds(source)]
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="copy") as pool:
+        works = []
+        if side is not None:
+            side.follow()  # what was queued before changes the tensors still
+            works.append(pool.submit(_copy_from_device, on_device, side))
+        works += [pool.submit(_copy_on_host, source, copy) for source, copy in on_host]
+        for work in works:
+            work.result()
+
+
+def _copy_on_host(source: torch.Tensor, copy: torch.Tensor) -> None:
+    copy.copy_(source)
+
+
+def _copy_from_device(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], side: SideStream) -> None:
+    """Copy from a device to pinned memory: as it lies there where it is contiguous, or else in slabs made there."""
+    side.enter()
+    try:
+        for source, copy in pairs:
+            if source.dtype == copy.dtype and source.is_contiguous():
+                side.copy(copy, source)
+                continue
+            rows = max(1, _SLAB_BYTES * len(source) // (copy.numel() * copy.itemsize)) if source.ndim else 1
+            parts = zip(*(torch.split(t, rows) if t.ndim else (t,) for t in (source, copy)), strict=True)
+            for part, to in parts:
+                made = side.empty(to.numel() * to.itemsize).view(to.dtype).view(to.shape)
+                side.copy_each([made], [part])
+                side.copy(to, made)
+    finally:
+        side.wait()

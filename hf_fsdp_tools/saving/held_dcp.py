@@ -1,0 +1,139 @@
+"""DCP folders that are planned now and written later, from copies and without collectives."""
+
+import io
+import json
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
+from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.loading.io.durable import storage_errors
+from hf_fsdp_tools.saving.copies import HostCopies
+
+__all__ = ["HeldWriter", "copy_held"]
+
+
+class HeldWriter(FileSystemWriter):
+    """What `torch.distributed.checkpoint.save` takes as a writer, and what writes nothing until `write`.
+
+    The plan of all ranks is made by `save` as always, which communicates. Then `copy_held` copies the values, and they
+    may change.
+
+    Args:
+        path: of the DCP folder.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        # Nothing is copied ahead from an accelerator: a thread would use device 0 for it.
+        super().__init__(path, per_thread_copy_ahead=0)
+        self.data: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}
+        """What this rank writes."""
+        self._plan: SavePlan | None = None
+        self._metadata: Metadata | None = None
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Keep what is to be written."""
+        self._plan = plan
+        self.data = {item.index: planner.resolve_data(item) for item in plan.items}
+        nothing: Future[list[WriteResult]] = Future()
+        nothing.set_result([])
+        return nothing
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Keep the metadata, on the rank that coordinates."""
+        self._metadata = metadata
+
+    def write(self) -> int:
+        """Write the folder; bytes of this rank. Every rank must call.
+
+        Where each value lies in which file goes to rank 0 through files beside: of many ranks it is too much for a
+        round of all ranks.
+
+        Raises:
+            CheckpointError: the folder cannot be written; the same on every rank.
+        """
+        folder, (rank, num_ranks) = Path(self.path), rank_and_size()
+        assert self._plan is not None, "write comes after save"
+        with agreed("writing a DCP folder", folder), storage_errors("save to", folder), watched(folder):
+            written = super().write_data(self._plan, _Held(self.data)).value()
+            _results_of(folder, rank).write_text(json.dumps([asdict(result) for result in written]), "utf-8")
+        with agreed("finishing a DCP folder", folder), storage_errors("save to", folder), watched(folder):
+            if self._metadata is not None:
+                files = [_results_of(folder, other) for other in range(num_ranks)]
+                super().finish(self._metadata, [_read_results(file) for file in files])
+                for file in files:
+                    file.unlink()
+        self.data = {}
+        return sum(result.size_in_bytes for result in written)
+
+
+def copy_held(writer: HeldWriter) -> HostCopies:
+    """Copy what a writer is to write, which it writes from then on; the copies. Every rank must call.
+
+    Raises:
+        CheckpointError: see `HostCopies`.
+    """
+    held = [(index, value) for index, value in writer.data.items() if isinstance(value, torch.Tensor)]
+    copies = HostCopies([(tensor, tensor.dtype) for _, tensor in held])
+    for (index, _), copy in zip(held, copies.tensors, strict=True):
+        writer.data[index] = _of_its_own(copy)
+    return copies
+
+
+class _Held(SavePlanner):
+    """A planner that gives what was copied."""
+
+    def __init__(self, data: dict[MetadataIndex, torch.Tensor | io.BytesIO]) -> None:
+        self._data = data
+
+    def resolve_data(self, write_item: Any) -> torch.Tensor | io.BytesIO:
+        """The data of one item of the plan."""
+        return self._data[write_item.index]
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        """The plan is made."""
+
+    def create_local_plan(self) -> SavePlan:
+        """The plan is made."""
+        raise AssertionError("the plan is made")
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The plan is made."""
+        raise AssertionError("the plan is made")
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The plan is made."""
+        raise AssertionError("the plan is made")
+
+
+def _of_its_own(copy: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor of its own storage: of a part of a larger one, DCP would write a copy, and keep all
+    copies until the end."""
+    if not copy.numel():
+        return copy.clone()
+    raw = copy.reshape(-1).view(torch.uint8).numpy()
+    return torch.frombuffer(raw, dtype=copy.dtype).view(copy.shape)
+
+
+def _results_of(folder: Path, rank: int) -> Path:
+    return folder / f".written-by-{rank}.incomplete"
+
+
+def _read_results(file: Path) -> list[WriteResult]:
+    return [
+        WriteResult(
+            index=MetadataIndex(**row["index"]),
+            size_in_bytes=row["size_in_bytes"],
+            storage_data=_StorageInfo(**row["storage_data"]),
+        )
+        for row in json.loads(file.read_text("utf-8"))
+    ]

@@ -1,0 +1,173 @@
+"""The list of a checkpoint's files, written last: with it, a checkpoint is complete, and what is damaged is known."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading.formats.stored import leaves_folder
+from hf_fsdp_tools.loading.io.durable import storage_errors, sync, write_durably
+from hf_fsdp_tools.modeling.untrusted import read_json_object
+from hf_fsdp_tools.text import first_line, listed
+
+__all__ = ["MANIFEST", "Manifest", "check_sums", "read_manifest", "write_manifest"]
+
+MANIFEST = "checkpoint_manifest.json"
+"""Name of the file in the checkpoint's folder."""
+
+_FORMAT = 1
+
+_MOST_FILES = 100_000
+"""In a checkpoint: several for each rank of the largest runs. (assumed)"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a complete checkpoint holds."""
+
+    ranks: int
+    """How many ranks saved it."""
+
+    sizes: dict[str, int | None]
+    """Bytes of each file, by its path in the folder; None for JSON files, which people edit: only absence counts."""
+
+    sums: dict[str, str]
+    """SHA-256 of files, as `sha256sum` prints it; empty unless it was asked for."""
+
+    def damage(self, folder: Path) -> dict[str, str]:
+        """What became of each file that is not as it was saved, by its path in the folder; contents are not read."""
+        found = {}
+        for name, size in self.sizes.items():
+            try:
+                now = os.stat(folder / name).st_size
+            except OSError as error:
+                gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
+                found[name] = "is absent" if gone else f"cannot be read ({first_line(error)})"
+                continue
+            if size is not None and now != size:
+                found[name] = f"has {now:,} bytes, and had {size:,} when it was saved"
+        return found
+
+
+def write_manifest(folder: Path, needed: Iterable[str], patterns: Iterable[str], *, checksums: bool = False) -> None:
+    """Declare a checkpoint complete: bring its files to disk, then write the list of them.
+
+    Args:
+        folder: of the checkpoint; on a file system that all ranks share.
+        needed: paths in the folder, of files that this save has written.
+        patterns: of further files that belong to the checkpoint, as `Path.glob` takes them.
+        checksums: read all files again, each rank its part of them, and note their SHA-256.
+
+    Every rank must call, after its last write. The ranks exchange names and sums.
+
+    Raises:
+        CheckpointError: a needed file is not there (the folder was changed while it was saved), or a file cannot be
+            read or written; the same on every rank.
+    """
+    rank, num_ranks = rank_and_size()
+    names: list[str] = []
+    with agreed("listing the files of the checkpoint", folder):
+        if rank == 0:
+            names = _names(folder, needed, patterns)
+    names = all_ranks(names, "sharing the list of files")[0]
+    sums = {}
+    with agreed("bringing the checkpoint to disk", folder), storage_errors("save to", folder):
+        for name in names[rank::num_ranks]:
+            sync(folder / name)
+            if checksums:
+                sums[name] = _sum(folder / name)
+    sums = {name: text for part in all_ranks(sums, "sharing checksums") for name, text in part.items()}
+    with agreed("declaring the checkpoint complete", folder), storage_errors("save to", folder):
+        if rank == 0:
+            files = {name: _entry(folder / name, sums.get(name)) for name in names}
+            for below in sorted({(folder / name).parent for name in names}):
+                sync(below)
+            text = {"format": _FORMAT, "ranks": num_ranks, "files": files}
+            write_durably(folder / MANIFEST, json.dumps(text, indent=1) + "\n")
+            sync(folder.parent)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a checkpoint; None where there is none. No rank communicates.
+
+    Raises:
+        CheckpointError: the manifest cannot be read, or is none.
+    """
+    file = folder / MANIFEST
+    if not os.path.lexists(file):
+        return None
+    try:
+        text = read_json_object(file)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {_CURE}") from None
+    files, ranks = text.get("files"), text.get("ranks")
+    if (
+        not isinstance(files, dict)
+        or len(files) > _MOST_FILES
+        or type(ranks) is not int
+        or text.get("format") != _FORMAT
+    ):
+        raise CheckpointError(f"{file}: is no list of files in format {_FORMAT}. {_CURE}")
+    for name, entry in files.items():
+        kinds = {"bytes": int, "sha256": str}
+        if leaves_folder(name) or not isinstance(entry, dict) or not _fits(entry, kinds):
+            raise CheckpointError(f"{file}: the entry of {name[:200]!r} is damaged. {_CURE}")
+    return Manifest(
+        ranks=ranks,
+        sizes={name: entry.get("bytes") for name, entry in files.items()},
+        sums={name: entry["sha256"] for name, entry in files.items() if "sha256" in entry},
+    )
+
+
+_CURE = "Where the checkpoint is known to be whole, delete this file; otherwise use another checkpoint."
+
+
+def check_sums(folder: Path, manifest: Manifest) -> None:
+    """Read every file that has a checksum, each rank its part, and compare. Every rank must call.
+
+    Raises:
+        CheckpointError: files differ from what was saved; the same on every rank.
+    """
+    rank, num_ranks = rank_and_size()
+    with agreed("comparing checksums", folder), storage_errors("read", folder):
+        names = sorted(manifest.sums)[rank::num_ranks]
+        other = [repr(name) for name in names if _sum(folder / name) != manifest.sums[name]]
+        if other:
+            raise CheckpointError(
+                f"{str(folder)!r} is not as it was saved: {listed(other)} have another checksum. Use another "
+                "checkpoint, or copy it again."
+            )
+
+
+def _names(folder: Path, needed: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    required = sorted(set(needed))
+    if gone := [repr(name) for name in required if not (folder / name).is_file()]:
+        raise CheckpointError(
+            f"{str(folder)!r} was changed while it was saved: {listed(gone)} {'is' if len(gone) == 1 else 'are'} gone. "
+            "It does not count as complete; older checkpoints are kept. Save again."
+        )
+    found = {path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)}
+    return sorted({*required, *(name for name in found if name != MANIFEST and (folder / name).is_file())})
+
+
+def _entry(file: Path, text: str | None) -> dict[str, Any]:
+    if file.suffix == ".json":
+        return {}
+    # An open file shows its length where a network file system remembers an older one.
+    with open(file, "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+    return {"bytes": size} | ({} if text is None else {"sha256": text})
+
+
+def _sum(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _fits(entry: dict[str, Any], kinds: dict[str, type]) -> bool:
+    return all(key in kinds and type(value) is kinds[key] for key, value in entry.items())

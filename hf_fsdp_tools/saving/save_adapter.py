@@ -1,0 +1,126 @@
+"""Save the adapters of a sharded PEFT model as the folder that PEFT itself writes."""
+
+import secrets
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.shards import LocalBoxes, refuse_ended
+from hf_fsdp_tools.loading.io.durable import library_errors
+from hf_fsdp_tools.modeling.peft_view import bare_model, base_of
+from hf_fsdp_tools.saving.draft import Draft
+from hf_fsdp_tools.saving.gather import gather_to_first
+from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, publish_adapter
+from hf_fsdp_tools.loading.adapter_state import tensors_by_peft
+from hf_fsdp_tools.saving.report import SaveReport
+
+__all__ = ["save_adapter", "tensors_by_peft"]
+
+_STAGING_BYTES = 64 * 2**20
+"""Bytes that a rank sends at a time: the default of `save_pretrained`."""
+
+_CARD = "README.md"
+
+
+def save_adapter(
+    model: nn.Module, folder: Path, *, tokenizer: Any = None, dtype: torch.dtype | None = None
+) -> SaveReport:
+    """Write `adapter_model.safetensors` and `adapter_config.json`; `PeftModel.from_pretrained` opens them.
+
+    PEFT on rank 0 chooses which tensors belong to an adapter (`modules_to_save` too) and writes them. Adapters are
+    small, so they are gathered whole, one tensor at a time.
+
+    Args:
+        model: a `PeftModel`, sharded or not.
+        folder: made if it is not there; only rank 0 needs to see it.
+        tokenizer: saved beside the adapter.
+        dtype: of floating-point tensors in the file; None keeps the model's.
+
+    Every rank of the default process group must call; the adapters' tensors are gathered.
+
+    Raises:
+        CheckpointError: the folder cannot be written, another job is saving there, or PEFT cannot write the adapter;
+            the same on every rank. What was saved there before is unchanged.
+    """
+    start = time.perf_counter()
+    refuse_ended(model)
+    rank, _ = rank_and_size()
+    draft = Draft(folder, all_ranks(secrets.token_hex(4), "beginning the save")[0])
+    names: tuple[str, ...] = ()
+    try:
+        with agreed("preparing the save", folder):
+            if rank == 0:
+                draft.begin()
+        whole = _gather_adapter(model, dtype, folder, keep=rank == 0)
+        with agreed("writing the adapter", folder):
+            if rank == 0:
+                with library_errors("save the adapter to", folder):
+                    if (folder / _CARD).is_file():  # to which PEFT adds
+                        shutil.copyfile(folder / _CARD, draft.beside / _CARD)
+                    model.save_pretrained(str(draft.beside), state_dict=whole)  # type: ignore[operator]  # PEFT's own
+                    if tokenizer is not None:
+                        tokenizer.save_pretrained(draft.beside)
+                names = draft.names_beside()
+                publish_adapter(draft)
+                draft.end()  # before any rank goes on
+        names = all_ranks(names, "finishing the save")[0]
+    finally:
+        if rank == 0:
+            draft.end()
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in whole.values())
+    return SaveReport(
+        folder=str(folder),
+        files=(ADAPTER_WEIGHTS,),
+        total_bytes=num_bytes,
+        bytes_written=num_bytes if rank == 0 else 0,
+        gathered_bytes=num_bytes,
+        write_calls=1 if rank == 0 else 0,
+        seconds=round(time.perf_counter() - start, 4),
+        others=tuple(name for name in names if name != ADAPTER_WEIGHTS),
+    )
+
+
+def _gather_adapter(
+    model: nn.Module, dtype: torch.dtype | None, folder: Path, *, keep: bool
+) -> dict[str, torch.Tensor]:
+    """Every tensor that PEFT may write, by name, gathered whole.
+
+    PEFT may write tensors that are trained, tensors that the base without adapters does not have (of wrappers and
+    prompt encoders), and tensors of the base that PEFT chooses (embeddings that were resized or have an adapter).
+
+    Args:
+        model: a `PeftModel`.
+        dtype: of floating-point tensors; None keeps the model's.
+        folder: to save to, for messages.
+        keep: True gives the tensors on the CPU, False stand-ins on meta.
+    """
+    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    base = {id(tensor) for tensor in bare_model(base_of(model)).model.state_dict(keep_vars=True).values()}
+    # Rank 0 decides for all: PEFT may ask the hub whether the base has the same vocabulary.
+    by_peft = None
+    with agreed("asking PEFT what belongs to the adapter"), library_errors("save the adapter to", folder):
+        if keep:
+            by_peft = _chosen_by_peft(model, state)
+    chosen = all_ranks(by_peft, "asking PEFT what belongs to the adapter")[0] or frozenset()
+    whole = {}
+    for name, tensor in state.items():
+        if tensor.requires_grad or id(tensor) not in base or name in chosen:
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if isinstance(tensor, LocalBoxes):  # FSDP1's flat shards
+                found = gather_to_first(tensor, staging_bytes=_STAGING_BYTES)
+                full = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if found is None else found
+            full = full.detach().to(dtype if full.is_floating_point() else None)
+            whole[name] = full.cpu() if keep else full.to("meta")
+    return whole
+
+
+def _chosen_by_peft(model: Any, state: dict[str, torch.Tensor]) -> frozenset[str]:
+    """Names of the tensors that PEFT writes unchanged; of prompt methods, which write other tensors, none."""
+    ids = {id(tensor) for tensor in tensors_by_peft(model, state).values()}
+    return frozenset(name for name, tensor in state.items() if id(tensor) in ids)

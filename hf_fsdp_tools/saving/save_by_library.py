@@ -1,0 +1,179 @@
+"""Save a model of another library: its own `save_pretrained` writes its files, and this package the weights."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.loading.io.durable import library_errors, storage_errors
+from hf_fsdp_tools.modeling.module_tree import original_classes, own_class
+from hf_fsdp_tools.modeling.peft_view import is_adapted
+from hf_fsdp_tools.saving.gather import gather_to_first
+from hf_fsdp_tools.saving.report import SaveReport
+from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
+
+__all__ = ["is_of_library", "save_by_library"]
+
+Write = Callable[[nn.Module, Path], SaveReport]
+
+
+def is_of_library(model: nn.Module) -> bool:
+    """Whether a model is neither transformers' nor PEFT's, and its class has a `save_pretrained` of its own."""
+    return not _is_ours(model) and hasattr(own_class(model), "save_pretrained")
+
+
+def save_by_library(
+    model: nn.Module, folder: Path, write: Write, *, tokenizer: Any = None, staging_bytes: int
+) -> SaveReport:
+    """Let rank 0 save a model by the `save_pretrained` of its class, and all ranks the transformers models inside it.
+
+    The library gets the other parameters (a pooling layer, a projection) whole, on rank 0 and on the CPU: a model
+    without a transformers model inside is gathered there. Its files take their places when all weights are written.
+    Every rank must call.
+
+    Args:
+        model: for which `is_of_library` holds, sharded or not.
+        folder: made if it is not there; all ranks must see it.
+        write: saves one transformers or PEFT model to a folder; called on every rank.
+        tokenizer: saved beside the model.
+        staging_bytes: bound of what a rank sends at a time.
+
+    Raises:
+        ConfigError: the library hands a state dict to a model inside.
+        CheckpointError: the library cannot save; the same on every rank.
+    """
+    reshard_units(model)
+    inside = dict(_outermost(model))
+    gathered = {
+        name: gather_to_first(tensor, staging_bytes=staging_bytes) for name, tensor in _tensors_beside(model, inside)
+    }
+    rank = rank_and_size()[0]
+    places: dict[str, str] = {}
+    others: tuple[str, ...] = ()
+    with ExitStack() as held:
+        staging = folder
+        with agreed("saving the files of the model's library", folder), storage_errors("save to", folder):
+            if rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                staging = Path(held.enter_context(TemporaryDirectory(prefix=".", dir=folder)))
+                with library_errors("save the model to", folder), _alone(model, gathered):
+                    places = _save(model, inside, staging)
+                    if tokenizer is not None:
+                        tokenizer.save_pretrained(staging)
+        places = all_ranks(places, "saving the files of the model's library")[0]
+        reports = [(place, write(inside[name], folder / place)) for name, place in places.items()]
+        with agreed("finishing the save", folder), storage_errors("save to", folder):
+            if rank == 0:
+                others = tuple(_moved(staging, folder))
+        others = all_ranks(others, "finishing the save")[0]
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in gathered.values() if tensor is not None)
+    files = [Path(place, name).as_posix() for place, report in reports for name in report.files]
+    beside = [Path(place, name).as_posix() for place, report in reports for name in report.others]
+    first = SaveReport(
+        folder=str(folder), files=(), total_bytes=num_bytes, bytes_written=num_bytes, gathered_bytes=num_bytes,
+        write_calls=0, seconds=0.0,
+    )  # fmt: skip
+    sums = {
+        name: getattr(first, name) + sum(getattr(report, name) for _, report in reports)
+        for name in ("total_bytes", "bytes_written", "gathered_bytes", "write_calls", "seconds")
+    }
+    others = tuple(dict.fromkeys((*beside, *others)))
+    return replace(first, files=tuple(files), others=tuple(name for name in others if name not in files), **sums)
+
+
+def _is_ours(model: nn.Module) -> bool:
+    return isinstance(model, PreTrainedModel) or is_adapted(model)
+
+
+def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The transformers and PEFT models below a module that lie in no other, by name."""
+    for name, child in module.named_children():
+        if _is_ours(child):
+            yield prefix + name, child
+        else:
+            yield from _outermost(child, f"{prefix}{name}.")
+
+
+def _tensors_beside(model: nn.Module, inside: dict[str, nn.Module]) -> list[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of a model that lie in none of the models inside, by name."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [(name, tensor) for name, tensor in tensors if not name.startswith(tuple(f"{other}." for other in inside))]
+
+
+@contextmanager
+def _alone(model: nn.Module, gathered: dict[str, torch.Tensor | None]) -> Iterator[None]:
+    """Let a library look at a model on this rank alone, for a block: whole tensors by name, and its own classes.
+
+    Forward passes are refused, in which this rank would wait for the others: some libraries run one for a model card.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    hooks = [module.register_forward_pre_hook(_refuse_forward, prepend=True) for module in units]
+    held = []
+    for name, tensor in gathered.items():
+        owner, _, last = name.rpartition(".")
+        module = model.get_submodule(owner)
+        slots: dict[str, Any] = module._parameters if last in module._parameters else module._buffers
+        held.append((slots, last, slots[last]))
+        assert tensor is not None  # on rank 0
+        slots[last] = nn.Parameter(tensor, requires_grad=False) if slots is module._parameters else tensor
+    try:
+        with original_classes(model):
+            yield
+    finally:
+        for slots, last, tensor in held:
+            slots[last] = tensor
+        for hook in hooks:
+            hook.remove()
+
+
+def _refuse_forward(module: nn.Module, args: Any) -> None:
+    raise ConfigError(
+        f"{type(module).__name__} is being saved by rank 0, which cannot run it without the others. Run it on every "
+        "rank, after the save."
+    )
+
+
+def _save(model: nn.Module, inside: dict[str, nn.Module], staging: Path) -> dict[str, str]:
+    """Let the library save to a folder; the places in it, by the names of the models inside that it saved there."""
+    places: dict[str, str] = {}
+    for name, module in inside.items():
+
+        def note(folder: Any, *args: Any, _name: str = name, state_dict: Any = None, **kwargs: Any) -> None:
+            if state_dict is not None:
+                raise ConfigError(
+                    f"{type(model).__name__}.save_pretrained hands a state_dict to {_name!r}, of which each rank has a "
+                    "part. Call it with state_dict=accelerator.get_state_dict(model)."
+                )
+            places[_name] = Path(folder).resolve().relative_to(staging.resolve()).as_posix()
+
+        module.__dict__["save_pretrained"] = note
+    found = model.__dict__.pop("save_pretrained", None)
+    try:
+        MethodType(own_class(model).save_pretrained, model)(str(staging))  # type: ignore[attr-defined]
+    finally:
+        if found is not None:
+            model.__dict__["save_pretrained"] = found
+        for module in inside.values():
+            del module.__dict__["save_pretrained"]
+    return places
+
+
+def _moved(staging: Path, folder: Path) -> Iterator[str]:
+    """Move files to the same places in another folder; their paths in it."""
+    for path in sorted(staging.rglob("*")):
+        place = path.relative_to(staging)
+        if path.is_file():
+            (folder / place).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, folder / place)
+            yield place.as_posix()
