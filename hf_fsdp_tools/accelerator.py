@@ -7,16 +7,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = [
-    "Mark",
-    "SideStream",
-    "computes_bfloat16",
-    "device_title",
-    "find_accelerator",
-    "pinned_empty",
-    "side_stream_for",
-]
-
 
 def find_accelerator() -> torch.device | None:
     """The kind of accelerator that FSDP can use on this machine, without an index; None on a machine without one.
@@ -64,11 +54,7 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Make a stream.
-
-        Args:
-            device: with an index.
-        """
+        """Make a stream."""
         self.device = device
         self._stream = torch.Stream(device=device)
 

@@ -31,8 +31,6 @@ from hf_fsdp_tools.text import show_bytes
 if TYPE_CHECKING:
     from hf_fsdp_tools.saving.report import SaveReport
 
-__all__ = ["in_background", "wait_for_saves"]
-
 
 def wait_for_saves() -> SaveReport | None:
     """Return once no save is under way in the background; the report of the last one, None where there was none.

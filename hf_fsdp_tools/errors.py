@@ -22,17 +22,6 @@ from pathlib import Path
 
 from hf_fsdp_tools.text import cut
 
-__all__ = [
-    "BlockDetectionError",
-    "CheckpointError",
-    "ConfigError",
-    "FSDPToolsError",
-    "MeshError",
-    "RanksError",
-    "WrapPlanError",
-    "frames_of_package",
-]
-
 _MOST_CHARACTERS = 2000
 """Of a line: two paths of a usual length, a quoted name and the words around them, several times over. (assumed)"""
 

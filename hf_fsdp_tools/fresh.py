@@ -19,8 +19,6 @@ from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.first_pass import expect_prepare
 from hf_fsdp_tools.sharding.shard import shard_model, sharding_of
 
-__all__ = ["from_config"]
-
 
 @taking(config=as_config, trust_remote_code=as_flag)
 def from_config(

@@ -24,8 +24,6 @@ from uuid import uuid4
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.text import first_line, first_lines
 
-__all__ = ["CARD", "HubTarget", "fetch", "local_path", "upload", "upload_errors"]
-
 CARD = "README.md"
 
 _CONNECTIONS = 8
@@ -42,9 +40,6 @@ def local_path(name_or_path: str | PathLike[str]) -> Path | None:
     """The local path of a name, with `~` expanded; None for a name on the hub ("gpt2", "org/model").
 
     A path that exists is local. So is a name that no repository can have ("./model", "a/b/c"), existing or not.
-
-    Raises:
-        CheckpointError: the name is empty.
     """
     name = fspath(name_or_path)
     if not name.strip():
@@ -71,20 +66,7 @@ def fetch(
     a file arrive, huggingface_hub gives up after six times `HF_HUB_DOWNLOAD_TIMEOUT` (10 s), or after 7 minutes if the
     hub did not even tell the file's size.
 
-    Args:
-        name: as "org/model".
-        patterns: names of files in the subfolder, with `*` (of slashes too) and `?`.
-        revision: branch, tag or commit; None is the default branch.
-        token: None uses the stored one.
-        cache_dir: None is huggingface_hub's own.
-        local_files_only: use the cache and do not ask the hub; `HF_HUB_OFFLINE` does the same.
-        subfolder: folder within the repository, and within the result.
-
     No rank communicates; processes that share a cache wait for each other's downloads at its file locks.
-
-    Raises:
-        CheckpointError: the repository or the revision does not exist, may not be read or is not cached; or a file does
-            not arrive. It is no error if no file matches a pattern.
     """
     from huggingface_hub import constants
 
@@ -243,11 +225,7 @@ class HubTarget:
     create_pr: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a name that no repository can have.
-
-        Raises:
-            ConfigError: with huggingface_hub's reason.
-        """
+        """Refuse a name that no repository can have."""
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it is public
 
@@ -271,15 +249,6 @@ def upload(
 
     The repository, and a branch that is asked for, are made where they are not there. Contents that the hub has are not
     sent again. A commit that is not answered is tried again, except where each try would open a pull request.
-
-    Args:
-        target: the repository, and how the commit is described.
-        files: complete files by their names in the repository; nothing else is uploaded.
-        card: makes the text of `README.md`, where neither `files` nor the repository have one.
-        is_outdated: whether a file of the repository, by its name, goes with this commit if it is not among `files`.
-
-    Returns:
-        The address of the commit's page, or of the pull request.
 
     No rank communicates. The errors are huggingface_hub's (see `upload_errors`).
     """
@@ -349,10 +318,6 @@ def _passes(error: Exception) -> bool:
 @contextmanager
 def upload_errors(target: HubTarget, kept: str) -> Iterator[None]:
     """Turn any error of a block that uploads into a `CheckpointError` that says what is kept, and the cure.
-
-    Args:
-        target: of the upload.
-        kept: where the files lie, for messages; "" where there are none yet.
 
     The block must hold no code of this package but `upload`.
     """

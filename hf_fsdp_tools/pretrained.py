@@ -37,8 +37,6 @@ from hf_fsdp_tools.sharding.settings import (
 from hf_fsdp_tools.sharding.shard import shard_model
 from hf_fsdp_tools.text import quoted
 
-__all__ = ["PretrainedOptions", "check_accelerator", "from_pretrained", "policy_from", "shard_arguments"]
-
 _FREE_ON_EACH_RANK = ("requests_in_flight", "progress")
 """Arguments of `load_weights` that may differ between ranks."""
 

@@ -12,24 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "cut",
-    "did_you_mean",
-    "dtype_name",
-    "first_line",
-    "first_lines",
-    "listed",
-    "listed_lines",
-    "merge_alike",
-    "merge_names",
-    "quoted",
-    "show_bytes",
-    "show_count",
-    "table",
-    "terminal_width",
-    "why",
-    "within",
-]
 
 _NARROWEST = 12
 """Characters to which a column of a table is narrowed at most."""
@@ -166,24 +148,13 @@ def terminal_width() -> int | None:
 
 
 def within(text: object, most: int | None = None) -> str:
-    """A text whose lines fit the terminal; what is left of a longer line follows below, indented by 4 more.
-
-    Args:
-        text: or a value that is printed as one.
-        most: characters that a line has at most, also where the terminal is wider or there is none.
-    """
+    """A text whose lines fit the terminal; what is left of a longer line follows below, indented by 4 more."""
     widths = [width for width in (most, terminal_width()) if width]
     return "\n".join(part for line in str(text).splitlines() for part in _folded(line, min(widths, default=None)))
 
 
 def table(rows: Iterable[Sequence[object]], *, right: Collection[int] = (), indent: str = "") -> list[str]:
-    """The lines of a table with aligned columns that fits the terminal; cells of its widest columns go on below.
-
-    Args:
-        rows: cells, a row of titles included; shorter rows end early.
-        right: columns that are aligned to the right, which stay as wide as they are.
-        indent: before every line.
-    """
+    """The lines of a table with aligned columns that fits the terminal; cells of its widest columns go on below."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip_longest(*texts, fillvalue="")]
     most, gaps = terminal_width(), len(indent) + 2 * (len(widths) - 1)

@@ -10,9 +10,6 @@ from typing import Any
 
 from hf_fsdp_tools.errors import ConfigError
 
-__all__ = ["add_model", "add_model_class", "check_writable", "in_options", "parse_dtype", "quiet", "write"]
-
-
 _CLASSES = (
     "CausalLM, Seq2SeqLM, MaskedLM, SequenceClassification, TokenClassification, QuestionAnswering, ImageTextToText, "
     "ImageClassification, SpeechSeq2Seq"
@@ -28,11 +25,7 @@ def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> Non
 
 
 def add_model_class(add: Callable[..., Any]) -> None:
-    """Add the model's class, and whether its code may run.
-
-    Args:
-        add: adds an option (`add_argument` of a parser or a group).
-    """
+    """Add the model's class, and whether its code may run."""
     about = (
         "transformers class to build (default: the one that the config names): AutoModelFor followed by "
         f"{_CLASSES}, …; AutoModel, without a head; or a model class, such as LlamaModel"
@@ -42,11 +35,7 @@ def add_model_class(add: Callable[..., Any]) -> None:
 
 
 def parse_dtype(name: str | None) -> Any:
-    """The floating-point dtype of that name; None without a name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The floating-point dtype of that name; None without a name."""
     import torch
 
     found = getattr(torch, name.removeprefix("torch."), None) if name else None
@@ -72,11 +61,6 @@ def in_options(message: str, command: argparse.ArgumentParser, words: Sequence[s
 
     A field is named by the option that was typed, such as `--gpus` for `num_processes`. Where a file was named, fields
     of other options stay as they are: they may be keys of the file.
-
-    Args:
-        message: of an error.
-        command: parser of the command. Options whose field has another name are in its default `fields`, by dest.
-        words: what was typed.
     """
     typed = {word.partition("=")[0] for word in words}
     fields: dict[str, str] = command.get_default("fields") or {}
@@ -97,11 +81,7 @@ def in_options(message: str, command: argparse.ArgumentParser, words: Sequence[s
 
 
 def check_writable(path: Path | None) -> None:
-    """Refuse a file that cannot be written, before the work of which it takes the result; None is no file.
-
-    Raises:
-        ConfigError: it is a folder, or a file stands where its folder would be.
-    """
+    """Refuse a file that cannot be written, before the work of which it takes the result; None is no file."""
     if path is None:
         return
     if path.is_dir():
@@ -112,11 +92,7 @@ def check_writable(path: Path | None) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a text file, in a new folder if need be.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write a text file, in a new folder if need be."""
     check_writable(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from hf_fsdp_tools import FSDPConfig
     from hf_fsdp_tools.integrations.translation import Translation
 
-__all__ = ["add_config"]
-
 
 def add_config(commands: Any) -> None:
     """Add the command `config`."""
@@ -116,11 +114,7 @@ def _config(options: argparse.Namespace) -> None:
 
 
 def _written(options: argparse.Namespace, text: str, script: str) -> list[str]:
-    """Write the config, and with `--slurm` the batch script beside it; return a line for each.
-
-    Raises:
-        ConfigError: there is something else, or it cannot be written.
-    """
+    """Write the config, and with `--slurm` the batch script beside it; return a line for each."""
     if options.output is None:
         return []
     texts = {options.output: text} | ({options.output.with_suffix(".sbatch"): script} if options.slurm else {})
@@ -142,11 +136,7 @@ def _decisions(config: "FSDPConfig", reasons: dict[str, str]) -> list[str]:
 
 
 def _translated(options: argparse.Namespace) -> "Translation":
-    """What the file of `--from` means here.
-
-    Raises:
-        ConfigError: it cannot be read, or another option says the same.
-    """
+    """What the file of `--from` means here."""
     from hf_fsdp_tools import FSDPConfig
 
     if options.model is not None:
@@ -162,11 +152,7 @@ def _translation_lines(rows: Sequence[tuple[str, str, str]]) -> list[str]:
 
 
 def _check_replaceable(path: Path, text: str, force: bool) -> None:
-    """Refuse to write over a file that says something else.
-
-    Raises:
-        ConfigError: it does, or cannot be read.
-    """
+    """Refuse to write over a file that says something else."""
     try:
         same = force or not path.exists() or path.read_text(encoding="utf-8") == text
     except (OSError, UnicodeDecodeError):

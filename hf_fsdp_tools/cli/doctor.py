@@ -10,8 +10,6 @@ from hf_fsdp_tools.cli.plan import add_named_model, class_note, meta_model
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import within
 
-__all__ = ["add_doctor"]
-
 
 def add_doctor(commands: Any) -> None:
     """Add the command `doctor`."""

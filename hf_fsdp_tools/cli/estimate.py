@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.setup import TrainingSetup
     from hf_fsdp_tools.foresight.throughput import ThroughputEstimate
 
-__all__ = ["Estimate", "add_estimate"]
 
 _WRAPPINGS = {"hybrid": "hybrid", "root": "root-only", "none": "no wrapping"}
 """What `--compare` lays beside each other, and how it is called."""
@@ -119,13 +118,7 @@ def _estimated(options: argparse.Namespace, setup: "TrainingSetup", model_kwargs
 
 
 def _beside(memory: "MemoryEstimate", whole: "MemoryEstimate | None", more: list[str] | None) -> Iterator[str]:
-    """Lines below an estimate of memory: how far it may be off, the other kind of loss, and what fits.
-
-    Args:
-        memory: the estimate.
-        whole: the same training with whole logits, where nobody said which.
-        more: changes that make it fit, where it does not.
-    """
+    """Lines below an estimate of memory: how far it may be off, the other kind of loss, and what fits."""
     from hf_fsdp_tools.foresight.recommend import MARGIN
 
     most = show_bytes(round(memory.total * (1 + MARGIN)))

@@ -18,8 +18,6 @@ from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 if TYPE_CHECKING:
     from hf_fsdp_tools import SaveReport
 
-__all__ = ["add_export", "add_merge"]
-
 
 def add_export(commands: Any) -> None:
     """Add the command `export`."""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.recommendation import Recommendation
     from hf_fsdp_tools.foresight.setup import TrainingSetup
 
-__all__ = ["add_search_options", "recipe_words", "recommend"]
-
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
     """Add what the search for the fastest setting is told."""
@@ -96,11 +94,7 @@ _OWN = ("gpu", "offload", "activation_checkpointing")
 
 
 def _gpu_here() -> str:
-    """Name of this machine's GPU.
-
-    Raises:
-        ConfigError: it has none, or one that the table does not know.
-    """
+    """Name of this machine's GPU."""
     from hf_fsdp_tools.accelerator import device_title, find_accelerator
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 

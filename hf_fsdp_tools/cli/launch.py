@@ -14,8 +14,6 @@ from hf_fsdp_tools.cli.machine import FIELDS, add_machine_options, decide, launc
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import did_you_mean
 
-__all__ = ["add_recipes", "named_config", "recipes", "shipped"]
-
 _ALONE = ("dequantize",)
 """Recipes that are one process, started as `python recipes/NAME.py`."""
 
@@ -104,11 +102,7 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def named_config(name: str) -> Path:
-    """The file of that path, or the one of that name (or of that path in a clone) that comes with the package.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The file of that path, or the one of that name (or of that path in a clone) that comes with the package."""
     own = {path.stem: path for path in sorted(shipped("accelerate_configs").glob("*.yaml"))}
     path = Path(name)
     if path.is_file():
@@ -123,12 +117,7 @@ def named_config(name: str) -> Path:
 
 
 def _beside_file(options: argparse.Namespace, path: Path) -> list[str]:
-    """What the command line says beside a file, as options of `accelerate launch`; prints warnings about the file.
-
-    Raises:
-        ConfigError: the file cannot be launched; both say whether the run is on GPUs, and differ; or this machine lacks
-            the devices.
-    """
+    """What the command line says beside a file, as options of `accelerate launch`; prints warnings about the file."""
     import yaml
 
     from hf_fsdp_tools import FSDPConfig
@@ -164,11 +153,7 @@ def _beside_file(options: argparse.Namespace, path: Path) -> list[str]:
 
 
 def _check_devices(needed: int) -> None:
-    """Refuse a run on more GPUs than this machine has.
-
-    Raises:
-        ConfigError: it has fewer.
-    """
+    """Refuse a run on more GPUs than this machine has."""
     import torch
 
     from hf_fsdp_tools.accelerator import find_accelerator

@@ -11,7 +11,6 @@ from hf_fsdp_tools.errors import ConfigError
 if TYPE_CHECKING:
     from hf_fsdp_tools import FSDPConfig
 
-__all__ = ["FIELDS", "PORT", "add_machine_options", "address_words", "decide", "launcher_words"]
 
 PORT = 29500
 """Port of several machines where none is given. Source: torch's own default (`torch.distributed.run`)."""
@@ -24,11 +23,7 @@ ANY_ADDRESS = "ADDRESS-OF-MACHINE-0"
 
 
 def add_machine_options(place: Callable[..., Any]) -> None:
-    """Add how many machines and processes there are, and how machines find each other; with `-` and `_` alike.
-
-    Args:
-        place: adds an option (`add_argument` of a parser or a group).
-    """
+    """Add how many machines and processes there are, and how machines find each other; with `-` and `_` alike."""
 
     def add(name: str, *others: str, **keywords: Any) -> None:
         under = [each.replace("-", "_").replace("__", "--", 1) for each in (name, *others)]
@@ -45,15 +40,7 @@ def add_machine_options(place: Callable[..., Any]) -> None:
 
 
 def decide(options: argparse.Namespace, said: Mapping[str, Any] | None = None) -> tuple["FSDPConfig", dict[str, str]]:
-    """The config from the options and this machine, and a reason for each field that is not a plain default.
-
-    Args:
-        options: of the command line.
-        said: fields that a translated file gives, and the command line may override.
-
-    Raises:
-        ConfigError: options contradict each other or this machine; the message names options.
-    """
+    """The config from the options and this machine, and a reason for each field that is not a plain default."""
     from hf_fsdp_tools import FSDPConfig
 
     asked = {field: getattr(options, name, None) for name, field in SETTINGS.items()}
@@ -139,11 +126,7 @@ FIELDS = SETTINGS | {"gpus": "num_processes", "cpu": "use_cpu"}
 
 
 def _machines(count: int) -> int:
-    """How many machines have so many GPUs.
-
-    Raises:
-        ConfigError: they would have unequal numbers.
-    """
+    """How many machines have so many GPUs."""
     machines, rest = divmod(count, GPUS_PER_MACHINE)
     if rest:
         raise ConfigError(

@@ -26,18 +26,9 @@ from hf_fsdp_tools.cli.schedule import add_schedule
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.text import did_you_mean
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one `hf-fsdp` command; return the exit code: 1 for an error, also one that `doctor` finds, else 0.
-
-    Args:
-        arguments: without the program's name; None means those of the process.
-
-    Raises:
-        SystemExit: with 2 for wrong usage, with 0 after `--help`.
-    """
+    """Run one `hf-fsdp` command; return the exit code: 1 for an error, also one that `doctor` finds, else 0."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     if not words:

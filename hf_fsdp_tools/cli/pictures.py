@@ -13,17 +13,12 @@ if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.streams import Schedule
     from hf_fsdp_tools.foresight.timeline import Timeline
 
-__all__ = ["check_picture", "draw_estimate", "draw_step"]
 
 _SUFFIXES = (".html", ".png", ".svg", ".pdf")
 
 
 def check_picture(path: Path | None) -> None:
-    """Refuse a file of which nothing can be drawn, before there is anything to draw.
-
-    Raises:
-        ConfigError: matplotlib is absent, the file's name ends in none of the known ways, or its folder is absent.
-    """
+    """Refuse a file of which nothing can be drawn, before there is anything to draw."""
     if path is None:
         return
     if path.suffix not in _SUFFIXES:
@@ -36,13 +31,7 @@ def check_picture(path: Path | None) -> None:
 
 
 def draw_estimate(path: Path, found: Mapping[str, "Estimate"], scaled: Mapping[int, "Estimate"]) -> None:
-    """Draw the memory of a step: as a page with all that belongs to it, or as one picture.
-
-    Args:
-        path: .html for the page; else the picture.
-        found: estimates by the name of their wrapping; the first is what was asked for. Several are compared.
-        scaled: estimates by the number of GPUs, for the page's curve of scaling.
-    """
+    """Draw the memory of a step: as a page with all that belongs to it, or as one picture."""
     from hf_fsdp_tools.plots.comparison import draw_comparison
     from hf_fsdp_tools.plots.figure import save
     from hf_fsdp_tools.plots.memory import draw_memory
@@ -89,14 +78,7 @@ def draw_estimate(path: Path, found: Mapping[str, "Estimate"], scaled: Mapping[i
 
 
 def draw_step(path: Path, schedule: "Schedule", forecast: "Forecast", *, measured: "Schedule | None" = None) -> None:
-    """Draw one step as FSDP runs it; .html is a page with the picture.
-
-    Args:
-        path: of the picture.
-        schedule: what is drawn.
-        forecast: what it was made of.
-        measured: of a real step, drawn below.
-    """
+    """Draw one step as FSDP runs it; .html is a page with the picture."""
     from hf_fsdp_tools.plots.figure import save
     from hf_fsdp_tools.plots.page import page_text
     from hf_fsdp_tools.plots.schedule import draw_schedule

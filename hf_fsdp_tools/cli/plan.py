@@ -10,8 +10,6 @@ from typing import Any
 from hf_fsdp_tools.cli.common import add_model, check_writable, parse_dtype, quiet, write
 from hf_fsdp_tools.text import within
 
-__all__ = ["add_blocks", "add_named_model", "add_plan", "class_note", "meta_model"]
-
 
 def add_blocks(commands: Any) -> None:
     """Add the command `blocks`."""

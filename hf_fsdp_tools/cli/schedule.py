@@ -24,8 +24,6 @@ from hf_fsdp_tools.text import merge_names, table, why
 if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.streams import Bar, Schedule
 
-__all__ = ["add_schedule"]
-
 
 def add_schedule(commands: Any) -> None:
     """Add the command `schedule`."""
@@ -85,11 +83,7 @@ def _schedule(options: argparse.Namespace) -> None:
 
 
 def _measured(path: Path | None) -> "Schedule | None":
-    """The schedule of a recorded step.
-
-    Raises:
-        ConfigError: the file cannot be read or is no trace of a step.
-    """
+    """The schedule of a recorded step."""
     from hf_fsdp_tools.foresight.measured import read_schedule
 
     if path is None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hf_fsdp_tools import FSDPConfig
 
-__all__ = ["batch_script"]
 
 CPUS_PER_PROCESS = 8
 """CPU cores that are asked for per process: the process itself, its loader's workers, NCCL's threads. (assumed)"""
@@ -46,13 +45,7 @@ _PLACE = '--machine_rank "$SLURM_NODEID" --main_process_ip "$MAIN_ADDRESS" --mai
 
 
 def batch_script(config: "FSDPConfig", launch: Sequence[str], command: str) -> str:
-    """Text for `sbatch`.
-
-    Args:
-        config: of the run.
-        launch: the launcher, its config and the script with its arguments: `… --config_file FILE ARGUMENTS`.
-        command: named as the one that generated the script.
-    """
+    """Text for `sbatch`."""
     place = list(launch).index("--config_file") + 2
     path = launch[place - 1]
     before, after = shlex.join(launch[:place]), shlex.join(launch[place:])

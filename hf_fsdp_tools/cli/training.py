@@ -15,19 +15,6 @@ from hf_fsdp_tools.errors import ConfigError
 if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.setup import TrainingSetup
 
-__all__ = [
-    "add_link_options",
-    "add_run_options",
-    "add_sharding_options",
-    "add_training_options",
-    "check_machines",
-    "given_fields",
-    "model_of",
-    "positions_of",
-    "progress",
-    "setup_of",
-]
-
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """Add machines and training, each option named as the field of `TrainingSetup`."""
@@ -42,22 +29,14 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_link_options(place: Callable[..., Any]) -> None:
-    """Add how fast machines and GPUs are linked.
-
-    Args:
-        place: adds an option (`add_argument` of a parser or a group).
-    """
+    """Add how fast machines and GPUs are linked."""
     place("--network-gbit-s", type=float, metavar="X", help="of one machine, all cards together (default: the usual)")
     about = "GB/s between the GPUs of a machine, as nccl-tests' bus bandwidth (default: the usual)"
     place("--link-gb-s", type=float, metavar="X", help=about)
 
 
 def add_run_options(run: Callable[..., Any]) -> None:
-    """Add what is trained, how, and how much at once.
-
-    Args:
-        run: adds an option (`add_argument` of a parser or a group).
-    """
+    """Add what is trained, how, and how much at once."""
     names = ("--batch-size", "--micro-batch", "--per-device-train-batch-size")
     run(*names, dest="batch_size", type=int, metavar="N", help="sequences per GPU and micro-step")
     run("--seq-len", "--max-length", type=int, metavar="N", help="tokens per sequence (default: 4096, or the model's)")
@@ -120,12 +99,7 @@ def given_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def setup_of(options: argparse.Namespace) -> "TrainingSetup":
-    """The setup that the command line describes.
-
-    Raises:
-        ConfigError: a number cannot be.
-        MeshError: the copies do not divide the GPUs.
-    """
+    """The setup that the command line describes."""
     from hf_fsdp_tools.foresight.setup import TrainingSetup
 
     given = given_fields(options)
@@ -137,11 +111,7 @@ def setup_of(options: argparse.Namespace) -> "TrainingSetup":
 
 
 def check_machines(setup: "TrainingSetup") -> None:
-    """Refuse machines that cannot be.
-
-    Raises:
-        ConfigError: the GPU is unknown, or the machines would have unequal numbers of GPUs.
-    """
+    """Refuse machines that cannot be."""
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
     gpu_named(setup.gpu)

@@ -33,8 +33,6 @@ from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of
 from hf_fsdp_tools.sharding.share import RankShare
 from hf_fsdp_tools.text import dtype_name, listed
 
-__all__ = ["Diagnosis", "diagnose"]
-
 _SEVERITIES = ("error", "warning", "info")
 
 _DOING = "diagnosing the model"

@@ -23,8 +23,6 @@ from hf_fsdp_tools.sharding.shard import shard_model
 from hf_fsdp_tools.sharding.share import share_of
 from hf_fsdp_tools.text import table
 
-__all__ = ["Environment", "check_environment", "rehearse", "untried_versions"]
-
 _REQUIRED = {
     "torch": ("2.11", "2.15"),
     "transformers": ("5.17", "5.23"),
@@ -107,15 +105,6 @@ def rehearse(model: nn.Module, *, num_processes: int = 8, policy: HybridPolicy |
     """Shard a meta model in this process alone, as rank 0 of `num_processes` would, and diagnose it.
 
     Nothing is communicated: the process group is torch's "fake" one, and is destroyed at the end.
-
-    Args:
-        model: on meta, as `build_meta_model` makes it; sharded in place.
-        num_processes: world size to pretend.
-        policy: what becomes a unit; None means `HybridPolicy()`.
-
-    Raises:
-        ConfigError: `num_processes` is below 1 or above 65,536, or a process group is running.
-        WrapPlanError: `policy` does not fit the model.
     """
     if num_processes < 1:
         raise ConfigError(f"num_processes is {num_processes}; it must be 1 or more.")

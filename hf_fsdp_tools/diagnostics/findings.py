@@ -21,8 +21,6 @@ from hf_fsdp_tools.planning.stacks import find_blocks, is_major
 from hf_fsdp_tools.sharding.placement import is_much_padding, padded_ratio
 from hf_fsdp_tools.text import dtype_name, listed, merge_alike, show_bytes, show_count
 
-__all__ = ["Finding", "check_model"]
-
 _MAX_PADDING_SHARE = 0.1
 """Share of the model's bytes from which padding in FSDP2's shards is worth a warning. (assumed)"""
 
@@ -59,15 +57,7 @@ class Finding:
 def check_model(
     model: nn.Module, live: LiveModel, plan: WrapPlan, *, compare_units: bool, world_size: int
 ) -> Iterator[Finding]:
-    """Yield the findings that this rank can make alone.
-
-    Args:
-        model: the live model.
-        live: what `read_live_model` read from it.
-        plan: to check against, with names as in `model`.
-        compare_units: whether the units must be those of the plan, not only as fine as it.
-        world_size: ranks that hold the model together.
-    """
+    """Yield the findings that this rank can make alone."""
     yield from _check_units(live, plan) if live.units else _not_sharded(live, world_size)
     if compare_units and live.units:
         yield from _check_plan(live, plan)

@@ -20,17 +20,6 @@ from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, c
 from hf_fsdp_tools.sharding.fsdp2_internals import parameters_of_unit, unit_modules
 from hf_fsdp_tools.text import listed, merge_names, show_bytes, show_count
 
-__all__ = [
-    "LiveModel",
-    "LiveParameter",
-    "LiveUnit",
-    "UnitGroup",
-    "UnitTree",
-    "local_part",
-    "read_live_model",
-    "unit_tree",
-]
-
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class LiveUnit:
@@ -88,14 +77,7 @@ class LiveModel:
 
 
 def read_live_model(model: nn.Module) -> LiveModel:
-    """Read which units `model` has now and which parameters each unit gathers; shapes only, no data.
-
-    Args:
-        model: sharded or not, on any device, also between a forward and its backward pass.
-
-    Raises:
-        BlockDetectionError: the model has no parameters.
-    """
+    """Read which units `model` has now and which parameters each unit gathers; shapes only, no data."""
     found = _Found()
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):

@@ -26,20 +26,6 @@ from hf_fsdp_tools.errors import ConfigError, FSDPToolsError, RanksError
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.text import listed, listed_lines
 
-__all__ = [
-    "agreed",
-    "all_ranks",
-    "announced",
-    "by_rank",
-    "going_first",
-    "opened",
-    "rank_and_size",
-    "same_on_all_ranks",
-    "shared_rng_state",
-    "shared_seed",
-    "wait_for_all_ranks",
-]
-
 T = TypeVar("T")
 
 
@@ -150,12 +136,6 @@ def announced(doing: str) -> Iterator[None]:
 
     Ranks that wait in a round within the block, or come to one or to its end, stop at once. A rank that waits in a
     collective stops when the process that failed ends, or by the group's timeout. Every rank must enter.
-
-    Args:
-        doing: what the block does, for messages; the same on every rank: "saving".
-
-    Raises:
-        RanksError: another rank failed; says which one, and why.
     """
     rounds = rounds_of()
     if rounds is None:
@@ -180,9 +160,6 @@ def wait_for_all_ranks() -> None:
     """Return once every rank has called this. A rank that has ended is named within seconds.
 
     No backend is used. How long a rank may do something of its own before it comes: see `patience`.
-
-    Raises:
-        RanksError: a rank does not come, or is in another call.
     """
     rounds = rounds_of()
     if rounds is not None:
@@ -194,14 +171,8 @@ def wait_for_all_ranks() -> None:
 def going_first(is_first: bool) -> Iterator[None]:
     """Run a block on some ranks before the others; if it fails on one of the first, the others do not run it.
 
-    Args:
-        is_first: of this rank.
-
     Every rank must enter. The first ranks may make no progress for as long as a collective would wait (`timeout_of`),
     or `patience` says if that is longer; bytes that they read and write are progress.
-
-    Raises:
-        FSDPToolsError: the block failed on one of the first ranks; see `agreed`.
     """
     if rounds_of() is None:
         yield
@@ -255,12 +226,7 @@ def same_on_all_ranks(doing: str, *, ranks: Sequence[int] | None = None, **argum
 
 
 def by_rank(told: Sequence[str], ranks: Sequence[int] | None = None) -> str:
-    """Which ranks told what, for messages: "a on rank 0, b on rank 1, 2".
-
-    Args:
-        told: by the ranks, in their order.
-        ranks: None means all.
-    """
+    """Which ranks told what, for messages: "a on rank 0, b on rank 1, 2"."""
     ranks = range(len(told)) if ranks is None else ranks
     which = {text: [rank for rank, one in zip(ranks, told, strict=True) if one == text] for text in told}
     return listed(f"{text[:80]}{'…' * (len(text) > 80)} on rank {listed(found)}" for text, found in which.items())
@@ -316,16 +282,7 @@ def opened(
     All ranks open a local path at once. A hub name is opened by the first rank of each node, and then by the other
     ranks with `local_files_only`, so that a job asks the hub once per node and waits only once for a hub that fails.
 
-    Args:
-        doing: as for `agreed`.
-        name_or_path: hub name or local path.
-        open_it: must not communicate.
-        hub_kwargs: for `open_it`.
-
     Every rank must call.
-
-    Raises:
-        CheckpointError: `open_it` failed on some rank; the same on every rank.
     """
     result: list[T] = []
     with agreed(doing):

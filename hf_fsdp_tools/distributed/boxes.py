@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-__all__ = ["Box", "local_boxes"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
@@ -49,12 +47,6 @@ def local_boxes(
     `Shard` and `Replicate` give one box, an empty shard none. FSDP over tensor parallelism (`_StridedShard`) can leave
     a rank with disjoint ranges, and so with several boxes. Shards follow `torch.chunk`: ceil(n / ranks) indices each,
     and the last shards short or empty.
-
-    Args:
-        shape: global shape.
-        placements: one DTensor placement per mesh axis.
-        mesh_shape: number of ranks per mesh axis.
-        coordinate: the rank's index per mesh axis.
     """
     ranges: list[list[tuple[int, int]]] = [[(0, n)] for n in shape]  # per dim: (start, length), in local order
     for placement, ranks, index in zip(placements, mesh_shape, coordinate, strict=True):

@@ -23,8 +23,6 @@ import torch.distributed as dist
 
 from hf_fsdp_tools.distributed.watch import progress_made, waited_for
 
-__all__ = ["SILENT_S", "Place", "StoreClient", "conflict"]
-
 Place = Sequence[str]
 """What a rank does, and the path of the round in which it does it; of a scope, with a slash at its end; of the round
 that ends a scope, with the number of rounds and scopes that the rank has begun in it."""
@@ -37,14 +35,7 @@ _BEAT_S = 2.0
 
 
 class StoreClient:
-    """One rank's way to the store, whose operations (`get`, `set`, …) are methods of this object.
-
-    Args:
-        store: of the process group.
-        key: under which the rank tells where it is, while it is in a call that takes long.
-        also: what the thread also does with the store between two beats, once `watch` was called.
-        silent_s: how long the store may not answer.
-    """
+    """One rank's way to the store, whose operations (`get`, `set`, …) are methods of this object."""
 
     def __init__(self, store: Any, key: str, also: Callable[[Any], None], silent_s: float = SILENT_S) -> None:
         self.store, self._key, self._also, self._silent_s = store, key, also, silent_s
@@ -59,11 +50,7 @@ class StoreClient:
         return partial(self._ask, operation)
 
     def _ask(self, operation: str, *args: Any) -> Any:
-        """The store's answer.
-
-        Raises:
-            DistError: the store is gone, or does not answer.
-        """
+        """The store's answer."""
         answer: Future[Any] = Future()
         call = partial(getattr(self.store, operation), *args)
         with self._changed:

@@ -21,8 +21,6 @@ from torch.distributed.distributed_c10d import (
 
 from hf_fsdp_tools.distributed.network import choose_interface
 
-__all__ = ["add_cpu_backend", "default_timeout", "has_cpu_backend", "one_gloo_thread", "set_timeout", "timeout_of"]
-
 _CPU = torch.device("cpu")
 
 
@@ -97,9 +95,6 @@ def add_cpu_backend(group: ProcessGroup | None = None) -> None:
     Who starts a group chooses its backends: `TrainingArguments`, and most scripts, choose NCCL alone. Then torch sends
     objects (the plan of a DCP save, what Accelerate gathers) over NCCL and the GPU, and nothing on the CPU (counts of
     labels, norms of offloaded gradients) can be sent at all. The group's other backends, and its time limit, stay.
-
-    Args:
-        group: of which this process is a member; None means the default group.
 
     Every member must call. Members of a group that is given gloo connect to each other.
     """

@@ -12,8 +12,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from hf_fsdp_tools.distributed.rounds import Rounds
 
-__all__ = ["rounds_apart", "rounds_of", "rounds_of_thread", "using"]
-
 _of_thread: ContextVar[Rounds | None] = ContextVar("_of_thread", default=None)
 
 _made: WeakKeyDictionary[Any, dict[tuple[int, ...] | str, Rounds]] = WeakKeyDictionary()

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 
 from hf_fsdp_tools.errors import MeshError
 
-__all__ = ["check_started", "device_index", "local_rank", "local_size", "world_size"]
-
 _LOCAL_RANKS = (
     "LOCAL_RANK",
     "SLURM_LOCALID",
@@ -68,15 +66,6 @@ def device_index(variables: Mapping[str, str], *, count: int, kind: str, current
 
     Where one device is visible (srun --gpus-per-task=1, Ray, Kubernetes) that one, whatever the rank; otherwise the
     rank on the machine. Accelerate takes the rank modulo the count, which is the same for all that is not refused here.
-
-    Args:
-        variables: of the launcher.
-        count: of visible devices.
-        kind: of the devices, for messages: "cuda".
-        current: the current device, for a process alone and for one whose script has chosen a device other than 0.
-
-    Raises:
-        MeshError: the rank on the machine is not below `count`, or no variable says it and several devices are visible.
     """
     rank = local_rank(variables)
     if count == 1:
@@ -98,12 +87,7 @@ def device_index(variables: Mapping[str, str], *, count: int, kind: str, current
 
 
 def check_started(variables: Mapping[str, str]) -> bool:
-    """Whether a launcher has started this process as one of a job; False for a process alone.
-
-    Raises:
-        MeshError: a launcher that sets no RANK has started more processes than this one, each of which would train
-            alone; or some of torchrun's variables are absent.
-    """
+    """Whether a launcher has started this process as one of a job; False for a process alone."""
     if "RANK" in variables or "WORLD_SIZE" in variables:
         absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in variables]
         if absent:

@@ -5,8 +5,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["available_bytes", "pinned_bytes"]
-
 
 def pinned_bytes(num_bytes: int, variables: Mapping[str, str] = os.environ) -> int:
     """What PyTorch takes for pinned memory of so many bytes: the next power of two, or as many as are asked for above
@@ -23,9 +21,6 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
     The smaller one of what the machine has and what a container's limit (cgroups 1 and 2) leaves; memory that files
     take and that can be taken from them counts as available.
-
-    Args:
-        root: of the file system.
     """
     found = []
     try:

@@ -20,17 +20,6 @@ from hf_fsdp_tools.distributed.others import processes_in_sight
 from hf_fsdp_tools.errors import MeshError
 from hf_fsdp_tools.text import listed
 
-__all__ = [
-    "ParallelDims",
-    "backends",
-    "ensure_process_group",
-    "gpus_are_hidden",
-    "local_device",
-    "rank_on_node",
-    "shared_devices",
-    "streams_are_serialized",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
@@ -102,9 +91,6 @@ def local_device() -> torch.device:
 
     The device to which the script has bound the process group (`init_process_group(device_id=…)`); otherwise the
     accelerator of the process's rank on its machine, or the only one that is visible (see `device_index`).
-
-    Raises:
-        MeshError: the launcher's variables give this process no device of its own.
     """
     accelerator = find_accelerator()
     if accelerator is None:
@@ -153,17 +139,7 @@ def ensure_process_group(
     its time limit, and is given gloo if it has none (`add_cpu_backend`). The process's own device becomes the current
     one.
 
-    Args:
-        device_type: "cpu", or that of this machine's accelerator.
-        timeout: of each collective over any of the backends; None means 10 minutes, and 30 on CPUs, as torch does.
-        backend: None means as above.
-        init_method: as for `torch.distributed.init_process_group`; None reads the launcher's variables.
-
     Every rank must call. A process without a launcher becomes a world of 1. The ranks exchange which device each uses.
-
-    Raises:
-        MeshError: this process has no device of its own, variables of the launcher are absent, or `srun` or `mpirun`
-            started several processes that would each train alone.
     """
     if not dist.is_initialized():
         is_launched = check_started(os.environ)
@@ -219,11 +195,7 @@ def _name_of(device: torch.device) -> tuple[str, ...]:
 
 
 def shared_devices(devices: Sequence[tuple[str, ...]]) -> list[str]:
-    """The ranks that have the same device, as "ranks 0, 1"; empty where each has its own.
-
-    Args:
-        devices: of each rank's device the unique name (UUID), of which "" and zeros are none, and its place.
-    """
+    """The ranks that have the same device, as "ranks 0, 1"; empty where each has its own."""
     places: dict[tuple[str, ...], list[str]] = {}
     for rank, name in enumerate(devices):
         if name[0].strip("0-"):

@@ -7,15 +7,9 @@ from collections.abc import Iterable, Mapping
 
 from hf_fsdp_tools.distributed.launcher import local_rank, local_size, world_size
 
-__all__ = ["choose_interface", "interface_of_nccl", "interface_towards", "loopback_address"]
-
 
 def interface_of_nccl(variables: Mapping[str, str], present: Iterable[str]) -> str | None:
     """The one interface of this machine that `NCCL_SOCKET_IFNAME` names; None where it names none or several.
-
-    Args:
-        variables: of the process.
-        present: names of this machine's interfaces.
 
     "eth" stands for all that begin so, "=eth0" for that one alone, "^docker" for all others (NCCL's documentation).
     """

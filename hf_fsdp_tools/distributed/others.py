@@ -13,8 +13,6 @@ from hf_fsdp_tools.distributed.passes import behind
 from hf_fsdp_tools.errors import frames_of_package
 from hf_fsdp_tools.text import listed
 
-__all__ = ["Others", "different_calls", "processes_in_sight"]
-
 _WARN_S = 30.0
 """From when on a rank without progress is named, and again after each doubling. (assumed)"""
 
@@ -54,15 +52,7 @@ class Others:
         *,
         is_first: bool,
     ) -> str:
-        """Why the round is given up; empty where it is not. The first rank that waits warns of what takes long.
-
-        Args:
-            doing: what the round is for.
-            own: where this rank is.
-            limits_s: how long a rank may make no progress in a call of this package, and how long it may be in none.
-            is_elsewhere: whether a rank is known to have failed, which takes ranks to different calls for a moment.
-            is_first: whether this rank was the first to come.
-        """
+        """Why the round is given up; empty where it is not. The first rank that waits warns of what takes long."""
         now_s = time.monotonic()
         self._clock_s += min(now_s - self._looked_s, _MOST_S)
         self._looked_s = now_s

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["PassWatch", "begin_pass", "behind", "group_of", "of_ended", "passes_run"]
-
 _QUIET_S = 5.0
 """After the beginning of a pass, its number is told: most steps are over by then. (assumed)"""
 
@@ -54,13 +52,7 @@ def begin_pass(
 
 
 def behind(told: bytes, teller: int, rank: int) -> str:
-    """Why a rank that waits in a round waits for ever; empty if it may not.
-
-    Args:
-        told: by another rank, by its `PassWatch`.
-        teller: that rank.
-        rank: this one.
-    """
+    """Why a rank that waits in a round waits for ever; empty if it may not."""
     said = json.loads(told)
     for group, number in said["run"].items():
         own = _run.get(group)
@@ -73,13 +65,7 @@ def behind(told: bytes, teller: int, rank: int) -> str:
 
 
 class PassWatch:
-    """Tells the number of this rank's passes, and warns of ranks that do not come.
-
-    Args:
-        prefix: of the keys of the ranks' rounds.
-        rank: this one.
-        ranks: all that take part in the rounds.
-    """
+    """Tells the number of this rank's passes, and warns of ranks that do not come."""
 
     def __init__(self, prefix: str, rank: int, ranks: Sequence[int]) -> None:
         self._prefix, self._rank, self._ranks = prefix, rank, ranks
@@ -105,13 +91,7 @@ class PassWatch:
 
 
 def of_ended(store: Any, prefix: str, ranks: Sequence[int]) -> str:
-    """A sentence on ranks that have ended without passes that this rank has begun; empty if none has.
-
-    Args:
-        store: of the process group.
-        prefix: of the keys of the ranks' rounds.
-        ranks: that may have ended.
-    """
+    """A sentence on ranks that have ended without passes that this rank has begun; empty if none has."""
     for rank in ranks:
         if store.check([key := f"{prefix}/ended/{rank}"]):
             run = json.loads(store.get(key))["run"]

@@ -17,8 +17,6 @@ from typing import TypeVar
 from hf_fsdp_tools.distributed.memory import available_bytes
 from hf_fsdp_tools.errors import FSDPToolsError, RanksError
 
-__all__ = ["launched_ranks", "num_processes_for", "run_on_processes"]
-
 T = TypeVar("T")
 
 _MOST = 8
@@ -53,9 +51,6 @@ def num_processes_for(num_bytes: int) -> int:
 def launched_ranks() -> Iterator[tuple[int, int] | None]:
     """Have the process group of the ranks that a launcher has started: (this rank, their number); None, and no group,
     where there is no launcher.
-
-    Raises:
-        MeshError: variables of the launcher are absent, or `srun` or `mpirun` started processes without telling them.
     """
     import torch.distributed as dist
 
@@ -76,13 +71,6 @@ def run_on_processes(function: Callable[[], T], size: int) -> T:
     """This process's result of a function that runs on `size` processes, which have a process group (gloo).
 
     This process is rank 0. An interrupt (Ctrl-C) reaches it alone, and it ends the others.
-
-    Args:
-        function: can be pickled; its errors of this package are the same on every rank.
-        size: number of processes; 1 starts none, and no group.
-
-    Raises:
-        RanksError: a process was killed.
     """
     if size == 1:
         return function()

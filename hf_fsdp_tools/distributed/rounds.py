@@ -33,15 +33,6 @@ from hf_fsdp_tools.distributed.others import Others, different_calls, processes_
 from hf_fsdp_tools.distributed.passes import PassWatch, of_ended, passes_run
 from hf_fsdp_tools.errors import ConfigError, RanksError
 
-__all__ = [
-    "GIVE_UP_S",
-    "Rounds",
-    "Scope",
-    "StoppedElsewhere",
-    "patience",
-    "patience_of_at_least",
-]
-
 GIVE_UP_S = 600.0
 """How long a rank that others wait for may make no progress: what NCCL's collectives wait by default, and more than a
 file server takes to fail over (assumed)."""
@@ -133,15 +124,7 @@ class Scope:
 
 
 class Rounds:
-    """The rounds of some ranks, each of which makes one of these; for one thread.
-
-    Args:
-        store: of the process group.
-        rank: this one.
-        ranks: all that take part, in the order of their values.
-        name: of rounds beside those of the main thread. There the store may not answer for as long as a rank may make
-            no progress: the main thread may be in a collective that begins, and has the connection until all come.
-    """
+    """The rounds of some ranks, each of which makes one of these; for one thread."""
 
     def __init__(self, store: Any, rank: int, ranks: tuple[int, ...], *, name: str = "") -> None:
         self.rank, self.ranks = rank, ranks
@@ -215,17 +198,7 @@ class Rounds:
         return error
 
     def exchange(self, value: Any, doing: str, *, ends: Scope | None = None) -> list[Any]:
-        """Every rank's value, in the order of the ranks. All must call; values are pickled.
-
-        Args:
-            value: of this rank.
-            doing: what the round is for; it must be the same on all ranks, or they are in different calls.
-            ends: the scope that this round ends, to which also a rank comes that failed in it.
-
-        Raises:
-            RanksError: a rank does not come, is lost, or is in another call; the same on every rank that waits.
-            StoppedElsewhere: another rank failed in a scope around this round.
-        """
+        """Every rank's value, in the order of the ranks. All must call; values are pickled."""
         path = f"{ends.path}/end" if ends is not None else self._next_path()
         around = [scope for scope in self._scopes if scope is not ends]
         at = path if ends is None else f"{path}/{self._counts[-1]}"

@@ -21,23 +21,6 @@ from torch.distributed.tensor.placement_types import Placement
 from hf_fsdp_tools.distributed.boxes import Box, local_boxes
 from hf_fsdp_tools.errors import RanksError
 
-__all__ = [
-    "LocalBoxes",
-    "as_dtensor",
-    "cut",
-    "fill_from_first",
-    "gather_on_device",
-    "is_first_replica",
-    "is_sharded",
-    "local_boxes_of",
-    "local_tensor",
-    "memory_view",
-    "part_of",
-    "refuse_ended",
-    "replica_of",
-    "replicated_axes",
-]
-
 _SLAB_BYTES = 64 * 2**20
 """Largest piece of a whole tensor that is sent at a time, unless one index of its first dimension is larger.
 (assumed)"""
@@ -55,11 +38,7 @@ class LocalBoxes(Protocol):
 
 
 def refuse_ended(model: nn.Module) -> None:
-    """Refuse shards whose ranks cannot meet any more: each would take itself for the only one.
-
-    Raises:
-        RanksError: the process group has ended.
-    """
+    """Refuse shards whose ranks cannot meet any more: each would take itself for the only one."""
     ranks = max((each.device_mesh.size() for each in model.parameters() if isinstance(each, DTensor)), default=1)
     if ranks > 1 and not dist.is_initialized():
         raise RanksError(
@@ -152,12 +131,6 @@ def as_dtensor(
 ) -> DTensor:
     """A DTensor around this rank's part of a tensor; the part keeps its device, its dtype and its memory.
 
-    Args:
-        part: with the shape of this rank's part of `like`.
-        like: gives shape and strides of the whole tensor, mesh and placements.
-        mesh: another one in the place of that of `like`.
-        placements: on `mesh`.
-
     Nothing is communicated.
     """
     spec = DTensor.from_local(
@@ -190,12 +163,6 @@ def cut(
 ) -> DTensor:
     """A shard of a whole tensor, sharded like `like`, in new memory; only this rank's part is copied.
 
-    Args:
-        whole: with the same values on every rank.
-        like: gives shape, mesh and placements.
-        device: of the shard; None means the device of `like`.
-        dtype: of the shard; None keeps that of `whole`.
-
     Nothing is communicated.
     """
     part = part_of(whole.detach(), like)
@@ -219,11 +186,6 @@ def fill_from_first(tensor: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh)
     """Fill this rank's part of a tensor with that of the first rank's whole tensor, in place.
 
     At most 64 MiB of the whole tensor are on the mesh's device at a time, or one index of its first dimension.
-
-    Args:
-        tensor: sharded or not, on any device.
-        whole: of the same shape, on any device; the values on the first rank of the mesh are used.
-        mesh: of all ranks that call.
 
     Every rank of the mesh must call; one piece after another is broadcast along each axis of the mesh.
     """

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import get_native_id
 
-__all__ = ["progress_made", "waited_for", "watched"]
-
 _WARN_S = 30.0
 """Seconds after which a call is warned of; each further warning comes after twice the time. (assumed)"""
 
@@ -37,12 +35,7 @@ _watcher = threading.Thread()
 
 @contextmanager
 def watched(file: Path, position: int = 0) -> Iterator[None]:
-    """Warn of a block that waits for a file for 30 s or more; for any thread, and inside another such block.
-
-    Args:
-        file: that is read, written or looked for.
-        position: of the first byte.
-    """
+    """Warn of a block that waits for a file for 30 s or more; for any thread, and inside another such block."""
     global _done, _watcher
     call = _Call(file, position, time.monotonic())
     with _lock:

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free
 
-__all__ = ["CachingAllocator", "OutOfMemory", "Replay", "replay"]
-
 _UNIT = 512
 """`kMinBlockSize`: every block is a multiple."""
 _SMALL = 2**20
@@ -78,12 +76,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """One GPU's allocator. Counts bytes as `torch.cuda.memory_stats` does.
-
-    Args:
-        limit: bytes that the process can take from the GPU; None for no limit.
-        expandable: `expandable_segments:True`: one segment for each stream and pool, which grows at its end.
-    """
+    """One GPU's allocator. Counts bytes as `torch.cuda.memory_stats` does."""
 
     def __init__(self, limit: int | None = None, *, expandable: bool = False) -> None:
         self.allocated = 0
@@ -98,11 +91,7 @@ class CachingAllocator:
         self._top = 0
 
     def take(self, num_bytes: int, stream: str = "compute") -> _Block:
-        """A block for `num_bytes`, which only work on `stream` uses.
-
-        Raises:
-            OutOfMemory: the limit is reached.
-        """
+        """A block for `num_bytes`, which only work on `stream` uses."""
         size = -(-num_bytes // _UNIT) * _UNIT or _UNIT
         is_small = size <= _SMALL
         if (pool := self._pools.get((stream, is_small))) is None:

@@ -19,8 +19,6 @@ from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.adapter_plan import plan_with_adapters
 from hf_fsdp_tools.sharding.adapters import add_lora
 
-__all__ = ["DTYPES", "build"]
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """The dtypes of a `TrainingSetup`."""
 
@@ -32,23 +30,7 @@ def build(
 ) -> tuple[nn.Module, WrapPlan]:
     """The model of a training on meta, and the plan of its units.
 
-    Args:
-        name_or_model: hub name, folder, `config.json`, configuration, or a model on any device, with or without
-            adapters, which is taken as it is.
-        setup: dtypes, attention, adapters, quantisation, wrapping and the length of sequences are read.
-        model_kwargs: as in `build_meta_model` (`auto_class`, `revision`, …). Without `auto_class` the model is of the
-            class that the configuration names, or else that which its kind is trained with.
-
-    Returns:
-        The model and its plan. Of a model with adapters, this is the model inside PEFT's.
-
     Any rank may call; nothing is communicated.
-
-    Raises:
-        CheckpointError: as `build_meta_model`.
-        ConfigError: as `build_meta_model`; sequences are longer than the model's positions; PEFT or bitsandbytes are
-            needed and not installed; a vision tower is to be frozen and there is none.
-        WrapPlanError: the policy does not fit the model.
     """
     given = name_or_model if isinstance(name_or_model, nn.Module) else None
     model = _built(name_or_model, setup, model_kwargs) if given is None else given

@@ -8,23 +8,6 @@ FSDP, with a `Mark` wherever FSDP acts (`trace`); the schedule of FSDP2 is laid 
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = [
-    "COLLECTIVES",
-    "COPIES",
-    "Alloc",
-    "Event",
-    "Free",
-    "Gradient",
-    "Kind",
-    "Mark",
-    "Operation",
-    "Phase",
-    "Record",
-    "Stream",
-    "Wait",
-    "Work",
-]
-
 Stream = Literal["compute", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "offload"]
 """The streams of FSDP2 (`FSDPCommContext` in torch's `_fsdp_param_group.py`), and the copies of CPU offload."""
 

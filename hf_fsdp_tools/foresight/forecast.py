@@ -17,8 +17,6 @@ from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.trace import Trace
 from hf_fsdp_tools.planning.plan import WrapPlan
 
-__all__ = ["Forecast", "Source", "step_of"]
-
 Value = TypeVar("Value")
 Loss: TypeAlias = Literal["full", "chunked"]
 
@@ -91,16 +89,7 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
     The model and its trace are kept in this process, so that another number of GPUs, another optimizer, accumulation,
     offload or resharding takes less than a second.
 
-    Args:
-        name_or_model: hub name, folder, `config.json`, configuration, or a model on any device, which must not be
-            changed afterwards.
-        setup: of the training.
-        model_kwargs: as in `build_meta_model`.
-
     Any rank may call; nothing is communicated, and no accelerator is used.
-
-    Raises:
-        CheckpointError, ConfigError, WrapPlanError: as `build` and `trace_model`.
     """
 
     # The source is kept too, so that no other object gets its address.

@@ -21,8 +21,6 @@ from hf_fsdp_tools.foresight.events import COLLECTIVES
 from hf_fsdp_tools.foresight.streams import Bar, Schedule, make_schedule
 from hf_fsdp_tools.foresight.timeline import Timeline, extremes
 
-__all__ = ["read_memory", "read_schedule"]
-
 _LABEL = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[.*)?$")
 """`_with_fqn` in torch's `_fsdp_param_group.py`; of several modules of a unit the label names all, by ", "."""
 
@@ -95,15 +93,7 @@ def _records(trace: _Record) -> list[_Record]:
 
 
 def read_memory(trace: _Record, *, resident_bytes: int = 0) -> Timeline:
-    """The memory of the recorded step: of the accelerator's caching allocator, or of PyTorch's allocator on a CPU.
-
-    Args:
-        trace: with memory.
-        resident_bytes: that were allocated on the CPU before the trace began; an accelerator's allocator knows its own.
-
-    Raises:
-        ConfigError: the trace holds no allocation.
-    """
+    """The memory of the recorded step: of the accelerator's caching allocator, or of PyTorch's allocator on a CPU."""
     records = _records(trace)
     memory = [record for record in records if record["name"] == "[memory]"]
     if not memory:
@@ -132,10 +122,8 @@ def read_memory(trace: _Record, *, resident_bytes: int = 0) -> Timeline:
 
 
 def read_schedule(trace: _Record) -> Schedule:
-    """When the recorded step computed and communicated: streams of a GPU, or the host's operations and gloo's threads.
-
-    Args:
-        trace: of one step.
+    """When the recorded step computed and communicated: streams of a GPU, or the host's operations and gloo's
+    threads.
     """
     records = _records(trace)
     host, began = _Host(records), records[0]["ts"]

@@ -16,8 +16,6 @@ from hf_fsdp_tools.foresight.timeline import held, memory_timeline, states
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
 from hf_fsdp_tools.text import merge_names, show_bytes, show_count
 
-__all__ = ["MemoryEstimate", "Outside", "estimate_memory", "memory_of", "replayed_in_gpu"]
-
 _WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
 """cuBLAS' workspace, which PyTorch takes from its allocator at the first matmul and keeps (`parseChosenWorkspaceSize`
 in `aten/src/ATen/cuda/CublasHandlePool.cpp`) …"""

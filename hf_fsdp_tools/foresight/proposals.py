@@ -16,8 +16,6 @@ from hf_fsdp_tools.foresight.space import Job, space_of
 from hf_fsdp_tools.foresight.timing.hardware import GPUS
 from hf_fsdp_tools.text import show_bytes
 
-__all__ = ["SHORTEST", "nearest", "nothing_fits", "proposals"]
-
 SHORTEST = 512
 """Tokens per sequence below which none are proposed. (assumed)"""
 

@@ -23,8 +23,6 @@ from hf_fsdp_tools.modeling.configs import max_positions
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.text import show_bytes
 
-__all__ = ["MARGIN", "choose", "model_name", "recommend_config", "what_fits"]
-
 MARGIN = 0.1
 """Part of a GPU's memory that a recommended setting leaves free: of 66 published peaks on real GPUs 62 stood within it
 above what is foreseen (`docs/foresight.md`)."""
@@ -121,13 +119,7 @@ def what_fits(
     *,
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Changes, each of which makes a training fit that does not, in words; [] where none is known.
-
-    Args:
-        name_or_model: as in `recommend_config`.
-        setup: that does not fit.
-        model_kwargs: as in `build_meta_model`.
-    """
+    """Changes, each of which makes a training fit that does not, in words; [] where none is known."""
     priced = _pricing(name_or_model, model_kwargs or {}, 0.0)
     gpu_bytes = gpu_named(setup.gpu).memory_bytes
     return list(nearest(Job(model_name(name_or_model), setup, frozenset(SEARCHED), None, gpu_bytes, 0.0, priced)))
@@ -164,21 +156,7 @@ def choose(
     margin: float = MARGIN,
     say: Callable[[str], None] = lambda text: None,
 ) -> Recommendation:
-    """The fastest setting that fits, by any function that prices settings.
-
-    Args:
-        model: its name, for messages.
-        setup: values of all that is given, and of what is not searched.
-        evaluate: prices a setting.
-        given: those of `SEARCHED` that stay as in `setup`.
-        global_batch_size: sequences per optimizer step over all GPUs; None leaves it open.
-        longest: tokens up to which the longest sequence that fits is looked for; None takes `setup.seq_len`.
-        margin: part of the GPU's memory that stays free.
-        say: is told, before each estimate, what is estimated.
-
-    Raises:
-        ConfigError: nothing fits (the message names the nearest that does), or the numbers contradict each other.
-    """
+    """The fastest setting that fits, by any function that prices settings."""
     if not 0 <= margin < 1:
         raise ConfigError(f"margin is {margin}: it is the part of the memory that stays free; use 0.1 for 10 %")
     prices: list[Cost] = []

@@ -9,8 +9,6 @@ from typing import Any
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.text import show_bytes
 
-__all__ = ["Alternative", "Choice", "Recommendation", "percent", "setting_words", "training_words"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:

@@ -14,8 +14,6 @@ from typing import Literal, NamedTuple
 
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 
-__all__ = ["GAIN", "Cost", "Evaluate", "Point", "Search", "Space"]
-
 GAIN = 0.01
 """Relative gain in speed below which two settings count as equally fast, and the one with less memory is taken: a
 fifth of the error of estimates of the step time. (assumed)"""
@@ -106,13 +104,7 @@ class Search:
     """The prices of one space that are known so far, and the conclusions from them."""
 
     def __init__(self, space: Space, evaluate: Evaluate, limit_bytes: float) -> None:
-        """Price nothing yet.
-
-        Args:
-            space: settings to choose from.
-            evaluate: prices one.
-            limit_bytes: memory of a GPU that a setting may use.
-        """
+        """Price nothing yet."""
         self.space, self.limit_bytes = space, limit_bytes
         self.costs: dict[Point, Cost] = {}
         self._evaluate = evaluate

@@ -11,9 +11,6 @@ from hf_fsdp_tools.modeling.given import as_count, as_flag
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.text import did_you_mean
 
-__all__ = ["TrainingSetup"]
-
-
 _MOST_GPUS = 2**20
 """More than any cluster has. (assumed)"""
 

@@ -8,8 +8,6 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.search import Evaluate, Point, Space
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 
-__all__ = ["BATCHES", "SEARCHED", "Job", "space_of"]
-
 SEARCHED = ("batch_size", "gradient_accumulation_steps", *Point._fields[1:])
 """Fields of `TrainingSetup` that are chosen where they are not given."""
 
@@ -77,11 +75,7 @@ def space_of(setup: TrainingSetup, given: Collection[str], global_batch_size: in
 
 
 def _batches(setup: TrainingSetup, given: Collection[str], global_batch_size: int | None) -> dict[int, int]:
-    """Micro-batches, and the accumulation steps that go with each.
-
-    Raises:
-        ConfigError: the global batch cannot be divided so.
-    """
+    """Micro-batches, and the accumulation steps that go with each."""
     batch = setup.batch_size if "batch_size" in given else None
     steps = setup.gradient_accumulation_steps if "gradient_accumulation_steps" in given else None
     if global_batch_size is None:

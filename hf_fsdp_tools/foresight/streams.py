@@ -13,8 +13,6 @@ from typing import Literal
 from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Alloc, Event, Free, Work
 from hf_fsdp_tools.foresight.timeline import Origin
 
-__all__ = ["Bar", "Schedule", "make_schedule", "step_schedule"]
-
 _UNSEEN = 1 / 2000
 """Part of a step below which a pause in the computation is not drawn as one: less than a pixel of most pictures."""
 
@@ -71,12 +69,7 @@ class Schedule:
 
 
 def step_schedule(events: Sequence[Event], spans: Sequence[tuple[float, float]]) -> Schedule:
-    """The streams of a predicted step over its course.
-
-    Args:
-        events: of one step, in the order in which the host issues them.
-        spans: start and end in seconds of each `Work` among them, in the same order.
-    """
+    """The streams of a predicted step over its course."""
     bars, gathered = [], {}
     times = iter(spans)
     computed = 0.0  # until when the work that was issued so far keeps the compute stream busy
@@ -102,12 +95,7 @@ def _bar(work: Work, start: float, end: float) -> Bar:
 
 
 def make_schedule(origin: Origin, bars: Iterable[Bar]) -> Schedule:
-    """A schedule of single kernels and collectives: computation of one unit that follows on itself becomes one bar.
-
-    Args:
-        origin: of the bars.
-        bars: in any order.
-    """
+    """A schedule of single kernels and collectives: computation of one unit that follows on itself becomes one bar."""
     every = sorted(bars, key=lambda bar: (bar.start_s, bar.end_s))
     busy = _union(_spans(every, "compute"))
     exposed = _without(_union(_spans(every, "communication")), busy)

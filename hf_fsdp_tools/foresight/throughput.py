@@ -17,8 +17,6 @@ from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
 from hf_fsdp_tools.foresight.timing.time import simulate
 from hf_fsdp_tools.text import show_count
 
-__all__ = ["ThroughputEstimate", "allocator_stalls", "estimate_throughput", "straggling", "throughput", "throughput_of"]
-
 _SEGMENT_SECONDS = 2e-3
 """Time for which the GPU stands still per segment that a full allocator gives back: `cudaFree`, and `cudaMalloc` of its
 successor. (assumed. The FSDP paper, arXiv 2304.11277, saw the backward pass of GPT-175B with batches of 2 on 128 GPUs
@@ -317,22 +315,7 @@ def throughput(
     stalls: Mapping[int, float] | None = None,
     notes: tuple[str, ...] = (),
 ) -> ThroughputEstimate:
-    """The throughput of a list of events.
-
-    Args:
-        events: of one optimizer step with all its micro-steps (`Step.events`).
-        setup: of the training.
-        name: of the model, for texts.
-        tokens: of one GPU and micro-step.
-        model_flops: of one GPU and micro-step, forward and backward without recomputation (`Trace.model_flops`).
-        era: of software, as in `efficiency.ERAS`.
-        efficiency: instead of the known one of GPU and era.
-        stalls: as in `simulate`.
-        notes: as in the estimate.
-
-    Raises:
-        ConfigError: GPU or era is unknown.
-    """
+    """The throughput of a list of events."""
     efficiency = efficiency or efficiency_of(gpu_named(setup.gpu), era)
     timing = simulate(events, setup, efficiency=efficiency, stalls=stalls)
     late = straggling(setup, efficiency) * timing.seconds

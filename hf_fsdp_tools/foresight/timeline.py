@@ -11,8 +11,6 @@ from typing import Literal, Self
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Work
 
-__all__ = ["MOST_POINTS", "Origin", "Timeline", "extremes", "held", "memory_timeline", "states"]
-
 Origin = Literal["predicted", "measured"]
 """Of a dry run, or of a real step."""
 
@@ -72,12 +70,7 @@ class Timeline:
         return {kind: values[peak] for kind, values in self.kinds.items() if values[peak]}
 
     def in_seconds(self, events: Sequence[Event], spans: Sequence[tuple[float, float]]) -> Self:
-        """The same memory with its points in time: each where the computation issued before its event ends.
-
-        Args:
-            events: that this was made of.
-            spans: start and end in seconds of each `Work` among them, in the same order.
-        """
+        """The same memory with its points in time: each where the computation issued before its event ends."""
         seconds = _computed_until(events, spans)
         return replace(self, axis="seconds", positions=tuple(seconds[int(i)] for i in self.positions))
 
@@ -96,12 +89,6 @@ def memory_timeline(
     """The memory of a predicted step over its course, by the numbers of its events; `in_seconds` places it in time.
 
     Of many events, those are kept in which the memory is highest and lowest among their neighbours; the peak is.
-
-    Args:
-        events: of one step, in the order in which the host issues them.
-        resident: memory that is there before the step.
-        reserved: bytes that the allocator holds after each event; None leaves them out.
-        most_points: about how many points to keep.
     """
     allocated, phases = _allocated(events, resident), _phases(events)
     kept = extremes(allocated, phases, most_points)
@@ -157,12 +144,8 @@ def _phases(events: Sequence[Event]) -> list[str]:
 
 
 def extremes(values: Sequence[int], phases: Sequence[str], most: int = MOST_POINTS) -> list[int]:
-    """Indices of the points to draw: the first and the last of each phase, the highest and the lowest of each stretch.
-
-    Args:
-        values: of all points.
-        phases: likewise.
-        most: about how many indices to give.
+    """Indices of the points to draw: the first and the last of each phase, the highest and the lowest of each
+    stretch.
     """
     if len(values) <= most:
         return list(range(len(values)))
@@ -188,13 +171,7 @@ def _computed_until(events: Sequence[Event], spans: Sequence[tuple[float, float]
 
 
 def held(events: Sequence[Event], resident: Iterable[Alloc], at: int) -> list[Alloc]:
-    """The memory that is in use after an event.
-
-    Args:
-        events: of one step.
-        resident: memory that is there before the step.
-        at: index of the event.
-    """
+    """The memory that is in use after an event."""
     blocks = {alloc.block: alloc for alloc in resident}
     for event in events[: at + 1]:
         if isinstance(event, Alloc):
@@ -207,13 +184,7 @@ def held(events: Sequence[Event], resident: Iterable[Alloc], at: int) -> list[Al
 def states(
     events: Sequence[Event], resident: Iterable[Alloc], kept: Iterable[int]
 ) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """Yield, after each event in `kept`, the unit that computes and the bytes by kind (changed in place later).
-
-    Args:
-        events: of one step.
-        resident: memory that is there before the step.
-        kept: indices of events.
-    """
+    """Yield, after each event in `kept`, the unit that computes and the bytes by kind (changed in place later)."""
     chosen, unit = set(kept), ""
     blocks = {alloc.block: alloc for alloc in resident}
     now: dict[str, int] = {}

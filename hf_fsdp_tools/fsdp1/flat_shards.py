@@ -19,16 +19,6 @@ from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.module_tree import way_inside
 from hf_fsdp_tools.text import listed
 
-__all__ = [
-    "FlatPart",
-    "FlatShare",
-    "flat_boxes",
-    "flat_parts",
-    "plain_view",
-    "replicas_of",
-    "unflattened",
-]
-
 
 class FlatShare(torch.Tensor):
     """A parameter of which this rank holds the elements `start .. start + memory.numel()` of its row-major order.
@@ -192,9 +182,6 @@ def plain_view(model: nn.Module) -> nn.Module:
     The view is a new tree of modules that shares memory, buffers and everything else with the live modules. It does not
     follow later changes of the live tree, and cannot run. Parameters that FSDP1 ignores are the live ones. No rank
     communicates.
-
-    Raises:
-        ConfigError: the model has no FSDP1 module, or a unit is gathered at the moment.
     """
     wrappers = FullyShardedDataParallel.fsdp_modules(model)
     if not wrappers:

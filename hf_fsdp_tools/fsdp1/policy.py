@@ -29,8 +29,6 @@ from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.planning.rules import check_wrap_plan
 from hf_fsdp_tools.text import dtype_name, listed
 
-__all__ = ["HybridAutoWrapPolicy", "hybrid_auto_wrap_policy"]
-
 _KEPT = {
     ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy.HYBRID_SHARD: ShardingStrategy._HYBRID_SHARD_ZERO2,
@@ -85,10 +83,8 @@ class HybridAutoWrapPolicy:
         return [self._model.get_parameter(name) for name in self.ignored]
 
     def as_custom_policy(self, sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> CustomPolicy:
-        """The units as a `CustomPolicy` that also keeps each unit's `reshard_after_forward`, by its sharding strategy.
-
-        Args:
-            sharding_strategy: of the root.
+        """The units as a `CustomPolicy` that also keeps each unit's `reshard_after_forward`, by its sharding
+        strategy.
         """
 
         def options(module: nn.Module) -> bool | dict[str, Any]:

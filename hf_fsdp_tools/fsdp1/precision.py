@@ -12,8 +12,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from hf_fsdp_tools.fsdp1.flat_shards import flat_parts
 from hf_fsdp_tools.sharding.hooks import cast_inputs
 
-__all__ = ["cast_where_computed"]
-
 
 def cast_where_computed(model: FullyShardedDataParallel) -> None:
     """Let units and modules of the root cast their inputs, and the root none; called again, nothing changes.
@@ -21,9 +19,6 @@ def cast_where_computed(model: FullyShardedDataParallel) -> None:
     FSDP1 casts every float that enters the root: labels of a regression, token counts and masks. Inputs are cast as
     FSDP2 models of this package cast them (see `sharding.hooks`). A model without mixed precision, and one whose policy
     says `cast_root_forward_inputs=False`, stays as it is. Nothing is communicated.
-
-    Args:
-        model: the outermost wrapper.
     """
     if model.mixed_precision.param_dtype is None or not model.mixed_precision.cast_root_forward_inputs:
         return

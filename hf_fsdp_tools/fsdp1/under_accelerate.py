@@ -6,21 +6,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_fsdp_tools.errors import ConfigError
 
-__all__ = ["check_settings", "let_generate"]
-
 
 def check_settings(plugin: Any, *, on_cpu: bool, alone_on_node: bool) -> None:
     """Refuse settings that FSDP1 silently honours wrongly, or crashes with.
 
     Sources: pytorch issue 154888 for hybrid strategies; the others by running them with torch 2.13 on CPUs.
-
-    Args:
-        plugin: Accelerate's, after its own `__post_init__`.
-        on_cpu: there is no accelerator.
-        alone_on_node: every node has one process.
-
-    Raises:
-        ConfigError: lists all such settings, each with its cure.
     """
     strategy = plugin.sharding_strategy or plugin.reshard_after_forward
     problems = []

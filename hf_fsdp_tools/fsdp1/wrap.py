@@ -35,8 +35,6 @@ from hf_fsdp_tools.sharding.allocate import with_storage
 from hf_fsdp_tools.sharding.whole import average_gradients
 from hf_fsdp_tools.text import listed
 
-__all__ = ["load_weights_fsdp1", "wrap_fsdp1"]
-
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 """The group to shard over; for hybrid strategies (shard group, replicate group)."""
 

@@ -8,16 +8,9 @@ from accelerate.commands.launch import main as launch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-__all__ = ["main"]
-
 
 def main() -> None:
-    """Launch what the command line says.
-
-    Raises:
-        SystemExit: a rank failed, by an error of its own or by a signal, or the launcher itself was told to end by one;
-            the launcher's own traceback says no more.
-    """
+    """Launch what the command line says."""
     try:
         launch()
     except ChildFailedError as failed:

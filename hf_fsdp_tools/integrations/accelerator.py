@@ -44,8 +44,6 @@ from hf_fsdp_tools.sharding.optimizers import check_optimizers, clip_norm, clip_
 from hf_fsdp_tools.sharding.shard import keep_after_backward, sharded_module
 from hf_fsdp_tools.sharding.whole import by_kind, step_kinds_apart
 
-__all__ = ["ShardedAccelerator", "ShardedScaler", "adopt"]
-
 
 class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not typed
     """An Accelerator whose `prepare` leaves sharded models and their optimizers alone; it has no state of its own.
@@ -62,9 +60,6 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         """Prepare as `Accelerator.prepare` does; FSDP2 also takes models without an optimizer, and several models.
 
         Every rank must call. Plain models are sharded; see `shard_in_place`.
-
-        Raises:
-            ConfigError: a model or an optimizer cannot be trained as it is; the message says why.
         """
         if not self.is_fsdp2:
             return super().prepare(*objects, device_placement=device_placement)
@@ -136,19 +131,6 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         Models and optimizers may come in any number and order; an optimizer is saved under the names of its parameters.
         The state is complete with its manifest, which is written last. Under automatic naming, the oldest states are
         deleted after the new one is complete. Every rank must call.
-
-        Args:
-            output_dir: replaced once every rank has finished; a user's own files in it stay.
-            safe_serialization: as for Accelerate, which does not look at it under FSDP.
-            checksums: read all files again and note their checksums, which `load_state` then compares.
-            blocking: False returns once models and optimizers are copied to host memory and all that is small is
-                written; a thread of each rank writes the copies, as for `save_pretrained`. The folder is there when
-                `wait_for_saves()` has returned. Needs the state dict type SHARDED_STATE_DICT.
-            options: as for Accelerate, which does not look at them under FSDP.
-
-        Raises:
-            CheckpointError: saving failed on some rank, another job saves to the folder, host memory does not hold the
-                copies, or an earlier save failed in the background.
         """
         if self.distributed_type != DistributedType.FSDP:
             return super().save_state(output_dir, safe_serialization, **options)
@@ -181,17 +163,6 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         """Load as `Accelerator.load_state` does, from the stored state dict type and on any number of ranks.
 
         Every rank must call.
-
-        Args:
-            input_dir: what `save_state` wrote.
-            load_kwargs: as for Accelerate.
-            allow_incomplete: go on without optimizers, schedulers, loss scale or random states that the folder lacks,
-                with a warning. Models must be there.
-            options: as for Accelerate.
-
-        Raises:
-            CheckpointError: there is no such folder, it is damaged or lacks something, or it holds the state of other
-                parameters; the same on every rank, before anything is read into the models.
         """
         if self.distributed_type != DistributedType.FSDP:
             super().load_state(input_dir, load_kwargs, **options)
@@ -267,11 +238,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         return super().get_state_dict(model, unwrap)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Save as `Accelerator.save` does; shards are refused, of which it would write rank 0's alone.
-
-        Raises:
-            ConfigError: the object holds tensors of which this rank has a part only.
-        """
+        """Save as `Accelerator.save` does; shards are refused, of which it would write rank 0's alone."""
         refuse_parts(obj, f)
         super().save(obj, f, safe_serialization)
 
@@ -383,15 +350,7 @@ class ShardedScaler(torch.amp.GradScaler):
 
 
 def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:
-    """Turn an Accelerator into a `ShardedAccelerator`, in place.
-
-    Args:
-        accelerator: with FSDP in its state; a `ShardedAccelerator` stays as it is.
-        sync_each_batch: reduce and shard the gradients of each micro-batch; False leaves the setting as it is.
-
-    Raises:
-        ConfigError: this version of Accelerate or torch lacks a method that is overridden here.
-    """
+    """Turn an Accelerator into a `ShardedAccelerator`, in place."""
     check_hooks(ShardedAccelerator, Accelerator)
     check_hooks(ShardedScaler, torch.amp.GradScaler)
     if not isinstance(accelerator, ShardedAccelerator):

@@ -23,25 +23,11 @@ from hf_fsdp_tools.integrations.resume import (
     warn_of_other_world,
 )
 from hf_fsdp_tools.integrations.saving import Replacement, remove_checkpoint, remove_leftovers
-from hf_fsdp_tools.loading.index import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.loading.io.durable import storage_errors
+from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.untrusted import read_json_object
 from hf_fsdp_tools.saving.manifest import write_manifest
 from hf_fsdp_tools.text import first_line, listed, quoted
-
-__all__ = [
-    "STATE_FILES",
-    "TRAINER_GLOBS",
-    "as_asked",
-    "check_checkpoint",
-    "complete_checkpoint",
-    "problem_of",
-    "put_in_place",
-    "rotate",
-    "save_trainer_state",
-    "weights_in",
-    "without_rotation",
-]
 
 STATE_FILES = ("optimizer_0", "optimizer.bin", "optimizer_0/*", SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth")
 """What a Trainer's checkpoint holds beside the model, of this mixin and of the plain Trainer under FSDP; the optimizer
@@ -66,14 +52,6 @@ def complete_checkpoint(wanted: str | bool, output_dir: str, *, allowed: Collect
     A checkpoint is complete with all that its manifest lists, which is written last; one without a manifest (of the
     plain Trainer) with `trainer_state.json`. Returns True where there is no checkpoint at all; the Trainer then says
     so. Every rank must call; rank 0 decides.
-
-    Args:
-        wanted: as for `Trainer.train`.
-        output_dir: of the Trainer.
-        allowed: patterns of files that may be absent.
-
-    Raises:
-        CheckpointError: `wanted` is incomplete or damaged, or all checkpoints are.
     """
     chosen: str | bool = wanted
     problem = ""
@@ -160,9 +138,6 @@ def check_checkpoint(trainer: Any, folder: Path) -> None:
     """Refuse a checkpoint that is damaged or lacks what the trainer goes on with, before anything of it is read.
 
     Every rank must call.
-
-    Raises:
-        CheckpointError: the same on every rank.
     """
     manifest = check_listed(folder, allowed=STATE_FILES if trainer.allow_incomplete else ())
     elsewhere = warn_of_other_world(folder, "rng_state*.pth", manifest)
@@ -230,15 +205,8 @@ def put_in_place(
     best: str | None,
     push: Callable[[], Collection[Path]],
 ) -> None:
-    """Declare a checkpoint complete, put it into its place, begin to upload it, delete old ones. Every rank must call.
-
-    Args:
-        place: of the checkpoint.
-        written: files that it must have, as rank 0 knows them.
-        args: of the Trainer.
-        checksums: see `write_manifest`.
-        best: path of the best checkpoint, which is not deleted.
-        push: begins to upload the checkpoint, and gives all whose uploads are under way.
+    """Declare a checkpoint complete, put it into its place, begin to upload it, delete old ones. Every rank must
+    call.
     """
     folder = place.folder
     write_manifest(place.staging, written, TRAINER_GLOBS, checksums=checksums)
@@ -275,12 +243,6 @@ def rotate(latest: Path, limit: int | None, best: str | None, *, uploaded: Colle
 
     Which others are oldest is transformers' rule. A checkpoint whose saving was interrupted does not count, and is
     deleted if it is older than the latest. Folders without a number are not touched. For one rank.
-
-    Args:
-        latest: was saved just now, and is complete.
-        limit: `save_total_limit`; None or 0 deletes nothing.
-        best: path of the best checkpoint, if there is one.
-        uploaded: checkpoints whose uploads may be under way, which stay until the next time.
     """
     if limit is None or limit <= 0:
         return

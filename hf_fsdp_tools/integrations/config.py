@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hf_fsdp_tools.diagnostics.findings import Finding
     from hf_fsdp_tools.integrations.translation import Translation
 
-__all__ = ["FSDPConfig"]
 
 CPU_PROCESSES = 2
 """Processes on a machine without GPUs: the fewest that shard anything. (assumed)"""

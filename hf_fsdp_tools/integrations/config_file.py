@@ -20,8 +20,6 @@ from hf_fsdp_tools.integrations.settings import HYBRID, OLD_KEYS, YAML_KEYS, rea
 from hf_fsdp_tools.modeling.untrusted import load_yaml
 from hf_fsdp_tools.text import did_you_mean, quoted, why
 
-__all__ = ["check_config_file", "is_fsdp1"]
-
 _MIN_NUM_PARAMS = 100_000_000
 """The launcher's value where a file has no fsdp_min_num_params; source: accelerate 1.15, commands/launch.py."""
 
@@ -31,15 +29,7 @@ _info = partial(Finding, severity="info")
 
 
 def check_config_file(path: str | os.PathLike[str], defaults: Mapping[str, Any]) -> tuple[Finding, ...]:
-    """The findings of `FSDPConfig.check_file`, errors first.
-
-    Args:
-        path: of the YAML file.
-        defaults: of the fields of FSDPConfig, for absent keys.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds no YAML mapping.
-    """
+    """The findings of `FSDPConfig.check_file`, errors first."""
     try:
         data = load_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -117,11 +107,7 @@ def _check(data: Mapping[str, Any], said: dict[str, Any], defaults: Mapping[str,
 
 
 def is_fsdp1(said: Mapping[str, Any]) -> bool:
-    """Whether a file asks for FSDP1 in the words of files that know of versions; others are read as FSDP2.
-
-    Args:
-        said: values by the full names of their keys.
-    """
+    """Whether a file asks for FSDP1 in the words of files that know of versions; others are read as FSDP2."""
     word = said.get("fsdp_reshard_after_forward")
     return said.get("fsdp_version") == 1 and word is not None and str(word).lower() not in ("true", "false")
 

@@ -5,8 +5,6 @@ from typing import Any, get_args
 
 from hf_fsdp_tools.integrations.settings import SETTINGS, MixedPrecision
 
-__all__ = ["contradictions"]
-
 Problem = tuple[str, str]
 """A fact and its cure."""
 

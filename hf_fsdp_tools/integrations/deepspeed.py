@@ -8,8 +8,6 @@ from typing import Any, Protocol
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import did_you_mean, why
 
-__all__ = ["KEYS", "translate_json", "translate_section"]
-
 
 class _Translation(Protocol):
     fields: dict[str, Any]
@@ -84,17 +82,7 @@ KEYS = frozenset({"zero_optimization", "bf16", "fp16", "optimizer", "scheduler",
 
 
 def translate_section(section: Mapping[str, Any], made: _Translation, *, folder: Path, is_used: bool) -> None:
-    """Translate Accelerate's section `deepspeed_config`, and the JSON that it points to.
-
-    Args:
-        section: of the file.
-        made: what is added to.
-        folder: of the file; a path of a JSON is looked for from here, then from the current folder.
-        is_used: whether the file says that DeepSpeed runs.
-
-    Raises:
-        ConfigError: the JSON cannot be read.
-    """
+    """Translate Accelerate's section `deepspeed_config`, and the JSON that it points to."""
     if not is_used:
         if section:
             made.say("deepspeed_config", dict(section), "left out: distributed_type is not DEEPSPEED")
@@ -117,12 +105,7 @@ def translate_section(section: Mapping[str, Any], made: _Translation, *, folder:
 
 
 def translate_json(data: Mapping[str, Any], made: _Translation) -> None:
-    """Translate DeepSpeed's own settings.
-
-    Args:
-        data: of the JSON file.
-        made: what is added to.
-    """
+    """Translate DeepSpeed's own settings."""
     for key, value in data.items():
         if key == "zero_optimization":
             _zero(value or {}, made)

@@ -13,8 +13,6 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.model import digest_of_shards, shard_in_place
 from hf_fsdp_tools.sharding.shard import sharding_of
 
-__all__ = ["FROZEN", "NEEDED_BY_FROZEN", "check_frozen", "hashable", "shard_frozen"]
-
 FROZEN = ("ref_model", "teacher_model")
 """Attributes of TRL's trainers with a reference model (DPO, KTO, GRPO, …) and with a teacher (distillation)."""
 

@@ -8,8 +8,6 @@ from typing import Any
 from hf_fsdp_tools.diagnostics.environment import untried_versions
 from hf_fsdp_tools.errors import ConfigError
 
-__all__ = ["check_hooks", "overridden", "warn_of_uncalled"]
-
 
 def overridden(own: type) -> list[str]:
     """The names of the methods that a class of this room defines, all of which override methods of its base."""
@@ -20,13 +18,6 @@ def check_hooks(own: type, base: Any) -> None:
     """Refuse a base class that lacks a method that `own` overrides, because the method would silently not be called.
 
     Warns once per process of versions of Accelerate and transformers that are later than the tested ones.
-
-    Args:
-        own: a class of this room.
-        base: the class that `own` extends, or `super()` of both.
-
-    Raises:
-        ConfigError: lists the absent methods.
     """
     _warn_of_untried_versions()
     if gone := [name for name in overridden(own) if not hasattr(base, name)]:
@@ -37,13 +28,7 @@ def check_hooks(own: type, base: Any) -> None:
 
 
 def warn_of_uncalled(cls: type, mixin: type, trainer: type) -> None:
-    """Warn of methods of a user's trainer that are not called, because the mixin saves and loads shards instead.
-
-    Args:
-        cls: the trainer's class that is being made.
-        mixin: `FSDPTrainerMixin`.
-        trainer: transformers' `Trainer`.
-    """
+    """Warn of methods of a user's trainer that are not called, because the mixin saves and loads shards instead."""
     order = cls.__mro__[: cls.__mro__.index(trainer)]
     # A user could not mend TRL's.
     behind = [each for each in order[order.index(mixin) + 1 :] if not each.__module__.startswith("trl.")]

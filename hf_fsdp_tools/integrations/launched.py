@@ -12,8 +12,6 @@ from hf_fsdp_tools.distributed.mesh import gpus_are_hidden, local_device, rank_o
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.settings import HYBRID, drop_fsdp1_settings, is_set, reshards, strategy_of
 
-__all__ = ["check_gpus", "read_unversioned", "read_version"]
-
 
 def read_version(asked: int | None) -> tuple[int, bool]:
     """The version of FSDP, and whether a config that names none was launched.
@@ -21,12 +19,6 @@ def read_version(asked: int | None) -> tuple[int, bool]:
     `accelerate launch` takes a file without `fsdp_version` for version 1, and the processes see the same variables as
     for a file that says 1. Only files that know of versions give FSDP1 its strategy as `fsdp_reshard_after_forward`;
     with others the launcher leaves that at true, which FSDP1 does not have.
-
-    Args:
-        asked: argument of the plugin; None reads FSDP_VERSION, and means 2 without it.
-
-    Raises:
-        ConfigError: there is no such version.
     """
     text = str(os.environ.get("FSDP_VERSION", "2") if asked is None else asked).strip()
     if text not in ("1", "2"):
@@ -42,9 +34,6 @@ def read_unversioned(plugin: Any) -> ParallelismConfig | None:
     """Read the launched settings of a file without a version as FSDP2, in place, and say so once, on rank 0.
 
     Returns the copies of the model that HYBRID_SHARD means: one per machine; None for one copy.
-
-    Raises:
-        ConfigError: FSDP2 has no such strategy.
     """
     strategy = strategy_of(plugin.sharding_strategy or os.environ.get("FSDP_SHARDING_STRATEGY") or "FULL_SHARD")
     is_hybrid = strategy in HYBRID
@@ -75,12 +64,6 @@ def check_gpus(*, cpu: bool) -> None:
     """Refuse to train on the CPU where `accelerate launch` was given a config for GPUs.
 
     A file for the CPU hides the GPUs (`gpu_ids: ''`); `use_cpu` alone does not reach the processes.
-
-    Args:
-        cpu: the script has asked for the CPU itself.
-
-    Raises:
-        ConfigError: no accelerator can be used, and none was hidden.
     """
     if cpu or not _is_by_launcher() or gpus_are_hidden() or local_device().type != "cpu":
         return

@@ -30,8 +30,6 @@ from hf_fsdp_tools.text import show_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["MemoryTimeline"]
-
 
 class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     """The memory of one training step by allocation, and its schedule: what was predicted, measured.
@@ -79,18 +77,7 @@ class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is 
         path: str | Path | None = None,
         predicted: MemoryEstimate | None = None,
     ) -> None:
-        """Prepare for a recording; nothing runs yet.
-
-        Args:
-            model: that is trained; a Trainer gives its own.
-            optimizer: likewise.
-            step: under a Trainer: the optimizer step to record, from 1.
-            path: file that rank 0 of a Trainer writes (`save`).
-            predicted: by `estimate_memory` for this training; pictures show both.
-
-        Raises:
-            ConfigError: `step` is below 1, or `path` cannot be written: an unknown suffix, or matplotlib is absent.
-        """
+        """Prepare for a recording; nothing runs yet."""
         if step < 1:
             raise ConfigError(f"step is {step}; the first step of a training is 1. Take 3, when memory is steady.")
         self.model, self.optimizer, self.step = model, optimizer, step
@@ -101,11 +88,7 @@ class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._profile: profile | None = None
 
     def __enter__(self) -> Self:
-        """Begin to record.
-
-        Raises:
-            ConfigError: another profiler is running.
-        """
+        """Begin to record."""
         # torch would end the other one without a word
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # it comes from C++
             raise ConfigError("Another profiler is running, and torch runs one at a time. End it before this step.")
@@ -118,11 +101,7 @@ class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the recording, and read it unless the step failed.
-
-        Raises:
-            ConfigError: nothing ran in the block.
-        """
+        """End the recording, and read it unless the step failed."""
         recording, self._profile = self._profile, None
         assert recording is not None
         recording.stop()

@@ -34,20 +34,6 @@ from hf_fsdp_tools.sharding.shard import (
 from hf_fsdp_tools.sharding.whole import is_averaged
 from hf_fsdp_tools.text import listed
 
-__all__ = [
-    "LOW_PRECISION",
-    "check_managed",
-    "check_native",
-    "check_precision",
-    "digest_of_shards",
-    "prepare_for_training",
-    "refuse_parts",
-    "send_weights",
-    "shard_additions",
-    "shard_in_place",
-    "weights_to_send",
-]
-
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Accelerate's names of the precisions in which trainable weights are kept in fp32 beside the computation."""
 
@@ -64,9 +50,6 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
     """Shard a plain model (of a PEFT model, its base with the adapters), and give its new parameters to its optimizers.
 
     Every rank must call. The ranks compare a few values of each tensor, and get rank 0's where they differ.
-
-    Raises:
-        ConfigError: the model is compiled as a whole, or was never loaded.
     """
     if hasattr(model, "_orig_mod"):
         raise ConfigError(
@@ -154,9 +137,6 @@ def weights_to_send(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Every rank must call and reads all of its own weights once. One digest is gathered; where digests differ, one for
     each tensor.
-
-    Raises:
-        ConfigError: parameters are on meta on rank 0 too, so the model was never loaded.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
@@ -179,10 +159,6 @@ def weights_to_send(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def send_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
     """Fill shards from rank 0's whole tensors, in place.
-
-    Args:
-        model: sharded after `weights_to_send` was called; tensors on meta get storage here.
-        whole: as `weights_to_send` gave it; the values of rank 0 are used.
 
     Every rank must call; rank 0 broadcasts one tensor after another, 64 MiB of it at a time.
     """
@@ -307,11 +283,7 @@ def check_precision(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def prepare_for_training(model: nn.Module, accelerator: Accelerator) -> None:
-    """Compile the plan's blocks if the Accelerator asks for it, and turn off the cache of a model that is trained.
-
-    Raises:
-        ConfigError: the Accelerator asks for CUDA graphs.
-    """
+    """Compile the plan's blocks if the Accelerator asks for it, and turn off the cache of a model that is trained."""
     dynamo = accelerator.state.dynamo_plugin
     if dynamo.backend != DynamoBackend.NO:
         compile_sharded(model, dynamo.to_kwargs())

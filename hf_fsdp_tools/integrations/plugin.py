@@ -32,8 +32,6 @@ from hf_fsdp_tools.integrations.settings import (
 from hf_fsdp_tools.integrations.wrapping import narrowed, policy_from_wrap, without_modules
 from hf_fsdp_tools.planning.policy import HybridPolicy
 
-__all__ = ["HybridFSDPPlugin"]
-
 
 @dataclass
 class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accelerate is not typed

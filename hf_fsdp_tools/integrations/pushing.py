@@ -21,8 +21,6 @@ from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.saving.manifest import MANIFEST
 from hf_fsdp_tools.saving.push import is_outdated
 
-__all__ = ["PushingMixin", "push_of"]
-
 _KEPT_HERE = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*", ".*", "*/.*", "*.former")
 """Files of an output folder that are not uploaded: those that the Trainer leaves out, and what is hidden or former."""
 
@@ -74,21 +72,8 @@ class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
         private: bool | None = None,
         **card: Any,
     ) -> Any:
-        """Save the model to `output_dir` and upload that folder, with the Trainer's model card. Every rank must call.
-
-        Args:
-            commit_message: of the commit.
-            blocking: whether to wait for the upload.
-            token: None is `hub_token`.
-            revision: branch; None is `hub_revision`.
-            private: of a repository that is not there yet; None is `hub_private_repo`.
-            card: for `create_model_card`.
-
-        Returns:
-            On rank 0 the page of the commit, or a `Future` of it where `blocking` is False; None elsewhere.
-
-        Raises:
-            CheckpointError: the hub refuses or cannot be reached; the same on every rank.
+        """Save the model to `output_dir` and upload that folder, with the Trainer's model card. Every rank must
+        call.
         """
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, private=private)

@@ -27,17 +27,6 @@ from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.saving.manifest import MANIFEST, Manifest, check_sums, read_manifest
 from hf_fsdp_tools.text import first_line, listed
 
-__all__ = [
-    "awaiting_state",
-    "check_listed",
-    "damage_of",
-    "refuse_damage",
-    "refuse_incomplete",
-    "stored_format",
-    "using_format",
-    "warn_of_other_world",
-]
-
 _SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
 """Folders that Accelerate writes under SHARDED_STATE_DICT; source: accelerate 1.15, utils/fsdp_utils.py."""
 
@@ -69,9 +58,6 @@ def refuse_damage(folder: Path) -> None:
 
     Read are the DCP folders' metadata and their values that are no tensors (see `check_dcp`), and all files that
     `torch.load` opens, by each rank those that it is going to open. Every rank must call, before anything else is read.
-
-    Raises:
-        CheckpointError: a file is absent, short, damaged or would run code; the same on every rank.
     """
     rank, _ = rank_and_size()
     with agreed("checking the saved state", folder), storage_errors("read", folder):
@@ -109,16 +95,7 @@ def _check_random_states(file: Path) -> None:
 def refuse_incomplete(folder: Path, absent: Mapping[str, str], *, allowed: bool, option: str) -> None:
     """Refuse a checkpoint from which a run cannot go on as it was, or warn of it where that is allowed.
 
-    Args:
-        folder: of the checkpoint.
-        absent: what this rank does not find there, by file: {"scheduler.pt": "the scheduler"}.
-        allowed: the user wants to go on without.
-        option: how to allow it, for the message: "load_state(…, allow_incomplete=True)".
-
     Every rank must call; the ranks exchange what each of them misses.
-
-    Raises:
-        CheckpointError: something is absent on some rank and that is not allowed; the same on every rank.
     """
     of_ranks = all_ranks(dict(absent), "looking for what is absent")
     found = {file: what for of_rank in of_ranks for file, what in of_rank.items()}
@@ -137,14 +114,7 @@ def refuse_incomplete(folder: Path, absent: Mapping[str, str], *, allowed: bool,
 def check_listed(folder: Path, *, allowed: Collection[str] = ()) -> Manifest | None:
     """The manifest of a folder that holds all that its manifest lists; None, and a warning, for one without a manifest.
 
-    Args:
-        folder: of the checkpoint.
-        allowed: patterns of files that may be absent.
-
     Every rank must call; rank 0 looks. Where the manifest has checksums, all files are read.
-
-    Raises:
-        CheckpointError: files are absent or were changed; the same on every rank.
     """
     manifest, problem = None, ""
     with agreed("looking at the checkpoint's files", folder):
@@ -169,11 +139,7 @@ def check_listed(folder: Path, *, allowed: Collection[str] = ()) -> Manifest | N
 
 
 def damage_of(folder: Path, allowed: Collection[str] = ()) -> str:
-    """What is wrong with a folder by its manifest, for messages; "" where nothing is, or where there is no manifest.
-
-    Raises:
-        CheckpointError: the manifest itself is damaged.
-    """
+    """What is wrong with a folder by its manifest, for messages; "" where nothing is, or where there is no manifest."""
     manifest = read_manifest(folder)
     damage = {} if manifest is None else manifest.damage(folder)
     facts = [
@@ -186,12 +152,7 @@ def damage_of(folder: Path, allowed: Collection[str] = ()) -> str:
 
 @contextmanager
 def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
-    """Set the plugin's state dict type for a block; None leaves it as it is.
-
-    Raises:
-        CheckpointError: in place of torch's `CheckpointException`, which does not extend `Exception` and so passes
-            through ordinary handlers.
-    """
+    """Set the plugin's state dict type for a block; None leaves it as it is."""
     names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
     asked = {name: getattr(plugin, name) for name in names}
     if state_dict_type is not None and state_dict_type not in str(plugin.state_dict_type):
@@ -217,15 +178,6 @@ def awaiting_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: P
     gradients are pending, so Adam's moments were silently lost (measured with accelerate 1.15: 22 entries saved, 0
     loaded). A parameter that never had a gradient (of a tower that the data does not use) has no saved state, and torch
     would demand it.
-
-    Args:
-        model: of the optimizer.
-        optimizer: torch's, or Accelerate's wrapper.
-        folder: of the saved state. Enter the block before weights are read, too.
-        index: which optimizer of the saved state.
-
-    Raises:
-        CheckpointError: the saved state is that of other parameters.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -271,13 +223,7 @@ def _without_state(
 
 
 def warn_of_other_world(folder: Path, pattern: str, manifest: Manifest | None) -> bool:
-    """Warn on rank 0 of a checkpoint of another number of ranks; return whether it is one.
-
-    Args:
-        folder: of the checkpoint.
-        pattern: of the files that hold the random state of one rank each; counted where there is no manifest.
-        manifest: of the checkpoint.
-    """
+    """Warn on rank 0 of a checkpoint of another number of ranks; return whether it is one."""
     rank, now = rank_and_size()
     then = manifest.ranks if manifest is not None else len(list(folder.glob(pattern)))
     if then in (0, now):

@@ -33,16 +33,6 @@ from hf_fsdp_tools.loading.io.durable import storage_errors, sync
 from hf_fsdp_tools.saving.held_dcp import HeldWriter
 from hf_fsdp_tools.saving.manifest import write_manifest
 
-__all__ = [
-    "check_state",
-    "files_of",
-    "load_schedulers",
-    "numbered_states",
-    "owner_of",
-    "save_state_to",
-    "write_part",
-]
-
 _FILES = (
     f"{FSDP_MODEL_NAME}[_.]*",
     f"{FSDP_MODEL_NAME}_*/*",
@@ -62,9 +52,6 @@ def owner_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:
     """The prepared model that holds all parameters of an optimizer, or several of them as one `nn.ModuleList`.
 
     Accelerate takes the model of the same number, which is another one where a model has no optimizer, or two.
-
-    Raises:
-        ConfigError: some parameters belong to no prepared model, or to several that FSDP1 has wrapped.
     """
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     owned = [held & set(model.parameters()) for model in models]
@@ -94,11 +81,6 @@ def _write_state(accelerator: Any, folder: Path, unwritten: Unwritten | None = N
 
     Optimizers are written under the names that their parameters have in their models. Every rank must call, within
     `announced`.
-
-    Args:
-        accelerator: of this package.
-        folder: for the state.
-        unwritten: takes models and optimizers, which are then copied instead of written.
     """
     plugin, target = accelerator.state.fsdp_plugin, str(folder)
     pairs = [(optimizer, owner_of(optimizer, accelerator._models)) for optimizer in accelerator._optimizers]
@@ -215,9 +197,6 @@ def check_state(accelerator: Any, folder: Path, *, allow_incomplete: bool) -> se
     """Refuse a state that is damaged or lacks what this run needs; return the files that it lacks and may lack.
 
     Every rank must call.
-
-    Raises:
-        CheckpointError: the same on every rank.
     """
     rest = (f"{OPTIMIZER_NAME}*", f"{SCHEDULER_NAME}*", SCALER_NAME, f"{RNG_STATE_NAME}_*")
     manifest = check_listed(folder, allowed=rest if allow_incomplete else ())

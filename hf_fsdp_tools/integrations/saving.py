@@ -17,8 +17,6 @@ from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.loading.io.durable import exchange, storage_errors, sync, try_lock
 from hf_fsdp_tools.saving.manifest import MANIFEST
 
-__all__ = ["Replacement", "former_of", "remove_checkpoint", "remove_leftovers", "saveable"]
-
 
 def saveable(model: nn.Module) -> nn.Module:
     """The model that `save_pretrained` takes: inside `torch.compile`'s wrapper, and FSDP1 as its plain view."""
@@ -34,10 +32,6 @@ class Replacement:
 
     Until then an older folder stays as it is, whatever happens, and then one call of the system exchanges the two (two
     renames where there is no such call). A user's own files in it are kept.
-
-    Args:
-        folder: to be replaced or made; a link is replaced, and what it leads to stays as it is.
-        files: patterns of what belongs to a state, and is not kept of an older one.
     """
 
     def __init__(self, folder: Path, files: Sequence[str]) -> None:
@@ -47,11 +41,7 @@ class Replacement:
         self._held = ExitStack()
 
     def begin(self) -> None:
-        """Make the staging folder. Every rank must call, and see the same file system.
-
-        Raises:
-            CheckpointError: another job saves to the folder, or it cannot be made or replaced; the same on every rank.
-        """
+        """Make the staging folder. Every rank must call, and see the same file system."""
         folder = self.folder
         with agreed("saving the state", folder), storage_errors("save to", folder):
             if folder.is_mount():
@@ -72,11 +62,7 @@ class Replacement:
                 )
 
     def take_place(self) -> None:
-        """Switch. Every rank must call, after its last write.
-
-        Raises:
-            CheckpointError: the folder cannot be replaced; the same on every rank.
-        """
+        """Switch. Every rank must call, after its last write."""
         with agreed("finishing the save", self.folder):
             if rank_and_size()[0] == 0:
                 _take_place(self.staging, self.folder, self._files)
@@ -113,12 +99,7 @@ def _only_job(folder: Path) -> Iterator[None]:
 
 
 def remove_leftovers(parent: Path, pattern: str) -> None:
-    """Delete what killed saves have left in a folder of states; not what another job is writing. For one rank.
-
-    Args:
-        parent: of the states.
-        pattern: of their names.
-    """
+    """Delete what killed saves have left in a folder of states; not what another job is writing. For one rank."""
     for end in (".incomplete", ".lock"):
         for path in parent.glob(f".{pattern}{end}"):
             state = path.with_name(path.name[1:].removesuffix(end))

@@ -16,32 +16,6 @@ from hf_fsdp_tools.distributed.launcher import local_rank
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import did_you_mean
 
-__all__ = [
-    "HYBRID",
-    "OLD_KEYS",
-    "SETTINGS",
-    "TRAINING_KEYS",
-    "VARIABLES",
-    "YAML_KEYS",
-    "AutoWrapPolicy",
-    "BackwardPrefetch",
-    "MixedPrecision",
-    "Setting",
-    "StateDictType",
-    "drop_fsdp1_settings",
-    "is_set",
-    "named_keys",
-    "plugin_arguments",
-    "read_value",
-    "reshard_after_forward",
-    "reshards",
-    "strategy_of",
-    "warn_of_fsdp1_settings",
-    "warn_of_idle_wrap_settings",
-    "warn_of_unknown_variables",
-    "warn_on_node",
-]
-
 AutoWrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 MixedPrecision = Literal["no", "bf16", "fp16"]
@@ -133,10 +107,8 @@ def warn_on_node(text: str, *, stacklevel: int) -> None:
 
 
 def read_value(kind: type | tuple[str, ...], value: Any) -> Any:
-    """A value of a YAML file as `kind`; like the launcher, takes numbers and booleans as text, and words in any case.
-
-    Raises:
-        ValueError: the value is of another kind; the message says what is expected.
+    """A value of a YAML file as `kind`; like the launcher, takes numbers and booleans as text, and words in any
+    case.
     """
     text = str(value).strip()
     if kind is bool and text.lower() in _TRUE + _FALSE:
@@ -175,9 +147,6 @@ def plugin_arguments(args: Any) -> dict[str, Any]:
 
     Passes every key on that Accelerate has; transformers drops some. Without a state dict type in `fsdp_config`, the
     plugin decides (sharded, or the launcher's setting).
-
-    Raises:
-        ConfigError: `fsdp_config` has unknown keys (listed with the nearest names), or keys of XLA, for TPUs.
     """
     config: Mapping[str, Any] = args.fsdp_config or {}
     if not args.fsdp:
@@ -217,9 +186,6 @@ def reshard_after_forward(plugin: Any) -> bool:
     """`reshard_after_forward` of a plugin, from its own setting or from FSDP1's sharding strategy.
 
     SHARD_GRAD_OP keeps units gathered until the backward pass.
-
-    Raises:
-        ConfigError: FSDP2 has no such strategy; the message says what to use.
     """
     said = [plugin.reshard_after_forward, plugin.sharding_strategy]
     said[0] = os.environ.get("FSDP_RESHARD_AFTER_FORWARD") if said[0] is None else said[0]
@@ -228,11 +194,7 @@ def reshard_after_forward(plugin: Any) -> bool:
 
 
 def reshards(value: Any) -> bool:
-    """Whether a value of `reshard_after_forward` or of FSDP1's sharding strategy frees units after the forward pass.
-
-    Raises:
-        ConfigError: FSDP2 has no such strategy; the message says what to use.
-    """
+    """Whether a value of `reshard_after_forward` or of FSDP1's sharding strategy frees units after the forward pass."""
     word = strategy_of(value)
     known = {"TRUE": True, "FULL_SHARD": True, "FALSE": False, "SHARD_GRAD_OP": False}
     if word in known:

@@ -22,8 +22,6 @@ from hf_fsdp_tools.sharding.shard import (
     sharding_of,
 )
 
-__all__ = ["agree_with_arguments", "plugin_of", "precision_of"]
-
 _UNITS = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params", "ignored_modules")
 """Arguments of the plugin that decide together what becomes a unit."""
 
@@ -45,9 +43,6 @@ def agree_with_arguments(
 
     Activation checkpointing can still be turned on. A plugin that was given must say the same. Keys that
     `fsdp_config` does not name are not looked at. Nothing is communicated.
-
-    Raises:
-        ConfigError: some settings differ; the message lists each with both values.
     """
     sharding = None if model is None else sharding_of(model)
     if given is None and AcceleratorState._shared_state:

@@ -33,8 +33,6 @@ from hf_fsdp_tools.integrations.settled import agree_with_arguments, plugin_of
 from hf_fsdp_tools.modeling.given import as_count, as_dtype
 from hf_fsdp_tools.text import did_you_mean, quoted
 
-__all__ = ["group_options", "make_accelerator", "make_dynamo_plugin", "start_state", "use_one_device"]
-
 
 def make_accelerator(
     args: Any = None, *, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerate_kwargs: Any
@@ -110,11 +108,7 @@ _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no
 
 
 def _read_arguments(given: dict[str, Any]) -> None:
-    """Replace arguments for `Accelerator` by what they mean, in place.
-
-    Raises:
-        ConfigError: an argument is unknown, or cannot be honoured.
-    """
+    """Replace arguments for `Accelerator` by what they mean, in place."""
     known = signature(Accelerator.__init__).parameters.keys() - {"self"}
     for name in given.keys() - known:
         raise ConfigError(f"make_accelerator has no argument {name!r}{did_you_mean(name, known)}")
@@ -220,11 +214,7 @@ def start_state(
 
 
 def make_dynamo_plugin(backend: DynamoBackend | str | None, mode: str | None = None) -> TorchDynamoPlugin:
-    """What Accelerate is to know of `torch.compile`; None leaves it to the launcher.
-
-    Raises:
-        ConfigError: it knows no such backend.
-    """
+    """What Accelerate is to know of `torch.compile`; None leaves it to the launcher."""
     known = {name.lower() for name in DynamoBackend.__members__}
     name = backend.value if isinstance(backend, DynamoBackend) else backend
     if name is not None and str(name).lower() not in known:

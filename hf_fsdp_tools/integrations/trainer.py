@@ -40,9 +40,9 @@ from hf_fsdp_tools.integrations.settled import agree_with_arguments, plugin_of, 
 from hf_fsdp_tools.integrations.state import group_options, make_dynamo_plugin, start_state, use_one_device
 from hf_fsdp_tools.integrations.unwritten import Unwritten, finish_state
 from hf_fsdp_tools.loading.formats.dcp import METADATA
-from hf_fsdp_tools.loading.index import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.loading.io.durable import storage_errors, sync
 from hf_fsdp_tools.loading.load import load_weights
+from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.saving.report import SaveReport
 from hf_fsdp_tools.saving.reserve import check_shared
@@ -50,8 +50,6 @@ from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
 from hf_fsdp_tools.sharding.shard import sharded_module
-
-__all__ = ["FSDPTrainerMixin"]
 
 
 class FSDPTrainerMixin(PushingMixin):

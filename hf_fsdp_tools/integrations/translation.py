@@ -20,8 +20,6 @@ from hf_fsdp_tools.integrations.settings import HYBRID, OLD_KEYS, YAML_KEYS, rea
 from hf_fsdp_tools.modeling.untrusted import load_yaml
 from hf_fsdp_tools.text import did_you_mean, quoted, why
 
-__all__ = ["Translation", "translate_file"]
-
 
 @dataclass(kw_only=True)
 class Translation:
@@ -45,11 +43,7 @@ class Translation:
 
 
 def translate_file(path: str | os.PathLike[str]) -> Translation:
-    """What a file of `accelerate launch` (YAML or JSON), or DeepSpeed's JSON, means for FSDP2 with this package.
-
-    Raises:
-        ConfigError: the file cannot be read, or asks for what has no meaning here (TPUs, Megatron-LM, SageMaker).
-    """
+    """What a file of `accelerate launch` (YAML or JSON), or DeepSpeed's JSON, means for FSDP2 with this package."""
     data = _read(Path(path))
     made = Translation()
     if "distributed_type" not in data and deepspeed.KEYS & data.keys():

@@ -13,8 +13,6 @@ from hf_fsdp_tools.saving.manifest import read_manifest
 from hf_fsdp_tools.saving.report import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave
 
-__all__ = ["Unwritten", "finish_state"]
-
 
 class Unwritten:
     """The parts of a state that are written from copies, in the order in which they were added."""
@@ -54,11 +52,7 @@ class Unwritten:
         )
 
     def add_dcp(self, writer: HeldWriter) -> None:
-        """Add a DCP folder that is planned, and copy its values. Every rank must call.
-
-        Raises:
-            CheckpointError: host memory does not hold the copies; the same on every rank.
-        """
+        """Add a DCP folder that is planned, and copy its values. Every rank must call."""
         copies = copy_held(writer)
         self.held.callback(copies.give_back)
         self.writes.append(writer.write)
@@ -71,13 +65,6 @@ def finish_state(
     """Write what is left of a state, then let `complete` declare it complete: now, or in the background.
 
     Every rank must call.
-
-    Args:
-        folder: of the complete state, with its manifest.
-        unwritten: of this rank; nothing for a state that is saved at once.
-        complete: for every rank.
-        blocking: whether to return only then.
-        start_s: when saving began, by `time.perf_counter`.
     """
     finish = partial(_finish, folder, unwritten, complete)
     if blocking:

@@ -22,8 +22,6 @@ from hf_fsdp_tools.integrations.settings import warn_on_node
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.policy import HybridPolicy, UnitPredicate, matching_nodes, nearest_names
 
-__all__ = ["narrowed", "policy_from_wrap", "without_modules"]
-
 
 def policy_from_wrap(wrap: Any, *, class_names: Iterable[str], min_num_params: int, reshard: bool) -> HybridPolicy:
     """The `HybridPolicy` for an `auto_wrap_policy` of Accelerate or torch, of any kind.
@@ -36,15 +34,6 @@ def policy_from_wrap(wrap: Any, *, class_names: Iterable[str], min_num_params: i
     | `CustomPolicy`, `lambda_auto_wrap_policy` | a predicate in `units` |
     | a function of (module), (name, module), or FSDP1's (module, recurse, nonwrapped_numel) | a predicate in `units` |
     | `_or_policy` (PEFT's) | all of its parts together |
-
-    Args:
-        wrap: the policy, also in a `functools.partial` with its keywords.
-        class_names: of blocks, for `transformer_auto_wrap_policy`.
-        min_num_params: for `size_based_auto_wrap_policy`; 0 means not given.
-        reshard: False keeps every unit gathered between forward and backward.
-
-    Raises:
-        ConfigError: `wrap` is no policy.
     """
     settings = _settings(wrap, tuple(name.strip() for name in class_names if name.strip()), min_num_params)
     if not reshard:
@@ -141,16 +130,7 @@ def _problems_with(tree: ModuleTree, wanted: type[nn.Module] | str) -> list[str]
 
 
 def without_modules(policy: HybridPolicy, ignored: Iterable[nn.Module] | str | None, model: nn.Module) -> HybridPolicy:
-    """`policy` extended so that Accelerate's `ignored_modules` of `model` stay whole on every rank.
-
-    Args:
-        policy: to extend.
-        ignored: a regular expression for whole module names, or the modules themselves.
-        model: whose modules are meant.
-
-    Raises:
-        ConfigError: `ignored` matches no module of the model.
-    """
+    """`policy` extended so that Accelerate's `ignored_modules` of `model` stay whole on every rank."""
     if ignored is None:
         return policy
     modules = {name: module for name, module in model.named_modules() if name}

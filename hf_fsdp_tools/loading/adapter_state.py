@@ -21,8 +21,6 @@ from hf_fsdp_tools.sharding.adapter_files import open_adapter_config
 from hf_fsdp_tools.sharding.adapters import add_adapter
 from hf_fsdp_tools.text import listed, listed_lines, quoted
 
-__all__ = ["AdapterState", "restore_adapter", "split_adapter"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterState:
@@ -58,17 +56,7 @@ def restore_adapter(model: nn.Module, state: AdapterState, *, is_trainable: bool
 
     Each rank reads its own shards of the adapter.
 
-    Args:
-        model: the base, as for `add_adapter`.
-        state: with a config.
-        is_trainable: whether the adapter is trainable; it is frozen otherwise.
-
     Every rank must call. The ranks exchange errors and what `add_adapter` exchanges, and under HSDP shards.
-
-    Raises:
-        CheckpointError: the adapter's config is damaged; the state lacks values of the adapter, or holds them in
-            another shape; or reading fails. The same on every rank.
-        ConfigError: as for `add_adapter`.
     """
     name, doing = state.index.name, "reading the adapter"
     with agreed("opening the config of the adapter", name):
@@ -154,13 +142,7 @@ def _match(model: nn.Module, index: CheckpointIndex) -> Match:
 
 
 def tensors_by_peft(model: Any, state: dict[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
-    """The tensors that PEFT writes unchanged, by the names under which it writes them; of prompt methods none.
-
-    Args:
-        model: a `PeftModel`.
-        state: its tensors by name.
-        options: of PEFT's `get_peft_model_state_dict`.
-    """
+    """The tensors that PEFT writes unchanged, by the names under which it writes them; of prompt methods none."""
     from peft import get_peft_model_state_dict
 
     return {

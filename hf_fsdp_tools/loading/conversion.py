@@ -34,22 +34,6 @@ from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.text import listed
 
-__all__ = [
-    "ConversionGroup",
-    "LoadMap",
-    "adjust_keys",
-    "assume_conversions",
-    "convert_group",
-    "copy_conversions",
-    "map_loading",
-    "map_saving",
-    "persistent_tensors",
-    "revert_group",
-    "saved_tensors",
-    "set_conversions",
-]
-
-
 NAME_BLIND = (Concatenate, MergeModulelist)
 """Operations whose result depends on tensors and patterns only, not on names, layer or model
 (checked by `tests/unit/test_conversion.py`)."""
@@ -92,11 +76,7 @@ def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors to save, by key: persistent ones, and the scales of 4-bit weights under bitsandbytes' names.
-
-    Raises:
-        CheckpointError: a 4-bit weight has no scales, because loading failed.
-    """
+    """The tensors to save, by key: persistent ones, and the scales of 4-bit weights under bitsandbytes' names."""
     return persistent_tensors(model) | _scales(model)
 
 
@@ -113,15 +93,6 @@ def map_loading(model: nn.Module, stored: Mapping[str, Stored], *, is_model_stat
     """Trace every stored tensor through transformers' renamings and conversions to the model's keys.
 
     Nothing is read and no rank communicates; every rank gets the same map.
-
-    Args:
-        model: plain or sharded, with or without storage.
-        stored: the checkpoint's tensors by key.
-        is_model_state: the tensors are in the model's own layout: nothing is converted, and only the prefix of a base
-            model is added or removed.
-
-    Raises:
-        CheckpointError: a conversion fails on the checkpoint's tensors.
     """
     state = persistent_tensors(model)
     with original_classes(model):

@@ -29,8 +29,6 @@ from hf_fsdp_tools.loading.quantized.pack import quantize_weights
 from hf_fsdp_tools.loading.quantized.share import PackedShare, compute_device, share_of_packed
 from hf_fsdp_tools.loading.report import loading_bar
 
-__all__ = ["Filled", "fill_shards"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Filled:

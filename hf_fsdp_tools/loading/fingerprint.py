@@ -16,8 +16,6 @@ from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, QuantizedTensor,
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT
 
-__all__ = ["refuse_other_contents"]
-
 _SAMPLES = 256
 """How many tensors are sampled: nearly all of an 8B model's 291. (assumed)"""
 

@@ -38,8 +38,6 @@ from hf_fsdp_tools.loading.weight_files import (
 )
 from hf_fsdp_tools.modeling.given import as_flag, as_path, taking
 
-__all__ = ["WEIGHTS", "WEIGHTS_INDEX", "CheckpointIndex"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointIndex:

@@ -40,8 +40,6 @@ from hf_fsdp_tools.sharding.allocate import allocate, renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
 from hf_fsdp_tools.text import did_you_mean, dtype_name
 
-__all__ = ["load_weights", "rolled_back", "state_after_failure"]
-
 
 @taking(
     model=as_model,

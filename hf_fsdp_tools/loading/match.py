@@ -24,8 +24,6 @@ from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.quantization import stored_quantization
 from hf_fsdp_tools.text import listed_lines
 
-__all__ = ["Match", "Mismatch", "bounded_boxes", "check_ties", "match_checkpoint", "refuse_not_finite"]
-
 Mismatch = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Key, shape in the checkpoint, shape in the model."""
 
@@ -82,18 +80,7 @@ def match_checkpoint(
     strict: bool = False,
     resize_vocabulary: bool = False,
 ) -> Match:
-    """Sort every key of the model into loaded, missing and mismatched. Nothing is read or communicated.
-
-    Args:
-        model: plain or sharded, with or without storage.
-        index: the checkpoint.
-        ignore_mismatched_sizes: initialise tensors of another shape instead of refusing them.
-        strict: refuse missing and unexpected keys.
-        resize_vocabulary: load tensors that differ in their number of tokens alone, token by token.
-
-    Raises:
-        CheckpointError: the checkpoint does not fit, or holds quantised values that cannot be read into shards.
-    """
+    """Sort every key of the model into loaded, missing and mismatched. Nothing is read or communicated."""
     state = persistent_tensors(model)
     quantization = stored_quantization(model)
     index, dequantized = with_floats(index.of_model(state), quantization, state)
@@ -205,11 +192,7 @@ def _refuse_untied(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_ties(match: Match, *, staging_bytes: int) -> None:
-    """Compare the two stored values of each tied pair; each rank compares its own shards.
-
-    Raises:
-        CheckpointError: the values differ.
-    """
+    """Compare the two stored values of each tied pair; each rank compares its own shards."""
     index = match.index
     if not match.tied_pairs:
         return
@@ -253,11 +236,7 @@ _SLAB_ELEMENTS = 2**22
 
 
 def refuse_not_finite(model: nn.Module, keys: Iterable[str]) -> None:
-    """Refuse NaN and infinity in this rank's shards of the loaded tensors; of 4-bit weights, in their scales.
-
-    Raises:
-        CheckpointError: lists every such key, with the number of values on this rank.
-    """
+    """Refuse NaN and infinity in this rank's shards of the loaded tensors; of 4-bit weights, in their scales."""
     state = persistent_tensors(model)
     layers = packed_linears(model)
     counts = {

@@ -18,17 +18,22 @@ from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.loading.adapter_state import AdapterState, split_adapter
 from hf_fsdp_tools.loading.fingerprint import refuse_other_contents
 from hf_fsdp_tools.loading.formats.dcp import METADATA, MODEL_FOLDERS
-from hf_fsdp_tools.loading.index import WEIGHTS, WEIGHTS_INDEX, CheckpointIndex
+from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.unfinished import CONFIG, stamps
-from hf_fsdp_tools.loading.weight_files import ACCELERATE_PICKLED, PICKLED, PICKLED_INDEX, has_safetensors
+from hf_fsdp_tools.loading.weight_files import (
+    ACCELERATE_PICKLED,
+    PICKLED,
+    PICKLED_INDEX,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    has_safetensors,
+)
 from hf_fsdp_tools.modeling.given import as_config, as_flag, as_path, taking
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.modeling.untrusted import load_generation_config
 from hf_fsdp_tools.sharding.adapter_files import ADAPTER_CONFIG, read_adapter_config
 from hf_fsdp_tools.sharding.settings import as_peft_config
 from hf_fsdp_tools.text import quoted
-
-__all__ = ["Checkpoint", "open_checkpoint"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from hf_fsdp_tools.distributed.boxes import Box
 
-__all__ = ["Piece", "View", "row_major_strides", "slice_piece", "slice_view"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
@@ -74,11 +72,6 @@ def slice_view(view: View, shape: Sequence[int], box: Box) -> Iterator[tuple[Box
 
     Yields (box, view) pairs: a box of indices of `view`, and where its elements lie once the box of the tensor is
     stored row-major on its own.
-
-    Args:
-        view: any non-overlapping strided region, also one that runs across dimensions of `shape`.
-        shape: the tensor's shape.
-        box: the part of the tensor at hand, a rank's shard for example.
     """
     if not box.numel or not math.prod(view.length):
         return
@@ -114,14 +107,6 @@ def _restrict(view: View, part: Box, order: list[int], row: int, low: int, high:
 
     Indices of the first dimension of this view step by whole rows, so they change nothing about the position in a row:
     that dimension is never cut. Of the second one, only index 2 falls between low and high.
-
-    Args:
-        view: of the flat tensor.
-        part: box of indices of the view to look at.
-        order: dimensions of the view, largest stride first.
-        row: elements of a row; the size of the tensor where it is one row.
-        low: first wanted position in a row.
-        high: position after the last wanted one.
     """
     first = view.crop(part.start, part.length).offset
     small = [d for d in range(len(view.length)) if view.strides[d] % row or row == 1]

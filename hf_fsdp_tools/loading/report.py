@@ -20,8 +20,6 @@ from transformers.utils.logging import is_progress_bar_enabled
 
 from hf_fsdp_tools.text import listed, show_bytes, table
 
-__all__ = ["LoadReport", "MemoryWatch", "loading_bar", "log_dequantized", "log_keys"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
@@ -242,12 +240,7 @@ def log_keys(model: nn.Module, report: LoadReport) -> None:
 
 
 def log_dequantized(report: LoadReport, other_blocks: Sequence[str]) -> None:
-    """Say in one line on rank 0 that weights were dequantised, and in one more which ones contradict the config.
-
-    Args:
-        report: of the load.
-        other_blocks: weights whose scales lie on other blocks than the config says.
-    """
+    """Say in one line on rank 0 that weights were dequantised, and in one more which ones contradict the config."""
     if report.rank != 0 or not report.dequantized_from:
         return
     logger = logging.get_logger("transformers.modeling_utils")
@@ -271,19 +264,7 @@ _DELAY_S = 1.0
 def loading_bar(
     num_bytes: int, *, rank: int, world_size: int, progress: bool | None, doing: str = "Loading weights"
 ) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar on rank 0, over the bytes of rank 0; all ranks read at the same time and are about as far.
-
-    Args:
-        num_bytes: bytes that this rank will read or write.
-        rank: this rank.
-        world_size: number of ranks, for the text.
-        progress: None shows the bar on a terminal where transformers' and the hub's bars are on, True anywhere, False
-            nowhere. Either way it appears after a second.
-        doing: the text beside the bar.
-
-    Yields:
-        A function that takes the number of bytes moved since its last call; call it from one thread at a time.
-    """
+    """Show a progress bar on rank 0, over the bytes of rank 0; all ranks read at the same time and are about as far."""
     unwanted = progress is False or rank != 0
     switched_off = not is_progress_bar_enabled() or are_progress_bars_disabled()
     disable = True if unwanted or (progress is None and switched_off) else (None if progress is None else False)

@@ -23,8 +23,6 @@ from hf_fsdp_tools.sharding.fsdp2_internals import replace_parameter, reshard_un
 from hf_fsdp_tools.sharding.shard import remember_sharding, sharded_module, sharding_of
 from hf_fsdp_tools.text import listed
 
-__all__ = ["resize_token_embeddings"]
-
 
 @taking(model=as_model, num_tokens=as_count, pad_to_multiple_of=as_count, mean_resizing=as_flag)
 def resize_token_embeddings(

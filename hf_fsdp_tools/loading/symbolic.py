@@ -29,8 +29,6 @@ from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.loading.formats.stored import Stored
 from hf_fsdp_tools.loading.regions import Piece, View, row_major_strides
 
-__all__ = ["PieceTensor"]
-
 _MAX_PIECES = 65536
 """Pieces of one tensor beyond which its index map costs more than it saves; the tensor is opaque then. (assumed)"""
 

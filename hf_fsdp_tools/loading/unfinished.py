@@ -10,8 +10,6 @@ from hf_fsdp_tools.loading.formats.safetensors import MAX_HEADER_BYTES, parse_js
 from hf_fsdp_tools.loading.formats.stored import leaves_folder
 from hf_fsdp_tools.text import quoted
 
-__all__ = ["CONFIG", "named_in_config", "refuse_incomplete", "stamps"]
-
 CONFIG = "config.json"
 
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
@@ -35,9 +33,6 @@ def stamps(folder: Path, *names: str) -> list[tuple[int, int] | None]:
 def named_in_config(folder: Path) -> str | None:
     """The weight file or index that `config.json` names (`transformers_weights`), as transformers follows it; None
     where it names none.
-
-    Raises:
-        CheckpointError: the name leaves the folder.
     """
     file = folder / CONFIG
     with watched(file):
@@ -56,11 +51,7 @@ def named_in_config(folder: Path) -> str | None:
 
 
 def refuse_incomplete(files: Iterable[Path]) -> None:
-    """Refuse shards without an index of which some are missing: their save, or their download, was cut off.
-
-    Raises:
-        CheckpointError: names the shards.
-    """
+    """Refuse shards without an index of which some are missing: their save, or their download, was cut off."""
     shards = [(file, found) for file in files if (found := _SHARD.fullmatch(file.name))]
     for file, found in shards:
         stem, count = found["stem"], found["count"]

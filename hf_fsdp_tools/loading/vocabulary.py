@@ -19,8 +19,6 @@ from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.text import first_line
 
-__all__ = ["AddedRows", "AddedTokens", "fill_added", "resize_vocabulary", "resized_twin", "vocabulary_dims"]
-
 _SLAB_ELEMENTS = 2**20
 """Values that are summed at a time, which bounds the memory of a sum to 16 MiB for any vocabulary. (assumed)"""
 
@@ -40,11 +38,7 @@ class AddedRows:
 
 
 def resize_vocabulary(model: PreTrainedModel, num_tokens: int | None, pad_to_multiple_of: int | None) -> None:
-    """Resize embeddings, head and config of a plain meta model, by transformers' own code; ties stay.
-
-    Raises:
-        CheckpointError: the model's class cannot be resized, or not to this size.
-    """
+    """Resize embeddings, head and config of a plain meta model, by transformers' own code; ties stay."""
     try:
         with torch.device("meta"):
             model.resize_token_embeddings(num_tokens, pad_to_multiple_of, mean_resizing=False)
@@ -92,9 +86,6 @@ def fill_added(model: nn.Module, added: Mapping[str, AddedRows], how: AddedToken
     initialisation of the new rows, from a generator seeded by `seed` and the module's name.
 
     Every rank must call; each gathers two numbers and one row per tensor from the others.
-
-    Raises:
-        CheckpointError: the old rows hold values that are not finite.
     """
     state = persistent_tensors(model)
     by_mean = {key for key in added if how == "mean" and isinstance(state[key], nn.Parameter)}

@@ -14,21 +14,6 @@ from hf_fsdp_tools.loading.formats.stored import leaves_folder
 from hf_fsdp_tools.loading.unfinished import refuse_incomplete
 from hf_fsdp_tools.text import listed, listed_lines, quoted
 
-__all__ = [
-    "ACCELERATE_PICKLED",
-    "PICKLED",
-    "PICKLED_INDEX",
-    "WEIGHTS",
-    "WEIGHTS_INDEX",
-    "Listing",
-    "as_one_message",
-    "has_safetensors",
-    "is_pickled",
-    "read_listing",
-    "refuse_pickled",
-    "weight_files",
-]
-
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"

@@ -12,8 +12,6 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.given import as_dtype, as_path
 from hf_fsdp_tools.text import did_you_mean
 
-__all__ = ["LoadingArguments", "one_dtype", "one_name", "refuse_misspelt", "sort_arguments"]
-
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 """Where and how a checkpoint is fetched."""
 
@@ -84,15 +82,7 @@ class LoadingArguments:
 
 
 def sort_arguments(keywords: Mapping[str, Any], device: torch.device) -> LoadingArguments:
-    """Sort keywords of `AutoModel….from_pretrained`; those that ask for nothing are left out.
-
-    Args:
-        keywords: of the call.
-        device: of this process, which a `device_map` may name.
-
-    Raises:
-        ConfigError: some ask for what cannot be honoured; each is named with its cure.
-    """
+    """Sort keywords of `AutoModel….from_pretrained`; those that ask for nothing are left out."""
     if "device_map" in keywords and _is_here(keywords["device_map"], device):
         keywords = {**keywords, "device_map": None}
     problems = [
@@ -131,14 +121,6 @@ def refuse_misspelt(keywords: Iterable[str], config: PreTrainedConfig, known: It
     """Refuse keywords that are neither the config's nor known, where they look like one of these or have a cure.
 
     Others may be arguments of a model's own class, which has the last word.
-
-    Args:
-        keywords: for the config or the model.
-        config: of the model.
-        known: keywords of the function.
-
-    Raises:
-        ConfigError: names the keyword, and what to write.
     """
     names = {*known, *_HUB, *_LOAD, *_ELSEWHERE, *_OF_LOADING}
     for keyword in keywords:
@@ -153,11 +135,7 @@ def refuse_misspelt(keywords: Iterable[str], config: PreTrainedConfig, known: It
 
 
 def one_name(name: Any, by_transformers: Any) -> Any:
-    """What `name_or_path` or, by transformers' name, `pretrained_model_name_or_path` says.
-
-    Raises:
-        ConfigError: neither or both are given, or the value is neither text nor a path.
-    """
+    """What `name_or_path` or, by transformers' name, `pretrained_model_name_or_path` says."""
     if (name is None) == (by_transformers is None):
         said = "neither" if name is None else "both"
         raise ConfigError(
@@ -168,11 +146,7 @@ def one_name(name: Any, by_transformers: Any) -> Any:
 
 
 def one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None) -> torch.dtype | str | None:
-    """The dtype that `dtype` or, by its older name, `torch_dtype` means; "auto" stays as it is.
-
-    Raises:
-        ConfigError: they differ, or are no floating-point dtype.
-    """
+    """The dtype that `dtype` or, by its older name, `torch_dtype` means; "auto" stays as it is."""
     asked = {"dtype": dtype, "torch_dtype": torch_dtype}
     found = [given if given == "auto" else as_dtype(given, name) for name, given in asked.items() if given is not None]
     if len(set(found)) > 1:

@@ -8,8 +8,6 @@ from torch import nn
 
 from hf_fsdp_tools.modeling.module_tree import own_class
 
-__all__ = ["TreeCopy", "copy_tree"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TreeCopy:
@@ -39,14 +37,6 @@ def copy_tree(
 
     A copied module has the class that the original had before FSDP2, and dictionaries of its own for parameters,
     buffers and children. It shares everything else with the original. FSDP does not manage it.
-
-    Args:
-        model: the top of the tree, sharded or not.
-        parameters: gives the parameters that the copy of a module registers.
-        way_inside: gives the name of the module inside a wrapper, relative to the wrapper, which is then left out; ""
-            for a module that is no wrapper.
-        hooks: True keeps the hooks of the modules, which a state dict of the copy may need. False drops them and also
-            copies lists, sets and dictionaries, for a copy that is run or changed.
 
     No rank communicates.
     """

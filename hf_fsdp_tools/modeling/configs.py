@@ -2,8 +2,6 @@
 
 from transformers import PreTrainedConfig
 
-__all__ = ["max_positions", "text_config"]
-
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 """How configurations name the number of positions."""
 

@@ -5,20 +5,13 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-__all__ = ["set_generation_config", "whole_generation_config"]
-
 _INNER = {"csm": ("depth_decoder", "depth_decoder_"), "kyutai_speech_to_text": ("codec_model", "codec_")}
 """By model type: a model inside that generates with settings of its own, and how the names of these settings begin in
 `generation_config.json`. Source: `from_pretrained` and `save_pretrained` of the two classes, transformers 5.23."""
 
 
 def set_generation_config(model: Any, config: GenerationConfig | None) -> None:
-    """Give a model that generates its settings, and a model inside it the settings that are stored among them.
-
-    Args:
-        model: of transformers.
-        config: as stored, which is not changed; None leaves the settings that follow from the model's config.
-    """
+    """Give a model that generates its settings, and a model inside it the settings that are stored among them."""
     if not model.can_generate():
         return
     if config is not None:

@@ -14,17 +14,6 @@ from transformers import PreTrainedConfig
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import dtype_name, quoted
 
-__all__ = [
-    "as_config",
-    "as_count",
-    "as_dtype",
-    "as_flag",
-    "as_mapping",
-    "as_model",
-    "as_path",
-    "taking",
-]
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -36,12 +25,7 @@ _CURES = {"num_tokens": " Give len(tokenizer)."}
 
 
 def taking(**converters: Callable[[Any, str], Any]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """A decorator: the function gets each named argument, where it is given, as its converter understands it.
-
-    Args:
-        converters: by names of arguments; each takes the value and the argument's name, and raises a `ConfigError`
-            where the value has no meaning. Nothing is communicated: ranks that give the same get the same error.
-    """
+    """A decorator: the function gets each named argument, where it is given, as its converter understands it."""
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
         signature = inspect.signature(function)
@@ -64,11 +48,7 @@ def taking(**converters: Callable[[Any, str], Any]) -> Callable[[Callable[_P, _T
 
 
 def as_model(value: Any, name: str) -> nn.Module:
-    """The model itself.
-
-    Raises:
-        ConfigError: the value is no model.
-    """
+    """The model itself."""
     if isinstance(value, nn.Module):
         return value
     if isinstance(value, (str, PathLike)):
@@ -81,11 +61,7 @@ def as_model(value: Any, name: str) -> nn.Module:
 
 
 def as_path(value: Any, name: str) -> Any:
-    """A name or folder as it is.
-
-    Raises:
-        ConfigError: the value is neither text nor a path.
-    """
+    """A name or folder as it is."""
     if isinstance(value, (str, PathLike)):
         return value
     if name == "folder":
@@ -97,11 +73,7 @@ def as_path(value: Any, name: str) -> Any:
 
 
 def as_config(value: Any, name: str) -> Any:
-    """A configuration, or its name or folder; None where the function decides.
-
-    Raises:
-        ConfigError: the value is neither.
-    """
+    """A configuration, or its name or folder; None where the function decides."""
     if value is None or isinstance(value, (str, PathLike, PreTrainedConfig)):
         return value
     raise ConfigError(
@@ -111,22 +83,14 @@ def as_config(value: Any, name: str) -> Any:
 
 
 def as_flag(value: Any, name: str) -> Any:
-    """True or False; None where the function decides.
-
-    Raises:
-        ConfigError: the value is anything else: text, for example, is true also where it says "false".
-    """
+    """True or False; None where the function decides."""
     if value is None or isinstance(value, bool):
         return value
     raise ConfigError(f"{name} is {_shown(value)}: give True or False.")
 
 
 def as_count(value: Any, name: str) -> int | None:
-    """A whole number from 1, also from text or a float that is whole; None where the function decides.
-
-    Raises:
-        ConfigError: the value is none.
-    """
+    """A whole number from 1, also from text or a float that is whole; None where the function decides."""
     if value is None:
         return None
     text = value.strip().replace("_", "") if isinstance(value, str) else value
@@ -139,11 +103,7 @@ def as_count(value: Any, name: str) -> int | None:
 
 
 def as_mapping(value: Any, name: str) -> Mapping[str, Any] | None:
-    """A mapping from names of arguments; None for none.
-
-    Raises:
-        ConfigError: the value is no mapping.
-    """
+    """A mapping from names of arguments; None for none."""
     if value is None or isinstance(value, Mapping):
         return value
     raise ConfigError(f"{name} is {_shown(value)}: it must be a dict of arguments by their names.")
@@ -152,9 +112,6 @@ def as_mapping(value: Any, name: str) -> Mapping[str, Any] | None:
 def as_dtype(value: Any, name: str) -> Any:
     """A floating-point dtype, also by its name (`"bfloat16"`, `"bf16"`, `"torch.bfloat16"`); None where the function
     decides.
-
-    Raises:
-        ConfigError: the value is none.
     """
     if value is None:
         return None

@@ -16,8 +16,6 @@ from hf_fsdp_tools.distributed.shards import local_tensor, part_of
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.module_tree import original_classes
 
-__all__ = ["draw_values", "initialize_missing"]
-
 ModulePath = tuple[tuple[str, nn.Module], ...]
 """A module and its ancestors, root first, each with its fqn."""
 
@@ -29,15 +27,7 @@ def initialize_missing(model: nn.Module, *, missing_keys: Collection[str], seed:
     module at a time are drawn whole on the CPU, by a generator seeded by `seed` and the module's name, and then cut to
     the shard. So the values do not depend on the number of ranks, on their order, or on what else is missing.
 
-    Args:
-        model: allocated; sharded or not.
-        missing_keys: names as in `state_dict()`; other parameters and persistent buffers are left as they are.
-        seed: of the whole model.
-
     No rank communicates.
-
-    Raises:
-        CheckpointError: the model's own code does not initialise a missing tensor or a non-persistent buffer.
     """
     missing = set(missing_keys)
     _mark_initialized(model)
@@ -62,15 +52,7 @@ def draw_values(model: nn.Module, shapes: Mapping[str, Sequence[int]], *, seed: 
 
     They are drawn per module on the CPU, as in `initialize_missing`, in the dtypes of the model, which is not changed.
 
-    Args:
-        model: sharded or not.
-        shapes: state-dict key to shape.
-        seed: of the whole model.
-
     No rank communicates; the values are the same on all.
-
-    Raises:
-        CheckpointError: the model's own code does not initialise one of them.
     """
     _mark_initialized(model)
     drawn: dict[str, torch.Tensor] = {}

@@ -18,20 +18,6 @@ from transformers.quantizers.auto import get_hf_quantizer
 
 from hf_fsdp_tools.errors import ConfigError
 
-__all__ = [
-    "Packing",
-    "has_4bit_layers",
-    "make_quantizer",
-    "mark_weights",
-    "pack_weights",
-    "packed_linears",
-    "packing_of",
-    "refuse_cast",
-    "refuse_cast_weights",
-    "replace_linears",
-    "set_quant_state",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
@@ -76,9 +62,6 @@ def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> An
     """transformers' quantizer for a model with 4-bit weights of bitsandbytes; None for a plain model.
 
     Takes `quantization_config` out of `model_kwargs` and sets it in the config, as `from_pretrained` does.
-
-    Raises:
-        ConfigError: another quantisation is asked for, or bitsandbytes is not installed.
     """
     for name in ("load_in_4bit", "load_in_8bit"):
         if model_kwargs.get(name):
@@ -120,11 +103,7 @@ def _stored_in(config: PreTrainedConfig) -> Any:
 
 
 def replace_linears(model: PreTrainedModel, quantizer: Any, dtype: torch.dtype) -> None:
-    """Put bitsandbytes' layers where transformers would, on meta, with weights and biases of `dtype` for now.
-
-    Raises:
-        ConfigError: there is no layer to quantise.
-    """
+    """Put bitsandbytes' layers where transformers would, on meta, with weights and biases of `dtype` for now."""
     quantizer.preprocess_model(
         model=model, dtype=dtype, device_map={"": "cpu"}, checkpoint_files=None, use_kernels=False
     )
@@ -143,10 +122,8 @@ def replace_linears(model: PreTrainedModel, quantizer: Any, dtype: torch.dtype) 
 
 
 def pack_weights(model: nn.Module, quantizer: Any) -> None:
-    """Give each layer of bitsandbytes a frozen weight on meta of the packed shape and dtype, and note how it is packed.
-
-    Raises:
-        ConfigError: a weight does not fill whole elements of the storage dtype.
+    """Give each layer of bitsandbytes a frozen weight on meta of the packed shape and dtype, and note how it is
+    packed.
     """
     for key, module in _linear4bits(model).items():
         weight: Any = module.weight
@@ -205,11 +182,7 @@ def mark_weights(model: nn.Module) -> None:
 
 
 def refuse_cast(model: nn.Module, param_dtype: torch.dtype | None) -> None:
-    """Refuse a computation dtype to which FSDP2 would cast packed bytes, and storage that FSDP2 cannot shard.
-
-    Raises:
-        ConfigError: names the storage dtype that works.
-    """
+    """Refuse a computation dtype to which FSDP2 would cast packed bytes, and storage that FSDP2 cannot shard."""
     for key, module in packed_linears(model).items():
         storage = packing_of(module).storage
         wanted = str(param_dtype or torch.bfloat16)
@@ -226,11 +199,7 @@ def refuse_cast(model: nn.Module, param_dtype: torch.dtype | None) -> None:
 
 
 def refuse_cast_weights(model: nn.Module) -> None:
-    """Refuse weights that were cast after they were packed, as by PEFT's `prepare_model_for_kbit_training`.
-
-    Raises:
-        ConfigError: names the call to leave out.
-    """
+    """Refuse weights that were cast after they were packed, as by PEFT's `prepare_model_for_kbit_training`."""
     for module in packed_linears(model).values():
         storage = packing_of(module).storage
         if module.weight.dtype != storage:

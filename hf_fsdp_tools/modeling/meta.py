@@ -23,12 +23,6 @@ from hf_fsdp_tools.modeling.quantization import note_quantization, set_aside_qua
 from hf_fsdp_tools.modeling.untrusted import read_json_object, understood
 from hf_fsdp_tools.text import did_you_mean, dtype_name, first_line, first_lines, listed, quoted
 
-__all__ = [
-    "build_meta_model",
-    "config_dtype",
-    "load_config",
-]
-
 _CURE = "Use the config.json that belongs to the checkpoint: copy or download it again."
 
 _MOST_MODULES = 250_000
@@ -46,17 +40,7 @@ architecture (2 for Llama). (assumed)"""
 
 
 def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kwargs: Any) -> PreTrainedConfig:
-    """The configuration of a hub name, a local folder, or a `config.json`; a copy of a given configuration.
-
-    Args:
-        name_or_config: hub name, folder, file or configuration.
-        hub_kwargs: passed to `AutoConfig.from_pretrained` (`revision`, `token`, `trust_remote_code`,
-            `local_files_only`, …).
-
-    Raises:
-        CheckpointError: there is no such folder, it has no `config.json`, the hub does not give it, or it is damaged.
-        ConfigError: its `model_type` is unknown to the installed transformers, or transformers refuses what it says.
-    """
+    """The configuration of a hub name, a local folder, or a `config.json`; a copy of a given configuration."""
     if isinstance(name_or_config, PreTrainedConfig):
         with understood(_of_config(name_or_config), _CURE):
             return copy.deepcopy(name_or_config)

@@ -11,9 +11,6 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.text import did_you_mean, quoted
 
-__all__ = ["class_named", "model_class", "other_class_note"]
-
-
 _BASE = transformers.AutoModel
 
 
@@ -28,15 +25,6 @@ def model_class(
        `AutoModelFor…` has it; of a kind without such a class it is itself.
     3. By the kind of the configuration: images with text, speech to text, text to text, classes of images, masked
        tokens, next tokens; else the base model.
-
-    Args:
-        config: its `architectures` and `auto_map` are read, and its type.
-        auto_class: an `AutoModelFor…` class, a model class, or the name of one of these.
-        trust_remote_code: code that comes with the checkpoint goes before that of transformers.
-        as_stored: a base model is itself also where its kind has a class with a head.
-
-    Raises:
-        ConfigError: `auto_class` is no such class.
     """
     if auto_class is not None:
         return class_named(auto_class) if isinstance(auto_class, str) else _checked(auto_class)
@@ -53,11 +41,7 @@ def model_class(
 
 
 def class_named(name: str) -> Any:
-    """The auto class or model class of transformers of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The auto class or model class of transformers of that name."""
     found = getattr(transformers, name, None)
     if isinstance(found, type) and (hasattr(found, "from_config") or hasattr(found, "_from_config")):
         return found

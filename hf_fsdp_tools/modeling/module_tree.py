@@ -22,22 +22,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_fsdp_tools.errors import BlockDetectionError
 
-__all__ = [
-    "ADAPTED",
-    "WRAPPED",
-    "ModuleNode",
-    "ModuleTree",
-    "Weight",
-    "class_name",
-    "has_forward",
-    "original_classes",
-    "own_class",
-    "plain_name",
-    "reads_given_table",
-    "reads_table",
-    "way_inside",
-]
-
 WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 """Attributes in which torch's wrappers (checkpoint wrappers, `torch.compile`, FSDP1) keep the wrapped module. A wrapper
 counts as the module inside it."""
@@ -111,14 +95,7 @@ class ModuleNode:
 
 
 class ModuleTree:
-    """The nodes and weights of one model, read once; reads shapes only, so it works on the meta device.
-
-    Args:
-        model: any module; it is not changed.
-
-    Raises:
-        BlockDetectionError: the model has no parameter, or has lazy parameters whose shape is not known yet.
-    """
+    """The nodes and weights of one model, read once; reads shapes only, so it works on the meta device."""
 
     def __init__(self, model: nn.Module) -> None:
         self.root = ModuleNode(fqn="", module=model, parent=None)
@@ -140,11 +117,7 @@ class ModuleTree:
         return iter(self.nodes)
 
     def weight(self, parameter_fqn: str) -> Weight:
-        """The weight with a parameter name.
-
-        Raises:
-            KeyError: the model has no such parameter.
-        """
+        """The weight with a parameter name."""
         return self._weight_of[parameter_fqn]
 
     def has_weight(self, parameter_fqn: str) -> bool:
@@ -236,12 +209,7 @@ def way_inside(module: nn.Module) -> str:
 
 
 def plain_name(fqn: str, *, adapters: bool = False) -> str:
-    """A name of a module or a tensor without the parts that torch's wrappers insert.
-
-    Args:
-        fqn: as in `named_modules`, `named_parameters` or a state dict.
-        adapters: also leave out the parts that PEFT's wrappers insert.
-    """
+    """A name of a module or a tensor without the parts that torch's wrappers insert."""
     inserted = (*WRAPPED, *ADAPTED) if adapters else WRAPPED
     return ".".join(part for part in fqn.split(".") if part not in inserted)
 
@@ -257,11 +225,6 @@ def reads_table(module: nn.Module, child: nn.Module, name: str) -> bool:
 
     Position embeddings of encoders are read like this. Judged by the source of the module's class; where there is no
     source, the answer is False.
-
-    Args:
-        module: above the embedding.
-        child: the embedding; of other modules the answer is False.
-        name: of the child in the module.
     """
     if not isinstance(child, nn.Embedding):
         return False

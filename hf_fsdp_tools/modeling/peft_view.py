@@ -12,8 +12,6 @@ from torch import nn
 from hf_fsdp_tools.modeling.clone import TreeCopy, copy_tree
 from hf_fsdp_tools.modeling.module_tree import ADAPTED
 
-__all__ = ["bare_model", "base_of", "is_adapted", "is_wrapper"]
-
 
 def is_adapted(model: nn.Module) -> bool:
     """Whether a model is a `PeftModel`."""
@@ -39,13 +37,7 @@ def is_wrapper(module: nn.Module) -> bool:
 def bare_model(
     base: nn.Module, *, merged: Mapping[nn.Parameter, nn.Parameter] | None = None, trained: bool = False
 ) -> TreeCopy:
-    """A base model without its adapters, as a second tree; nothing is changed or communicated.
-
-    Args:
-        base: as `base_of` gives it; sharded or not, with or without adapters.
-        merged: parameter to show in place of another.
-        trained: show the active copy of a module that PEFT trains whole (`modules_to_save`) in place of the original.
-    """
+    """A base model without its adapters, as a second tree; nothing is changed or communicated."""
     shown = merged or {}
 
     def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

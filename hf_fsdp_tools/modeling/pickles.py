@@ -21,8 +21,6 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.untrusted import MAX_PARSED_BYTES, refuse_pointer
 from hf_fsdp_tools.text import cut, first_line, listed, quoted
 
-__all__ = ["Pickled", "damaged", "load_pickled", "refuse_endless"]
-
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """The local header of a zip record: lengths of its name and extra field, after which the data begins."""
 
@@ -66,19 +64,7 @@ def load_pickled(
     torch's restricted unpickler builds tensors and plain values only, after the pickle was followed without building
     anything (see `refuse_endless`).
 
-    Args:
-        file: that holds the archive.
-        start: where the archive begins, in bytes.
-        length: of the archive in bytes; None: up to the end of the file.
-        device: of the tensors; on "meta" their data is not read, and torch notes where each storage lies.
-        safe: classes and functions that may be used besides those that torch and the user allow
-            (`torch.serialization.add_safe_globals`).
-
     No rank communicates.
-
-    Raises:
-        CheckpointError: the file cannot be read, is damaged, would run code, holds compressed or overlapping records,
-            takes endless time, or has the format from before torch 1.6, whose data has no fixed place.
     """
     try:
         with watched(file):
@@ -270,14 +256,6 @@ def refuse_endless(text: bytes, *, most: int | None = None) -> None:
     A dict hashes its keys, and a tuple's hash visits its values each time: tuples that hold the same tuples twice, and
     these others twice, end at no time with 40 such levels. So do lists for whoever follows them, keys of equal hashes,
     and texts that are encoded again and again. Nothing ends these from outside, so all values are counted first.
-
-    Args:
-        text: a pickle, as `torch.save` and DCP write it.
-        most: operations of the pickle; None for any number.
-
-    Raises:
-        pickle.UnpicklingError: it does so, or an operation occurs that torch's writers do not write. A damaged pickle
-            can raise anything.
     """
     mark = _Value()
     stack: list[_Value] = []

@@ -8,8 +8,6 @@ from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.modeling.configs import text_config
 
-__all__ = ["forget_quantization", "note_quantization", "set_aside_quantization", "stored_quantization"]
-
 
 def set_aside_quantization(config: PreTrainedConfig) -> Mapping[str, Any] | None:
     """Take the quantisation out of a config, which then describes a plain model; None where there is none.

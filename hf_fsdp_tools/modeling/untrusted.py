@@ -14,15 +14,6 @@ from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.text import first_lines, quoted
 
-__all__ = [
-    "MAX_PARSED_BYTES",
-    "load_generation_config",
-    "load_yaml",
-    "read_json_object",
-    "refuse_pointer",
-    "understood",
-]
-
 MAX_PARSED_BYTES = 100_000_000
 """Bytes of the largest file that is parsed: what the header of a safetensors file may have."""
 
@@ -37,15 +28,6 @@ def understood(what: str, cure: str, kind: type[FSDPToolsError] = CheckpointErro
     transformers, PEFT and torch check little of what a file says, and fail anywhere and with any error where it is
     wrong. So a block holds calls of these libraries alone, and no code of this package, whose mistakes must show.
     Exhausted memory, and errors that this package raised already, pass unchanged.
-
-    Args:
-        what: begins the message: "The configuration of 'folder' cannot be used".
-        cure: ends the message, as a sentence.
-        kind: of the error.
-
-    Raises:
-        CheckpointError: the block raised; or another `kind`.
-        ConfigError: the block needs a package that is not installed.
     """
     try:
         yield
@@ -58,11 +40,7 @@ def understood(what: str, cure: str, kind: type[FSDPToolsError] = CheckpointErro
 
 
 def read_json_object(file: Path) -> Mapping[str, Any]:
-    """The content of a JSON file that must hold an object.
-
-    Raises:
-        CheckpointError: the file cannot be read, is no JSON, is too large, or holds something else.
-    """
+    """The content of a JSON file that must hold an object."""
     with watched(file):
         try:
             status = file.stat()
@@ -83,11 +61,7 @@ def read_json_object(file: Path) -> Mapping[str, Any]:
 
 
 def load_yaml(text: str) -> Any:
-    """The content of a YAML file without aliases: these, one in the other, make any amount of a few lines.
-
-    Raises:
-        yaml.YAMLError: it is no YAML, has aliases, or is nested more than 50 deep.
-    """
+    """The content of a YAML file without aliases: these, one in the other, make any amount of a few lines."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -100,11 +74,7 @@ def load_yaml(text: str) -> Any:
 
 
 def load_generation_config(folder: Path) -> GenerationConfig | None:
-    """The generation settings of a folder; None where it has none.
-
-    Raises:
-        CheckpointError: they are damaged.
-    """
+    """The generation settings of a folder; None where it has none."""
     file = folder / "generation_config.json"
     with watched(file):
         if not file.is_file():
@@ -115,12 +85,7 @@ def load_generation_config(folder: Path) -> GenerationConfig | None:
 
 
 def refuse_pointer(file: Path, beginning: bytes) -> None:
-    """Refuse the pointer that a clone without git-lfs leaves in place of a file.
-
-    Args:
-        file: for the message.
-        beginning: the first 2 or more bytes of the file.
-    """
+    """Refuse the pointer that a clone without git-lfs leaves in place of a file."""
     if len(beginning) > 1 and b"version https://git-lfs".startswith(beginning):
         raise CheckpointError(
             f"{file}: is a pointer of git-lfs, expected the file itself. "

@@ -18,8 +18,6 @@ from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, c
 from hf_fsdp_tools.planning.stacks import MAJOR_SHARE, find_blocks, is_list, lists_of_experts
 from hf_fsdp_tools.text import listed, listed_lines, merge_names, show_count, table
 
-__all__ = ["BlockStack", "ModelBlocks", "ModulePart", "TiedSet", "describe_blocks", "detect_blocks"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStack:

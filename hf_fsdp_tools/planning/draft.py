@@ -32,8 +32,6 @@ from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.planning.rules import size_bound
 from hf_fsdp_tools.planning.stacks import find_blocks, is_major, lists_of_experts
 
-__all__ = ["THIN_WRAPPER_SHARE", "DraftUnit", "PlanDraft"]
-
 THIN_WRAPPER_SHARE = 0.9
 """Share of a module's parameters in one part from which the rest is only a norm, a bias or an adapter. (assumed)"""
 
@@ -53,15 +51,7 @@ class DraftUnit:
 
 
 class PlanDraft:
-    """The units of one model while steps choose and rearrange them; at first, the root unit holds all parameters.
-
-    Args:
-        model: any module, before FSDP is applied; it is not changed, and may be on meta.
-        policy: the user's wishes.
-
-    Raises:
-        BlockDetectionError: the model has no parameters, or lazy ones.
-    """
+    """The units of one model while steps choose and rearrange them; at first, the root unit holds all parameters."""
 
     tree: ModuleTree
     """The model as nodes and weights. Read once, never changed."""
@@ -194,11 +184,7 @@ class PlanDraft:
     # ---- the plan ----
 
     def finish(self) -> WrapPlan:
-        """The plan: units with their sizes, children before parents; units without parameters are left out.
-
-        Raises:
-            WrapPlanError: the policy has wishes that the model cannot fulfil; all problems are listed.
-        """
+        """The plan: units with their sizes, children before parents; units without parameters are left out."""
         if self.problems:
             raise WrapPlanError("The policy does not fit the model:\n  - " + "\n  - ".join(self.problems))
         held: dict[DraftUnit, list[Weight]] = {self.root: []}

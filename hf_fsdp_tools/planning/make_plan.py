@@ -24,8 +24,6 @@ from hf_fsdp_tools.planning.steps import (
     replicate_chosen,
 )
 
-__all__ = ["STEPS", "make_wrap_plan"]
-
 STEPS: tuple[Callable[[PlanDraft], None], ...] = (
     # the user's choices come first: a module keeps the first unit that it gets
     replicate_chosen,

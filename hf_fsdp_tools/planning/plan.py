@@ -9,8 +9,6 @@ from typing import Any, Literal
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.text import listed, merge_alike, merge_names, quoted, show_bytes, show_count, table
 
-__all__ = ["WrapPlan", "WrapUnit", "as_plan"]
-
 _RESHARD = {"True": "yes", "False": "no", "None": "auto"}
 _FORMAT = 1
 """Version of the JSON; raised when a field changes its meaning, so that an old file is refused and not misread."""
@@ -145,11 +143,7 @@ class WrapPlan:
 
 
 def as_plan(value: Any, name: str) -> WrapPlan:
-    """The plan itself.
-
-    Raises:
-        ConfigError: the value is none.
-    """
+    """The plan itself."""
     if isinstance(value, WrapPlan):
         return value
     raise ConfigError(f"{name} is {quoted(value)}: it must be a WrapPlan. Make one with make_wrap_plan(model).")

@@ -11,8 +11,6 @@ from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, class_name
 from hf_fsdp_tools.text import did_you_mean, listed, quoted
 
-__all__ = ["HybridPolicy", "UnitPredicate", "as_policy", "matching_nodes", "nearest_names"]
-
 UnitPredicate = Callable[[str, nn.Module], bool | Mapping[str, Any] | None]
 """`(fqn, module) -> True | {"reshard_after_forward": ..., "reason": ...}` for a unit, False or None otherwise."""
 
@@ -85,10 +83,6 @@ def as_policy(value: Any, name: str) -> HybridPolicy | None:
     """A policy; of a class, a name or several, one with these `block_types`; of a mapping, one with these wishes.
 
     None where the function decides.
-
-    Raises:
-        ConfigError: the value is none of these.
-        WrapPlanError: a wish has no meaning.
     """
     if value is None or isinstance(value, HybridPolicy):
         return value

@@ -15,8 +15,6 @@ from hf_fsdp_tools.planning.plan import WrapPlan, as_plan
 from hf_fsdp_tools.planning.stacks import find_blocks, is_major, lists_of_experts
 from hf_fsdp_tools.text import listed
 
-__all__ = ["broken_rules", "check_wrap_plan", "size_bound", "units_by_node"]
-
 
 def size_bound(tree: ModuleTree, stacks: list[list[ModuleNode]]) -> int:
     """Parameters that no unit may exceed: twice the largest block or the largest indivisible set (rule 2).

@@ -16,8 +16,6 @@ from torch import nn
 
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name, has_forward
 
-__all__ = ["MAJOR_SHARE", "find_blocks", "is_list", "is_major", "lists_of_experts"]
-
 MAJOR_SHARE = 0.10
 """Share of the model's parameters from which a stack is major. (assumed; a part of the definition of a correct plan)"""
 

@@ -18,20 +18,6 @@ from hf_fsdp_tools.planning.policy import matching_nodes, nearest_names
 from hf_fsdp_tools.planning.stacks import is_major, lists_of_experts
 from hf_fsdp_tools.text import dtype_name, listed
 
-__all__ = [
-    "add_blocks",
-    "add_by_size",
-    "add_chosen_units",
-    "add_ends",
-    "add_experts",
-    "add_own_roots",
-    "join_tail",
-    "join_ties",
-    "override_reshard",
-    "part_dtypes",
-    "replicate_chosen",
-]
-
 _END_PARAMS = 2e7
 """Parameters (40 MB in bf16) from which an embedding or a head is a unit; a tenth of the ceiling, if that is less. In
 the root it would be gathered from the first forward to the last backward. (assumed; common in size policies)"""
@@ -162,13 +148,7 @@ def _mixes_dtypes(draft: PlanDraft, block: ModuleNode) -> bool:
 
 
 def _split_by_size(draft: PlanDraft, node: ModuleNode, rest: dict[ModuleNode, int]) -> None:
-    """Make `node` a unit; or, where it holds units already or is too large, make units of its largest parts first.
-
-    Args:
-        draft: changed.
-        node: a module whose rest exceeds the ceiling.
-        rest: parameters at or below each node that are in no unit below the root; updated here.
-    """
+    """Make `node` a unit; or, where it holds units already or is too large, make units of its largest parts first."""
     is_root = node is draft.tree.root
     if not is_root and not draft.can_be_unit(node):
         return  # a container: the module above decides

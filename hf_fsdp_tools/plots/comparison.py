@@ -12,7 +12,6 @@ from hf_fsdp_tools.text import show_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_comparison"]
 
 _OTHERS = ("third", "gathered parameters", "other")
 
@@ -25,18 +24,7 @@ def draw_comparison(
     theme: ThemeName = "light",
     size: Size = (10.0, 4.6),
 ) -> "Figure":
-    """The memory of one step under several ways to wrap a model, as lines over each other, phase by phase.
-
-    Args:
-        timelines: by name, "root-only" in red and "hybrid" in blue; the last one gives the lengths of the phases.
-        model: what they are the memory of; stands below the title.
-        limit_bytes: memory of the device.
-        theme: light or dark.
-        size: width and height in inches.
-
-    Raises:
-        ConfigError: there is no timeline, or matplotlib is absent.
-    """
+    """The memory of one step under several ways to wrap a model, as lines over each other, phase by phase."""
     if not timelines:
         raise ConfigError("There is nothing to compare. Give at least one timeline by its name.")
     figure, palette, top = new_figure(_finding(timelines), model, size=size, theme=theme)

@@ -18,24 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "COLORS",
-    "LINE_ROLES",
-    "Palette",
-    "Size",
-    "ThemeName",
-    "check_matplotlib",
-    "inches",
-    "name_lines",
-    "new_figure",
-    "panel",
-    "readable_on",
-    "save",
-    "short_unit",
-    "spread",
-    "svg_text",
-    "text_inches",
-]
 
 ThemeName = Literal["light", "dark"]
 Size = tuple[float, float]
@@ -73,11 +55,7 @@ _MARGIN = 0.18  # inches around everything
 
 
 def check_matplotlib() -> None:
-    """Refuse to draw without matplotlib.
-
-    Raises:
-        ConfigError: it is not installed; the message holds the command that installs it.
-    """
+    """Refuse to draw without matplotlib."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -98,17 +76,7 @@ class Palette:
 
 
 def new_figure(title: str, subtitle: str, *, size: Size, theme: ThemeName) -> "tuple[Figure, Palette, float]":
-    """An empty figure below its title, its colours, and the height in inches that is left for panels.
-
-    Args:
-        title: the finding, as one sentence; broken into lines where the figure is narrow.
-        subtitle: what it is the finding of.
-        size: width and height in inches.
-        theme: light or dark.
-
-    Raises:
-        ConfigError: matplotlib is absent, or there is no such theme.
-    """
+    """An empty figure below its title, its colours, and the height in inches that is left for panels."""
     check_matplotlib()
     if theme not in ("light", "dark"):
         raise ConfigError(f"theme is {theme!r}; there are 'light' and 'dark'.")
@@ -208,18 +176,7 @@ def name_lines(
     distance: float = 6,
     points: float = 9.0,
 ) -> list[float]:
-    """Write the name of each line right of the axes, as near to the height of its end as the others allow.
-
-    Args:
-        axes: whose limits are set.
-        lines: name, height of the end, colour.
-        rows: lines of text between two names.
-        distance: of the names to the axes, in points.
-        points: size of the font.
-
-    Returns:
-        The heights of the names.
-    """
+    """Write the name of each line right of the axes, as near to the height of its end as the others allow."""
     low, high = axes.get_ylim()
     gap = (high - low) * inches() * rows * axes.figure.dpi / axes.bbox.height
     places = spread([end for _, end, _ in lines], gap, low + gap / 2, high - gap / 2)
@@ -245,15 +202,7 @@ def short_unit(fqn: str) -> str:
 
 
 def save(figure: "Figure", path: str | Path) -> None:
-    """Write a picture; the same one gives the same bytes.
-
-    Args:
-        figure: of this room.
-        path: of the file, which is replaced; .png, .svg or .pdf.
-
-    Raises:
-        ConfigError: the name ends otherwise.
-    """
+    """Write a picture; the same one gives the same bytes."""
     path = Path(path)
     metadata: dict[str, dict[str, Any]] = {".png": {"Software": None}, ".pdf": {"CreationDate": None}, ".svg": {}}
     if path.suffix not in metadata:
@@ -265,12 +214,7 @@ def save(figure: "Figure", path: str | Path) -> None:
 
 
 def svg_text(figure: "Figure", *, ground: bool = False) -> str:
-    """A picture as an `svg` element, texts as shapes, coordinates to a tenth of a point.
-
-    Args:
-        figure: of this room.
-        ground: whether to paint the background.
-    """
+    """A picture as an `svg` element, texts as shapes, coordinates to a tenth of a point."""
     from matplotlib import rc_context
 
     written = StringIO()

@@ -9,8 +9,6 @@ from hf_fsdp_tools.plots.figure import LINE_ROLES, Size, ThemeName, name_lines, 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_losses"]
-
 
 def draw_losses(
     runs: Mapping[str, Sequence[tuple[int, float]]],
@@ -20,18 +18,7 @@ def draw_losses(
     theme: ThemeName = "light",
     size: Size = (10.0, 4.2),
 ) -> "Figure":
-    """The loss of each run over its steps, each named at its end.
-
-    Args:
-        runs: (step, loss) by the name of the run.
-        title: the finding; None says from where to where the losses fell.
-        setting: what the runs have in common; stands below the title.
-        theme: light or dark.
-        size: width and height in inches.
-
-    Raises:
-        ConfigError: a run has no step, or matplotlib is absent.
-    """
+    """The loss of each run over its steps, each named at its end."""
     if not runs or not all(runs.values()):
         raise ConfigError("There is a run without steps, or no run at all. Give (step, loss) of each logged step.")
     names = list(runs)

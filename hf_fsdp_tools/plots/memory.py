@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_memory"]
 
 _STACK = (
     "optimizer",
@@ -43,19 +42,7 @@ def draw_memory(
     theme: ThemeName = "light",
     size: Size = (10.0, 5.0),
 ) -> "Figure":
-    """The memory of one step by kind, as areas on each other, with the peak, the device's limit and a real step.
-
-    Args:
-        timeline: predicted, or a measured one alone.
-        model: what it is the memory of: model, GPUs, batch; stands below the title.
-        limit_bytes: memory of the device.
-        measured: of a real step, drawn as a line over the prediction, unit by unit.
-        theme: light or dark.
-        size: width and height in inches.
-
-    Raises:
-        ConfigError: matplotlib is absent.
-    """
+    """The memory of one step by kind, as areas on each other, with the peak, the device's limit and a real step."""
     figure, palette, top = new_figure(_finding(timeline, limit_bytes, measured), model, size=size, theme=theme)
     key_width, strip = 2.35, 0.24
     axes = panel(figure, 0.72, 0.52, size[0] - 0.72 - key_width - 0.2, top - 0.52 - strip, palette)

@@ -12,7 +12,6 @@ from hf_fsdp_tools.text import show_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["page_text"]
 
 _CSS = """
 body { margin: 0 auto; max-width: 64rem; padding: 1.5rem 1rem 3rem; background: var(--ground); color: var(--ink);
@@ -42,17 +41,7 @@ def page_text(
     plan: WrapPlan | None = None,
     notes: Sequence[str] = (),
 ) -> str:
-    """One HTML page: the numbers, where the memory of the peak goes, the pictures, the units of the plan.
-
-    Args:
-        title: the finding.
-        setting: what it is the finding of.
-        numbers: texts by name, shown large: {"peak memory per GPU": "38.1 GB"}.
-        breakdown: bytes by kind at the peak.
-        figures: pictures in the light theme by what they show; the page gives them the colours of the reader's theme.
-        plan: whose units are listed.
-        notes: sentences at the end: what was assumed, and what is not covered.
-    """
+    """One HTML page: the numbers, where the memory of the peak goes, the pictures, the units of the plan."""
     parts = [f"<h1>{escape(title)}</h1>", f"<p>{escape(setting)}</p>", _numbers(numbers)]
     parts += [_picture(caption, svg_text(figure), i) for i, (caption, figure) in enumerate(figures.items())]
     parts += [_breakdown(breakdown)] if breakdown else []

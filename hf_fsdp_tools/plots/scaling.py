@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["ScalingCurve", "draw_scaling"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingCurve:
@@ -37,18 +35,7 @@ def draw_scaling(
     theme: ThemeName = "light",
     size: Size = (10.0, 4.8),
 ) -> "Figure":
-    """Throughput per GPU over the number of GPUs, each curve named at its end.
-
-    Args:
-        curves: at least one, each with a value.
-        setting: what the curves have in common; stands below the title.
-        quantity: of the values, with its unit.
-        theme: light or dark.
-        size: width and height in inches.
-
-    Raises:
-        ConfigError: there is nothing to draw, or matplotlib is absent.
-    """
+    """Throughput per GPU over the number of GPUs, each curve named at its end."""
     known = [curve for curve in curves if any(value is not None for value in curve.values)]
     if not known:
         raise ConfigError("No setting fits at any number of GPUs, so there is no curve to draw. Allow more GPUs.")

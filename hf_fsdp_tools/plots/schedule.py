@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_schedule"]
 
 _ROWS = {"communication": (1.46, 0.5), "exposed": (1.13, 0.11), "compute": (0.76, 0.5), "free": (0.41, 0.0)}
 """Centre and height of each row."""
@@ -58,16 +57,6 @@ def draw_schedule(
     """Collectives and computation of one step, the whole of it and a few units of each pass from near.
 
     What is hidden behind computation stands above it; below the collectives, a red line marks where nothing computes.
-
-    Args:
-        schedule: predicted, or a measured one alone.
-        model: what it is the schedule of; stands below the title.
-        measured: of a real step, drawn below.
-        theme: light or dark.
-        width: in inches; the height follows.
-
-    Raises:
-        ConfigError: nothing ran in the step, or matplotlib is absent.
     """
     drawn = [schedule] if measured is None else [schedule, measured]
     if not all(one.seconds for one in drawn):

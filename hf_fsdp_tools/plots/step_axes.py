@@ -13,7 +13,6 @@ from hf_fsdp_tools.text import show_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["byte_unit", "columns", "draw_limit", "fill_below", "laid_over", "name_phases", "scaled"]
 
 _REACH = 1.8
 """A limit so many times above the memory is told, not drawn: the memory would be a strip at the foot."""
@@ -28,12 +27,7 @@ def byte_unit(num_bytes: int) -> tuple[float, str]:
 
 
 def scaled(positions: Sequence[float], reference: Sequence[float] | None = None) -> list[float]:
-    """Positions as parts of a step, from 0 to 1.
-
-    Args:
-        positions: that do not decrease.
-        reference: positions of which the first becomes 0 and the last 1; None takes `positions`.
-    """
+    """Positions as parts of a step, from 0 to 1."""
     ends = positions if reference is None else reference
     first, last = ends[0], ends[-1]
     return [(position - first) / ((last - first) or 1.0) for position in positions]
@@ -50,15 +44,7 @@ def columns(x: Sequence[float], values: Sequence[float]) -> list[int]:
 
 
 def fill_below(axes: "Axes", x: Sequence[float], y: Sequence[float], color: str, **style: Any) -> None:
-    """Fill what lies below a line of steps: each value holds until the next point. What is there already is covered.
-
-    Args:
-        axes: to draw into.
-        x: of the points.
-        y: likewise.
-        color: of the area.
-        style: of matplotlib's polygons.
-    """
+    """Fill what lies below a line of steps: each value holds until the next point. What is there already is covered."""
     kept = columns(x, y)
     corners = [(x[kept[0]], 0.0)]
     for i in kept:
@@ -68,13 +54,7 @@ def fill_below(axes: "Axes", x: Sequence[float], y: Sequence[float], color: str,
 
 
 def laid_over(timeline: Timeline, reference: Timeline, *, by_unit: bool) -> list[float]:
-    """Positions of a timeline on the axis of another: equal phases begin at equal places.
-
-    Args:
-        timeline: whose points are moved.
-        reference: that they are moved to.
-        by_unit: whether equal units of equal phases begin at equal places too.
-    """
+    """Positions of a timeline on the axis of another: equal phases begin at equal places."""
     own, other = (_runs(line, by_unit) for line in (timeline, reference))
     matcher = SequenceMatcher(None, [key for key, _ in own], [key for key, _ in other], autojunk=False)
     anchors = {timeline.positions[0]: reference.positions[0]}
@@ -102,14 +82,8 @@ def _between(place: float, places: Sequence[float], anchors: Mapping[float, floa
 
 
 def draw_limit(axes: "Axes", palette: Palette, highest: int, limit_bytes: int | None, *, right: bool) -> None:
-    """Set the vertical axis, in bytes of `byte_unit(highest)`, and draw the device's limit, or tell it where it is far.
-
-    Args:
-        axes: from 0 to 1 along the step.
-        palette: of the picture.
-        highest: bytes of the highest line.
-        limit_bytes: memory of the device; None draws none.
-        right: whether its name stands at the right end.
+    """Set the vertical axis, in bytes of `byte_unit(highest)`, and draw the device's limit, or tell it where it is
+    far.
     """
     size, unit = byte_unit(highest)
     near = limit_bytes is not None and limit_bytes <= _REACH * highest
@@ -134,15 +108,7 @@ def draw_limit(axes: "Axes", palette: Palette, highest: int, limit_bytes: int | 
 
 
 def name_phases(axes: "Axes", palette: Palette, phases: Sequence[str], x: Sequence[float], size: Size) -> None:
-    """Name the phases above the axes, each over its own part where its name has room, and draw where they begin.
-
-    Args:
-        axes: from 0 to 1 along the step.
-        palette: of the picture.
-        phases: of all points.
-        x: of all points.
-        size: of the figure in inches.
-    """
+    """Name the phases above the axes, each over its own part where its name has room, and draw where they begin."""
     place = axes.get_xaxis_transform()
     width = axes.get_position().width * size[0]
     runs = [(phase, next(iter(group))[0]) for phase, group in groupby(enumerate(phases), key=lambda item: item[1])]

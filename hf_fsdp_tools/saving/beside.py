@@ -9,8 +9,6 @@ from typing import Any
 
 from hf_fsdp_tools.hub import fetch, local_path
 
-__all__ = ["FilesBeside"]
-
 _TOKENIZER = (
     "added_tokens.json",
     "additional_chat_templates/*",
@@ -37,11 +35,7 @@ class FilesBeside:
     has any."""
 
     def save_pretrained(self, folder: str | PathLike[str]) -> None:
-        """Copy them, as a tokenizer would save itself.
-
-        Raises:
-            CheckpointError: the hub does not give them.
-        """
+        """Copy them, as a tokenizer would save itself."""
         homes = [home for name, hub_kwargs in self.homes.items() if (home := _folder(name, hub_kwargs)) is not None]
         for patterns in (_TOKENIZER, _PROCESSOR):
             for home in homes:

@@ -35,8 +35,6 @@ from hf_fsdp_tools.sharding.adapter_files import read_adapter_config
 from hf_fsdp_tools.sharding.adapters import load_adapter
 from hf_fsdp_tools.text import listed, listed_lines
 
-__all__ = ["Blank", "blank_adapted", "blank_merged", "blank_model"]
-
 _FIT = (
     "Give the class that was trained with --auto-class (auto_class), and the config that belongs to it with --config "
     "(config)."
@@ -80,16 +78,7 @@ def blank_model(
 ) -> Blank:
     """The model of a checkpoint, on meta; each tensor has the dtype in which it is stored.
 
-    Args:
-        checkpoint: of a model.
-        auto_class: None means the class that the config names.
-        dtype: in which quantised weights become floats; None keeps that which their files say.
-        trust_remote_code: run model code that comes with the config.
-
     No rank communicates.
-
-    Raises:
-        CheckpointError: the files do not hold the model that config and class describe.
     """
     auto_class = model_class(checkpoint.config, auto_class, trust_remote_code=trust_remote_code, as_stored=True)
     model = _build(checkpoint, auto_class, checkpoint.index.dtype, trust_remote_code, {})
@@ -134,18 +123,7 @@ def blank_merged(
     PEFT adapts and later merges the base by its own code, so parameters of the base are on the CPU. Until they are read
     each has a single element for all, which takes no memory.
 
-    Args:
-        checkpoint: of the base.
-        adapter: hub name or folder.
-        hub_kwargs: of the adapter.
-        auto_class: None means the class for the adapter's task, or else that which the config names.
-        trust_remote_code: run model code that comes with the base.
-
     Every rank must call. The ranks exchange errors, and digests of the adapter's config.
-
-    Raises:
-        CheckpointError: adapter and base do not fit each other, or the adapter is damaged.
-        ConfigError: PEFT cannot merge the adapter.
     """
     read = partial(_look_at, adapter)
     written, shapes = opened("opening the adapter", adapter, read, hub_kwargs)
@@ -184,16 +162,7 @@ def blank_merged(
 def blank_adapted(checkpoint: Checkpoint, *, auto_class: Any, trust_remote_code: bool) -> Any:
     """The `PeftModel` of a training state with an adapter in it: adapter and embeddings have values, all else has none.
 
-    Args:
-        checkpoint: of such a state.
-        auto_class: None means the class for the adapter's task, or else that which the config names.
-        trust_remote_code: run model code that comes with the base.
-
     Every rank must call. The ranks exchange errors, and digests of the adapter's config.
-
-    Raises:
-        CheckpointError: the state does not hold the adapter that its config describes.
-        ConfigError: PEFT cannot make the adapter.
     """
     state = checkpoint.adapter_state
     assert state is not None

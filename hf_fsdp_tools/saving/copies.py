@@ -15,8 +15,6 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.text import first_line, show_bytes
 
-__all__ = ["HostCopies", "copied_transfers", "free_kept_memory"]
-
 _BLOCK_BYTES = 256 * 2**20
 """Bytes of one allocation, of which many tensors get a part. A power of two, to which PyTorch rounds pinned memory up:
 one allocation of 9 GB would take 16. (assumed)"""
@@ -51,16 +49,7 @@ class HostCopies:
 
     @torch.inference_mode(False)  # memory that is made in it cannot be written by other threads, nor later
     def __init__(self, sources: Sequence[tuple[torch.Tensor, torch.dtype]], *, beside_bytes: int = 0) -> None:
-        """Copy tensors, and return once the copies are complete. Every rank must call.
-
-        Args:
-            sources: of any shape, strides and device, each with the dtype of its copy.
-            beside_bytes: of host memory that this rank is going to hold beside the copies.
-
-        Raises:
-            CheckpointError: the memory of a machine does not hold the copies of its ranks, or cannot be pinned; the
-                same on every rank, before anything is copied.
-        """
+        """Copy tensors, and return once the copies are complete. Every rank must call."""
         side = side_stream_for(tensor for tensor, _ in sources)
         self._is_pinned = side is not None
         places, sizes = _packed(
@@ -110,9 +99,6 @@ def copied_transfers(transfers: Sequence[Transfer], *, beside_bytes: int = 0) ->
     """Transfers that write copies of the same values: in the dtype and, within a transfer, the order of the file.
 
     Every rank must call.
-
-    Raises:
-        CheckpointError: see `HostCopies`.
     """
     transfers = [transfer for transfer in transfers if transfer.memory.numel()]
     orders = [_file_order(transfer) for transfer in transfers]

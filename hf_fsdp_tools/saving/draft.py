@@ -14,8 +14,6 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.io.durable import storage_errors, sync, try_lock
 from hf_fsdp_tools.saving.switch import NEW, settle
 
-__all__ = ["Draft"]
-
 _HIDDEN = re.compile(r"\.save-[0-9a-f]{8}\.incomplete")
 """Hidden folders of saves, by the mark of each."""
 
@@ -33,10 +31,6 @@ class Draft:
     which the system takes back when the process ends, however it ends. So a hidden folder whose lock is free was left
     by a killed save, and is removed by the next one. Where nobody can tell (the owner ran on another machine, and many
     file systems have locks within one machine only or none), it is removed an hour after its last change.
-
-    Args:
-        folder: to save to.
-        mark: 8 hexadecimal digits, drawn for this save; the same on every rank.
     """
 
     def __init__(self, folder: Path, mark: str) -> None:
@@ -49,11 +43,7 @@ class Draft:
         self._made: list[Path] = []
 
     def begin(self) -> None:
-        """Make the folders, and remove what killed saves left there, so that its space is free.
-
-        Raises:
-            CheckpointError: another job is saving to the folder, or it cannot be written.
-        """
+        """Make the folders, and remove what killed saves left there, so that its space is free."""
         with storage_errors("save to", self.folder):
             if self.folder.exists() and not self.folder.is_dir():
                 raise CheckpointError(f"{str(self.folder)!r} is a file; give the name of a folder to save to.")

@@ -35,8 +35,6 @@ from hf_fsdp_tools.saving.save import BegunSave, prepare_save
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.text import listed
 
-__all__ = ["export_checkpoint", "merge_adapter"]
-
 _STAGING_BYTES = 64 * 2**20
 """Bound of the staging buffers of one process: the default of loading and saving."""
 

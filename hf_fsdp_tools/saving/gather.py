@@ -11,8 +11,6 @@ from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.cpu_backend import has_cpu_backend
 from hf_fsdp_tools.distributed.shards import is_first_replica, local_boxes_of, local_tensor, memory_view
 
-__all__ = ["gather_to_first"]
-
 
 def gather_to_first(tensor: torch.Tensor, *, staging_bytes: int) -> torch.Tensor | None:
     """The whole of a sharded (or plain) tensor on the host of rank 0; None on every other rank.
@@ -21,9 +19,6 @@ def gather_to_first(tensor: torch.Tensor, *, staging_bytes: int) -> torch.Tensor
     `staging_bytes` at a time, so that no other rank holds more than its shard and one such part. Shards travel between
     CPUs, by gloo as a rule; in a group that has no backend for them (`has_cpu_backend`), between devices: NCCL then
     makes a communicator for each sender, which takes memory of rank 0's GPU.
-
-    Raises:
-        CheckpointError: rank 0 has no memory for it; the same on every rank, before anything is sent.
     """
     rank, _ = rank_and_size()
     whole = None

@@ -19,17 +19,12 @@ from hf_fsdp_tools.distributed.watch import watched
 from hf_fsdp_tools.loading.io.durable import storage_errors
 from hf_fsdp_tools.saving.copies import HostCopies
 
-__all__ = ["HeldWriter", "copy_held"]
-
 
 class HeldWriter(FileSystemWriter):
     """What `torch.distributed.checkpoint.save` takes as a writer, and what writes nothing until `write`.
 
     The plan of all ranks is made by `save` as always, which communicates. Then `copy_held` copies the values, and they
     may change.
-
-    Args:
-        path: of the DCP folder.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -57,9 +52,6 @@ class HeldWriter(FileSystemWriter):
 
         Where each value lies in which file goes to rank 0 through files beside: of many ranks it is too much for a
         round of all ranks.
-
-        Raises:
-            CheckpointError: the folder cannot be written; the same on every rank.
         """
         folder, (rank, num_ranks) = Path(self.path), rank_and_size()
         assert self._plan is not None, "write comes after save"
@@ -77,11 +69,7 @@ class HeldWriter(FileSystemWriter):
 
 
 def copy_held(writer: HeldWriter) -> HostCopies:
-    """Copy what a writer is to write, which it writes from then on; the copies. Every rank must call.
-
-    Raises:
-        CheckpointError: see `HostCopies`.
-    """
+    """Copy what a writer is to write, which it writes from then on; the copies. Every rank must call."""
     held = [(index, value) for index, value in writer.data.items() if isinstance(value, torch.Tensor)]
     copies = HostCopies([(tensor, tensor.dtype) for _, tensor in held])
     for (index, _), copy in zip(held, copies.tensors, strict=True):

@@ -15,11 +15,9 @@ from hf_fsdp_tools.distributed.shards import refuse_ended
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import map_saving
 from hf_fsdp_tools.loading.formats.safetensors import DTYPES
-from hf_fsdp_tools.loading.index import WEIGHTS
 from hf_fsdp_tools.loading.symbolic import PieceTensor
+from hf_fsdp_tools.loading.weight_files import WEIGHTS
 from hf_fsdp_tools.text import dtype_name, listed
-
-__all__ = ["Layout", "Place", "plan_layout"]
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -131,11 +129,7 @@ def plan_layout(model: nn.Module, dtype: torch.dtype | None, max_shard_size: int
 
 
 def _shard_bytes(size: int | str) -> int:
-    """A size in bytes, of "5GB", "1.5 GiB" or a number; "b" is no bit.
-
-    Raises:
-        ConfigError: it is no size, or less than a byte.
-    """
+    """A size in bytes, of "5GB", "1.5 GiB" or a number; "b" is no bit."""
     found = _SIZE.fullmatch(str(size).strip())
     num_bytes = int(float(found["number"]) * _UNITS[found["unit"].upper()]) if found else 0
     if num_bytes < 1 or isinstance(size, bool):

@@ -15,8 +15,6 @@ from hf_fsdp_tools.loading.io.durable import storage_errors, sync, write_durably
 from hf_fsdp_tools.modeling.untrusted import read_json_object
 from hf_fsdp_tools.text import first_line, listed
 
-__all__ = ["MANIFEST", "Manifest", "check_sums", "read_manifest", "write_manifest"]
-
 MANIFEST = "checkpoint_manifest.json"
 """Name of the file in the checkpoint's folder."""
 
@@ -57,17 +55,7 @@ class Manifest:
 def write_manifest(folder: Path, needed: Iterable[str], patterns: Iterable[str], *, checksums: bool = False) -> None:
     """Declare a checkpoint complete: bring its files to disk, then write the list of them.
 
-    Args:
-        folder: of the checkpoint; on a file system that all ranks share.
-        needed: paths in the folder, of files that this save has written.
-        patterns: of further files that belong to the checkpoint, as `Path.glob` takes them.
-        checksums: read all files again, each rank its part of them, and note their SHA-256.
-
     Every rank must call, after its last write. The ranks exchange names and sums.
-
-    Raises:
-        CheckpointError: a needed file is not there (the folder was changed while it was saved), or a file cannot be
-            read or written; the same on every rank.
     """
     rank, num_ranks = rank_and_size()
     names: list[str] = []
@@ -93,11 +81,7 @@ def write_manifest(folder: Path, needed: Iterable[str], patterns: Iterable[str],
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint; None where there is none. No rank communicates.
-
-    Raises:
-        CheckpointError: the manifest cannot be read, or is none.
-    """
+    """The manifest of a checkpoint; None where there is none. No rank communicates."""
     file = folder / MANIFEST
     if not os.path.lexists(file):
         return None
@@ -128,11 +112,7 @@ _CURE = "Where the checkpoint is known to be whole, delete this file; otherwise 
 
 
 def check_sums(folder: Path, manifest: Manifest) -> None:
-    """Read every file that has a checksum, each rank its part, and compare. Every rank must call.
-
-    Raises:
-        CheckpointError: files differ from what was saved; the same on every rank.
-    """
+    """Read every file that has a checksum, each rank its part, and compare. Every rank must call."""
     rank, num_ranks = rank_and_size()
     with agreed("comparing checksums", folder), storage_errors("read", folder):
         names = sorted(manifest.sums)[rank::num_ranks]

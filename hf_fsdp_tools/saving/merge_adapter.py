@@ -16,8 +16,6 @@ from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.peft_view import bare_model, base_of, is_wrapper
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 
-__all__ = ["adapted_parameters", "mergeable", "merged_model", "merged_tensors", "whole_copy", "with_merged"]
-
 
 def merged_model(model: nn.Module) -> nn.Module:
     """The base of a PEFT model with the active adapters merged into it, sharded like the base.
@@ -28,10 +26,6 @@ def merged_model(model: nn.Module) -> nn.Module:
     result is for saving: it has no FSDP2 hooks to run with.
 
     Every rank must call; the adapted modules are gathered one after another, and the ranks exchange errors.
-
-    Raises:
-        ConfigError: the adapter cannot be merged (prompt methods, 4-bit bases), or an adapter is merged already; the
-            same on every rank.
     """
     base = base_of(model)
     wrappers = mergeable(model)
@@ -58,11 +52,7 @@ def _sharing(wrappers: Iterable[nn.Module]) -> list[list[nn.Module]]:
 
 
 def mergeable(model: nn.Module) -> list[nn.Module]:
-    """The outermost wrappers of a PEFT model whose adapters can be merged, without modules that are trained whole.
-
-    Raises:
-        ConfigError: the adapter cannot be merged, or there is none in the modules.
-    """
+    """The outermost wrappers of a PEFT model whose adapters can be merged, without modules that are trained whole."""
     base = base_of(model)
     if packed_linears(base):
         raise ConfigError(
@@ -109,15 +99,7 @@ def adapted_parameters(wrapper: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def merged_tensors(wrapper: nn.Module, twin: Any) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Each parameter of the module inside a wrapper, with its merged whole value; `twin` is changed.
-
-    Args:
-        wrapper: of an adapted module.
-        twin: its `whole_copy`.
-
-    Raises:
-        CheckpointError: PEFT cannot merge it.
-    """
+    """Each parameter of the module inside a wrapper, with its merged whole value; `twin` is changed."""
     with torch.no_grad():
         inside = _merged_by_peft(twin)
     pairs = []
@@ -128,11 +110,7 @@ def merged_tensors(wrapper: nn.Module, twin: Any) -> list[tuple[nn.Parameter, to
 
 
 def _merged_by_peft(twin: Any) -> nn.Module:
-    """The module inside a whole wrapper, with the adapter merged into it.
-
-    Raises:
-        ConfigError: PEFT cannot merge it.
-    """
+    """The module inside a whole wrapper, with the adapter merged into it."""
     try:
         if hasattr(twin, "unload_and_optionally_merge_module"):
             inside: nn.Module = twin.unload_and_optionally_merge_module(
@@ -158,14 +136,7 @@ def whole_copy(
     whole: Callable[[nn.Parameter], torch.Tensor],
     wholes: dict[nn.Parameter, nn.Parameter] | None = None,
 ) -> Any:
-    """A copy of a wrapper and all modules below it, with whole parameters of its own; PEFT can merge it in place.
-
-    Args:
-        wrapper: of an adapted module.
-        whole: gives the whole value of a parameter, in memory that may be changed.
-        wholes: parameters that were made whole already, to which this adds; wrappers that share a parameter share it
-            in their copies too, where they are given the same.
-    """
+    """A copy of a wrapper and all modules below it, with whole parameters of its own; PEFT can merge it in place."""
     made: dict[nn.Parameter, nn.Parameter] = {} if wholes is None else wholes
 
     def own(parameter: nn.Parameter | None) -> nn.Parameter | None:

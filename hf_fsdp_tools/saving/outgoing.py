@@ -17,8 +17,6 @@ from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.regions import Piece, row_major_strides, slice_view
 from hf_fsdp_tools.saving.layout import Layout, Place
 
-__all__ = ["Outgoing", "is_scattered", "plan_outgoing", "transfers_from"]
-
 _MIN_RUN_BYTES = 2048
 """Mean bytes of a run in the file below which a tensor is gathered instead: one system call per run costs more than
 sending the tensor to rank 0. (assumed)"""
@@ -113,16 +111,7 @@ def _transfers(
 def transfers_from(
     held: torch.Tensor, box: Box, shape: Sequence[int], piece: Piece, place: Place, file: Path
 ) -> Iterator[Transfer]:
-    """Yield the transfers that write what is held of a model tensor to its places in one piece of a saved tensor.
-
-    Args:
-        held: the box of the model tensor, in contiguous memory.
-        box: which part of the model tensor.
-        shape: of the whole model tensor.
-        piece: of the saved tensor, with the model tensor as its source.
-        place: of the saved tensor.
-        file: in which the place is.
-    """
+    """Yield the transfers that write what is held of a model tensor to its places in one piece of a saved tensor."""
     strides = row_major_strides(place.tensor.shape)
     for part, view in slice_view(piece.view, shape, box):
         start = [a + b for a, b in zip(piece.box.start, part.start, strict=True)]

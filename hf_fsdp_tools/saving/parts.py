@@ -30,8 +30,6 @@ from hf_fsdp_tools.saving.merge_adapter import adapted_parameters, merged_tensor
 from hf_fsdp_tools.saving.outgoing import is_scattered, transfers_from
 from hf_fsdp_tools.text import listed
 
-__all__ = ["PART_BYTES", "Material", "Part", "deal", "make_parts", "plan_parts"]
-
 PART_BYTES = 64 * 2**20
 """Bytes of tensors that a process moves at a time: enough to keep 16 threads busy with 8 MiB each for a moment, and
 little beside what importing torch takes. (assumed)"""
@@ -141,11 +139,7 @@ class Material:
         return {self.layout.path(self.layout.places[name].file) for name in saved}
 
     def refuse_missing(self) -> None:
-        """Refuse tensors that have a value nowhere.
-
-        Raises:
-            CheckpointError: names them.
-        """
+        """Refuse tensors that have a value nowhere."""
         blank, match = self.blank, self.blank.match
         absent = {id(tensor) for key, tensor in match.state.items() if key not in blank.held} - self.loaded.keys()
         needed = {id(tensor) for tensor in self.state.values()} | {id(old) for old in blank.merged}
@@ -161,13 +155,7 @@ class Material:
 
 
 def plan_parts(material: Material, *, part_bytes: int = PART_BYTES) -> list[Part]:
-    """All parts, the same on every rank, in the order of the files. Nothing but the places of chunks is read.
-
-    Args:
-        material: complete.
-        part_bytes: bound of what is moved at a time, but for tensors that would be moved in runs of a few bytes
-            otherwise.
-    """
+    """All parts, the same on every rank, in the order of the files. Nothing but the places of chunks is read."""
     order: dict[str, tuple[str, int]] = {}
     for place in material.layout.places.values():
         for key in place.tensor.sources:
@@ -255,16 +243,7 @@ def make_parts(
 ) -> TransferStats:
     """Read, compute and write parts, one after the other; the cost of writing.
 
-    Args:
-        material: complete; its files have been made.
-        parts: of this process.
-        staging_bytes: bound of staging buffers.
-        on_bytes: told how many bytes were written since the last call.
-
     No rank communicates.
-
-    Raises:
-        CheckpointError: a file cannot be read or written, or PEFT cannot merge an adapter.
     """
     stats = TransferStats()
     half = staging_bytes // 2

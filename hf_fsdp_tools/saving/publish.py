@@ -23,14 +23,12 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from hf_fsdp_tools.errors import frames_of_package
-from hf_fsdp_tools.loading.index import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.loading.io.durable import storage_errors, sync
 from hf_fsdp_tools.loading.unfinished import CONFIG
+from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.saving.draft import Draft
 from hf_fsdp_tools.saving.switch import keep, switch
 from hf_fsdp_tools.text import listed
-
-__all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "WEIGHTS_OF_A_SAVE", "publish_adapter", "publish_weights"]
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -72,17 +70,6 @@ def publish_weights(
     this save is part of the names (`model.1b0f5e9a-00001-of-00006.safetensors`), so that whoever has read an index
     never opens files of another save. Of an adapter that lies there, which transformers would put on the new weights,
     the files are renamed.
-
-    Args:
-        draft: with complete files, which are synced.
-        files: names of the weight files; one, or shards.
-        weight_map: stored key to file.
-        metadata: of the index.
-        threads: whether threads may be begun, which the interpreter refuses while it ends; to free the files of an
-            earlier save side by side.
-
-    Raises:
-        CheckpointError: the folder cannot be written, or is gone; what was saved there before is as it was.
     """
     folder, files = draft.folder, list(files)
     is_sharded = len(files) > 1
@@ -158,9 +145,6 @@ def publish_adapter(draft: Draft) -> None:
 
     Full weights in the folder stay, for they may be a base; unless they are this adapter's base, `config.json` beside
     them, for which they would be taken as its base, is renamed.
-
-    Raises:
-        CheckpointError: the folder cannot be written, or is gone; what was saved there before is as it was.
     """
     folder = draft.folder
     with storage_errors("finish", folder):

@@ -15,9 +15,6 @@ from hf_fsdp_tools.saving.publish import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WEIGHT
 from hf_fsdp_tools.saving.report import SaveReport
 from hf_fsdp_tools.text import did_you_mean
 
-__all__ = ["hub_target", "is_outdated", "model_card_of", "push_saved"]
-
-
 _OF_A_SAVE = (
     "blocking", "dtype", "max_shard_size", "merge_adapters", "model_card", "push_to_hub", "staging_bytes", "tokenizer",
 )  # fmt: skip
@@ -25,16 +22,7 @@ _OF_A_SAVE = (
 
 
 def hub_target(folder: Path, push_to_hub: bool, asked: Mapping[str, Any]) -> HubTarget | None:
-    """The repository to upload a save to; None where nothing is to be uploaded.
-
-    Args:
-        folder: of the save; the repository has its name unless `repo_id` is asked for.
-        push_to_hub: whether to upload.
-        asked: arguments of `HubTarget`, as far as they were given.
-
-    Raises:
-        ConfigError: an argument is unknown, or means nothing without `push_to_hub`; `repo_id` is no name.
-    """
+    """The repository to upload a save to; None where nothing is to be uploaded."""
     known = set(HubTarget.__dataclass_fields__)
     if unknown := sorted(set(asked) - known):
         raise ConfigError(
@@ -55,15 +43,7 @@ def push_saved(model: nn.Module, report: SaveReport, target: HubTarget | None) -
     that the folder may hold. Weights of earlier saves, and an adapter where the model is a full one, leave the
     repository with the same commit.
 
-    Args:
-        model: for its card.
-        report: of a save that has ended, the same files on every rank.
-        target: the same on every rank.
-
     Every rank must call; those that wait do so for as long as the upload moves.
-
-    Raises:
-        CheckpointError: the hub refuses or cannot be reached; the same on every rank. The folder stays as it is.
     """
     if target is None:
         return report

@@ -14,8 +14,6 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.io.durable import storage_errors
 from hf_fsdp_tools.saving.layout import Layout
 
-__all__ = ["check_shared", "check_visible", "create_files"]
-
 _APPEARS_S = 60.0
 """How long a new file of another machine may be unseen: NFS keeps what it knows of a folder (`acdirmax` of nfs(5))."""
 
@@ -75,9 +73,6 @@ def check_shared(folder: Path) -> None:
     """Make a folder for later saves, and refuse one that rank 0 cannot write to or that some rank does not share.
 
     Every rank must call; rank 0 makes an empty file there and removes it.
-
-    Raises:
-        CheckpointError: the same on every rank.
     """
     is_first = rank_and_size()[0] == 0
     probe = folder / all_ranks(f".seen-by-all-{secrets.token_hex(4)}", "beginning to look at the folder")[0]

@@ -19,11 +19,11 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.loading.conversion import persistent_tensors, revert_group, saved_tensors
-from hf_fsdp_tools.loading.index import WEIGHTS_INDEX
 from hf_fsdp_tools.loading.io.durable import library_errors, storage_errors, sync
 from hf_fsdp_tools.loading.io.files import TransferStats, write_in_turn, write_transfers
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.regions import row_major_strides
+from hf_fsdp_tools.loading.weight_files import WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.generation import whole_generation_config
 from hf_fsdp_tools.modeling.given import as_count, as_dtype, as_flag, as_model, as_path, taking
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
@@ -43,8 +43,6 @@ from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.saving.save_by_library import is_of_library, save_by_library
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.text import dtype_name
-
-__all__ = ["BegunSave", "begin_save", "prepare_save", "save_pretrained"]
 
 
 @taking(

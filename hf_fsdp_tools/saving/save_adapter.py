@@ -12,15 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.shards import LocalBoxes, refuse_ended
+from hf_fsdp_tools.loading.adapter_state import tensors_by_peft
 from hf_fsdp_tools.loading.io.durable import library_errors
 from hf_fsdp_tools.modeling.peft_view import bare_model, base_of
 from hf_fsdp_tools.saving.draft import Draft
 from hf_fsdp_tools.saving.gather import gather_to_first
 from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, publish_adapter
-from hf_fsdp_tools.loading.adapter_state import tensors_by_peft
 from hf_fsdp_tools.saving.report import SaveReport
-
-__all__ = ["save_adapter", "tensors_by_peft"]
 
 _STAGING_BYTES = 64 * 2**20
 """Bytes that a rank sends at a time: the default of `save_pretrained`."""
@@ -36,17 +34,7 @@ def save_adapter(
     PEFT on rank 0 chooses which tensors belong to an adapter (`modules_to_save` too) and writes them. Adapters are
     small, so they are gathered whole, one tensor at a time.
 
-    Args:
-        model: a `PeftModel`, sharded or not.
-        folder: made if it is not there; only rank 0 needs to see it.
-        tokenizer: saved beside the adapter.
-        dtype: of floating-point tensors in the file; None keeps the model's.
-
     Every rank of the default process group must call; the adapters' tensors are gathered.
-
-    Raises:
-        CheckpointError: the folder cannot be written, another job is saving there, or PEFT cannot write the adapter;
-            the same on every rank. What was saved there before is unchanged.
     """
     start = time.perf_counter()
     refuse_ended(model)
@@ -93,12 +81,6 @@ def _gather_adapter(
 
     PEFT may write tensors that are trained, tensors that the base without adapters does not have (of wrappers and
     prompt encoders), and tensors of the base that PEFT chooses (embeddings that were resized or have an adapter).
-
-    Args:
-        model: a `PeftModel`.
-        dtype: of floating-point tensors; None keeps the model's.
-        folder: to save to, for messages.
-        keep: True gives the tensors on the CPU, False stand-ins on meta.
     """
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     base = {id(tensor) for tensor in bare_model(base_of(model)).model.state_dict(keep_vars=True).values()}

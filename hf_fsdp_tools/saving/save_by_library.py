@@ -23,8 +23,6 @@ from hf_fsdp_tools.saving.gather import gather_to_first
 from hf_fsdp_tools.saving.report import SaveReport
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 
-__all__ = ["is_of_library", "save_by_library"]
-
 Write = Callable[[nn.Module, Path], SaveReport]
 
 
@@ -41,17 +39,6 @@ def save_by_library(
     The library gets the other parameters (a pooling layer, a projection) whole, on rank 0 and on the CPU: a model
     without a transformers model inside is gathered there. Its files take their places when all weights are written.
     Every rank must call.
-
-    Args:
-        model: for which `is_of_library` holds, sharded or not.
-        folder: made if it is not there; all ranks must see it.
-        write: saves one transformers or PEFT model to a folder; called on every rank.
-        tokenizer: saved beside the model.
-        staging_bytes: bound of what a rank sends at a time.
-
-    Raises:
-        ConfigError: the library hands a state dict to a model inside.
-        CheckpointError: the library cannot save; the same on every rank.
     """
     reshard_units(model)
     inside = dict(_outermost(model))

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from hf_fsdp_tools.loading.io.durable import sync
 
-__all__ = ["NEW", "keep", "settle", "switch"]
-
 NEW = "beside"
 """Name of the folder of new files within the hidden folder."""
 
@@ -34,14 +32,6 @@ def switch(folder: Path, hidden: Path, names: Sequence[Path]) -> None:
     """Let each name in a folder mean what it is in `hidden/beside`, or nothing where it is not there.
 
     On a file system without symbolic links the names are changed one after another.
-
-    Args:
-        folder: with the former files.
-        hidden: a folder within it; `settle` must be called before it is removed, also after a crash.
-        names: relative to the folder, in the order in which they are changed.
-
-    Raises:
-        OSError: the names mean what they meant before.
     """
     former, new = hidden / _FORMER, hidden / NEW
     former.mkdir()
@@ -73,11 +63,7 @@ def switch(folder: Path, hidden: Path, names: Sequence[Path]) -> None:
 
 
 def settle(folder: Path, hidden: Path) -> None:
-    """Let names that are still links into a hidden folder be the files that they mean, so that it can be removed.
-
-    Raises:
-        OSError: some of them are links still.
-    """
+    """Let names that are still links into a hidden folder be the files that they mean, so that it can be removed."""
     if (hidden / _NOW).is_symlink():
         files = {path.relative_to(base) for base in (hidden / _FORMER, hidden / NEW) for path in base.rglob("*")}
         linked = [name for name in sorted(files) if _leads_into(folder / name, hidden)]

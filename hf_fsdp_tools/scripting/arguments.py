@@ -24,8 +24,6 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.untrusted import load_yaml
 from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
-__all__ = ["ModelArguments", "parse_arguments"]
-
 
 @dataclass
 class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed

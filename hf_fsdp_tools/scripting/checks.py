@@ -19,8 +19,6 @@ from hf_fsdp_tools.modeling.model_class import model_class
 from hf_fsdp_tools.sharding.optimizers import check_kind
 from hf_fsdp_tools.text import first_line, listed, why
 
-__all__ = ["check_before_loading"]
-
 _ROWS = 100
 """Rows of which labels and lengths are looked at. (assumed: enough to see a mistake that all rows share)"""
 

@@ -12,8 +12,6 @@ from hf_fsdp_tools.scripting.formats import from_alpaca, from_sharegpt, with_pla
 from hf_fsdp_tools.scripting.streams import share_of_stream
 from hf_fsdp_tools.text import did_you_mean, first_line, listed
 
-__all__ = ["load_splits"]
-
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """The builder of datasets for a file's suffix."""
 
@@ -180,11 +178,7 @@ def _part(splits: Any, wanted: str, name: str) -> Any:
 
 
 def _converted(dataset: Any, name: str, wanted: _Wanted) -> Any:
-    """The dataset in a format that the recipe needs, without empty rows; alpaca and ShareGPT are converted.
-
-    Raises:
-        ConfigError: it has other columns, or a row lacks one of them.
-    """
+    """The dataset in a format that the recipe needs, without empty rows; alpaca and ShareGPT are converted."""
     found, columns = _columns(dataset), wanted.columns
     if (used := next((one for one in columns if one <= found), None)) is not None:
         dataset = _without_empty(dataset, name, used, wanted.text)
@@ -226,11 +220,7 @@ def _cure(found: AbstractSet[str], wanted: _Wanted) -> str:
 
 
 def _without_empty(dataset: Any, name: str, used: AbstractSet[str], text: str) -> Any:
-    """The dataset without rows that have nothing in them; says how many are left out.
-
-    Raises:
-        ConfigError: nothing is left, or a row lacks a column that other rows have.
-    """
+    """The dataset without rows that have nothing in them; says how many are left out."""
     needed = sorted(used & (_TURNS | _TEXT_OR_TURNS | {text, *_ALPACA[0], *_ALPACA[1]}))
     columns = sorted(_columns(dataset) & (_WORDS | {text}) | set(needed))
     find = {"input_columns": columns, "fn_kwargs": {"columns": columns, "needed": needed, "name": name}}

@@ -23,18 +23,6 @@ from hf_fsdp_tools.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = [
-    "EVAL_EVERY",
-    "RECORD",
-    "appearing",
-    "demo_passages",
-    "demo_split",
-    "demo_text",
-    "is_made",
-    "make_demo_model",
-    "save_here",
-    "train_demo_tokenizer",
-]
 
 PASSAGE_CHARACTERS = 600
 """Characters after which a passage ends at the next blank line; about 200 tokens of the demo tokenizer."""
@@ -62,19 +50,12 @@ def demo_text() -> list[str]:
     """The demo corpus: about 500 passages of CPython's language reference, in a fixed order, no paragraph twice.
 
     The text depends on the Python version alone.
-
-    Raises:
-        ConfigError: see `demo_passages`.
     """
     return [passage for _, passage in demo_passages()]
 
 
 def demo_passages() -> list[tuple[str, str]]:
-    """The passages of `demo_text`, each behind the name of its topic ("assert").
-
-    Raises:
-        ConfigError: this Python was packaged without `pydoc_data`.
-    """
+    """The passages of `demo_text`, each behind the name of its topic ("assert")."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:

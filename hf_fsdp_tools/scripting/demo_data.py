@@ -20,8 +20,6 @@ from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.scripting.demo import EVAL_EVERY, demo_passages, make_demo_model
 
-__all__ = ["demo_rows", "make_demo", "write_demo_dataset"]
-
 _FOLDER = Path("outputs", "demo")
 """Of demo models and data, in the current folder: beside what recipes write, and never in a folder that is uploaded."""
 
@@ -70,10 +68,6 @@ def write_demo_dataset(folder: str | os.PathLike[str], kind: str = "text") -> tu
 
     Existing files of these names are replaced, each in one step, so that a reader never sees half a file. Call it on
     one rank; nothing is communicated.
-
-    Args:
-        folder: made if it is not there.
-        kind: as for `demo_rows`.
     """
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
@@ -90,14 +84,7 @@ def write_demo_dataset(folder: str | os.PathLike[str], kind: str = "text") -> tu
 
 
 def demo_rows(kind: str) -> list[dict[str, Any]]:
-    """The rows of a demo data set, one for each passage; the same under the same Python version.
-
-    Args:
-        kind: "text", "instructions", "preferences" or "classes"; the top of this module says what a row holds.
-
-    Raises:
-        ConfigError: there is no such kind, or this Python has no `pydoc_data`.
-    """
+    """The rows of a demo data set, one for each passage; the same under the same Python version."""
     passages = demo_passages()
     if kind == "text":
         return [{"text": passage} for _, passage in passages]

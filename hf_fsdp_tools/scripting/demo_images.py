@@ -22,8 +22,6 @@ from hf_fsdp_tools.scripting.demo import (
     train_demo_tokenizer,
 )
 
-__all__ = ["demo_image_rows", "image_features", "make_demo_vision_model", "write_demo_images"]
-
 SIDE, PATCH = 32, 8
 """Height and width of the pictures and of the patches in them: 16 tokens stand for a picture."""
 
@@ -42,14 +40,7 @@ CHAT_TEMPLATE = (
 def write_demo_images(model: Path, data: Path) -> None:
     """Write the demo model and its data, every tenth row held out; a model and data that are there are kept.
 
-    Args:
-        model: folder of the checkpoint.
-        data: folder of the data set, as `datasets` saves it.
-
     Call it on one rank; nothing is communicated.
-
-    Raises:
-        ConfigError: a folder holds something else, or this Python has no `pydoc_data`.
     """
     from datasets import Dataset, DatasetDict
 
@@ -115,17 +106,7 @@ def make_demo_vision_model(
 ) -> Path:
     """Make a checkpoint folder of a small LLaVA with random weights and its processor; return its path.
 
-    Args:
-        folder: appears in one step, complete or not at all. A folder that was made with the same arguments is left as
-            it is; nothing is overwritten.
-        hidden_size: features per token; a multiple of 8. The vision tower has half as many.
-        num_layers: blocks of the text model.
-        vision_layers: blocks of the vision tower.
-
     Call it on one rank: it uses the CPU, takes a few seconds and communicates nothing.
-
-    Raises:
-        ConfigError: the folder holds something else.
     """
     target = Path(folder)
     sizes = {"hidden_size": hidden_size, "num_layers": num_layers, "vision_layers": vision_layers}

@@ -4,8 +4,6 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-__all__ = ["from_alpaca", "from_sharegpt", "with_places_of_images", "with_turns_for_prompt"]
-
 _PLACE = "<image>"
 """What stands for an image in the texts of LLaVA's, ShareGPT's and LLaMA-Factory's rows."""
 

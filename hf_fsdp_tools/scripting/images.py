@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-__all__ = ["images_in_each_batch"]
-
 _LOOKED_AT = 10_000
 """Rows among which one with an image is looked for. (assumed)"""
 

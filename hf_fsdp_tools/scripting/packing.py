@@ -7,8 +7,6 @@ import torch
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import first_line
 
-__all__ = ["check_documents_apart"]
-
 _TOKENS = 16
 """Of each of the two documents."""
 
@@ -27,14 +25,7 @@ def check_documents_apart(trainer: Any) -> None:
     runs forward on both. Some architectures make their attention mask without regard to positions (GPT-OSS, OPT,
     Falcon), and recurrent ones carry their state on (Mamba): reading their code does not tell all of them.
 
-    Args:
-        trainer: with a sharded model and the collator of packed rows.
-
     Every rank must call: the forward passes gather the units. All ranks compute the same.
-
-    Raises:
-        ConfigError: the documents are not apart, or the model itself refuses them (recurrent ones, without their
-            kernels); on all ranks alike.
     """
     model = trainer.model
     option = "--packing" if trainer.args.packing else "--padding_free"

@@ -11,8 +11,6 @@ from transformers import ProgressCallback
 from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.agreement import all_ranks
 
-__all__ = ["Progress", "peak_bytes"]
-
 
 class Progress(ProgressCallback):  # type: ignore[misc]  # transformers is not typed
     """A bar with loss and tokens/s on a terminal, one readable line for each log elsewhere and with `--disable_tqdm`.

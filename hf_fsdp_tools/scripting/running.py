@@ -30,8 +30,6 @@ from hf_fsdp_tools.scripting.progress import Progress
 from hf_fsdp_tools.scripting.streams import check_divided_once
 from hf_fsdp_tools.text import listed
 
-__all__ = ["finish", "load_model", "opener", "run", "show_losses", "train"]
-
 _FIRST_SAYS_S = 30.0
 """How long the first process of a machine may take to say an error after another has met it. (assumed)"""
 

@@ -7,8 +7,6 @@ from typing import Any
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import ConfigError
 
-__all__ = ["StreamMixin", "check_divided_once", "share_of_stream"]
-
 
 class StreamMixin:
     """Gives a Trainer a data loader that leaves a stream as it is: `load_splits` has divided it among the ranks.
@@ -40,11 +38,7 @@ class StreamMixin:
 
 
 def check_divided_once(trainer: Any) -> None:
-    """Refuse a Trainer that would divide a rank's share of a stream among the ranks once more.
-
-    Raises:
-        ConfigError: it trains on a stream, and lacks `StreamMixin`.
-    """
+    """Refuse a Trainer that would divide a rank's share of a stream among the ranks once more."""
     from datasets import IterableDataset
 
     if isinstance(trainer.train_dataset, IterableDataset) and not isinstance(trainer, StreamMixin):

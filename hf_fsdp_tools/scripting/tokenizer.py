@@ -10,8 +10,6 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.text import first_line, listed
 
-__all__ = ["load_processor", "load_tokenizer"]
-
 
 def load_tokenizer(model_args: Any, training: Any) -> Any:
     """The model's tokenizer, with the chat template of `--chat_template_path` where that is given.

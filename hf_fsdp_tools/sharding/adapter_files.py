@@ -13,8 +13,6 @@ from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.modeling.untrusted import read_json_object, understood
 from hf_fsdp_tools.text import first_line, quoted
 
-__all__ = ["ADAPTER_CONFIG", "open_adapter", "open_adapter_config", "read_adapter_config", "refuse_endless_patterns"]
-
 ADAPTER_CONFIG = "adapter_config.json"
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -38,16 +36,7 @@ def open_adapter(peft: Any, name: str, module_names: Sequence[str], hub_kwargs: 
     All of its files are read, so that whatever is wrong with them shows here, where the ranks exchange errors, and not
     when PEFT reads them again.
 
-    Args:
-        peft: the module.
-        name: hub name or folder.
-        module_names: of the model that the adapter is for.
-        hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
-
     No rank communicates.
-
-    Raises:
-        CheckpointError: there is no such adapter, or its files are damaged.
     """
     subfolder = hub_kwargs.get("subfolder") or ""
     path = local_path(name)
@@ -63,16 +52,7 @@ def open_adapter(peft: Any, name: str, module_names: Sequence[str], hub_kwargs: 
 
 
 def open_adapter_config(peft: Any, folder: Path, module_names: Sequence[str]) -> Any:
-    """PEFT's config of the adapter in a folder; None where it has none. No rank communicates.
-
-    Args:
-        peft: the module.
-        folder: with `adapter_config.json`.
-        module_names: of the model that the adapter is for.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """PEFT's config of the adapter in a folder; None where it has none. No rank communicates."""
     written = read_adapter_config(folder)
     if written is None:
         return None
@@ -87,11 +67,7 @@ def open_adapter_config(peft: Any, folder: Path, module_names: Sequence[str]) ->
 
 
 def read_adapter_config(folder: Path) -> Mapping[str, Any] | None:
-    """The `adapter_config.json` of a folder, with base and revision as texts; None where it has none.
-
-    Raises:
-        CheckpointError: it is damaged, or PEFT would import a module that it names.
-    """
+    """The `adapter_config.json` of a folder, with base and revision as texts; None where it has none."""
     file = folder / ADAPTER_CONFIG
     with watched(file):
         if not file.is_file():
@@ -145,15 +121,6 @@ def refuse_endless_patterns(file: Path, patterns: Iterable[Any], names: Iterable
     """Refuse regular expressions of a file that take endless time with some name, as `(a+)+b` does with `aaa…`.
 
     Nothing ends such a match within a process, so every way in which Python's `re` could match a name is counted first.
-
-    Args:
-        file: for the message.
-        patterns: of the file; values other than texts are left out.
-        names: of the model's modules.
-        within: PEFT looks for the pattern inside of a name, and not for the whole name.
-
-    Raises:
-        CheckpointError: a match can take more than 100,000 steps, or patterns are no regular expressions.
     """
     branching = [p for p in patterns if isinstance(p, str) and any(sign in p for sign in "*+?{(|[")]
     if len(branching) > _MOST_PATTERNS:
@@ -186,11 +153,7 @@ class _Match:
         self._steps = 0
 
     def ends(self, parsed: Iterable[Any], starts: Mapping[int, int]) -> Mapping[int, int]:
-        """The positions where a pattern can end, each with the number of ways, for those where it can start.
-
-        Raises:
-            re.error: there are too many, or the pattern refers to what it matched before.
-        """
+        """The positions where a pattern can end, each with the number of ways, for those where it can start."""
         for operation, argument in parsed:
             self._count(starts)
             starts = self._after(str(operation), argument, starts)

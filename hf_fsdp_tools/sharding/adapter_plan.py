@@ -13,17 +13,11 @@ from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.planning.rules import units_by_node
 from hf_fsdp_tools.sharding.injection import refuse_for_any
 
-__all__ = ["laid_over", "measured", "plan_with_adapters"]
-
 
 def plan_with_adapters(model: nn.Module, policy: HybridPolicy) -> WrapPlan:
     """The plan of a PEFT model's base, made without its adapters and then extended to them by `laid_over`.
 
     For a model without adapters this is `make_wrap_plan`. No rank communicates.
-
-    Raises:
-        WrapPlanError, BlockDetectionError: as `make_wrap_plan`.
-        ConfigError: no kind of shards can train the adapter.
     """
     base = base_of(model)
     for config in getattr(model, "peft_config", {}).values():
@@ -90,12 +84,7 @@ def _trained_whole(names: Iterable[str], unit: WrapUnit, base: nn.Module) -> Ite
 
 
 def measured(plan: WrapPlan, tree: ModuleTree) -> WrapPlan:
-    """The plan with the sizes that its units have in a tree; units without parameters are left out.
-
-    Args:
-        plan: of a model with the modules of the tree, and with any sizes.
-        tree: of the model as it is now, sharded or not.
-    """
+    """The plan with the sizes that its units have in a tree; units without parameters are left out."""
     unit_of = units_by_node(tree, plan)
     whole = {id(tree.weight(name)) for name in plan.replicated}
     held: dict[int, list[Weight]] = {}

@@ -23,8 +23,6 @@ from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.injection import errors_of_peft, guard_injection, refuse_for_shards
 from hf_fsdp_tools.sharding.settings import as_peft_config
 
-__all__ = ["add_adapter", "add_lora", "load_adapter"]
-
 
 @taking(model=as_model, peft_config=as_peft_config)
 def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "default", seed: int | None = None) -> Any:
@@ -114,17 +112,7 @@ def load_adapter(
 
 
 def add_lora(model: nn.Module, *, r: int, target_modules: str | list[str], dropout: float = 0.0) -> nn.Module:
-    """Add LoRA to a plain model, in place, and freeze its base; return the `PeftModel`. Nothing is communicated.
-
-    Args:
-        model: not sharded; on meta, the adapter is on meta too.
-        r: rank of the adapter.
-        target_modules: as in `LoraConfig`.
-        dropout: likewise.
-
-    Raises:
-        ConfigError: PEFT is not installed, or refuses.
-    """
+    """Add LoRA to a plain model, in place, and freeze its base; return the `PeftModel`. Nothing is communicated."""
     peft = _peft()
     config = peft.LoraConfig(r=r, target_modules=target_modules, lora_dropout=dropout)
     is_meta = any(parameter.is_meta for parameter in model.parameters())

@@ -21,8 +21,6 @@ from hf_fsdp_tools.sharding.parameters import check_parameters
 from hf_fsdp_tools.sharding.shard import Sharding, apply_again, sharded_module, sharding_of
 from hf_fsdp_tools.sharding.whole import average_gradients, is_averaged
 
-__all__ = ["shard_added"]
-
 
 @taking(model=as_model)
 def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:

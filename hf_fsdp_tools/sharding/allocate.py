@@ -10,8 +10,6 @@ from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor
 from hf_fsdp_tools.modeling.linear4bit import mark_weights
 from hf_fsdp_tools.sharding.fsdp2_internals import forget_memory, new_memory
 
-__all__ = ["allocate", "renew", "with_data", "with_storage"]
-
 
 def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
     """Give every tensor on meta uninitialised storage on `device`, in place; of a DTensor, this rank's shard.
@@ -85,12 +83,6 @@ def with_storage(
     """A parameter or buffer like `tensor` with uninitialised memory on `device`; of a DTensor, this rank's shard.
 
     Strides, attributes that code set on a parameter, and hooks on its gradient are kept.
-
-    Args:
-        tensor: on any device; of a DTensor on meta, only the shard gets memory.
-        device: of the memory, also where the mesh of a DTensor is of another device.
-        dtype: None keeps that of `tensor`.
-        memory: makes the memory of a DTensor's shard; None leaves it to `torch.empty`.
     """
     dtype = dtype or tensor.dtype
     if isinstance(tensor, DTensor):

@@ -9,8 +9,6 @@ from transformers import Cache
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.planning.plan import WrapPlan
 
-__all__ = ["check_options", "compile_blocks"]
-
 _WITHOUT_GRAPHS = {"max-autotune": "max-autotune-no-cudagraphs", "reduce-overhead": "default"}
 """The modes of `torch.compile` that record CUDA graphs, and what each is without them (torch's documentation of
 `torch.compile`)."""
@@ -21,13 +19,6 @@ def check_options(options: Mapping[str, Any], device_type: str) -> None:
 
     A CUDA graph reads parameters where they were when it was recorded. FSDP2 frees gathered parameters after their use
     and gathers them elsewhere: at best, each step would record anew.
-
-    Args:
-        options: of `torch.compile`.
-        device_type: of the mesh.
-
-    Raises:
-        ConfigError: names the option, and what to use instead.
     """
     if device_type == "cpu":
         return
@@ -53,10 +44,6 @@ def compile_blocks(model: nn.Module, plan: WrapPlan, options: Mapping[str, Any])
     regions. The model stays the same object with the same parameter names. A call with a cache (`generate`) runs
     without compiled code: caches differ from layer to layer and grow with every token, and torch would compile each
     call anew up to its limit of 8 (`recompile_limit` of torch._dynamo).
-
-    Args:
-        model: plain or sharded. Call after activation checkpointing is set and before the first forward pass.
-        options: passed to `torch.compile` (`backend`, `mode`, `dynamic`, `fullgraph`, `options`).
 
     No rank communicates.
     """

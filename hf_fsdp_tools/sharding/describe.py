@@ -12,8 +12,6 @@ from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
 from hf_fsdp_tools.sharding.shard import sharding_of
 from hf_fsdp_tools.text import dtype_name, merge_alike, show_bytes
 
-__all__ = ["describe_sharding"]
-
 
 @taking(model=as_model)
 def describe_sharding(model: nn.Module) -> str:
@@ -64,13 +62,7 @@ def describe_sharding(model: nn.Module) -> str:
 def _describe_weights(
     parameters: list[nn.Parameter], packed: Mapping[nn.Parameter, int], *, offloaded: bool
 ) -> Iterator[str]:
-    """Yield dtype and size of this rank's shards; apart for trained and frozen parameters if there are both.
-
-    Args:
-        parameters: of the model.
-        packed: number of 4-bit values of each parameter that holds such values.
-        offloaded: whether shards are on the CPU between uses.
-    """
+    """Yield dtype and size of this rank's shards; apart for trained and frozen parameters if there are both."""
     trained = [p for p in parameters if p.requires_grad]
     frozen = [p for p in parameters if not p.requires_grad]
     parts = {"frozen": frozen, "trained": trained} if frozen and trained else {"weights": parameters}

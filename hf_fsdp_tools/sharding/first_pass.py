@@ -13,8 +13,6 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.configs import max_positions
 from hf_fsdp_tools.sharding.parameters import never_called
 
-__all__ = ["check_first_pass", "expect_prepare"]
-
 
 def check_first_pass(model: nn.Module, device: torch.device) -> None:
     """Have the first training pass of a model checked, before anything is gathered for it.
@@ -22,10 +20,6 @@ def check_first_pass(model: nn.Module, device: torch.device) -> None:
     Shards that were moved elsewhere are refused. On rank 0 a warning names fp16 master weights, hooks on
     parameters that nobody calls, sequences that are longer than the model's positions, and a model that its Accelerator
     has not prepared (`expect_prepare`).
-
-    Args:
-        model: the root of the units.
-        device: of the shards.
     """
     model._device_of_shards = device  # type: ignore[assignment]  # a plain attribute of our own
     model.register_forward_pre_hook(_look, prepend=True, with_kwargs=True)

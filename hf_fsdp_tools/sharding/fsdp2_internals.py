@@ -32,28 +32,6 @@ from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import own_class
 
-__all__ = [
-    "ManagedParameter",
-    "complete_unit",
-    "copy_released",
-    "count_units",
-    "forget_memory",
-    "forward_begun",
-    "gathers",
-    "is_offloaded",
-    "make_gathered_memory",
-    "make_root",
-    "managed_parameters",
-    "new_memory",
-    "parameters_of_unit",
-    "release",
-    "replace_parameter",
-    "reshard_units",
-    "unit_modules",
-    "use_frozen_in_place",
-]
-
-
 # ---- units and their parameters ----
 
 
@@ -280,10 +258,6 @@ def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A deep copy of a module of an FSDP2 unit, which FSDP2 itself refuses; PEFT makes one for `modules_to_save`.
 
     The copy has the module's own class, shards of its own, and no hooks; FSDP2 does not manage it.
-
-    Args:
-        module: to copy.
-        memo: of `copy.deepcopy`.
     """
     twin: nn.Module = object.__new__(own_class(module))
     memo[id(module)] = twin
@@ -301,16 +275,7 @@ def replace_parameter(model: nn.Module, name: str, old: DTensor, shape: torch.Si
     The unit keeps every setting that a user made on it. `release` and `fully_shard` would lose those that are no
     arguments of `fully_shard` (prefetching, gradient synchronisation, divide factors, own collectives).
 
-    Args:
-        model: with the unit; not between a forward and its backward pass.
-        name: of the parameter, for messages.
-        old: shard of the parameter.
-        shape: of the whole new parameter, which is split along the same dimension.
-
     Nothing is communicated.
-
-    Raises:
-        ConfigError: no unit gathers `old`, or tensor parallelism shards it too.
     """
     found = ((group, i) for group in _groups(model) for i, e in enumerate(group.fsdp_params) if e.sharded_param is old)
     group, i = next(found, (None, 0))

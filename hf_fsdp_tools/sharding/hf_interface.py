@@ -23,8 +23,6 @@ from hf_fsdp_tools.modeling.peft_view import is_adapted
 from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, reshard_units
 from hf_fsdp_tools.text import listed
 
-__all__ = ["answer_for_shards", "mark_for_transformers", "turn_cache_off", "with_cache_as_found"]
-
 
 def mark_for_transformers(model: nn.Module) -> None:
     """Give a model with all its units the class names, mark and methods that transformers looks at.
@@ -79,11 +77,7 @@ def _refuse_ddp(module: nn.Module) -> None:
 
 
 def _accelerates_mark(module: nn.Module) -> bool:
-    """Whether the model was prepared. Accelerate asks before it prepares a model for anything but FSDP2.
-
-    Raises:
-        ConfigError: it was not, and what asks would train or save shards as if they were the whole model.
-    """
+    """Whether the model was prepared. Accelerate asks before it prepares a model for anything but FSDP2."""
     if not module.__dict__.get("_is_prepared", False):
         raise ConfigError(
             f"{type(module).__name__} is sharded, and is about to be prepared by a Trainer or an Accelerator that does "
@@ -160,9 +154,6 @@ def _save_pretrained(
 
     Without a state dict, `save_pretrained` of this package writes the model; every rank must call. With one, gathered
     by `accelerator.get_state_dict`, the plain method writes it: on rank 0, where it is whole, and nothing elsewhere.
-
-    Raises:
-        ConfigError: an argument asks for what is not done with shards, or the state dict holds shards.
     """
     if state_dict is not None:
         if any(isinstance(value, DTensor) for value in state_dict.values()):

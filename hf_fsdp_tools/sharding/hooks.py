@@ -41,8 +41,6 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
     use_frozen_in_place,
 )
 
-__all__ = ["add_casts", "add_hooks", "cast_inputs", "reach_experts"]
-
 _IS_BEFORE_2_13 = not hasattr(FSDPModule, "reset_iter_state")
 """Whether torch is older than 2.13."""
 
@@ -63,15 +61,6 @@ def add_hooks(
     """Give a model with all its units the hooks named above, each once; call again when units are made anew.
 
     Nothing is communicated.
-
-    Args:
-        model: the root of the units.
-        param_dtype: dtype to which inputs are cast; None leaves inputs as they are.
-        output_dtype: to which FSDP2 casts outputs; None lets outputs be in fp32 where inputs are cast.
-        device_type: of the mesh.
-        kept: modules of units that stay gathered after an evaluation too, as the user asked (`reshard_after_forward`).
-        experts: lists of experts, by the modules that run them.
-        shard_ranks: all of which a forward pass needs.
     """
     for module in model.modules():  # hooks of modules that are in no unit any more are removed
         _drop_hooks(
@@ -120,15 +109,7 @@ def add_casts(
     whole: Collection[torch.Tensor],
     device_type: str = "cpu",
 ) -> None:
-    """Give the modules of a model the hooks of mixed precision. Nothing is communicated.
-
-    Args:
-        model: the root of the units, sharded or not.
-        param_dtype: of computation.
-        units: modules of the plan's units.
-        whole: parameters that every rank holds whole.
-        device_type: on which the model runs.
-    """
+    """Give the modules of a model the hooks of mixed precision. Nothing is communicated."""
     casting = dict.fromkeys(_first_with_shards(model, units, whole))
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
@@ -168,11 +149,7 @@ def _dtype_of(module: nn.Module | None) -> torch.dtype | None:
 
 
 def reach_experts(experts: Mapping[nn.Module, nn.Module]) -> None:
-    """Let every expert be part of the result of the module that runs it.
-
-    Args:
-        experts: lists of experts, by the modules that run them.
-    """
+    """Let every expert be part of the result of the module that runs it."""
     for runner, members in experts.items():  # before FSDP2's own hook, which reshards
         runner.register_forward_hook(partial(_reach_experts, experts=members), prepend=True)
 

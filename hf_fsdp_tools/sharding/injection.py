@@ -24,8 +24,6 @@ from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, managed_parameters
 from hf_fsdp_tools.text import first_line, first_lines
 
-__all__ = ["errors_of_peft", "guard_injection", "refuse_for_any", "refuse_for_shards"]
-
 _PLAIN = "Make the adapter on the plain model (get_peft_model), and let prepare() shard the whole."
 
 _NEEDS_BASE = ("corda", "eva", "loftq", "lora_ga", "mica", "olora", "pissa")
@@ -87,11 +85,7 @@ def _guarded(model: nn.Module, config: Any) -> Iterator[None]:
 
 
 def refuse_for_any(config: Any) -> None:
-    """Refuse methods of PEFT that train with no kind of shards.
-
-    Raises:
-        ConfigError: names the cure.
-    """
+    """Refuse methods of PEFT that train with no kind of shards."""
     if _kind(config) in _BESIDE_FORWARD:
         raise ConfigError(
             f"{_kind(config)} computes with weights beside the forward passes of their modules, when no rank has them "
@@ -100,11 +94,7 @@ def refuse_for_any(config: Any) -> None:
 
 
 def refuse_for_shards(config: Any, model: nn.Module) -> None:
-    """Refuse an adapter that cannot be made on a model that is sharded already.
-
-    Raises:
-        ConfigError: names the cure.
-    """
+    """Refuse an adapter that cannot be made on a model that is sharded already."""
     refuse_for_any(config)
     if getattr(config, "use_dora", False) and packed_linears(model):
         raise ConfigError(

@@ -9,8 +9,6 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.sharding.whole import by_kind
 
-__all__ = ["check_kind", "check_optimizers", "clip_norm", "clip_values"]
-
 _NOT_FOR_SHARDS = (
     "apollo_torch",
     "bitsandbytes",
@@ -69,12 +67,6 @@ def clip_norm(parameters: Iterable[torch.Tensor], limit: float, order: float, de
 
     Gradients may be shards of several meshes and whole ones, on several devices (offloaded shards are on the CPU). The
     norms of shards are summed over their mesh.
-
-    Args:
-        parameters: with the gradients; those without one are left out.
-        limit: of the norm.
-        order: of the norm: 2, infinity, …
-        device: of the result.
 
     Every rank must call.
     """

@@ -10,19 +10,9 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import listed
 
-__all__ = ["check_parameters", "make_contiguous", "never_called"]
-
 
 def check_parameters(model: nn.Module, replicated: Collection[str]) -> None:
-    """Refuse trained parameters that shards would change: complex ones, and several that share memory.
-
-    Args:
-        model: with whole parameters, on meta or not; those that are DTensors are left out.
-        replicated: names of parameters that are not to be sharded.
-
-    Raises:
-        ConfigError: names them.
-    """
+    """Refuse trained parameters that shards would change: complex ones, and several that share memory."""
     whole = {n: p for n, p in model.named_parameters() if not isinstance(p, DTensor) and p.numel()}
     if numbers := [n for n, p in whole.items() if p.is_complex() and p.requires_grad and n not in replicated]:
         raise ConfigError(
@@ -62,12 +52,7 @@ def make_contiguous(model: nn.Module) -> None:
 
 
 def never_called(model: nn.Module, *, is_sharded: bool) -> str:
-    """A sentence on hooks of parameters that FSDP2 does not call, with the cure; empty where there are none.
-
-    Args:
-        model: sharded, or about to be: then all hooks stay behind with the whole parameters.
-        is_sharded: which of the two.
-    """
+    """A sentence on hooks of parameters that FSDP2 does not call, with the cure; empty where there are none."""
     parameters = [(name, p) for name, p in model.named_parameters() if isinstance(p, DTensor) == is_sharded]
     hooked = [name for name, p in parameters if p._backward_hooks or (not is_sharded and p._post_accumulate_grad_hooks)]
     if not hooked:

@@ -9,8 +9,6 @@ from torch.distributed.tensor import DTensor, Shard
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.planning.plan import WrapPlan
 
-__all__ = ["check_partial_resharding", "choose_placement", "is_much_padding", "padded_ratio", "sharded_dim"]
-
 _MOST_PADDING = 1.25
 """Padded bytes over bytes up to which a parameter is split along dimension 0. Padding costs bandwidth between ranks;
 another dimension costs FSDP2 one more copy of the gathered parameter and of its gradient, so memory bandwidth, of which
@@ -39,12 +37,7 @@ def choose_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
 
 
 def is_much_padding(num_bytes: int, ratio: float) -> bool:
-    """Whether padding costs more than it costs to avoid it.
-
-    Args:
-        num_bytes: of the parameter.
-        ratio: its `padded_ratio`.
-    """
+    """Whether padding costs more than it costs to avoid it."""
     return num_bytes * (ratio - 1) > _MOST_PADDING_BYTES
 
 
@@ -74,14 +67,6 @@ def check_partial_resharding(model: nn.Module, plan: WrapPlan, ranks: int) -> No
 
     FSDP2 reshards over fewer ranks along dimension 0 only: with a parameter that is split along another one, the
     backward pass fails (torch 2.13: an IndexError in `foreach_all_gather_copy_out` of its `_fsdp_collectives.py`).
-
-    Args:
-        model: not sharded yet.
-        plan: of the model.
-        ranks: number of shards; replicas do not count.
-
-    Raises:
-        ConfigError: names the unit, the parameter and its dimension.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     units = {name for unit in plan.units for name in unit.modules}

@@ -14,16 +14,9 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.given import as_dtype
 from hf_fsdp_tools.text import did_you_mean, first_line, quoted
 
-__all__ = ["as_compile", "as_mesh", "as_mp_policy", "as_offload_policy", "as_peft_config", "with_modules_to_save"]
-
 
 def as_mesh(value: Any, name: str) -> DeviceMesh | None:
-    """The mesh; that of `ParallelDims`, which every rank must then give. None where the function decides.
-
-    Raises:
-        ConfigError: the value is no mesh.
-        MeshError: the degrees do not fit the world size.
-    """
+    """The mesh; that of `ParallelDims`, which every rank must then give. None where the function decides."""
     if isinstance(value, ParallelDims):
         return value.build_mesh()
     if value is None or isinstance(value, DeviceMesh):
@@ -35,11 +28,7 @@ def as_mesh(value: Any, name: str) -> DeviceMesh | None:
 
 
 def as_mp_policy(value: Any, name: str) -> MixedPrecisionPolicy | None:
-    """The policy; for a dtype or its name (`"bf16"`), computation in it and reduction in fp32. "no" is None.
-
-    Raises:
-        ConfigError: the value is none of these, or a policy with something that is no dtype.
-    """
+    """The policy; for a dtype or its name (`"bf16"`), computation in it and reduction in fp32. "no" is None."""
     if value is None or value == "no":
         return None
     if isinstance(value, str | torch.dtype):
@@ -59,11 +48,7 @@ def as_mp_policy(value: Any, name: str) -> MixedPrecisionPolicy | None:
 
 
 def as_offload_policy(value: Any, name: str) -> OffloadPolicy | None:
-    """The policy; `CPUOffloadPolicy()` for True and "cpu", None for False.
-
-    Raises:
-        ConfigError: the value is none of these.
-    """
+    """The policy; `CPUOffloadPolicy()` for True and "cpu", None for False."""
     if value is None or value is False:
         return None
     if value is True or value == "cpu":
@@ -77,11 +62,7 @@ def as_offload_policy(value: Any, name: str) -> OffloadPolicy | None:
 
 
 def as_peft_config(value: Any, name: str) -> Any:
-    """A config of PEFT; of a dict, the one with these arguments (LoRA where it names no `peft_type`).
-
-    Raises:
-        ConfigError: the value is neither, or PEFT has no such type or argument.
-    """
+    """A config of PEFT; of a dict, the one with these arguments (LoRA where it names no `peft_type`)."""
     if value is None or hasattr(value, "peft_type"):
         return value
     if not isinstance(value, Mapping):
@@ -112,10 +93,6 @@ def with_modules_to_save(config: Any, parameters: Iterable[str]) -> Any:
     """A config of PEFT by which the owners of these parameters are trained whole and saved; the same if they are.
 
     PEFT takes a module for one of `modules_to_save` where its name ends in that.
-
-    Args:
-        config: of PEFT, not changed; one that knows no `modules_to_save` is given back.
-        parameters: names in the base model.
     """
     if not hasattr(config, "modules_to_save"):
         return config
@@ -137,11 +114,7 @@ def _ends_in(name: str, endings: tuple[str, ...]) -> bool:
 
 
 def as_compile(value: Any, name: str) -> bool | Mapping[str, Any]:
-    """True, False or options of `torch.compile`; a text is the name of a backend.
-
-    Raises:
-        ConfigError: the value is none of these, or torch has no such backend.
-    """
+    """True, False or options of `torch.compile`; a text is the name of a backend."""
     if value is None or isinstance(value, bool):
         return bool(value)
     if isinstance(value, Mapping):

@@ -36,22 +36,6 @@ from hf_fsdp_tools.sharding.settings import as_compile, as_mesh, as_mp_policy, a
 from hf_fsdp_tools.sharding.whole import average_gradients
 from hf_fsdp_tools.text import dtype_name
 
-__all__ = [
-    "Sharding",
-    "apply_again",
-    "apply_sharding",
-    "check_checkpointing",
-    "checkpoint_activations",
-    "compile_sharded",
-    "copy_sharded",
-    "keep_after_backward",
-    "remember_sharding",
-    "runners_of_experts",
-    "shard_model",
-    "sharded_module",
-    "sharding_of",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
@@ -229,11 +213,7 @@ def _remembered(model: nn.Module) -> Iterator[tuple[nn.Module, Sharding]]:
 
 
 def compile_sharded(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Compile the blocks of a sharded model, as `shard_model(..., compile=options)` does, unless they are compiled.
-
-    Raises:
-        ConfigError: the options ask for CUDA graphs.
-    """
+    """Compile the blocks of a sharded model, as `shard_model(..., compile=options)` does, unless they are compiled."""
     for module, sharding in _remembered(model):
         if sharding.compile is None:
             check_options(options, sharding.mesh.device_type)
@@ -273,11 +253,7 @@ def _offload_policy(policy: OffloadPolicy | None, mesh: DeviceMesh) -> OffloadPo
 
 
 def check_checkpointing(model: nn.Module) -> None:
-    """Refuse to checkpoint activations of a model that cannot.
-
-    Raises:
-        ConfigError: names the cure.
-    """
+    """Refuse to checkpoint activations of a model that cannot."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ConfigError(
             f"{type(model).__name__} cannot checkpoint activations (supports_gradient_checkpointing is not set). "
@@ -351,16 +327,6 @@ def apply_again(
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Shard a model whose parameters are shards already, which no unit gathers (see `release`), in place.
 
-    Args:
-        model: its own class, no unit in it; parameters that the plan replicates are left alone.
-        sharding: with a plan of the model.
-        fill: called with each parameter and with the shard on meta that the plan makes of it; gives the shard that
-            takes its place, as a rule the parameter itself.
-        dtypes: of the shards on meta; None, and for parameters that are not in it, the parameter's own.
-
-    Returns:
-        What took the place of each parameter.
-
     Nothing is communicated, unless `fill` does.
     """
     kept = {model.get_parameter(name) for name in sharding.plan.replicated}
@@ -393,10 +359,6 @@ def copy_sharded(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
     For a moving average of the weights (`torch.optim.swa_utils.AveragedModel`), or a frozen reference. The copy has the
     same units, mesh, precision and compilation; gradients, and hooks that a user registered on units, are not copied.
-
-    Args:
-        model: that `shard_model` sharded; not between a forward and its backward pass.
-        memo: of `copy.deepcopy`.
 
     Nothing is communicated.
     """

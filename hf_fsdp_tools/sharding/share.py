@@ -11,8 +11,6 @@ from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.placement import choose_placement
 from hf_fsdp_tools.text import listed, merge_alike, show_bytes
 
-__all__ = ["RankShare", "Split", "share_of"]
-
 _TRAINED = 16
 """Bytes per parameter of mixed precision with AdamW: float32 weights (4), gradients (4) and two moments (8)."""
 
@@ -69,15 +67,7 @@ class RankShare:
 def share_of(model: nn.Module, plan: WrapPlan, num_processes: int) -> RankShare:
     """What each of `num_processes` ranks keeps of a model, from its shapes alone.
 
-    Args:
-        model: not sharded, on any device, meta included.
-        plan: of this model.
-        num_processes: ranks over which each copy of the model is sharded.
-
     Any rank may call; nothing is communicated.
-
-    Raises:
-        ConfigError: `num_processes` is below 1.
     """
     if num_processes < 1:
         raise ConfigError(f"num_processes is {num_processes}; it must be 1 or more.")

@@ -20,8 +20,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["WholeGradient", "average_gradients", "by_kind", "is_averaged", "step_kinds_apart"]
-
 _REDUCED_ALONE = 2**22
 """Elements from which a gradient is reduced where it lies. Smaller ones are copied into one tensor, which takes 4 bytes
 for each element, and reduced in one call. (assumed)"""
@@ -77,10 +75,6 @@ def average_gradients(parameters: Iterable[nn.Parameter], groups: Iterable[dist.
 
     Averaging after every micro-batch is right under accumulation too: the sum of earlier micro-batches is equal on all
     ranks, and the average of equal values is the same value.
-
-    Args:
-        parameters: that every rank holds whole; frozen ones, and those that are averaged already, are left alone.
-        groups: over which to average, one after the other; for a mesh, `mesh.get_all_groups()`.
 
     Nothing is communicated before the next backward pass. There every rank of the groups must give the same parameters
     a gradient.

@@ -15,8 +15,6 @@ from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.trace import TensorSize
 from hf_fsdp_tools.sharding.optimizers import check_kind
 
-__all__ = ["OPTIMIZERS", "OptimizerStep", "optimizer_step"]
-
 _Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, tuple[str, _Make | None]] = {
@@ -54,15 +52,7 @@ class OptimizerStep:
 
 
 def optimizer_step(updated: Sequence[TensorSize], setup: TrainingSetup) -> OptimizerStep:
-    """Clipping and one step of the optimizer of a setup.
-
-    Args:
-        updated: the shards of this rank, whose gradients have their dtype.
-        setup: `optimizer` and `max_grad_norm` are read.
-
-    Raises:
-        ConfigError: the optimizer is unknown, or cannot step shards.
-    """
+    """Clipping and one step of the optimizer of a setup."""
     name, clips = setup.optimizer, setup.max_grad_norm is not None
     if name == "adafactor":
         check_kind(torch.optim.Adafactor)

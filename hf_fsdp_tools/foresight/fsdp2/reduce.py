@@ -15,19 +15,12 @@ from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard
 from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 
-__all__ = ["BEFORE_2_15", "Reducer"]
-
 BEFORE_2_15 = torch.__version__ < "2.15"
 """Whether FSDP2 gathers and reduces in functions that are so long that their variables keep tensors meanwhile."""
 
 
 class Reducer:
-    """Writes the reductions of all units of a step, and remembers the shards of gradients between micro-steps.
-
-    Args:
-        writer: takes the events.
-        setup: ranks, replicas, dtypes, offload.
-    """
+    """Writes the reductions of all units of a step, and remembers the shards of gradients between micro-steps."""
 
     def __init__(self, writer: EventWriter, setup: TrainingSetup) -> None:
         self._writer = writer
@@ -76,10 +69,6 @@ class Reducer:
         """Shard and memory of the whole gradient of each parameter that has one, with those that were kept whole.
 
         `FSDPParam.accumulate_unsharded_grad_if_needed`; where dtypes are equal, autograd's own sum.
-
-        Args:
-            shards: of a unit.
-            gradients: of this micro-step, by parameter; emptied.
         """
         result = []
         for shard in shards:
@@ -106,12 +95,7 @@ class Reducer:
                 self._writer.free(block)
 
     def reduce(self, gradients: Sequence[tuple[Shard, int]], *, is_partial: bool = False) -> None:
-        """Reduce the gradients of the unit that the writer is at, and free them.
-
-        Args:
-            gradients: shard and memory of the whole gradient of each parameter.
-            is_partial: whether modules of the unit did not run, after which FSDP2 waits at once.
-        """
+        """Reduce the gradients of the unit that the writer is at, and free them."""
         writer, ranks = self._writer, self._setup.dp_shard_size
         unit = writer.unit
         self._wait_for_last(unit)

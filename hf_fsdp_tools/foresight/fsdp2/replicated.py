@@ -7,8 +7,6 @@ from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.trace import Parameter
 
-__all__ = ["AveragedGradients", "BucketedGradients", "kept_bytes"]
-
 _REDUCED_ALONE = 2**22
 """Elements from which `sharding/whole.py` reduces a gradient where it lies."""
 _FIRST_BUCKET = 2**20
@@ -18,12 +16,8 @@ _BUCKET = 25 * 2**20
 
 
 class AveragedGradients:
-    """Gradients of replicated parameters beside shards: averaged at the end of each backward pass (`sharding/whole`).
-
-    Args:
-        writer: takes the events.
-        parameters: that are whole.
-        setup: number of ranks.
+    """Gradients of replicated parameters beside shards: averaged at the end of each backward pass
+    (`sharding/whole`).
     """
 
     def __init__(self, writer: EventWriter, parameters: Sequence[Parameter], setup: TrainingSetup) -> None:
@@ -79,11 +73,6 @@ class BucketedGradients:
     With `gradient_as_bucket_view=True`: a gradient is copied into its bucket, which is there from the beginning. On one
     GPU there are no buckets. Parameters that are computed with in another dtype than their own are cast once in a
     forward pass, and the copies live until the gradient is there, as autocast's cache and autograd keep them.
-
-    Args:
-        writer: takes the events.
-        parameters: of the model.
-        setup: number of ranks, dtype of the parameters.
     """
 
     def __init__(self, writer: EventWriter, parameters: Sequence[Parameter], setup: TrainingSetup) -> None:

@@ -16,8 +16,6 @@ from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard, UnitShards
 from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 
-__all__ = ["Fsdp2Schedule"]
-
 _State = Literal["idle", "forward", "pre_backward", "post_backward"]
 """`TrainingState`."""
 
@@ -71,13 +69,7 @@ class _Gather:
 
 
 class Fsdp2Schedule:
-    """Follows the marks of a trace and writes what FSDP2 does there.
-
-    Args:
-        writer: takes the events.
-        units: from `split_parameters`, the root among them.
-        setup: ranks, dtypes, offload, whether units are resharded after forward.
-    """
+    """Follows the marks of a trace and writes what FSDP2 does there."""
 
     def __init__(self, writer: EventWriter, units: tuple[UnitShards, ...], setup: TrainingSetup) -> None:
         self._writer = writer

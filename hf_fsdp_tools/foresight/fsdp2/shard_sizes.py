@@ -10,8 +10,6 @@ from hf_fsdp_tools.foresight.tracing.trace import Parameter, TensorSize, modules
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.sharding.placement import is_much_padding, padded_ratio, sharded_dim
 
-__all__ = ["Shard", "UnitShards", "split_parameters"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shard(TensorSize):
@@ -52,13 +50,7 @@ class UnitShards:
 
 
 def split_parameters(parameters: Sequence[Parameter], plan: WrapPlan, setup: TrainingSetup) -> tuple[UnitShards, ...]:
-    """The units of a plan, the root first and then in the order of their modules, with their shards.
-
-    Args:
-        parameters: of the model, in the order of `named_parameters`; whole ones are in no unit.
-        plan: its units may be nested.
-        setup: number of ranks and dtype of the shards.
-    """
+    """The units of a plan, the root first and then in the order of their modules, with their shards."""
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
     first: dict[str, int] = {}
     members: dict[WrapUnit, list[tuple[int, int, Parameter]]] = {unit: [] for unit in plan.units}

@@ -14,8 +14,6 @@ from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.trace import TensorSize, Trace
 from hf_fsdp_tools.planning.plan import WrapPlan
 
-__all__ = ["Step", "compose"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -136,14 +134,7 @@ class _MicroStep:
         *,
         is_last: bool,
     ) -> None:
-        """Write one micro-step.
-
-        Args:
-            writer: takes the events.
-            schedule: of the units; None without FSDP.
-            others: takes the gradients of whole parameters.
-            is_last: whether no other micro-step follows, in which numbers of blocks would be taken again.
-        """
+        """Write one micro-step."""
         events: Sequence[Event] = self._events
         renamed: dict[int, int] = {}
         if not is_last and self._lasting:

@@ -5,15 +5,9 @@ from dataclasses import replace
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Kind, Operation, Phase, Record, Stream, Wait, Work
 
-__all__ = ["EventWriter"]
-
 
 class EventWriter:
-    """A list of events that grows.
-
-    Args:
-        first_block: the first number for new blocks, above all numbers that are in use.
-    """
+    """A list of events that grows."""
 
     def __init__(self, first_block: int = 0) -> None:
         self.events: list[Event] = []

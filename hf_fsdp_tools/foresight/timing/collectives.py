@@ -15,8 +15,6 @@ from hf_fsdp_tools.foresight.events import Operation
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import Gpu
 
-__all__ = ["Axis", "Group", "collective_seconds", "group_of", "node_network"]
-
 Axis = Literal["shard", "replicate"]
 """The two axes of a mesh of FSDP: ranks that share one copy of the model, and ranks that hold the same shards."""
 
@@ -87,13 +85,6 @@ def group_of(
     Ranks fill machines one after another. Those that share a copy of the model are neighbours; those that hold the same
     shards are `setup.dp_shard_size` apart, so that a machine holds ranks of several such groups, which communicate at
     the same time and share its network.
-
-    Args:
-        axis: "shard" or "replicate".
-        setup: gives the mesh and the machines.
-        gpu: gives the links.
-        network_efficiency: what collectives reach of the rate of the network cards.
-        ranks: of a part of the axis (`reshard_after_forward` as a number); None takes all.
     """
     replicas = setup.num_gpus // setup.dp_shard_size
     all_ranks, apart = (setup.dp_shard_size, 1) if axis == "shard" else (replicas, setup.dp_shard_size)
@@ -120,13 +111,7 @@ def node_network(setup: TrainingSetup, gpu: Gpu) -> float:
 
 
 def collective_seconds(operation: Operation, num_bytes: float, group: Group) -> float:
-    """Seconds until every rank of the group has the result of a collective; 0 in a group of one.
-
-    Args:
-        operation: an all-gather, a reduce-scatter or an all-reduce.
-        num_bytes: of the whole tensor: gathered, or before it is reduced.
-        group: who takes part.
-    """
+    """Seconds until every rank of the group has the result of a collective; 0 in a group of one."""
     if group.ranks <= 1:
         return 0.0
     if operation == "all_reduce":

@@ -6,8 +6,6 @@ from hf_fsdp_tools.foresight.timing.collectives import Axis, Group, collective_s
 from hf_fsdp_tools.foresight.timing.efficiency import Efficiency
 from hf_fsdp_tools.foresight.timing.hardware import Gpu
 
-__all__ = ["Durations"]
-
 _KERNEL_SECONDS = 2e-6
 """A kernel at least, with the gap before it: what an empty one takes on a busy stream. (assumed)"""
 
@@ -24,13 +22,7 @@ read, and what is summed is read once more."""
 
 
 class Durations:
-    """Seconds of each `Work` of a training.
-
-    Args:
-        setup: precision, mesh, machines, offload, compile.
-        gpu: its peaks.
-        efficiency: what is reached of them.
-    """
+    """Seconds of each `Work` of a training."""
 
     def __init__(self, setup: TrainingSetup, gpu: Gpu, efficiency: Efficiency) -> None:
         self._efficiency = efficiency

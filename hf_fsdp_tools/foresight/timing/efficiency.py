@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.timing.hardware import GPUS, Gpu
 
-__all__ = ["ERAS", "LATEST_ERA", "Efficiency", "efficiency_of"]
-
 ERAS = ("2022", "2023", "2024")
 """Years of software whose rows were published: FSDP without fused attention (PyTorch 1.12), FSDP with the first flash
 attention (PyTorch 2.0), FSDP2 with FlashAttention 2 and `torch.compile` (PyTorch 2.3 and later)."""
@@ -117,9 +115,6 @@ def efficiency_of(gpu: Gpu, era: str = LATEST_ERA) -> Efficiency:
     A GPU of which no published training is known gets the shares of one of its family, or else those of the A100. They
     serve to compare settings; its `error` is infinite. 2022 differs from 2023 in what runs (no fused attention), not in
     how well.
-
-    Raises:
-        ConfigError: there is no such era.
     """
     if era not in ERAS:
         raise ConfigError(f"Software era {era!r} is not known; choose one of {', '.join(ERAS)}.")

@@ -10,8 +10,6 @@ from typing import Literal
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import did_you_mean
 
-__all__ = ["GPUS", "Gpu", "gpu_named"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
@@ -51,12 +49,7 @@ class Gpu:
     """Where the figures are from."""
 
     def peak(self, dtype_bytes: int, precision: str = "bf16") -> float:
-        """Peak flop/s of matmuls whose inputs have elements of `dtype_bytes`.
-
-        Args:
-            dtype_bytes: 1 (fp8), 2 or 4.
-            precision: which of the dtypes of 2 bytes: "fp16", else bf16.
-        """
+        """Peak flop/s of matmuls whose inputs have elements of `dtype_bytes`."""
         if dtype_bytes >= 4:
             return self.fp32
         if dtype_bytes == 1:
@@ -182,14 +175,7 @@ GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in map(_gpu, _TABLE.strip().splitl
 
 
 def gpu_named(name: str | Gpu) -> Gpu:
-    """The GPU of a name: as in `GPUS`, or in any usual spelling ("H100", "NVIDIA A100-SXM4-80GB", "rtx4090").
-
-    Args:
-        name: a name; a GPU is returned as it is.
-
-    Raises:
-        ConfigError: no GPU in the table is called so; the message names the nearest, or all.
-    """
+    """The GPU of a name: as in `GPUS`, or in any usual spelling ("H100", "NVIDIA A100-SXM4-80GB", "rtx4090")."""
     if isinstance(name, Gpu):
         return name
     words = _words(name)

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Event, Record, Wait, Work
 from hf_fsdp_tools.foresight.timing.durations import Durations
 
-__all__ = ["Spent", "run"]
-
 _HOST_SECONDS = 15e-6
 """Host time of an operator that a model's Python calls, with its kernel's launch. (assumed: 0.5 ms for the forward pass
 of a decoder layer of transformers, which has 30 to 40)"""
@@ -191,11 +189,7 @@ class _Queue:
 
 
 class _Simulation:
-    """The clock, the host and the streams.
-
-    Args:
-        program: what the host does.
-    """
+    """The clock, the host and the streams."""
 
     def __init__(self, program: "list[_Task | Record | Wait | _Stall | _HostTask]") -> None:
         self._program = program

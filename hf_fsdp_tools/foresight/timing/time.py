@@ -11,8 +11,6 @@ from hf_fsdp_tools.foresight.timing.efficiency import Efficiency, efficiency_of
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.foresight.timing.simulation import run
 
-__all__ = ["Timing", "chrome_trace", "simulate"]
-
 
 @dataclass(frozen=True)
 class Timing:

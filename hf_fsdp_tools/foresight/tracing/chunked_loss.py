@@ -15,8 +15,6 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Event
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 
-__all__ = ["chunk_loss", "predicts_words"]
-
 _TOKENS, _WORDS = 4096, 32768
 """Of one piece of logits: TRL's `TOKEN_CHUNK_SIZE` and `_CHUNKED_LOGPROB_CHUNK_SIZE`."""
 
@@ -33,15 +31,7 @@ def _has_head(model: Any) -> bool:
 
 
 def chunk_loss(model: nn.Module, recorder: Recorder) -> None:
-    """Let a model compute its loss in pieces, in place, as TRL's `add_fused_lm_head` does.
-
-    Args:
-        model: that has a head for words.
-        recorder: is told where the loss begins and ends.
-
-    Raises:
-        ConfigError: the model has no such head.
-    """
+    """Let a model compute its loss in pieces, in place, as TRL's `add_fused_lm_head` does."""
     if not _has_head(model):
         raise ConfigError(
             f"{type(model).__name__} has no decoder with a head for words, whose loss could be computed in chunks. "

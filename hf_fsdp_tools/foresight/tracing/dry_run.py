@@ -42,8 +42,6 @@ from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
 from hf_fsdp_tools.sharding.shard import check_checkpointing, runners_of_experts
 from hf_fsdp_tools.text import first_line, show_count
 
-__all__ = ["Device", "run_backward", "trace_model"]
-
 _KEPT = (4, 5)
 """Periods of blocks that are run: one at each end, whose neighbours are other modules, and two to compare between them.
 Five where the blocks share what one of them or the encoder made: gradients of it add up from the last but one on."""
@@ -370,13 +368,7 @@ def run_backward(loss: torch.Tensor) -> None:
 
 @contextmanager
 def _failures_named(model: nn.Module, recorder: Recorder, *, is_all: bool) -> Iterator[None]:
-    """Turn an exception of the model's code into one that names the module and the operation.
-
-    Args:
-        model: which runs.
-        recorder: of its operations.
-        is_all: whether nothing simpler can be tried, so that an error is the configuration's.
-    """
+    """Turn an exception of the model's code into one that names the module and the operation."""
     try:
         yield
     except FSDPToolsError:

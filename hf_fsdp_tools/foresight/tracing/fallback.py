@@ -17,8 +17,6 @@ from hf_fsdp_tools.foresight.tracing.trace import Parameter, modules_above
 from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.planning.plan import WrapPlan
 
-__all__ = ["events_by_formula"]
-
 _BYTES_PER_HIDDEN, _BYTES_CHECKPOINTED = 34, 2
 """Per token and hidden unit of a block, at 2 bytes an element (Korthikanti et al. 2022, arXiv 2205.05198)."""
 
@@ -26,14 +24,7 @@ _BYTES_PER_HIDDEN, _BYTES_CHECKPOINTED = 34, 2
 def events_by_formula(
     model: nn.Module, plan: WrapPlan, setup: TrainingSetup, parameters: tuple[Parameter, ...]
 ) -> tuple[Event, ...]:
-    """The events of one micro-step by closed formulas.
-
-    Args:
-        model: on meta.
-        plan: of the model.
-        setup: batch, precision and checkpointing are read.
-        parameters: of the model.
-    """
+    """The events of one micro-step by closed formulas."""
     return tuple(_Formula(model, plan, setup, parameters).events())
 
 

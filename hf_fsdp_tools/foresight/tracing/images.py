@@ -28,8 +28,6 @@ from hf_fsdp_tools.foresight.tracing.values import followed_values
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.text import first_line
 
-__all__ = ["Images", "NoImagesError", "give_memory", "images_of"]
-
 _SIDE = 512
 """Height and width of a picture where neither the setup nor the configuration says one. (assumed)"""
 
@@ -70,14 +68,6 @@ def images_of(model: nn.Module, setup: TrainingSetup) -> Images | None:
 
     A picture goes through the checkpoint's own image processor where there is one, or through that of the model's kind
     with the sizes of the configuration. The model's vision tower, without data, says how many tokens stand for it.
-
-    Args:
-        model: on any device; it stays as it is.
-        setup: number of images and their size are read.
-
-    Raises:
-        NoImagesError: the model has no image processor that runs here, or its vision tower cannot be followed.
-        ConfigError: the images that the setup asks for do not fit into its sequences.
     """
     takes = inspect.signature(type(model).forward).parameters
     if "pixel_values" not in takes and (setup.images or setup.image_size):
@@ -130,12 +120,7 @@ def _side(config: PreTrainedConfig) -> int | None:
 
 
 def _processor(config: PreTrainedConfig) -> Any:
-    """The checkpoint's image processor, or that of the kind of model with the sizes of the configuration.
-
-    Raises:
-        ImportError: it needs a package that is not installed.
-        LookupError: there is none.
-    """
+    """The checkpoint's image processor, or that of the kind of model with the sizes of the configuration."""
     name = getattr(config, "name_or_path", "")
     return (_saved_processor(name) if name else None) or _usual_processor(config)
 
@@ -223,12 +208,7 @@ def _rows(model: nn.Module, made: Mapping[str, torch.Tensor]) -> int:
 
 
 def give_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Put memory of the CPU without data in the place of a copy's tensors; for a `FakeTensorMode`.
-
-    Args:
-        model: whose tensors are replaced, tied ones alike.
-        dtypes: of parameters, by fqn; others keep theirs.
-    """
+    """Put memory of the CPU without data in the place of a copy's tensors; for a `FakeTensorMode`."""
     fakes: dict[torch.Tensor, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         data = torch.empty(parameter.shape, dtype=dtypes.get(name, parameter.dtype), device="cpu")

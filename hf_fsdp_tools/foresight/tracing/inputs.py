@@ -10,8 +10,6 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.images import Images
 
-__all__ = ["make_batch"]
-
 _ONE_LABEL = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
 """How classes end whose labels are one class for each sequence or image."""
 
@@ -20,14 +18,6 @@ def make_batch(model: nn.Module, setup: TrainingSetup, images: Images | None = N
     """Arguments of the model's forward pass for one micro-step of training: tensors on the CPU, with any values.
 
     Sequences are full and not packed, so that no mask is given.
-
-    Args:
-        model: of transformers, whose forward gives a loss.
-        setup: batch and sequence.
-        images: of each sequence (`images_of`); None for text alone.
-
-    Raises:
-        ConfigError: the model takes no tokens, images or spectrograms, or no labels.
     """
     config: Any = model.config
     takes = inspect.signature(type(model).forward).parameters

@@ -16,17 +16,6 @@ from transformers import masking_utils, modeling_utils
 from hf_fsdp_tools.foresight.events import Operation
 from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of
 
-__all__ = [
-    "MAKES_NOTHING",
-    "AsOnCuda",
-    "counted",
-    "flash_attention",
-    "imitate_4bit",
-    "notes_of",
-    "run_on",
-    "scratch",
-]
-
 MAKES_NOTHING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 """Operations without a kernel: their result is new memory, whose values are left open."""
 

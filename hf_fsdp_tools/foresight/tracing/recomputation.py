@@ -13,23 +13,13 @@ from hf_fsdp_tools.modeling.module_tree import ModuleTree, class_name
 from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.shard import checkpoint_activations
 
-__all__ = ["blocks_marked", "checkpoint_marked"]
-
 _COMPUTED_AGAIN = "computed_again"
 """Attribute of a block during a dry run."""
 
 
 @contextmanager
 def blocks_marked(model: nn.Module, setup: TrainingSetup) -> Iterator[None]:
-    """A block in which the model's blocks say whether they are computed again, in an attribute that copies have too.
-
-    Args:
-        model: on meta.
-        setup: `activation_checkpointing` and `checkpoint_every` are read.
-
-    Raises:
-        ConfigError: only some blocks are to be computed again, and they cannot be told to.
-    """
+    """A block in which the model's blocks say whether they are computed again, in an attribute that copies have too."""
     every = setup.checkpoint_every if setup.activation_checkpointing else 1
     lists: dict[Any, list[nn.Module]] = {}
     for stack in find_blocks(ModuleTree(model)) if every > 1 else ():
@@ -48,12 +38,7 @@ def blocks_marked(model: nn.Module, setup: TrainingSetup) -> Iterator[None]:
 
 
 def checkpoint_marked(model: nn.Module, recorder: Recorder) -> None:
-    """Let the blocks of a copy compute again that are not marked otherwise, and the recorder know what does.
-
-    Args:
-        model: the copy, changed in place.
-        recorder: is told of forward passes inside the backward pass.
-    """
+    """Let the blocks of a copy compute again that are not marked otherwise, and the recorder know what does."""
     checkpoint_activations(model)
 
     def count(change: int) -> Callable[..., None]:

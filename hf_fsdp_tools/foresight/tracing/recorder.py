@@ -13,8 +13,6 @@ from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Kind, M
 from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, counted, run_on, scratch
 from hf_fsdp_tools.foresight.tracing.sums import holders_of_a_sum, is_sum_in_place
 
-__all__ = ["Recorder"]
-
 
 @dataclass(eq=False)
 class _Pass:
@@ -39,12 +37,7 @@ class _Block:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Sees every operation while it is active; the events are in `events`, in the order of their issue.
-
-    Args:
-        units: fqn of each of the plan's modules -> name of its unit, the root among them.
-        on_cuda: whether kernels are those of a GPU.
-    """
+    """Sees every operation while it is active; the events are in `events`, in the order of their issue."""
 
     def __init__(self, units: dict[str, str], *, on_cuda: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own

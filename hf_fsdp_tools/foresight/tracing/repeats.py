@@ -17,8 +17,6 @@ from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.stacks import find_blocks
 
-__all__ = ["Stack", "block_and_rest", "configs_of", "cut_plan", "repeating_stacks", "short_copy"]
-
 _POSITION = re.compile(r"layer_?(idx|id|index|num|number)$|(^|_)idx$")
 """Attributes that tell a block where it is, and nothing else (`layer_idx`)."""
 

@@ -17,19 +17,11 @@ from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Mark, W
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Stack, block_and_rest
 
-__all__ = ["Bounds", "expand"]
-
 # ---- where passes begin and end ----
 
 
 class Bounds:
-    """The places in a list of events at which the passes of blocks end.
-
-    Args:
-        model: the short model.
-        stacks: cut out of it.
-        recorder: of the model's events.
-    """
+    """The places in a list of events at which the passes of blocks end."""
 
     def __init__(self, model: nn.Module, stacks: Sequence[Stack], recorder: Recorder) -> None:
         self._recorder = recorder
@@ -84,13 +76,7 @@ _Segment = tuple[str, str, int]
 
 
 def expand(events: Sequence[Event], stacks: Sequence[Stack], bounds: Bounds) -> list[Event] | None:
-    """The events of the full depth; None where neighbouring periods differ.
-
-    Args:
-        events: of the short model.
-        stacks: that were cut.
-        bounds: of their periods.
-    """
+    """The events of the full depth; None where neighbouring periods differ."""
     try:
         return _Expansion(events, stacks, bounds).run()
     except _NotAlikeError:

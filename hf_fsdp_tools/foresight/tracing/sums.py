@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["holders_of_a_sum", "is_sum_in_place"]
-
 
 def is_sum_in_place(first: Any, second: Any, *rest: object) -> bool:
     """Whether an addition without gradients would be autograd's sum of two gradients, in the memory of the first.

@@ -7,8 +7,6 @@ import torch
 
 from hf_fsdp_tools.foresight.events import Event
 
-__all__ = ["Parameter", "TensorSize", "Trace", "modules_above"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSize:

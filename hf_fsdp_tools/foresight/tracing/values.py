@@ -21,8 +21,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING
 
-__all__ = ["Values", "followed_values"]
-
 _MOST_BYTES = 2**26
 """Of a result that is followed: token ids and grids are, masks of long sequences squared are not. (assumed)"""
 

@@ -22,8 +22,6 @@ from hf_fsdp_tools.loading.formats.saved_names import SavedPath
 from hf_fsdp_tools.loading.formats.stored import MAX_KEY_LENGTH, ChunkedTensor, TensorChunk, leaves_folder
 from hf_fsdp_tools.text import first_line, listed, listed_lines, quoted
 
-__all__ = ["METADATA", "MODEL_FOLDERS", "check_cover", "check_dcp", "find_dcp_folder", "parse_dcp"]
-
 METADATA = ".metadata"
 """Name of DCP's metadata file."""
 
@@ -32,10 +30,8 @@ MODEL_FOLDERS = "pytorch_model_fsdp_*"
 
 
 def find_dcp_folder(folder: Path) -> Path | None:
-    """The DCP folder of a model: `folder`, or the one inside it that Accelerate or the Trainer wrote; None without one.
-
-    Raises:
-        CheckpointError: `folder` holds several models.
+    """The DCP folder of a model: `folder`, or the one inside it that Accelerate or the Trainer wrote; None without
+    one.
     """
     if (folder / METADATA).is_file():
         return folder
@@ -51,10 +47,6 @@ def parse_dcp(folder: Path) -> tuple[list[tuple[SavedPath, ChunkedTensor]], int]
 
     The metadata is a pickle, of which only DCP's own plain records are built. Values other than tensors (step counts,
     random states) are left out.
-
-    Raises:
-        CheckpointError: the metadata is damaged or would run code; files are absent, short or outside the folder; or
-            the chunks of a tensor do not cover it.
     """
     file = folder / METADATA
     with watched(file):
@@ -92,9 +84,6 @@ def check_dcp(folder: Path) -> list[str]:
 
     torch unpickles the metadata, and every value that is no tensor, without restriction (2.13:
     `FileSystemReader.read_metadata`, `DefaultLoadPlanner.load_bytes`). Call it before torch does; all values are read.
-
-    Raises:
-        CheckpointError: the metadata or a value is damaged, lies outside the folder, or would run code.
     """
     file = folder / METADATA
     metadata = _unpickle(file, file.read_bytes())
@@ -192,15 +181,7 @@ def _expect(file: Path, name: str, is_so: bool, what: str, found: Any) -> None:
 
 
 def _parse_chunk(folder: Path, key: str, saved: Any, storage: Mapping[Any, Any], sizes: dict[str, int]) -> TensorChunk:
-    """The place of one chunk of a tensor, checked against the sizes of the folder's files.
-
-    Args:
-        folder: the DCP folder.
-        key: of the tensor.
-        saved: DCP's record of the chunk.
-        storage: DCP's records of where chunks lie.
-        sizes: sizes of files that were looked at already, by name; -1 for an absent file. Extended here.
-    """
+    """The place of one chunk of a tensor, checked against the sizes of the folder's files."""
     start, length = tuple(saved.offsets), tuple(saved.sizes)
     place = storage.get(dcp.MetadataIndex(key, saved.offsets))
     name = f"{key}[{', '.join(f'{s}:{s + n}' for s, n in zip(start, length, strict=True))}]" if start else key

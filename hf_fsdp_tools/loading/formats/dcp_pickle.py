@@ -13,16 +13,9 @@ from torch.serialization import _get_layout
 from hf_fsdp_tools.modeling.pickles import refuse_endless
 from hf_fsdp_tools.text import quoted
 
-__all__ = ["load_metadata"]
-
 
 def load_metadata(text: bytes) -> Any:
-    """What was pickled, of records of DCP and plain values; anything may be wrong with it.
-
-    Raises:
-        pickle.UnpicklingError: it names something else, or would take endless time. A damaged pickle
-            can raise anything.
-    """
+    """What was pickled, of records of DCP and plain values; anything may be wrong with it."""
     refuse_endless(text)
     return _Unpickler(io.BytesIO(text)).load()
 

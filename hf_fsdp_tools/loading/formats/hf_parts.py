@@ -13,8 +13,6 @@ from hf_fsdp_tools.loading.formats.dcp import check_cover
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, StoredTensor, TensorChunk
 from hf_fsdp_tools.text import dtype_name, listed
 
-__all__ = ["find_parts", "join_parts"]
-
 _PARTS_FOLDER = "sharded"
 """Where the writer puts its parts if it joins them too (`enable_consolidation=True`); source: torch 2.9 to 2.14,
 `SHARDED_DIR_NAME`."""
@@ -24,13 +22,6 @@ def join_parts(key: str, parts: Sequence[StoredTensor]) -> StoredTensor | Chunke
     """One tensor from all that files hold under its name.
 
     The files do not say how large the whole is, so it ends where the last of its parts ends.
-
-    Args:
-        key: the name.
-        parts: all tensors of that name, in the order of their files.
-
-    Raises:
-        CheckpointError: the parts do not belong together, leave something out, or are the same tensor twice.
     """
     first = parts[0]
     if len(parts) == 1 and not any(first.start or ()):

@@ -15,18 +15,12 @@ from hf_fsdp_tools.loading.regions import row_major_strides
 from hf_fsdp_tools.modeling.pickles import damaged, load_pickled
 from hf_fsdp_tools.text import listed, quoted
 
-__all__ = ["check_value", "locate_chunk", "parse_pickled"]
-
 
 def parse_pickled(file: Path) -> tuple[list[StoredTensor], int]:
     """The tensors of a state dict saved by `torch.save`, in its order; and the number of bytes read to locate them.
 
     No code of the file is run: torch's restricted unpickler builds tensors and plain containers only. Tied tensors
     share their bytes; transposed tensors keep their strides.
-
-    Raises:
-        CheckpointError: the file is damaged, holds anything but a dict of tensors, would run code, or has the format
-            from before torch 1.6, whose data has no fixed place.
     """
     content, records, num_bytes = load_pickled(file)
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
@@ -42,11 +36,7 @@ def parse_pickled(file: Path) -> tuple[list[StoredTensor], int]:
 
 
 def locate_chunk(chunk: TensorChunk, dtype: torch.dtype) -> StoredTensor:
-    """Where the data of one chunk lies, from the head and tail of its own `torch.save` archive; no data is read.
-
-    Raises:
-        CheckpointError: the chunk is no such archive, or holds another tensor than the folder's metadata says.
-    """
+    """Where the data of one chunk lies, from the head and tail of its own `torch.save` archive; no data is read."""
     try:
         tensor, records, _ = load_pickled(chunk.file, chunk.offset, chunk.length)
     except CheckpointError as error:
@@ -64,11 +54,7 @@ def locate_chunk(chunk: TensorChunk, dtype: torch.dtype) -> StoredTensor:
 
 
 def check_value(file: Path, key: str, offset: int, num_bytes: int) -> None:
-    """Refuse a value saved by `torch.save` at a place of a file that holds more than tensors and plain containers.
-
-    Raises:
-        CheckpointError: the file is too short, the value is damaged, or unpickling it could run code.
-    """
+    """Refuse a value saved by `torch.save` at a place of a file that holds more than tensors and plain containers."""
     try:
         load_pickled(file, offset, num_bytes)
     except CheckpointError as error:

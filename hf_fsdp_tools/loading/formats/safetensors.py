@@ -17,8 +17,6 @@ from hf_fsdp_tools.loading.formats.stored import MAX_KEY_LENGTH, StoredTensor
 from hf_fsdp_tools.modeling.untrusted import refuse_pointer
 from hf_fsdp_tools.text import quoted
 
-__all__ = ["DTYPES", "MAX_HEADER_BYTES", "parse_header", "parse_json"]
-
 MAX_HEADER_BYTES = 100_000_000
 """Largest header in bytes that the safetensors format allows."""
 
@@ -57,9 +55,6 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
 
     Nothing in the file is trusted: length, encoding, JSON, dtypes, shapes and byte ranges are checked, and ranges must
     cover the data without holes or overlaps, as the format demands.
-
-    Raises:
-        CheckpointError: the file cannot be read or its header is wrong; names the first problem.
     """
     try:
         with watched(file):
@@ -92,16 +87,7 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
 def parse_json(
     file: Path, text: bytes, made_of: Callable[[dict[str, Any]], Any] = lambda value: value
 ) -> dict[str, Any]:
-    """A JSON object, the header of a safetensors file or an index file, as a dict with unique keys.
-
-    Args:
-        file: for messages.
-        text: of the file.
-        made_of: what to keep of each object in the text.
-
-    Raises:
-        CheckpointError: the text is no JSON object, or a key occurs twice.
-    """
+    """A JSON object, the header of a safetensors file or an index file, as a dict with unique keys."""
     what = "it" if file.suffix == ".json" else "header"
 
     def unique(pairs: list[tuple[str, Any]]) -> Any:

@@ -13,8 +13,6 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.module_tree import ADAPTED, WRAPPED, plain_name
 from hf_fsdp_tools.text import listed, quoted
 
-__all__ = ["SavedPath", "is_wrapped", "model_part", "peft_part"]
-
 SavedPath = tuple[str, ...]
 """Where a tensor lies in a saved state dict: keys from the outermost dict to the tensor's own."""
 
@@ -52,14 +50,6 @@ def model_part(tensors: Mapping[SavedPath, _Tensor], model_keys: Collection[str]
     The model is the part of the saved state dict with most names in common with `model_keys`, whatever the part is
     called and whatever modules are around the model. All tensors of the part are returned, also those that the model
     does not know.
-
-    Args:
-        tensors: all saved tensors by their paths.
-        model_keys: the names of the model's own tensors.
-        where: the checkpoint, for messages.
-
-    Raises:
-        CheckpointError: no saved tensor has a name of the model, or several parts are equally like the model.
     """
     suffixes = {suffix for key in model_keys for suffix in _suffixes(key)}
     votes = Counter(path[:-1] for path in tensors if not suffixes.isdisjoint(_suffixes(_of_module(path[-1]))))
@@ -139,16 +129,7 @@ def _of_module(name: str) -> str:
 def peft_part(
     tensors: Mapping[SavedPath, _Tensor], marks: Callable[[], tuple[str, ...]]
 ) -> tuple[dict[SavedPath, _Tensor], dict[str, _Tensor]] | None:
-    """The base and the adapter in the saved state of a `PeftModel`; None for any other state.
-
-    Args:
-        tensors: all saved tensors by their paths.
-        marks: gives how PEFT begins the names of an adapter's parameters (`lora_`, …).
-
-    Returns:
-        The tensors of the base by their paths, none where the adapter was saved without it; and all others of the
-        `PeftModel`, by their names without what torch's wrappers put into them.
-    """
+    """The base and the adapter in the saved state of a `PeftModel`; None for any other state."""
     votes = Counter(path[:-1] for path in tensors if _unwrapped(path[-1]).startswith((_PEFT, *_PROMPTS)))
     if not votes:
         return None
@@ -181,10 +162,6 @@ def _peft_names(names: Collection[str], marks: tuple[str, ...] = ()) -> _PeftNam
 
     PEFT keeps an adapted module as `base_layer` or `original_module` beside what it adds. So where a name goes on
     otherwise than into these, it is the adapter's. A state of an adapter alone has names without a base beside them.
-
-    Args:
-        names: as saved, without what torch's wrappers put into them.
-        marks: how PEFT begins the names of an adapter's parameters (`lora_`, …).
     """
     if not any(name.startswith((_PEFT, *_PROMPTS)) for name in names):
         return None

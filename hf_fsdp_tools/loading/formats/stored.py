@@ -10,17 +10,6 @@ import torch
 from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.loading.regions import Piece, View, row_major_strides
 
-__all__ = [
-    "MAX_KEY_LENGTH",
-    "BlockScales",
-    "ChunkedTensor",
-    "QuantizedTensor",
-    "Stored",
-    "StoredTensor",
-    "TensorChunk",
-    "leaves_folder",
-]
-
 MAX_KEY_LENGTH = 4096
 """Characters of the longest name of a tensor that is read: names are printed, and nested modules make names of some
 hundred. (assumed)"""

@@ -17,7 +17,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["begin_sync", "exchange", "library_errors", "storage_errors", "sync", "try_lock", "write_durably"]
 
 _AT_FDCWD = -100
 """A relative path is meant from the current folder; source: Linux, fcntl.h."""
@@ -36,12 +35,7 @@ _UNABLE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES}
 
 @contextmanager
 def storage_errors(doing: str, folder: Path) -> Iterator[None]:
-    """Turn an `OSError` of this block into a `CheckpointError` that names the folder.
-
-    Args:
-        doing: "save to", "read".
-        folder: that the user gave.
-    """
+    """Turn an `OSError` of this block into a `CheckpointError` that names the folder."""
     try:
         yield
     except OSError as error:
@@ -67,11 +61,7 @@ def library_errors(doing: str, folder: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's list of names, are on disk, where the file system has such a call.
-
-    Raises:
-        OSError: they cannot be written, for want of space for example.
-    """
+    """Wait until a file's bytes, or a folder's list of names, are on disk, where the file system has such a call."""
     try:
         with watched(path):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -108,11 +98,7 @@ def try_lock(descriptor: int) -> bool | None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a small file so that readers see the former file or the whole new one, after a crash too.
-
-    Raises:
-        OSError: it cannot be written; a former file is as it was.
-    """
+    """Write a small file so that readers see the former file or the whole new one, after a crash too."""
     temporary = path.with_name(f".{path.name}.incomplete")
     temporary.write_text(text, encoding="utf-8")
     sync(temporary)
@@ -121,10 +107,8 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Exchange what two names of one file system mean, in one step; False, and nothing done, where that is impossible.
-
-    Raises:
-        OSError: one of them is not there, or may not be renamed; both are as they were.
+    """Exchange what two names of one file system mean, in one step; False, and nothing done, where that is
+    impossible.
     """
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
     if call is None:

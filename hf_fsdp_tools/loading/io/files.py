@@ -22,18 +22,6 @@ from hf_fsdp_tools.loading.io.durable import begin_sync
 from hf_fsdp_tools.loading.io.staging import Staging
 from hf_fsdp_tools.loading.io.transfer import Batch, Limits, Request, Route, Transfer, cut_batches
 
-__all__ = [
-    "MAX_GAP_BYTES",
-    "REQUESTS_IN_FLIGHT",
-    "STAGING_BYTES",
-    "STAGING_BYTES_PINNED",
-    "Reader",
-    "TransferStats",
-    "Writer",
-    "write_in_turn",
-    "write_transfers",
-]
-
 REQUESTS_IN_FLIGHT = 16
 """Requests that one rank has under way at a time. The page cache and a local disk need few; on a network file system,
 where a request waits for milliseconds, the rate grows with their number. (assumed)"""
@@ -111,9 +99,6 @@ def write_in_turn(transfers: Iterable[Transfer]) -> TransferStats:
 
     No thread is begun, which the interpreter refuses while it ends, and no memory is taken for transfers of which each
     run of bytes in the file is one in memory.
-
-    Raises:
-        CheckpointError: a file cannot be written.
     """
     with Writer(staging_bytes=_REQUEST_BYTES, side=None, in_flight=1) as writer:
         return writer.move_in_turn(transfers)
@@ -133,16 +118,7 @@ class _Mover(ABC):
         in_flight: int = REQUESTS_IN_FLIGHT,
         on_bytes: Callable[[int], object] = lambda num_bytes: None,
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            staging_bytes: upper bound of all staging buffers together.
-            side: of the accelerator that holds memory of transfers (`side_stream_for`); None for the CPU alone. Memory
-                on any further device is copied from and to by the CPU, one transfer after the other.
-            in_flight: requests at a time, one thread each.
-            on_bytes: told how many bytes (as stored) were moved since the last call; all calls together give the size
-                of the transfers, gaps left out. Called by the threads, one at a time.
-        """
+        """Start nothing yet."""
         self._staging = Staging(staging_bytes=staging_bytes, in_flight=in_flight, side=side)
         self._side = side
         self._in_flight = in_flight
@@ -274,25 +250,12 @@ class Reader(_Mover):
         read_ahead: bool = False,
         on_bytes: Callable[[int], object] = lambda num_bytes: None,
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            staging_bytes: as for `_Mover`, like `side`, `in_flight` and `on_bytes`.
-            side: None for the CPU alone.
-            in_flight: requests at a time.
-            read_ahead: whether the system may read on behind each request, for other ranks of this node that want the
-                bytes there. Where no rank wants them, reading on costs the disk about twice a rank's share.
-            on_bytes: told how many bytes arrived since the last call.
-        """
+        """Start nothing yet."""
         super().__init__(staging_bytes=staging_bytes, side=side, in_flight=in_flight, on_bytes=on_bytes)
         self._read_ahead = read_ahead
 
     def read(self, transfers: Iterable[Transfer]) -> TransferStats:
-        """Fill the memory of every transfer.
-
-        Raises:
-            CheckpointError: a file cannot be read, or is shorter than its header said.
-        """
+        """Fill the memory of every transfer."""
         return self.begin(transfers)()
 
     def _limits(self) -> Limits:

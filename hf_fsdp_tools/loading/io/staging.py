@@ -9,8 +9,6 @@ import torch
 from hf_fsdp_tools.accelerator import Mark, SideStream
 from hf_fsdp_tools.loading.io.transfer import Batch, Route
 
-__all__ = ["Ring", "Staging", "buffer_sizes"]
-
 _HOST_BUFFER_BYTES = 8 * 2**20
 """Bytes of the largest buffer that the CPU casts from, and of the largest request. (assumed)"""
 
@@ -42,12 +40,7 @@ class Ring:
     """Buffers that threads take and give back."""
 
     def __init__(self, make: Callable[[], torch.Tensor], count: int) -> None:
-        """Make no buffer yet.
-
-        Args:
-            make: makes a buffer.
-            count: of buffers at most; at least one for each thread that holds one at a time.
-        """
+        """Make no buffer yet."""
         self._make = make
         self._count = count
         self._lock = threading.Lock()
@@ -99,13 +92,7 @@ class Staging:
     """
 
     def __init__(self, *, staging_bytes: int, in_flight: int, side: SideStream | None) -> None:
-        """Make no buffer yet.
-
-        Args:
-            staging_bytes: upper bound of all buffers together.
-            in_flight: threads that will call.
-            side: of the accelerator whose memory is copied; None for the CPU alone.
-        """
+        """Make no buffer yet."""
         count, self.buffer_bytes = buffer_sizes(staging_bytes, in_flight, pinned=side is not None)
         self._side = side
         num_bytes = self.buffer_bytes

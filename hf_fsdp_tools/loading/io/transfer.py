@@ -19,8 +19,6 @@ from hf_fsdp_tools.loading.formats.stored import StoredTensor
 from hf_fsdp_tools.loading.regions import View, slice_piece
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 
-__all__ = ["Batch", "Limits", "Request", "Route", "Transfer", "cut_batches", "transfer_of", "views_into"]
-
 _MAX_RUNS = 1024
 """Memory regions that one `preadv` or `pwritev` takes (IOV_MAX on Linux)."""
 
@@ -169,13 +167,7 @@ class Limits:
 
 
 def views_into(memory: torch.Tensor, tensor: PieceTensor, box: Box) -> Iterator[tuple[str, View, torch.Tensor]]:
-    """Yield the sources that fill `memory` with one box of a tensor: name, view of the source, part of the memory.
-
-    Args:
-        memory: a view of any strides, of the box's shape. Elements that no piece of the tensor fills keep their values.
-        tensor: must not be opaque.
-        box: which part of the tensor.
-    """
+    """Yield the sources that fill `memory` with one box of a tensor: name, view of the source, part of the memory."""
     for piece in tensor.pieces or ():
         part = slice_piece(piece, box)
         if part is None:
@@ -199,13 +191,7 @@ def transfer_of(stored: StoredTensor, view: View, memory: torch.Tensor) -> Trans
 def cut_batches(
     transfers: Iterable[Transfer], limits: Limits, *, on_device: Callable[[torch.Tensor], bool]
 ) -> Iterator[Batch]:
-    """Yield batches that together move the transfers, in file order.
-
-    Args:
-        transfers: of any files.
-        limits: sizes.
-        on_device: whether memory is on the accelerator for which buffers are pinned.
-    """
+    """Yield batches that together move the transfers, in file order."""
     staged: list[Request] = []
     places: list[int] = []
     for request in _cut_requests(transfers, limits, on_device):
@@ -310,13 +296,7 @@ def _divided(run: Transfer, limits: Limits, is_on_device: bool) -> Iterator[tupl
 def _join_neighbours(
     file: Path, parts: Iterable[tuple[int, int, Transfer, Route]], limits: Limits
 ) -> Iterator[Request]:
-    """Yield neighbours as one request: direct transfers while they touch, staged ones while they touch or overlap.
-
-    Args:
-        file: of all parts.
-        parts: (start, stop, transfer, route) in file order.
-        limits: of the requests.
-    """
+    """Yield neighbours as one request: direct transfers while they touch, staged ones while they touch or overlap."""
     joined: list[Transfer] = []
     first = last = 0
     way = Route.DIRECT

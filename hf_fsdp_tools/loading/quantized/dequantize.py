@@ -23,8 +23,6 @@ from hf_fsdp_tools.loading.quantized.windows import Bounds, batches, work_in_win
 from hf_fsdp_tools.loading.regions import View, row_major_strides
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 
-__all__ = ["Place", "QuantizedPart", "dequantize", "read_into", "reads_of", "whole_place"]
-
 Place = tuple[torch.Tensor, PieceTensor, Box]
 """Memory of any strides, and the box of a stored tensor that fills it."""
 
@@ -81,14 +79,6 @@ def dequantize(parts: Sequence[QuantizedPart], reader: Reader, *, staging_bytes:
     """Read values and scales, and fill the memory of all parts with floats of its dtype, on its device.
 
     While some rows are dequantised, the next ones are read.
-
-    Args:
-        parts: whose memory is on one device.
-        reader: whose buffers take half of `staging_bytes` on the host.
-        staging_bytes: bound of host memory above the parts' own, the reader's buffers included.
-
-    Raises:
-        CheckpointError: a file cannot be read, or a scale is no positive or negative number.
     """
     if not parts:
         return TransferStats()
@@ -187,11 +177,7 @@ class _Slab:
             yield scales.transfer()
 
     def finish(self) -> None:
-        """Dequantise what was read into the memory of the part.
-
-        Raises:
-            CheckpointError: a scale is no positive or negative number.
-        """
+        """Dequantise what was read into the memory of the part."""
         tensor, memory = self.part.tensor, self.part.memory
         values = self.values.view(-1, self.values.shape[-1]).view(tensor.values.dtype)
         beside = {name: scales.of_each_row() for name, scales in self.scales.items()}

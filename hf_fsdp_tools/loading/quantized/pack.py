@@ -27,8 +27,6 @@ from hf_fsdp_tools.loading.quantized.windows import Bounds, batches, work_in_win
 from hf_fsdp_tools.loading.regions import row_major_strides
 from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of, set_quant_state
 
-__all__ = ["forget_scales", "join_scales", "make_quant_state", "quantize_weights", "read_scales"]
-
 
 def quantize_weights(
     share: PackedShare, index: CheckpointIndex, reader: Reader, *, doing: str, staging_bytes: int
@@ -38,18 +36,8 @@ def quantize_weights(
     The result equals bitsandbytes' packing of whole weights bit for bit. Values are cast to the dtype of the model and
     packed on the mesh's device, a bounded number at a time; while some are packed, the next ones are read.
 
-    Args:
-        share: of an allocated model.
-        index: of the checkpoint.
-        reader: whose buffers take half of `staging_bytes` where the CPU packs.
-        doing: for messages, as in `agreed`.
-        staging_bytes: bound of host memory above the shards and the scales, the reader's buffers included.
-
     Every rank must call. The ranks exchange errors, and add up the scales (4 bytes per block of 64 values) of some
     weights at a time.
-
-    Raises:
-        CheckpointError: a file cannot be read, or stored scales are damaged; the same on every rank.
     """
     stats = TransferStats()
     if share.scales:
@@ -176,10 +164,6 @@ def join_scales(scales: torch.Tensor, sharded: torch.Tensor) -> None:
 
     A rank has zeros for blocks that other ranks packed, so the maximum over the ranks is the scale.
 
-    Args:
-        scales: of all blocks, float32, on the mesh's device.
-        sharded: the packed parameter.
-
     Every rank of the parameter's mesh must call.
     """
     if not isinstance(sharded, DTensor):
@@ -209,11 +193,7 @@ def make_quant_state(scales: torch.Tensor, packing: Packing) -> Any:
 
 
 def read_scales(share: PackedShare, index: CheckpointIndex, reader: Reader) -> TransferStats:
-    """Read the stored scales, whole, and give them to the layers whose packed weights are stored.
-
-    Raises:
-        CheckpointError: scales cannot be read, are damaged, or belong to a weight of another shape.
-    """
+    """Read the stored scales, whole, and give them to the layers whose packed weights are stored."""
     read = [
         (
             module,

@@ -20,8 +20,6 @@ from hf_fsdp_tools.loading.formats.stored import BlockScales, QuantizedTensor, S
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.text import dtype_name, listed_lines, quoted
 
-__all__ = ["Dequantized", "method_of", "scaled_as_converted", "with_floats"]
-
 _FINE_GRAINED, _MXFP4, _COMPRESSED = ("fp8", "mxfp8"), ("mxfp4",), ("compressed-tensors",)
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -66,14 +64,6 @@ def with_floats(
 
     Fine-grained FP8 and MXFP4 are known by their tensors, and so are 8-bit values with a `weight_scale`; a config that
     names another method than these leaves all as it is.
-
-    Args:
-        index: of the checkpoint.
-        quantization: what the model's config says.
-        model_keys: of the model.
-
-    Raises:
-        CheckpointError: values without scales, scales without values, or shapes or dtypes that do not fit each other.
     """
     method = method_of(quantization)
     if method is not None and method not in _FINE_GRAINED + _MXFP4 + _COMPRESSED:

@@ -12,8 +12,6 @@ from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.text import dtype_name, listed_lines, quoted
 
-__all__ = ["refuse_quantized"]
-
 _REASONS = {
     "aqlm": "it stores codes of codebooks",
     "auto-round": "it packs values with zero points per group, and may reorder columns",
@@ -47,16 +45,6 @@ def refuse_quantized(
     The files decide, whatever the method is called. A stored tensor is packed if it fills a floating-point parameter
     with integers, or if the model does not know it and it belongs to the module of a parameter that is missing or one
     byte wide (`qweight`, `weight_packed`, the scales of an 8-bit `weight`).
-
-    Args:
-        model: plain or sharded, with or without storage.
-        load_map: where its tensors come from.
-        index: in which quantised weights with a known rule look like plain ones.
-        method: that the config names; None without any.
-        is_known: whether there are weights with a known rule.
-
-    Raises:
-        CheckpointError: the same on every rank; nothing has been read.
     """
     layers = packed_linears(model)  # 4-bit layers of bitsandbytes, whose own weights `part_packed` looked at
     packed = _packed_tensors(model, load_map, index.tensors, layers)

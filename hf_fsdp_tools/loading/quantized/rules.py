@@ -12,8 +12,6 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-__all__ = ["RULES", "Rule", "unpacked"]
-
 Rule = Callable[[torch.Tensor, Mapping[str, torch.Tensor], torch.dtype], torch.Tensor]
 """(stored values, [rows, stored elements]; what belongs to the blocks of each row, [rows, blocks] each; dtype) to the
 floats of that dtype, [rows, values]."""

@@ -16,8 +16,6 @@ from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of
 from hf_fsdp_tools.text import dtype_name, listed_lines
 
-__all__ = ["PackedShare", "PackedWeight", "Span", "compute_device", "part_packed", "share_of_packed"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
@@ -82,17 +80,7 @@ class PackedShare:
 
 
 def part_packed(model: nn.Module, load_map: LoadMap, index: CheckpointIndex) -> tuple[LoadMap, dict[str, PieceTensor]]:
-    """Part the 4-bit weights that are packed while loading from a load map.
-
-    Returns:
-        The load map without these weights, and the stored plain weights, of shape (out_features, in_features), by key.
-        Weights that are stored packed stay in the map, to be read like any other tensor, and the keys of their scales
-        are no longer unexpected.
-
-    Raises:
-        CheckpointError: a weight is in no file, is stored otherwise than the config says, or its conversion computes.
-        ConfigError: the shards are FSDP1's.
-    """
+    """Part the 4-bit weights that are packed while loading from a load map."""
     layers = packed_linears(model)
     if not layers:
         return load_map, {}
@@ -130,14 +118,7 @@ def part_packed(model: nn.Module, load_map: LoadMap, index: CheckpointIndex) -> 
 def share_of_packed(
     model: nn.Module, plain: Mapping[str, PieceTensor], load_map: LoadMap, index: CheckpointIndex
 ) -> PackedShare:
-    """This rank's shards of the 4-bit weights of an allocated model.
-
-    Args:
-        model: allocated.
-        plain: as `part_packed` gives it.
-        load_map: as `part_packed` gives it.
-        index: of the checkpoint.
-    """
+    """This rank's shards of the 4-bit weights of an allocated model."""
     state = persistent_tensors(model)
     weights: list[PackedWeight] = []
     scales: list[tuple[Any, Mapping[str, str]]] = []

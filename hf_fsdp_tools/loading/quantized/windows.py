@@ -9,8 +9,6 @@ import torch
 from hf_fsdp_tools.loading.io.files import Reader, TransferStats
 from hf_fsdp_tools.loading.io.transfer import Transfer
 
-__all__ = ["WORK_BYTES", "Bounds", "batches", "work_in_windows"]
-
 P = TypeVar("P")
 T = TypeVar("T")
 
@@ -76,14 +74,7 @@ def work_in_windows(
     begin: Callable[[Sequence[T]], tuple[list[P], list[Transfer]]],
     work: Callable[[P], object],
 ) -> TransferStats:
-    """Read windows one after the other, and work on each while the next one is read; what reading cost.
-
-    Args:
-        windows: what is read together.
-        reader: has nothing else under way.
-        begin: gives the parts of a window, with memory for what is read, and the transfers into that memory.
-        work: takes each part once it was read, on the calling thread.
-    """
+    """Read windows one after the other, and work on each while the next one is read; what reading cost."""
     stats = TransferStats()
     arrived: list[P] = []
 
