@@ -131,7 +131,7 @@ def checkpoint(model: str, args: argparse.Namespace) -> Path:
         shape = {} if args.tiny else SMALL
         return Path(make_demo_model(folder, max_length=max(1024, args.seq_len), max_shard_size="1GB", **shape))
     if not folder.is_dir():
-        words = ["-m", "benchmarks.gpu.models", model, str(folder), *(["--small"] if args.tiny else [])]
+        words = ["-m", "benchmarks.measuring.random_models", model, str(folder), *(["--small"] if args.tiny else [])]
         subprocess.run([sys.executable, *words], check=True, cwd=ROOT)
         words = make_demo_model(args.folder / "tokenizer")
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -1,6 +1,6 @@
 """Checkpoints with random weights in the shapes of real models, made on the GPU within seconds; and their adapters.
 
-    python -m benchmarks.gpu.models 8b FOLDER [--small]
+    python -m benchmarks.measuring.random_models 8b FOLDER [--small]
 
 writes FOLDER (bf16, several safetensors files) and, where PEFT is installed, FOLDER-adapter: a new LoRA adapter on all
 linear layers, so that two programs can begin with the same one. "demo" is the quick start's own model, in fp32.
