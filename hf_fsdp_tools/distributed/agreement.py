@@ -73,32 +73,14 @@ def shared_seed(seed: int | None) -> int:
     return zlib.crc32(shared_rng_state().numpy().tobytes()) if seed is None else seed
 
 
-@dataclass(eq=False)
-class _Block:
-    """An `agreed` block that this thread is in."""
-
-    ranks: Sequence[int] | None
-    """The ranks that are in it; None for all."""
-
-    compared: list[tuple[Any, Callable[[list[Any]], object]]] = field(default_factory=list)
-    """This rank's values to exchange at its end, each with the check of all values."""
-
-    failed: str = ""
-    """The step of the block in which this rank failed, for messages."""
-
-
-_block: ContextVar[_Block | None] = ContextVar("_block", default=None)
-
-
 @contextmanager
 def agreed(doing: str, where: str | PathLike[str] = "", *, ranks: Sequence[int] | None = None) -> Iterator[None]:
     """Run a block on every rank; if it fails on some rank, raise the same error on all ranks.
 
-    Every rank must enter. A block within another is a step of it: it has a name for messages, and the ranks exchange
-    errors where the outer block ends. A block may exchange values (`all_ranks`): the ranks that wait there for a rank
-    that fails learn of it at once. A block must not run collectives of a process group, which would not learn of it. A
-    rank whose own error is not of this package (a mistake in it, memory exhausted) raises that error; the other ranks
-    raise a `CheckpointError` that says which rank it was.
+    Every rank must enter. Blocks may be nested, and a block may exchange values (`all_ranks`): the ranks that wait
+    there for a rank that fails learn of it at once. A block must not run collectives of a process group, which would
+    not learn of it. A rank whose own error is not of this package (a mistake in it, memory exhausted) raises that
+    error; the other ranks raise a `CheckpointError` that says which rank it was.
 
     Args:
         doing: what the block does, for messages; the same on every rank: "reading the checkpoint".
@@ -110,42 +92,80 @@ def agreed(doing: str, where: str | PathLike[str] = "", *, ranks: Sequence[int] 
             message on every rank.
         RanksError: a rank does not come, is lost, or is in another call.
     """
-    outer = _block.get()
-    if outer is None:
+    steps = _steps.get()
+    if steps is None:
         with _agreed_at_end(doing, where, ranks):
             yield
         return
     try:
         yield
     except Exception:
-        outer.failed = outer.failed or _step(doing, where)
+        steps.failed = steps.failed or _sentence(doing, where)
         raise
 
 
-def _step(doing: str, where: str | PathLike[str]) -> str:
+@contextmanager
+def agreed_steps(doing: str, *, ranks: Sequence[int] | None = None) -> Iterator[None]:
+    """`agreed`, for a block of steps that need nothing of each other on other ranks: one round in all.
+
+    An `agreed` block within it is one of the steps: it has a name for messages, and no round of its own. Arguments
+    that the ranks compare (`same_on_all_ranks`) travel with the errors, where this block ends.
+    """
+    if _steps.get() is not None:
+        with agreed(doing):
+            yield
+        return
+    with _agreed_at_end(doing, "", ranks, _Steps(ranks)):
+        yield
+
+
+@dataclass(eq=False)
+class _Steps:
+    """The steps of a block with one round at its end."""
+
+    ranks: Sequence[int] | None
+    """The ranks that are in it; None for all."""
+
+    compared: list[tuple[Any, Callable[[list[Any]], object]]] = field(default_factory=list)
+    """This rank's values to exchange at its end, each with the check of all values."""
+
+    failed: str = ""
+    """The step in which this rank failed, for messages."""
+
+
+_steps: ContextVar[_Steps | None] = ContextVar("_steps", default=None)
+
+
+@contextmanager
+def _within(steps: _Steps | None) -> Iterator[None]:
+    token = _steps.set(steps)
+    try:
+        yield
+    finally:
+        _steps.reset(token)
+
+
+def _sentence(doing: str, where: str | PathLike[str]) -> str:
     return f"{doing[:1].upper()}{doing[1:]}{f' ({str(where)!r})' if where else ''}"
 
 
 @contextmanager
-def _within(block: _Block | None) -> Iterator[None]:
-    token = _block.set(block)
-    try:
-        yield
-    finally:
-        _block.reset(token)
-
-
-@contextmanager
-def _agreed_at_end(doing: str, where: str | PathLike[str] = "", ranks: Sequence[int] | None = None) -> Iterator[None]:
-    """`agreed` with a round at its end, also within another block."""
+def _agreed_at_end(
+    doing: str,
+    where: str | PathLike[str] = "",
+    ranks: Sequence[int] | None = None,
+    steps: _Steps | None = None,
+) -> Iterator[None]:
+    """`agreed` with a round at its end, also within a block of steps."""
     rounds = rounds_of(ranks)
     if rounds is None:
-        yield
+        with _within(None):
+            yield
         return
-    block, failure = _Block(ranks), None
+    failure: Exception | None = None
     with rounds.scope(doing) as scope:
         try:
-            with _within(block):
+            with _within(steps):
                 yield
         except StoppedElsewhere as stop:
             if stop.scope is not scope:
@@ -156,20 +176,21 @@ def _agreed_at_end(doing: str, where: str | PathLike[str] = "", ranks: Sequence[
             failure = error
             rounds.fail(scope)
         try:
-            values = [value for value, _ in block.compared]
-            step = block.failed or _step(doing, where)
-            answers = rounds.exchange((_as_data_of_error(failure, step), values), doing, ends=scope)
+            compared = steps.compared if steps else []
+            problem = _problem(failure, (steps and steps.failed) or _sentence(doing, where))
+            answers = rounds.exchange((problem, [value for value, _ in compared]), doing, ends=scope)
         except RanksError as error:
             if failure is not None:
                 error.add_note(f"Before, this rank failed: {failure!r}")
             raise
-    with _within(None):
-        for (_, check), *values in zip(block.compared, *(values for _, values in answers), strict=False):
-            check(values)  # of what all ranks came to: what differs explains why some failed later
-    _raise_failures(failure, {rank: one for rank, (one, _) in zip(rounds.ranks, answers, strict=True) if one}, answers)
+    with _within(None):  # first what differs, of all that every rank came to: it explains why some failed later
+        for (_, check), *values in zip(compared, *(values for _, values in answers), strict=False):
+            check(values)
+    failed = {rank: problem for rank, (problem, _) in zip(rounds.ranks, answers, strict=True) if problem}
+    _raise_failures(failure, failed, len(answers))
 
 
-def _raise_failures(failure: Exception | None, failed: dict[int, tuple[str, str, str]], answers: Sequence[Any]) -> None:
+def _raise_failures(failure: Exception | None, failed: dict[int, tuple[str, str, str]], size: int) -> None:
     """Raise the error in which some ranks failed, the same on every rank; nothing where none failed."""
     if failure is not None and not isinstance(failure, FSDPToolsError):
         raise failure
@@ -178,27 +199,25 @@ def _raise_failures(failure: Exception | None, failed: dict[int, tuple[str, str,
     name, _, step = next(iter(failed.values()))
     kind = getattr(errors, name)
     texts = list(dict.fromkeys(text for _, text, _ in failed.values()))
-    if len(failed) == len(answers) and len(texts) == 1:
+    if len(failed) == size and len(texts) == 1:
         assert failure is not None
         if type(failure) is kind:
             raise failure  # its traceback says where; a second error would say the same once more
         raise kind(texts[0]) from None
     lines = [f"rank {listed([str(r) for r in failed if failed[r][1] == text], 8)}: {text}" for text in texts]
-    raise kind(f"{step} failed on {len(failed)} of {len(answers)} ranks.\n{listed_lines(lines, head='')}") from failure
+    raise kind(f"{step} failed on {len(failed)} of {size} ranks.\n{listed_lines(lines, head='')}") from failure
 
 
-def compare_at_end(value: Any, check: Callable[[list[Any]], object]) -> None:
-    """Give `check` every rank's value, in rank order, where the `agreed` block ends that this is called in.
+def compare_at_end(value: Any, check: Callable[[list[Any]], object], doing: str = "comparing the ranks") -> None:
+    """Give `check` every rank's value, in rank order: in `agreed_steps` where that ends, otherwise at once.
 
-    Outside of such a block, at once. The value travels with the block's errors, in no round of its own. The check must
-    do the same on every rank, where it may raise, or exchange more. Every rank must call.
+    The check must do the same on every rank, where it may raise or exchange more. Every rank must call.
     """
-    block = _block.get()
-    if block is not None:
-        block.compared.append((value, check))
-        return
-    with agreed("comparing the ranks"):
-        compare_at_end(value, check)
+    steps = _steps.get()
+    if steps is not None:
+        steps.compared.append((value, check))
+    else:
+        check(all_ranks(value, doing))
 
 
 @contextmanager
@@ -256,7 +275,7 @@ def going_first(is_first: bool) -> Iterator[None]:
         yield
 
 
-def _as_data_of_error(failure: Exception | None, step: str) -> tuple[str, str, str] | None:
+def _problem(failure: Exception | None, step: str) -> tuple[str, str, str] | None:
     """The name of the error that the other ranks raise, its text, and the step that failed."""
     if failure is None:
         return None
@@ -276,14 +295,14 @@ def same_on_all_ranks(doing: str, *, ranks: Sequence[int] | None = None, **argum
         ranks: the ranks that call; None means all ranks of the default process group.
         arguments: by their names. Leave out what may differ between ranks: paths, tokens, devices with an index.
 
-    Every rank must call. The ranks exchange one digest of 64 bytes, within an `agreed` block where that ends, and the
+    Every rank must call. The ranks exchange one digest of 64 bytes, in `agreed_steps` where that ends, and the
     arguments only where the digests differ.
 
     Raises:
         ConfigError: some differ; each is named with the values that ranks gave. The same on every rank.
     """
-    block = _block.get()
-    ranks = ranks if block is None else block.ranks
+    steps = _steps.get()
+    ranks = ranks if steps is None else steps.ranks
     if rounds_of(ranks) is None:
         return
     data = {name: _as_data(value) for name, value in arguments.items()}
@@ -293,8 +312,7 @@ def same_on_all_ranks(doing: str, *, ranks: Sequence[int] | None = None, **argum
         if len(set(digests)) > 1:
             _refuse_differing(doing, all_ranks(data, doing, ranks=ranks), ranks)
 
-    with agreed(doing, ranks=ranks):
-        compare_at_end(digest, check)
+    compare_at_end(digest, check) if steps else check(all_ranks(digest, doing, ranks=ranks))
 
 
 def _refuse_differing(doing: str, data: list[Any], ranks: Sequence[int] | None) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from hf_fsdp_tools.distributed.agreement import agreed, same_on_all_ranks
+from hf_fsdp_tools.distributed.agreement import agreed_steps, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
@@ -126,79 +126,83 @@ def shard_model(
         >>> model = shard_model(model, make_wrap_plan(model), activation_checkpointing=True)
         >>> report = load_weights(model, "checkpoint", progress=False)
     """
-    return shard_planned(
-        model,
-        plan,
-        None,
-        mesh=mesh,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        activation_checkpointing=activation_checkpointing,
-        compile=compile,
-    )
-
-
-def shard_planned(
-    model: nn.Module,
-    plan: WrapPlan,
-    tree: ModuleTree | None,
-    *,
-    mesh: DeviceMesh | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
-    activation_checkpointing: bool = False,
-    compile: bool | Mapping[str, Any] = False,
-) -> nn.Module:
-    """`shard_model` by a plan whose rules were checked for this tree of the model's modules; None checks them here."""
-    mesh = _without_names(mesh if mesh is not None else ParallelDims().build_mesh())
+    mesh = mesh if mesh is not None else ParallelDims().build_mesh()
     ranks = sorted(mesh.mesh.flatten().tolist())
-    options = None if compile is False else {} if compile is True else dict(compile)
-    with agreed("checking the plan", ranks=ranks):
-        if any(isinstance(module, FSDPModule) for module in model.modules()):
-            raise ConfigError(
-                f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is."
-            )
-        if tree is None:
-            tree = ModuleTree(model)
-            if problems := broken_rules(tree, find_blocks(tree), plan):
-                raise WrapPlanError(f"The plan does not fit {type(model).__name__}: " + "; ".join(problems))
-        check_partial_resharding(model, plan, mesh.size(-1))
-        offload_policy = _offload_policy(offload_policy, mesh)
-        if options is not None:
-            check_options(options, mesh.device_type)
-        refuse_cast(model, mp_policy.param_dtype if mp_policy else None)
-        check_parameters(model, plan.replicated)
-        if activation_checkpointing:
-            check_checkpointing(model)
-        same_on_all_ranks(
-            "sharding the model",
-            ranks=ranks,
-            plan=plan,
-            parameters=Counter(dtype_name(parameter.dtype) for parameter in model.parameters()),
+    with agreed_steps("checking the plan", ranks=ranks):
+        tree = ModuleTree(model)
+        if problems := broken_rules(tree, find_blocks(tree), plan):
+            raise WrapPlanError(f"The plan does not fit {type(model).__name__}: " + "; ".join(problems))
+        sharding = checked_sharding(
+            model,
+            plan,
+            mesh=mesh,
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             activation_checkpointing=activation_checkpointing,
             compile=compile,
         )
-    if isinstance(offload_policy, CPUOffloadPolicy) or mesh.device_type == "cpu":
-        for group in mesh.get_all_groups():
-            add_cpu_backend(group)  # clipping sums the norms of offloaded gradients between CPUs
-    make_contiguous(model)
-    if dist.get_rank() == ranks[0] and (problem := never_called(model, is_sharded=False)):
-        warnings.warn(problem, stacklevel=4)
-    if activation_checkpointing:
-        turn_cache_off(model)  # a cache would keep activations that are to be recomputed
-        checkpoint_activations(model)
+    return shard_checked(model, sharding, tree)
+
+
+def checked_sharding(
+    model: nn.Module,
+    plan: WrapPlan,
+    *,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    activation_checkpointing: bool = False,
+    compile: bool | Mapping[str, Any] = False,
+) -> Sharding:
+    """The arguments of `shard_model` as a value, which fit the model and are the same on all ranks.
+
+    The plan must keep its rules. Every rank of the mesh must call, within `agreed_steps`.
+    """
+    options = None if compile is False else {} if compile is True else dict(compile)
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConfigError(f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is.")
+    check_partial_resharding(model, plan, mesh.size(-1))
+    offload_policy = _offload_policy(offload_policy, mesh)
     if options is not None:
-        compile_blocks(model, plan, options)
-    sharding = Sharding(
+        check_options(options, mesh.device_type)
+    refuse_cast(model, mp_policy.param_dtype if mp_policy else None)
+    check_parameters(model, plan.replicated)
+    if activation_checkpointing:
+        check_checkpointing(model)
+    same_on_all_ranks(
+        "sharding the model",
+        ranks=sorted(mesh.mesh.flatten().tolist()),
         plan=plan,
-        mesh=mesh,
+        parameters=Counter(dtype_name(parameter.dtype) for parameter in model.parameters()),
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+    )
+    return Sharding(
+        plan=plan,
+        mesh=_without_names(mesh),
         mp_policy=mp_policy or MixedPrecisionPolicy(reduce_dtype=torch.float32),
         offload_policy=offload_policy,
         activation_checkpointing=activation_checkpointing,
         compile=options,
     )
+
+
+def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.Module:
+    """Shard a model, of whose modules this is the tree, as `checked_sharding` found right, in place."""
+    mesh = sharding.mesh
+    if isinstance(sharding.offload_policy, CPUOffloadPolicy) or mesh.device_type == "cpu":
+        for group in mesh.get_all_groups():
+            add_cpu_backend(group)  # clipping sums the norms of offloaded gradients between CPUs
+    make_contiguous(model)
+    if dist.get_rank() == mesh.mesh.min() and (problem := never_called(model, is_sharded=False)):
+        warnings.warn(problem, stacklevel=4)
+    if sharding.activation_checkpointing:
+        turn_cache_off(model)  # a cache would keep activations that are to be recomputed
+        checkpoint_activations(model)
+    if sharding.compile is not None:
+        compile_blocks(model, sharding.plan, sharding.compile)
     apply_sharding(model, sharding, tree)
     check_first_pass(model, sharding.device)
     return model

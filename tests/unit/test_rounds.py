@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hf_fsdp_tools import CheckpointError, RanksError
 from hf_fsdp_tools.distributed import client, others, rounds, watch
-from hf_fsdp_tools.distributed.agreement import _agreed_at_end, agreed, all_ranks
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.distributed.client import StoreClient
 from hf_fsdp_tools.distributed.current import using
 from hf_fsdp_tools.distributed.others import Others
@@ -271,7 +271,7 @@ def test_a_failure_is_told_to_a_rank_that_looks_late() -> None:
     three[0]._store = Store(three[0]._store, check=check)
 
     def fail(own: Rounds) -> None:
-        with using(own), agreed("checking"), _agreed_at_end("checking a part"):
+        with using(own), agreed("checking"), agreed("checking a part"):
             if own.rank > 0:
                 assert asked.wait(HANG_S)
                 raise CheckpointError("no such policy")
