@@ -37,6 +37,7 @@ from hf_fsdp_tools.foresight.tracing.splice import Bounds, expand
 from hf_fsdp_tools.foresight.tracing.trace import Parameter, Trace
 from hf_fsdp_tools.foresight.tracing.values import followed_values
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
 from hf_fsdp_tools.sharding.shard import check_checkpointing, runners_of_experts
@@ -249,7 +250,7 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
     units = {modules[name] for unit in plan.units for name in unit.modules}
     if setup.precision != "fp32":
         add_casts(model, DTYPES[setup.precision], units=units, whole=whole)
-    reach_experts(dict(runners_of_experts(model)))
+    reach_experts(dict(runners_of_experts(ModuleTree(model))))
     imitate_4bit(model)
     if setup.loss == "chunked":
         chunk_loss(model, recorder)
