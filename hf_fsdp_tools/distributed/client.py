@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_fsdp_tools.distributed.watch import progress_made, waited_for
+from hf_fsdp_tools.distributed.storage import progress_made, waited_for
 
 Place = Sequence[str]
 """What a rank does, and the path of the round in which it does it; of a scope, with a slash at its end; of the round

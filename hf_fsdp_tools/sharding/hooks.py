@@ -216,8 +216,7 @@ def cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Cast floating-point inputs, also in tuples and lists, to the dtype in which a module's weights are gathered.
 
     Rotary tables beside hidden states that have this dtype already are left alone: a model that makes them in fp32
-    rotates in fp32. Made a hook of the modules that compute with shards, under FSDP1 too, which casts the root's
-    inputs alone. Nothing is communicated.
+    rotates in fp32. Made a hook of the modules that compute with shards. Nothing is communicated.
     """
     floats = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.is_floating_point())
     hidden = next(floats, None)

@@ -17,13 +17,13 @@ import pytest
 import torch.distributed as dist
 
 from hf_fsdp_tools import CheckpointError, RanksError
-from hf_fsdp_tools.distributed import client, others, rounds, watch
+from hf_fsdp_tools.distributed import client, others, rounds, storage
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.distributed.client import StoreClient
 from hf_fsdp_tools.distributed.current import using
 from hf_fsdp_tools.distributed.others import Others
 from hf_fsdp_tools.distributed.rounds import Rounds, patience
-from hf_fsdp_tools.distributed.watch import progress_made, watched
+from hf_fsdp_tools.distributed.storage import progress_made, watched
 
 HANG_S = 60  # how long a thread may wait for another: only a hang takes it
 
@@ -375,11 +375,11 @@ def test_what_a_store_in_this_process_answers_is_no_progress() -> None:
     """Rank 0, which keeps it, would never be without progress while others wait for it."""
     keeper = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     other = dist.TCPStore("127.0.0.1", keeper.port, None, False)
-    before, moved = progress_seen_by_another_thread(), watch._bytes_moved("/proc/self")
+    before, moved = progress_seen_by_another_thread(), storage._bytes_moved("/proc/self")
     for _ in range(3000):
         other.set("key", "v" * 1024)
     assert other.get("key"), "all have arrived"
-    assert watch._bytes_moved("/proc/self") > moved + 2**21, "the process reads them"
+    assert storage._bytes_moved("/proc/self") > moved + 2**21, "the process reads them"
     assert progress_seen_by_another_thread() == before
 
 
