@@ -26,7 +26,7 @@ def add_config(commands: Any) -> None:
     about = "write an Accelerate config for FSDP: with NAME the fastest that fits, else one for this machine"
     parser = commands.add_parser("config", help=about, description=about)
     add_model(parser, optional=True)
-    about = "translate this file: of `accelerate config` (FSDP1, FSDP2, DDP, DeepSpeed), or DeepSpeed's JSON"
+    about = "translate this file: of `accelerate config` (FSDP, DDP, DeepSpeed), or DeepSpeed's JSON"
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help=about)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the YAML there instead of to stdout")
     about = "also write the batch script for `sbatch`, beside the file of --output"

@@ -41,10 +41,10 @@ def recommend(options: argparse.Namespace, config: "FSDPConfig") -> "Recommendat
     Options that say how the model is sharded are kept; others are searched.
 
     Raises:
-        ConfigError: nothing fits, or the estimates do not know such a run (CPU, FSDP1).
+        ConfigError: nothing fits, or the estimates do not know such a run (CPU, fsdp_version 1).
     """
     if config.use_cpu or config.fsdp_version != 2:
-        what = "the CPU" if config.use_cpu else "FSDP1"
+        what = "the CPU" if config.use_cpu else "fsdp_version 1"
         raise ConfigError(
             f"{options.model}: what fits on {what} is not known; leave it out, or say for which GPUs: --gpu h100-80gb "
             "--gpus 8"

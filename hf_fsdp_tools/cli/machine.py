@@ -87,7 +87,7 @@ def decide(options: argparse.Namespace, said: Mapping[str, Any] | None = None) -
                 changes[field], reasons[field] = value, reason
     if changes.get("fsdp_version") == 1:  # with NO_WRAP it would gather the whole model at once
         changes["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
-        reasons["auto_wrap_policy"] = "under FSDP1 it is Accelerate that wraps"
+        reasons["auto_wrap_policy"] = "with fsdp_version 1 Accelerate wraps"
     return replace(here, **changes), reasons
 
 

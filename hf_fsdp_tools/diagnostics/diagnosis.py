@@ -77,8 +77,8 @@ def diagnose(
 ) -> Diagnosis:
     """Check a model against a plan, before the first step or at any time; give the problems and their cures.
 
-    The model may be sharded by `shard_model`, by Accelerate, by hand with `fully_shard`, by FSDP1, or not at all; on
-    any device, meta included. It is not changed.
+    The model may be sharded by `shard_model`, by Accelerate, by hand with either version of FSDP, or not at all; on any
+    device, meta included. It is not changed.
 
     Args:
         model: as it is trained. Names in findings are those of the model without wrappers around its modules.
@@ -184,7 +184,7 @@ def _renamed(plan: WrapPlan, model: nn.Module) -> WrapPlan:
 def _counts(live: LiveModel, model: nn.Module, *, values: bool) -> dict[tuple[str, str], int]:
     distinct = {id(parameter.tensor): parameter for parameter in live.parameters.values()}.values()
     empty = [place for place in distinct if place.unit and place.unit.version == 2 and place.local_numel == 0]
-    counts = {("empty", ""): len(empty)}  # of FSDP2 alone: FSDP1 shards a unit as one flat parameter
+    counts = {("empty", ""): len(empty)}
     for weight in live.tree.weights:
         tensors = list({id(t): t for name in weight.names if (t := live.parameters[name].tensor) is not None}.values())
         if len(tensors) > 1:

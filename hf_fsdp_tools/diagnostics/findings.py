@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 
@@ -158,7 +158,7 @@ def _check_plan(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
     planned = {frozenset(plain_name(name) for name in unit.modules): unit for unit in plan.units if unit.num_params}
     made = {frozenset(node.fqn for node in unit.nodes): unit for unit in live.units if unit.weights}
     extra = [unit.name for names, unit in made.items() if names not in planned]
-    if live.units[0].version == 1:  # units of FSDP1 have one module: FSDP1 cannot make the plan's grouped units
+    if live.units[0].version == 1:  # they have one module each, unlike the plan's grouped units
         planned = {names: unit for names, unit in planned.items() if len(names) == 1 and names != {""}}
         extra = []
     absent = [" + ".join(unit.modules) or "(root)" for names, unit in planned.items() if names not in made]
@@ -291,9 +291,9 @@ def _check_mixes(live: LiveModel) -> Iterator[Finding]:
         yield Finding(
             code="mixed-requires-grad",
             severity="warning",
-            fact=f"{len(flat)} of {len(live.units)} FSDP1 units mix trainable and frozen parameters "
+            fact=f"{len(flat)} of {len(live.units)} units of FSDP version 1 mix trainable and frozen parameters "
             f"({listed([unit.name for unit in flat])}): {show_bytes(frozen)} of frozen weights get gradient memory, "
-            "and FSDP1 without use_orig_params would refuse them.",
+            "and without use_orig_params they would be refused.",
             cure="Use FSDP2 (shard_model), which keeps parameters apart; or give the frozen ones units of their own.",
         )
 
@@ -321,21 +321,12 @@ def _check_checkpointing(model: nn.Module) -> Iterator[Finding]:
     outside = [(name, w) for name, w in wrappers if _wraps_a_unit(w)]
     if not outside:
         return
-    again = any(
-        isinstance(m, FullyShardedDataParallel) and w.checkpoint_impl == CheckpointImpl.REENTRANT
-        for _, w in outside
-        for m in w.modules()
-    )
     yield Finding(
         code="checkpointing-outside-unit",
-        severity="warning" if again else "info",
+        severity="info",
         fact=f"{len(outside)} checkpoint wrappers are around an FSDP unit instead of inside it: "
         f"{listed([name for name, _ in outside])}. "
-        + (
-            "Under FSDP1 with the reentrant kind, each gathers its unit once more in the backward pass."
-            if again
-            else "It gathers no more than the right order (measured with torch 2.13), which no torch version promises."
-        ),
+        "It gathers no more than the right order (measured with torch 2.13), which no torch version promises.",
         cure="Checkpoint first, then shard: fully_shard(checkpoint_wrapper(block)), "
         "or shard_model(..., activation_checkpointing=True).",
     )

@@ -19,10 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_fsdp_tools import errors
 from hf_fsdp_tools.distributed.cpu_backend import timeout_of
-from hf_fsdp_tools.distributed.current import rounds_of, rounds_of_thread
 from hf_fsdp_tools.distributed.mesh import rank_on_node
-from hf_fsdp_tools.distributed.rounds import StoppedElsewhere, patience_of_at_least
-from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.distributed.rounds import StoppedElsewhere, patience_of_at_least, rounds_of, rounds_of_thread
+from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError, RanksError
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.text import listed, listed_lines

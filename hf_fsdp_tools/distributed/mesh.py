@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, default_timeout, one_gloo_thread
-from hf_fsdp_tools.distributed.current import rounds_of
 from hf_fsdp_tools.distributed.launcher import check_started, device_index, local_rank, local_size
+from hf_fsdp_tools.distributed.liveness import processes_in_sight
 from hf_fsdp_tools.distributed.network import choose_interface
-from hf_fsdp_tools.distributed.others import processes_in_sight
+from hf_fsdp_tools.distributed.rounds import rounds_of
 from hf_fsdp_tools.errors import MeshError
 from hf_fsdp_tools.text import listed
 

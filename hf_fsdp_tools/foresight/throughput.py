@@ -24,7 +24,7 @@ take 86 % of a step instead of 67 %: about 0.3 s more for each of 96 blocks, tha
 
 _TRAINER = (0.62, 0.88)
 """What a `Trainer` with FSDP reaches of the tokens per second of tuned loops, on which the efficiencies were fitted: 9
-published trainings of 7 and 8 B on 4 A100, FSDP1, 512 tokens, padding counted (Liger's example, 2024)."""
+published trainings of 7 and 8 B on 4 A100, 512 tokens, padding counted (Liger's example, 2024)."""
 
 _PARTS = {
     "matmul": "matmuls",

@@ -2,7 +2,6 @@
 within seconds, on all ranks."""
 
 import re
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import FSDPTrainerMixin, RanksError, from_pretrained, make_accelerator, save_pretrained
-from hf_fsdp_tools.distributed import client, passes
+from hf_fsdp_tools.distributed import liveness
 from hf_fsdp_tools.distributed.agreement import wait_for_all_ranks
-from hf_fsdp_tools.distributed.current import rounds_of
+from hf_fsdp_tools.distributed.rounds import rounds_of
 from tests._dist import run_cases, run_ranks
 
 IDS = torch.arange(3, 11)[None]
@@ -71,25 +70,17 @@ def rank_0_alone_generates(folder: Path) -> None:
     """It waits in a collective for rank 1, which learns why it does, and comes after all."""
     accelerator = make_accelerator()
     model = from_pretrained(folder)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        if dist.get_rank() == 1:
-            with pytest.raises(RanksError) as caught:
-                accelerator.wait_for_everyone()
-            said = str(caught.value)
-            numbers = re.search(
-                r"rank 0 waits in forward pass (\d+) of LlamaForCausalLM for rank 1, .* run (\d+)\.", said
-            )
-            assert numbers and int(numbers[1]) == int(numbers[2]) + 1, said
-            assert "generate" in said
-            rounds = rounds_of()
-            while rounds._store.check([f"{rounds._prefix}/alone/0"]):  # until rank 0 has said it
-                time.sleep(client._BEAT_S)
-        model.generate(IDS, max_new_tokens=2, do_sample=False)
-        if dist.get_rank() == 0:
-            with pytest.raises(RanksError, match="All ranks stop"):
-                accelerator.wait_for_everyone()
-            assert any("rank 0 waits in forward pass" in str(warning.message) for warning in told), told
+    if dist.get_rank() == 1:
+        with pytest.raises(RanksError) as caught:
+            accelerator.wait_for_everyone()
+        said = str(caught.value)
+        numbers = re.search(r"rank 0 waits in forward pass (\d+) of LlamaForCausalLM for rank 1, .* run (\d+)\.", said)
+        assert numbers and int(numbers[1]) == int(numbers[2]) + 1, said
+        assert "generate" in said
+    model.generate(IDS, max_new_tokens=2, do_sample=False)
+    if dist.get_rank() == 0:
+        with pytest.raises(RanksError, match="All ranks stop"):
+            accelerator.wait_for_everyone()
 
 
 def a_model_that_was_not_prepared_is_named(folder: Path) -> None:
@@ -113,7 +104,7 @@ def a_rank_that_ends_is_in_the_error_of_the_pass(folder: Path) -> None:
     rounds = rounds_of()
     assert rounds is not None
     if dist.get_rank() == 0:  # it alone reads what rank 1 would have told
-        rounds._store.set(f"{rounds._prefix}/ended/1", passes.passes_run())
+        rounds._store.set(f"{rounds._prefix}/ended/1", liveness.farewell())
     with pytest.raises(RuntimeError, match="lost") as caught, patch.object(model.model, "forward", lost):
         model(IDS)
     if dist.get_rank() == 0:
@@ -129,15 +120,15 @@ def passes_over_weights_that_were_gathered_by_hand_wait_for_nobody(folder: Path)
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.unshard()
-    before = dict(passes._run)
+    before = dict(liveness._passes)
     if dist.get_rank() == 0:
         model(IDS)
         model(IDS)
-    assert passes._run == before
+    assert liveness._passes == before
     for unit in units:
         unit.reshard()
     model(IDS)
-    assert passes._run != before
+    assert liveness._passes != before
 
 
 def lost(*_: object, **__: object) -> None:
@@ -145,7 +136,7 @@ def lost(*_: object, **__: object) -> None:
 
 
 def cases(folder: Path) -> None:
-    with patch.object(passes, "_QUIET_S", 0.4), patch.object(client, "_BEAT_S", 0.1):
+    with patch.multiple(liveness, _QUIET_S=0.4, _BEAT_S=0.1):
         run_cases(
             (
                 rank_0_alone_saves,

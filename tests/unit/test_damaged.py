@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from transformers import AutoModelForCausalLM, TrainerState, TrainingArguments
 
-from hf_fsdp_tools.distributed import watch
+from hf_fsdp_tools.distributed import storage
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.integrations import checkpoints
 from hf_fsdp_tools.integrations.config import FSDPConfig
@@ -367,7 +367,7 @@ def test_a_slow_parse_is_not_put_down_to_the_storage(
 
     def slow(function: Any) -> Any:
         def looked_at(*args: Any, **kwargs: Any) -> Any:
-            under_way.append(watch.waited_for())
+            under_way.append(storage.waited_for())
             return function(*args, **kwargs)
 
         return looked_at

@@ -9,8 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from hf_fsdp_tools.distributed import watch
-from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.distributed import storage
+from hf_fsdp_tools.distributed.storage import watched
 
 
 class Over(Exception):
@@ -37,14 +37,14 @@ class Rehearsal:
         self.end, self.at = end, at
         with warnings.catch_warnings(record=True) as told, pytest.raises(Over):
             warnings.simplefilter("always")
-            watch._watch()
+            storage._watch()
         return [str(warning.message) for warning in told]
 
 
 @pytest.fixture
 def rehearsal(monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
-    monkeypatch.setattr(watch, "time", clock := Rehearsal())
-    monkeypatch.setattr(watch, "_watcher", Mock(is_alive=lambda: True))  # no thread: `run` is it
+    monkeypatch.setattr(storage, "time", clock := Rehearsal())
+    monkeypatch.setattr(storage, "_watcher", Mock(is_alive=lambda: True))  # no thread: `run` is it
     return clock
 
 
@@ -72,14 +72,14 @@ def test_short_calls_are_not_named_however_many(rehearsal: Rehearsal) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    while watch._watcher.is_alive():  # that of a test before, with the patience of its time
+    while storage._watcher.is_alive():  # that of a test before, with the patience of its time
         time.sleep(0.01)
-    monkeypatch.setattr(watch, "_WARN_S", 0.2)
-    monkeypatch.setattr(watch, "_POLL_S", 0.02)
+    monkeypatch.setattr(storage, "_WARN_S", 0.2)
+    monkeypatch.setattr(storage, "_POLL_S", 0.02)
     yield
-    while watch._watcher.is_alive():  # it ends by itself, or would warn in the next test
+    while storage._watcher.is_alive():  # it ends by itself, or would warn in the next test
         time.sleep(0.01)
-    assert not watch._under_way
+    assert not storage._under_way
 
 
 @pytest.mark.usefixtures("impatient")
@@ -89,5 +89,5 @@ def test_the_watch_begins_again_after_it_has_ended() -> None:
             deadline = time.monotonic() + 100
             while not told and time.monotonic() < deadline:
                 time.sleep(0.02)
-        while watch._watcher.is_alive():
+        while storage._watcher.is_alive():
             time.sleep(0.01)
