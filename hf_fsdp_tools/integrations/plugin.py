@@ -10,10 +10,11 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
 from hf_fsdp_tools.distributed.launcher import world_size
-from hf_fsdp_tools.distributed.mesh import local_device, rank_on_node
+from hf_fsdp_tools.distributed.mesh import ParallelDims, local_device, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
 from hf_fsdp_tools.fsdp1.under_accelerate import check_settings
@@ -96,6 +97,31 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     def adopt(self, accelerator: Accelerator) -> None:
         """Give an `Accelerator(fsdp_plugin=HybridFSDPPlugin())` our `prepare`, in place."""
         adopt(accelerator, sync_each_batch=False)
+
+    def shard_arguments(self, accelerator: Accelerator, mesh: DeviceMesh | None = None) -> dict[str, Any]:
+        """Keywords of `shard_model` for an Accelerator with this plugin, which gets our `prepare`, in place.
+
+        Every rank must call: a mesh may be made. `mesh` stands in for the Accelerator's own, which is FSDP over all
+        processes where it has no parallelism config.
+
+        Raises:
+            ConfigError: the plugin runs FSDP1.
+        """
+        if self.fsdp_version != 2:
+            raise ConfigError(
+                "The accelerator runs FSDP1, which the plugin, FSDP_VERSION or the launch config asks for, and "
+                "from_pretrained shards with FSDP2. Write `fsdp_version: 2` under `fsdp_config`, or pass "
+                "fsdp_plugin=HybridFSDPPlugin(fsdp_version=2). Settings of FSDP1 are translated."
+            )
+        adopt(accelerator, sync_each_batch=False)
+        if mesh is None and (config := accelerator.parallelism_config):
+            mesh = accelerator.torch_device_mesh[tuple(config.fsdp_dim_names)]
+        return {
+            "mesh": mesh if mesh is not None else ParallelDims().build_mesh(accelerator.device.type),
+            "mp_policy": self.mixed_precision_policy,
+            "offload_policy": self.cpu_offload,
+            "activation_checkpointing": self.activation_checkpointing,
+        }
 
     def policy_for(self, model: nn.Module) -> HybridPolicy:
         """`policy` for one model: without layer classes that the model lacks, with its `ignored_modules` kept whole.
