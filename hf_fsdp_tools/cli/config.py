@@ -18,7 +18,7 @@ from hf_fsdp_tools.errors import ConfigError
 
 if TYPE_CHECKING:
     from hf_fsdp_tools import FSDPConfig
-    from hf_fsdp_tools.integrations.translation import Translation
+    from hf_fsdp_tools.integrations.interpret import Translation
 
 
 def add_config(commands: Any) -> None:
@@ -44,7 +44,6 @@ def add_config(commands: Any) -> None:
     model(
         "--mixed-precision", choices=("no", "bf16", "fp16"), help="compute dtype (default: bf16 on GPUs that have it)"
     )
-    model("--fsdp-version", type=int, choices=(1, 2), help="2: fully_shard; 1: deprecated upstream")
     model("--hsdp", type=int, metavar="N", help="N copies of the model, each sharded over its part of the processes")
     model(
         "--no-reshard-after-forward",

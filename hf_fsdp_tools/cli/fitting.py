@@ -41,12 +41,11 @@ def recommend(options: argparse.Namespace, config: "FSDPConfig") -> "Recommendat
     Options that say how the model is sharded are kept; others are searched.
 
     Raises:
-        ConfigError: nothing fits, or the estimates do not know such a run (CPU, fsdp_version 1).
+        ConfigError: nothing fits, or the estimates do not know such a run (on the CPU).
     """
-    if config.use_cpu or config.fsdp_version != 2:
-        what = "the CPU" if config.use_cpu else "fsdp_version 1"
+    if config.use_cpu:
         raise ConfigError(
-            f"{options.model}: what fits on {what} is not known; leave it out, or say for which GPUs: --gpu h100-80gb "
+            f"{options.model}: what fits on the CPU is not known; leave it out, or say for which GPUs: --gpu h100-80gb "
             "--gpus 8"
         )
     from hf_fsdp_tools.foresight.recommend import recommend_config

@@ -85,9 +85,6 @@ def decide(options: argparse.Namespace, said: Mapping[str, Any] | None = None) -
         ):
             if field not in changes:
                 changes[field], reasons[field] = value, reason
-    if changes.get("fsdp_version") == 1:  # with NO_WRAP it would gather the whole model at once
-        changes["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
-        reasons["auto_wrap_policy"] = "with fsdp_version 1 Accelerate wraps"
     return replace(here, **changes), reasons
 
 
@@ -113,7 +110,6 @@ SETTINGS = {
     "main_process_port": "main_process_port",
     "gpu_ids": "gpu_ids",
     "mixed_precision": "mixed_precision",
-    "fsdp_version": "fsdp_version",
     "hsdp": "dp_replicate_size",
     "offload": "offload_params",
     "activation_checkpointing": "activation_checkpointing",

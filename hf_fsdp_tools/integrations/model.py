@@ -19,7 +19,6 @@ from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.shards import cut, fill_from_first
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.peft_view import base_of
-from hf_fsdp_tools.pretrained import shard_arguments
 from hf_fsdp_tools.sharding.adapter_plan import plan_with_adapters
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.allocate import allocate
@@ -64,12 +63,8 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.float()  # master weights, as Accelerate keeps them
     names = {parameter: name for name, parameter in model.named_parameters()}
-    base = base_of(model)
-    shard_model(
-        base,
-        plan_with_adapters(base, accelerator.state.fsdp_plugin.policy_for(base)),
-        **shard_arguments(accelerator),
-    )
+    base, plugin = base_of(model), accelerator.state.fsdp_plugin
+    shard_model(base, plan_with_adapters(base, plugin.policy_for(base)), **plugin.shard_arguments(accelerator))
     send_weights(model, others)
     shard_added(model)  # prompt encoders, which PEFT keeps outside the base
     sharded = dict(model.named_parameters())

@@ -36,8 +36,14 @@ from hf_fsdp_tools.integrations.pushing import PushingMixin, push_of
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
 from hf_fsdp_tools.integrations.saved_state import write_part
 from hf_fsdp_tools.integrations.saving import Replacement, saveable
-from hf_fsdp_tools.integrations.settled import agree_with_arguments, plugin_of, precision_of
-from hf_fsdp_tools.integrations.state import group_options, make_dynamo_plugin, start_state, use_one_device
+from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state
+from hf_fsdp_tools.integrations.training_arguments import (
+    agree_with_arguments,
+    group_options,
+    plugin_of,
+    precision_of,
+    use_one_device,
+)
 from hf_fsdp_tools.integrations.unwritten import Unwritten, finish_state
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import storage_errors, sync

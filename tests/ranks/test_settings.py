@@ -2,6 +2,7 @@
 TrainingArguments."""
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -34,6 +35,7 @@ from hf_fsdp_tools.integrations.state import start_state
 from tests._checkpoints import make_model, tiny_config
 from tests._dist import LIMIT_S, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, logged, num_units
+from tests.unit.test_config_file import OLD
 
 close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 
@@ -433,3 +435,43 @@ def test_training_arguments_shard_whoever_launches(checkpoint, tmp_path, launche
     world = 2 if launcher == "torchrun" else 1
     assert done.stdout.count(f"RESULT {world} False CPUOffloadPolicy") == world, done.stdout + done.stderr[-3000:]
     assert (tmp_path / "out" / "model.safetensors").is_file() or list((tmp_path / "out").glob("model-*.safetensors"))
+
+
+# ---- a file that says no version ----
+
+SCRIPT = """
+import os, sys
+import torch
+from torch.distributed.fsdp import FSDPModule
+from hf_fsdp_tools import from_pretrained, make_accelerator
+accelerator = make_accelerator()
+model = from_pretrained(sys.argv[1], accelerator=accelerator)
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+loss = model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss
+accelerator.backward(loss)
+optimizer.step()
+plugin = accelerator.state.fsdp_plugin
+units = isinstance(model.model.layers[0], FSDPModule)
+found = f"FOUND {plugin.fsdp_version} {plugin.reshard_after_forward} {accelerator.num_processes} {units}"
+os.write(1, f"{found}\\n".encode())
+accelerator.wait_for_everyone()
+os._exit(0)
+"""
+
+
+def test_a_file_of_old_is_read_as_fsdp2_and_one_rank_says_how(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text(OLD)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["-m", "accelerate.commands.launch", "--config_file", "old.yaml", "train.py", str(folders["llama"])]
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.findall("FOUND.*", done.stdout) == ["FOUND 2 True 2 True"] * 2
+    (line,) = re.findall("UserWarning: (The launch config has no fsdp_version.*)", done.stderr)
+    assert "FULL_SHARD means reshard_after_forward=True; left out: forward_prefetch=True." in line

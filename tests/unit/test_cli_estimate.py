@@ -292,7 +292,6 @@ def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
         ("schedule {tmp}/nothing", "nothing"),
         ("config {llama}", "--gpu h100-80gb"),
         ("config {llama} --cpu", "leave"),
-        ("config {llama} --gpu h100-80gb --gpus 8 --fsdp-version 1", "fsdp_version 1"),
         ("config {llama} --gpu h100-80gb --gpus 8 --global-batch-size 20", "use 16 or 24"),
         ("config {llama} --gpu h100-80gb --gpus 15 --num-machines 2", "--gpus 15 counts all machines"),
         ("config {llama} --gpu h100-80gb --gpus 8 --longest --seq-len 512", "leave one of them out"),

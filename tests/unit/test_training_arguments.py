@@ -17,10 +17,15 @@ from transformers import TrainingArguments
 
 from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, make_accelerator, make_wrap_plan, shard_model, sharding_of
 from hf_fsdp_tools.distributed.cpu_backend import default_timeout, timeout_of
-from hf_fsdp_tools.integrations.settings import TRAINING_KEYS, VARIABLES
-from hf_fsdp_tools.integrations.settled import _values, agree_with_arguments, plugin_of, precision_of
-from hf_fsdp_tools.integrations.state import group_options, start_state
-from hf_fsdp_tools.pretrained import policy_from, shard_arguments
+from hf_fsdp_tools.integrations.config import TRAINING_KEYS, VARIABLES
+from hf_fsdp_tools.integrations.state import start_state
+from hf_fsdp_tools.integrations.training_arguments import (
+    _values,
+    agree_with_arguments,
+    group_options,
+    plugin_of,
+    precision_of,
+)
 from tests._checkpoints import make_model
 
 REFUSED, HONOURED, ALIKE, STOPS = "refused", "honoured", "alike", "stops"
@@ -88,9 +93,9 @@ def arguments(key: str | None = None, **settings: Any) -> TrainingArguments:
 
 
 def sharded(accelerator: Any, **options: Any) -> Any:
-    model = make_model("llama")
-    plan = make_wrap_plan(model, policy=policy_from(accelerator, model))
-    return shard_model(model, plan, **shard_arguments(accelerator), **options)
+    model, plugin = make_model("llama"), accelerator.state.fsdp_plugin
+    plan = make_wrap_plan(model, policy=plugin.policy_for(model))
+    return shard_model(model, plan, **plugin.shard_arguments(accelerator), **options)
 
 
 def test_the_table_has_every_key():
@@ -160,7 +165,7 @@ def test_a_plugin_that_was_given_says_the_same_or_there_is_one_error(key):
         agree_with_arguments(plugin_of(args), args, None)
     _forget()
     same = plugin_of(args)
-    same.is_given = True
+    same.is_explicit = True
     if same.fsdp_version == 2:
         assert make_accelerator(args, fsdp_plugin=same).state.fsdp_plugin is same
 

@@ -1,16 +1,19 @@
-"""What `TrainingArguments` ask for where settings are settled already, by a given plugin or by a sharded model."""
+"""Settings of `TrainingArguments`: the plugin that they make, and those that a sharded model cannot take up."""
 
-from dataclasses import replace
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
 
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.integrations.config import SETTINGS, TRAINING_KEYS
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
-from hf_fsdp_tools.integrations.settings import SETTINGS, TRAINING_KEYS, named_keys, plugin_arguments
+from hf_fsdp_tools.integrations.settings import warn_on_node
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.adapter_plan import plan_with_adapters
 from hf_fsdp_tools.sharding.shard import (
@@ -21,6 +24,7 @@ from hf_fsdp_tools.sharding.shard import (
     sharded_module,
     sharding_of,
 )
+from hf_fsdp_tools.text import did_you_mean
 
 _UNITS = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params", "ignored_modules")
 """Arguments of the plugin that decide together what becomes a unit."""
@@ -29,10 +33,67 @@ _DETECTED = (HybridPolicy(), None)
 """What they say where they leave the units to the model's structure: nothing that could differ."""
 
 
+def plugin_arguments(args: Any) -> dict[str, Any]:
+    """Arguments for the plugin from `TrainingArguments(fsdp=True, fsdp_config=…)`; none without `fsdp`.
+
+    Passes every key on that Accelerate has; transformers drops some. Without a state dict type in `fsdp_config`, the
+    plugin decides (sharded, or the launcher's setting).
+    """
+    config: Mapping[str, Any] = args.fsdp_config or {}
+    if not args.fsdp:
+        if config:
+            warn_on_node("TrainingArguments.fsdp_config has no effect without fsdp: add fsdp=True.", stacklevel=4)
+        return {}
+    problems = [f"{key}{did_you_mean(key, TRAINING_KEYS)}" for key in config if key not in TRAINING_KEYS]
+    problems += [f"{key}: FSDP on TPUs is not part of this package." for key in config if "xla" in key and config[key]]
+    if problems:
+        raise ConfigError(f"TrainingArguments.fsdp_config cannot be used: {' '.join(problems)} Remove or mend them.")
+    arguments = dict(args.fsdp_plugin_args or {})
+    if "state_dict_type" not in config:
+        arguments.pop("state_dict_type", None)
+    for key, value in config.items():
+        name = TRAINING_KEYS[key].argument
+        if name and value is not None and (name not in arguments or key == "offload_params"):
+            arguments[name] = value == "true" if value in ("true", "false") else value
+    return arguments
+
+
+def _named_keys(args: Any) -> list[str]:
+    """The keys of `TrainingArguments.fsdp_config` that the user set; transformers adds some that ask for nothing."""
+    config = args.fsdp_config if args.fsdp else {}
+    added = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
+    return [key for key, value in config.items() if value is not None and value != added.get(key)]
+
+
+def use_one_device(args: Any) -> None:
+    """Let a Trainer with these arguments use the one device of Accelerate's state.
+
+    `TrainingArguments` alone on a machine with several GPUs counts all of them, with which the Trainer would multiply
+    the batch size, and wrap a sharded model in `DataParallel`. It takes MPS on a Mac, and device 0 where LOCAL_RANK is
+    not set.
+    """
+    state = PartialState()
+    if args.n_gpu > 1:
+        if state.num_processes == 1:
+            warnings.warn(
+                f"1 of {args.n_gpu} devices is used ({state.device}): this process was started alone. To use all: "
+                f"torchrun --nproc-per-node={args.n_gpu} script.py, or accelerate launch.",
+                stacklevel=5,
+            )
+        args._n_gpu = 1
+    args._setup_devices = state.device
+
+
+def group_options(args: Any) -> dict[str, Any]:
+    """What `TrainingArguments` ask of the process group: `ddp_timeout`, where it is not left at its default."""
+    default = next(field.default for field in fields(args) if field.name == "ddp_timeout")
+    return {} if args.ddp_timeout == default else {"timeout": args.ddp_timeout_delta}
+
+
 def plugin_of(args: Any) -> HybridFSDPPlugin:
     """The plugin that variables and `TrainingArguments(fsdp=True, fsdp_config=…)` make, the second over the first."""
     plugin = HybridFSDPPlugin(**({} if args is None else plugin_arguments(args)))
-    plugin.is_given = False
+    plugin.is_explicit = False
     return plugin
 
 
@@ -48,10 +109,10 @@ def agree_with_arguments(
     if given is None and AcceleratorState._shared_state:
         given = AcceleratorState().fsdp_plugin
     late = []
-    if isinstance(given, HybridFSDPPlugin) and given.is_given:
+    if isinstance(given, HybridFSDPPlugin) and given.is_explicit:
         late = _differences(args, _values(asked), _values(given), "HybridFSDPPlugin")
     if model is not None and sharding is not None:
-        if not late and "activation_checkpointing" in named_keys(args) and asked.activation_checkpointing:
+        if not late and "activation_checkpointing" in _named_keys(args) and asked.activation_checkpointing:
             sharding = _checkpoint_late(model, sharding)
         late += _differences(args, *_values_of_model(asked, model, sharding), "the model")
         shape, wanted = tuple(sharding.mesh.shape), args.parallelism_config
@@ -78,7 +139,7 @@ def precision_of(args: Any, model: nn.Module | None) -> str:
 
 
 def _differences(args: Any, asked: dict[str, Any], there: dict[str, Any], whose: str) -> list[str]:
-    keys = [(key, TRAINING_KEYS[key].argument) for key in named_keys(args)]
+    keys = [(key, TRAINING_KEYS[key].argument) for key in _named_keys(args)]
     return [
         f"fsdp_config {key}={args.fsdp_config[key]!r} ({whose}: {_shown(there[name])})"
         for key, name in keys
