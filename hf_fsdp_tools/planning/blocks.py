@@ -13,7 +13,6 @@ from itertools import takewhile
 
 from torch import nn
 
-from hf_fsdp_tools.modeling.given import as_model, taking
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name
 from hf_fsdp_tools.planning.stacks import MAJOR_SHARE, find_blocks, is_list, lists_of_experts
 from hf_fsdp_tools.text import listed, listed_lines, merge_names, show_count, table
@@ -140,7 +139,6 @@ class ModelBlocks:
         return "\n".join([head, *table(rows, indent="  ")])
 
 
-@taking(model=as_model)
 def detect_blocks(model: nn.Module) -> ModelBlocks:
     """Find the repeated blocks of `model`, and the embeddings, final norm, head and ties around them.
 

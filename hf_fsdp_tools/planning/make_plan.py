@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from hf_fsdp_tools.errors import WrapPlanError
-from hf_fsdp_tools.modeling.given import as_model, taking
 from hf_fsdp_tools.planning.draft import PlanDraft
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
@@ -44,7 +43,6 @@ STEPS: tuple[Callable[[PlanDraft], None], ...] = (
 """The steps that make a plan, in the order in which they change the draft."""
 
 
-@taking(model=as_model, policy=as_policy)
 def make_wrap_plan(
     model: nn.Module,
     *,
@@ -74,7 +72,7 @@ def make_wrap_plan(
         LlamaForCausalLM: 45.9 K parameters in 5 units
         unit ...
     """
-    draft = PlanDraft(model, policy or HybridPolicy())
+    draft = PlanDraft(model, as_policy(policy) or HybridPolicy())
     for step in steps:
         step(draft)
     plan = draft.finish()

@@ -6,8 +6,8 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from hf_fsdp_tools.errors import ConfigError, WrapPlanError
-from hf_fsdp_tools.text import listed, merge_alike, merge_names, quoted, show_bytes, show_count, table
+from hf_fsdp_tools.errors import WrapPlanError
+from hf_fsdp_tools.text import listed, merge_alike, merge_names, show_bytes, show_count, table
 
 _RESHARD = {"True": "yes", "False": "no", "None": "auto"}
 _FORMAT = 1
@@ -140,13 +140,6 @@ class WrapPlan:
         )
         lines += [f"replicated on every rank: {names}" for names in merge_alike(self.replicated)]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-
-def as_plan(value: Any, name: str) -> WrapPlan:
-    """The plan itself."""
-    if isinstance(value, WrapPlan):
-        return value
-    raise ConfigError(f"{name} is {quoted(value)}: it must be a WrapPlan. Make one with make_wrap_plan(model).")
 
 
 def _modules(units: list[WrapUnit]) -> str:
