@@ -69,10 +69,10 @@ class WrapPlan:
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) of what FSDP is told. Ranks with different digests would wait for each other for ever."""
-        told = [self.model_class, self.num_params, self.replicated]
-        told += [[unit.modules, unit.reshard_after_forward, unit.num_params, unit.kept_for] for unit in self.units]
-        return hashlib.sha256(json.dumps(told, separators=(",", ":")).encode()).hexdigest()
+        """sha256 (hex) of the units as FSDP gets them. Ranks with different digests would wait for each other."""
+        content = [self.model_class, self.num_params, self.replicated]
+        content += [[unit.modules, unit.reshard_after_forward, unit.num_params, unit.kept_for] for unit in self.units]
+        return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self) -> str:
         """This plan as JSON text; `from_json` reads it back to an equal plan."""
@@ -91,7 +91,6 @@ class WrapPlan:
             written = data.pop("format", None)
             if written != _FORMAT:
                 raise WrapPlanError(f"Wrap plan of format {written!r}; this version reads {_FORMAT}. {cure}")
-            data.pop("share", None)  # which `hf-fsdp plan --num-processes N --json` adds
             units = tuple(WrapUnit(**{**unit, "modules": tuple(unit["modules"])}) for unit in data.pop("units"))
             data |= {name: tuple(data[name]) for name in ("replicated", "notes")}
             return cls(units=units, **data)
