@@ -183,9 +183,9 @@ def test_only_integrations_imports_accelerate_and_the_trainer():
         assert ("peft" in roots) <= (
             name
             in (
+                "sharding.adapter_files",
                 "sharding.adapters",
                 "sharding.injection",
-                "sharding.settings",
                 "loading.adapter_state",
                 "saving.save_adapter",
             )

@@ -24,7 +24,6 @@ from hf_fsdp_tools.diagnostics.findings import Finding, check_model
 from hf_fsdp_tools.diagnostics.live import LiveModel, UnitTree, local_part, read_live_model, unit_tree
 from hf_fsdp_tools.distributed.agreement import all_ranks, rank_and_size
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
-from hf_fsdp_tools.modeling.given import as_flag, as_model, taking
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -71,7 +70,6 @@ class Diagnosis:
         return "\n".join([str(self.units), *share, "", summary or "no findings", *map(str, self.findings)])
 
 
-@taking(model=as_model, policy=as_policy, values=as_flag)
 def diagnose(
     model: nn.Module, *, plan: WrapPlan | None = None, policy: HybridPolicy | None = None, values: bool = False
 ) -> Diagnosis:
@@ -107,7 +105,7 @@ def diagnose(
     # 1 the findings of this rank
     report, failure = None, None
     try:
-        report = _inspect(model, plan, policy, values=values, world_size=world_size)
+        report = _inspect(model, plan, as_policy(policy), values=values, world_size=world_size)
     except Exception as error:  # raised again below, once the other ranks know of it
         failure = error
     # 2 no rank waits for one that failed

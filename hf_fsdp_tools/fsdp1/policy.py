@@ -21,7 +21,6 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from hf_fsdp_tools.errors import WrapPlanError, frames_of_package
-from hf_fsdp_tools.modeling.given import as_model, taking
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
@@ -143,7 +142,6 @@ class HybridAutoWrapPolicy:
             )
 
 
-@taking(model=as_model, policy=as_policy)
 def hybrid_auto_wrap_policy(
     model: nn.Module, *, plan: WrapPlan | None = None, policy: HybridPolicy | None = None
 ) -> HybridAutoWrapPolicy:
@@ -166,7 +164,7 @@ def hybrid_auto_wrap_policy(
         >>> policy(model.model.layers[0], recurse=False, nonwrapped_numel=0)
         True
     """
-    policy = policy or HybridPolicy()
+    policy = as_policy(policy) or HybridPolicy()
     if plan is None:
         plan = make_wrap_plan(model, policy=policy)
     elif problems := check_wrap_plan(model, plan):

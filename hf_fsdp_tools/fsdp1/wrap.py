@@ -28,9 +28,8 @@ from hf_fsdp_tools.loading.conversion import copy_conversions
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.loading.report import LoadReport, MemoryWatch
-from hf_fsdp_tools.modeling.given import as_flag, as_model, taking
 from hf_fsdp_tools.modeling.initialize import initialize_missing
-from hf_fsdp_tools.planning.plan import WrapPlan, as_plan
+from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.allocate import with_storage
 from hf_fsdp_tools.sharding.whole import average_gradients
 from hf_fsdp_tools.text import listed
@@ -42,15 +41,6 @@ _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 """Strategies that shard within a group and replicate between groups."""
 
 
-@taking(
-    model=as_model,
-    plan=as_plan,
-    forward_prefetch=as_flag,
-    limit_all_gathers=as_flag,
-    use_orig_params=as_flag,
-    sync_module_states=as_flag,
-    initialize=as_flag,
-)
 def wrap_fsdp1(
     model: nn.Module,
     plan: WrapPlan,
@@ -153,7 +143,6 @@ def wrap_fsdp1(
     return wrapped
 
 
-@taking(model=as_model)
 def load_weights_fsdp1(
     model: nn.Module, path_or_repo: str | PathLike[str] | CheckpointIndex, **options: Any
 ) -> LoadReport:

@@ -28,7 +28,7 @@ from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set, warn_on_node
 from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of
-from hf_fsdp_tools.modeling.given import as_count, as_dtype
+from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.text import did_you_mean, quoted
 
 
@@ -119,8 +119,6 @@ def _read_arguments(given: dict[str, Any]) -> None:
             "works, and a model to be trained will be refused. Use 'bf16', which needs none, or 'no'.",
             stacklevel=3,
         )
-    if (steps := "gradient_accumulation_steps") in given:
-        given[steps] = as_count(given[steps], steps)
 
 
 def start_state(

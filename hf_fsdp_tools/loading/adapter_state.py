@@ -79,7 +79,7 @@ def _config_of(model: nn.Module, state: AdapterState) -> Any:
     import peft
 
     if isinstance(state.config, str):
-        return open_adapter_config(peft, Path(state.config), [name for name, _ in model.named_modules()])
+        return open_adapter_config(peft, Path(state.config))
     return copy.deepcopy(state.config)
 
 

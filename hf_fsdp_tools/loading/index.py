@@ -36,7 +36,6 @@ from hf_fsdp_tools.loading.weight_files import (
     refuse_pickled,
     weight_files,
 )
-from hf_fsdp_tools.modeling.given import as_flag, as_path, taking
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +166,6 @@ class CheckpointIndex:
         return (rest if base else None), self._with(adapter)
 
     @classmethod
-    @taking(path_or_repo=as_path, allow_pickle=as_flag)
     def open(
         cls,
         path_or_repo: str | PathLike[str],

@@ -15,7 +15,6 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.conversion import persistent_tensors
 from hf_fsdp_tools.loading.vocabulary import AddedRows, fill_added, resized_twin
 from hf_fsdp_tools.modeling.configs import text_config
-from hf_fsdp_tools.modeling.given import as_count, as_flag, as_model, taking
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.sharding.adapter_plan import measured
 from hf_fsdp_tools.sharding.allocate import allocate, with_data
@@ -24,7 +23,6 @@ from hf_fsdp_tools.sharding.shard import remember_sharding, sharded_module, shar
 from hf_fsdp_tools.text import listed
 
 
-@taking(model=as_model, num_tokens=as_count, pad_to_multiple_of=as_count, mean_resizing=as_flag)
 def resize_token_embeddings(
     model: PreTrainedModel,
     num_tokens: int | None = None,

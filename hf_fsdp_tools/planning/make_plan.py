@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from hf_fsdp_tools.errors import WrapPlanError
-from hf_fsdp_tools.modeling.given import as_model, taking
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.draft import PlanDraft
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -45,7 +44,6 @@ STEPS: tuple[Callable[[PlanDraft], None], ...] = (
 """The steps that make a plan, in the order in which they change the draft."""
 
 
-@taking(model=as_model, policy=as_policy)
 def make_wrap_plan(
     model: nn.Module,
     *,
@@ -82,7 +80,7 @@ def plan_with_tree(
     model: nn.Module, policy: HybridPolicy | None = None, steps: Sequence[Callable[[PlanDraft], None]] = STEPS
 ) -> tuple[WrapPlan, ModuleTree]:
     """The plan of `make_wrap_plan`, and the tree of the model's modules for which its rules were checked."""
-    draft = PlanDraft(model, policy or HybridPolicy())
+    draft = PlanDraft(model, as_policy(policy) or HybridPolicy())
     for step in steps:
         step(draft)
     plan = draft.finish()

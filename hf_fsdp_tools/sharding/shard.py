@@ -17,10 +17,9 @@ from hf_fsdp_tools.distributed.agreement import agreed_steps, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
-from hf_fsdp_tools.modeling.given import as_flag, as_model, taking
 from hf_fsdp_tools.modeling.linear4bit import refuse_cast
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward
-from hf_fsdp_tools.planning.plan import WrapPlan, as_plan
+from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import broken_rules
 from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts
 from hf_fsdp_tools.sharding.allocate import renew
@@ -30,9 +29,9 @@ from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, count_units, r
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks
 from hf_fsdp_tools.sharding.injection import guard_injection
+from hf_fsdp_tools.sharding.options import as_compile, as_mesh, as_mp_policy, as_offload_policy
 from hf_fsdp_tools.sharding.parameters import check_parameters, make_contiguous, never_called
 from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement
-from hf_fsdp_tools.sharding.settings import as_compile, as_mesh, as_mp_policy, as_offload_policy
 from hf_fsdp_tools.sharding.whole import average_gradients
 from hf_fsdp_tools.text import dtype_name
 
@@ -73,15 +72,6 @@ class Sharding:
         return torch.device("cpu" if offloaded else self.mesh.device_type)
 
 
-@taking(
-    model=as_model,
-    plan=as_plan,
-    mesh=as_mesh,
-    mp_policy=as_mp_policy,
-    offload_policy=as_offload_policy,
-    activation_checkpointing=as_flag,
-    compile=as_compile,
-)
 def shard_model(
     model: nn.Module,
     plan: WrapPlan,
@@ -90,7 +80,7 @@ def shard_model(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     activation_checkpointing: bool = False,
-    compile: bool | Mapping[str, Any] = False,
+    compile: bool | str | Mapping[str, Any] | None = False,
 ) -> nn.Module:
     """Shard `model` by `plan` with FSDP2, in place, and return the same model.
 
@@ -126,7 +116,7 @@ def shard_model(
         >>> model = shard_model(model, make_wrap_plan(model), activation_checkpointing=True)
         >>> report = load_weights(model, "checkpoint", progress=False)
     """
-    mesh = mesh if mesh is not None else ParallelDims().build_mesh()
+    mesh = _without_names(as_mesh(mesh) or ParallelDims().build_mesh())
     ranks = sorted(mesh.mesh.flatten().tolist())
     with agreed_steps("checking the plan", ranks=ranks):
         tree = ModuleTree(model)
@@ -152,17 +142,17 @@ def checked_sharding(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     activation_checkpointing: bool = False,
-    compile: bool | Mapping[str, Any] = False,
+    compile: bool | str | Mapping[str, Any] | None = False,
 ) -> Sharding:
     """The arguments of `shard_model` as a value, which fit the model and are the same on all ranks.
 
     The plan must keep its rules. Every rank of the mesh must call, within `agreed_steps`.
     """
-    options = None if compile is False else {} if compile is True else dict(compile)
+    mp_policy, options = as_mp_policy(mp_policy), as_compile(compile)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is.")
     check_partial_resharding(model, plan, mesh.size(-1))
-    offload_policy = _offload_policy(offload_policy, mesh)
+    offload_policy = _offload_policy(as_offload_policy(offload_policy), mesh)
     if options is not None:
         check_options(options, mesh.device_type)
     refuse_cast(model, mp_policy.param_dtype if mp_policy else None)
@@ -177,7 +167,7 @@ def checked_sharding(
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         activation_checkpointing=activation_checkpointing,
-        compile=compile,
+        compile=options,
     )
     return Sharding(
         plan=plan,
@@ -208,7 +198,6 @@ def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.
     return model
 
 
-@taking(model=as_model)
 def sharding_of(model: nn.Module) -> Sharding | None:
     """How `shard_model` sharded a model; None if it did not. Any rank may call; nothing is communicated.
 

@@ -14,6 +14,7 @@ import peft
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hf_fsdp_tools.integrations.translation import translate_file
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -23,7 +24,6 @@ from hf_fsdp_tools.distributed import storage
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.integrations import checkpoints
 from hf_fsdp_tools.integrations.config import FSDPConfig
-from hf_fsdp_tools.integrations.translation import translate_file
 from hf_fsdp_tools.loading.formats import dcp as dcp_format
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.formats.safetensors import parse_header
@@ -56,7 +56,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def use(folder: Path) -> None:
     """Open, build and load, as `from_pretrained` does."""
     checkpoint = open_checkpoint(folder, allow_pickle=True)
-    model = build_meta_model(checkpoint.config, stored_tensors=len(checkpoint.index.tensors))
+    model = build_meta_model(checkpoint.config)
     load_weights(model, checkpoint.index)
 
 
@@ -193,15 +193,10 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
     ),
     "unknown dtype": ("files", config(dtype="float99"), r"config\.json: names the dtype 'float99'"),
     "a function as dtype": ("files", config(dtype="load"), r"config\.json: names the dtype 'load'"),
-    "ten thousand layers": (
-        "files",
-        config(num_hidden_layers=10**4),
-        r"more than 10,420 modules \(num_hidden_layers is 10000\); the files hold 21 tensors\. Use the config\.json",
-    ),
     "more layers than fit into memory": (
         "files",
         config(num_hidden_layers=10**12),
-        r"config\.json: 'num_hidden_layers' is 1000000000000, and no model has more than 250,000 modules",
+        r"config\.json: 'num_hidden_layers' is 1000000000000, expected at most 10,000",
     ),
     "generation config a list": (
         "files",
@@ -477,10 +472,6 @@ DAMAGED_ADAPTERS: dict[str, tuple[Damage, str]] = {
         r"a dimension is 1000000000, and adapter_model\.safe.* holds",
     ),
     "a pattern of ranks": (adapter_config(rank_pattern={"q_proj": 2**40}), r"a dimension is 1099511627776"),
-    "a million layers": (
-        adapter_config(layers_to_transform=list(range(10**6))),
-        r"layers_to_transform has 1,000,000 entries, expected at most 100,000",
-    ),
     "another shape": (of_other_shape, r"The adapter does not fit the model: .*size mismatch.*Load the base that it"),
 }
 
@@ -516,8 +507,6 @@ def test_a_damaged_adapter_is_refused_before_its_base_is_looked_for(adapter: Pat
         open_checkpoint(folder)
 
 
-NAMES = [f"model.language_model.layers.{i}.{name}" for i in range(12) for name in ("self_attn.q_proj", "mlp.gate")]
-
 USUAL = (
     "q_proj",
     r".*\.(q_proj|v_proj)$",
@@ -545,16 +534,11 @@ ENDLESS = (
 )
 
 
-@pytest.mark.parametrize("within", [True, False])
-def test_patterns_that_end_are_taken_and_the_others_refused(tmp_path: Path, within: bool) -> None:
-    refuse_endless_patterns(tmp_path, [*USUAL, None, 3], NAMES, within=within)
-    for pattern in ENDLESS:
-        with pytest.raises(CheckpointError, match=r"takes more than 100,000 steps to match model\."):
-            refuse_endless_patterns(tmp_path, [pattern], NAMES, within=within)
-    with pytest.raises(CheckpointError, match="GROUPREF is not supported"):
-        refuse_endless_patterns(tmp_path, [r"(.)\1*"], NAMES, within=within)
-    with pytest.raises(CheckpointError, match=r"holds 201 regular expressions as 'a\?0', expected at most 200"):
-        refuse_endless_patterns(tmp_path, [f"a?{i}" for i in range(201)], NAMES, within=within)
+def test_patterns_that_end_are_taken_and_the_others_refused(tmp_path: Path) -> None:
+    refuse_endless_patterns(tmp_path, [*USUAL, None, 3])
+    for pattern in (*ENDLESS, r"(.)\1*"):
+        with pytest.raises(CheckpointError, match="is no regular expression that can be used"):
+            refuse_endless_patterns(tmp_path, [pattern])
 
 
 @pytest.mark.parametrize(
@@ -564,8 +548,8 @@ def test_patterns_that_end_are_taken_and_the_others_refused(tmp_path: Path, with
 def test_the_patterns_of_every_entry_are_looked_at(adapter: Path, tmp_path: Path, key: str) -> None:
     folder = Path(shutil.copytree(adapter, tmp_path / "damaged"))
     adapter_config(**{key: {ENDLESS[0]: 3} if key.startswith(("rank", "alpha")) else ENDLESS[0]})(folder)
-    with pytest.raises(CheckpointError, match=r"adapter_config\.json: '\.\?.* takes more than 100,000 steps"):
-        open_adapter_config(peft, folder, NAMES)
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: '\.\?.*it has too many choices"):
+        open_adapter_config(peft, folder)
 
 
 # ---- other files beside the weights ----
@@ -637,7 +621,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] =
     "a billion labels": (
         in_file("config.json", '{"model_type": "llama", "num_labels": 1000000000}'),
         load_config,
-        "num_labels is 1000000000, expected at most 1,000,000",
+        "'num_labels' is 1000000000, expected at most 1,000,000",
     ),
 }
 """How a file is made, what reads it, and what the error says."""
