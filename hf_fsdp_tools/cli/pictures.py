@@ -32,11 +32,10 @@ def check_picture(path: Path | None) -> None:
 
 def draw_estimate(path: Path, found: Mapping[str, "Estimate"], scaled: Mapping[int, "Estimate"]) -> None:
     """Draw the memory of a step: as a page with all that belongs to it, or as one picture."""
-    from hf_fsdp_tools.plots.comparison import draw_comparison
+    from hf_fsdp_tools.plots.curves import ScalingCurve, draw_scaling
     from hf_fsdp_tools.plots.figure import save
-    from hf_fsdp_tools.plots.memory import draw_memory
+    from hf_fsdp_tools.plots.memory import draw_comparison, draw_memory
     from hf_fsdp_tools.plots.page import page_text
-    from hf_fsdp_tools.plots.scaling import ScalingCurve, draw_scaling
     from hf_fsdp_tools.plots.schedule import draw_schedule
     from hf_fsdp_tools.text import show_bytes
 
