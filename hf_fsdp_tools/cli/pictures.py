@@ -100,7 +100,7 @@ def draw_step(path: Path, schedule: "Schedule", forecast: "Forecast", *, measure
 
 def _over_time(memory: "MemoryEstimate") -> "Timeline":
     """The memory of a step over the seconds that the step is estimated to take."""
-    from hf_fsdp_tools.foresight.timing.time import simulate
+    from hf_fsdp_tools.foresight.timing.simulation import simulate
 
     step = memory.forecast.step
     timeline: Timeline = memory.timeline
@@ -109,7 +109,7 @@ def _over_time(memory: "MemoryEstimate") -> "Timeline":
 
 def _schedule(forecast: "Forecast") -> "Schedule":
     from hf_fsdp_tools.foresight.streams import step_schedule
-    from hf_fsdp_tools.foresight.timing.time import simulate
+    from hf_fsdp_tools.foresight.timing.simulation import simulate
 
     return step_schedule(forecast.step.events, simulate(forecast.step.events, forecast.setup).spans)
 
