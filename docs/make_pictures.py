@@ -22,7 +22,6 @@ from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.streams import step_schedule
 from hf_fsdp_tools.foresight.timeline import Timeline
-from hf_fsdp_tools.foresight.timing.simulation import simulate
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.plots.curves import ScalingCurve, draw_losses, draw_scaling
 from hf_fsdp_tools.plots.figure import COLORS, new_figure, save, styled
@@ -98,7 +97,7 @@ def pictures_of_a_step() -> Iterator[tuple[str, Any]]:
     yield "wrapping", draw_comparison(lines, model=on_8, limit_bytes=limit)
     yield "memory", draw_memory(lines["hybrid"], model=on_8, limit_bytes=limit)
     wide = forecast(64, "hybrid")
-    schedule = step_schedule(wide.step.events, simulate(wide.step.events, wide.setup).spans)
+    schedule = step_schedule(wide.step.events, wide.timing.spans)
     on_64 = f"Llama-3.1-8B on 64 × H100-80GB, {step}"
     yield "schedule", draw_schedule(schedule, model=on_64)
 
@@ -115,9 +114,7 @@ def forecast(num_gpus: int, wrapping: Any) -> Forecast:
 
 def over_time(memory: MemoryEstimate) -> Timeline:
     """The memory of a step over the time that it is estimated to take."""
-    step = memory.forecast.step
-    timeline: Timeline = memory.timeline
-    return timeline.in_seconds(step.events, simulate(step.events, memory.setup).spans)
+    return memory.timeline.in_seconds(memory.forecast.step.events, memory.forecast.timing.spans)
 
 
 def pictures_of_scaling() -> Iterator[tuple[str, Any]]:
