@@ -47,7 +47,7 @@ def _schedule(options: argparse.Namespace) -> None:
     from hf_fsdp_tools.foresight.throughput import straggling
     from hf_fsdp_tools.foresight.timing.efficiency import LATEST_ERA, efficiency_of
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
-    from hf_fsdp_tools.foresight.timing.time import chrome_trace, simulate
+    from hf_fsdp_tools.foresight.timing.simulation import chrome_trace, simulate
 
     check_picture(options.output)
     check_writable(options.trace)

@@ -268,8 +268,8 @@ def _picture(trainer: Any, folder: Path) -> str:
     if not losses or find_spec("matplotlib") is None:
         return ""
     if trainer.accelerator.is_main_process:
+        from hf_fsdp_tools.plots.curves import draw_losses
         from hf_fsdp_tools.plots.figure import save
-        from hf_fsdp_tools.plots.losses import draw_losses
 
         args = trainer.args
         setting = f"{args.world_size} processes, learning rate {args.learning_rate:g}, {trainer.state.max_steps} steps"
