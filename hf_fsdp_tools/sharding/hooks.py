@@ -16,7 +16,7 @@
   their memory.
 - After the forward pass of a list of experts: make every expert part of the result, so that all ranks reduce the same
   gradients, whichever experts their tokens chose.
-- Before the forward pass of the root: count it (`distributed.passes`).
+- Before the forward pass of the root: count it (`distributed.liveness`).
 - Before torch 2.13: complete units with a module that did not run. These versions run FSDP2's hooks at the first and
   the last module of a unit; 2.13 runs them at each module, and completes the unit after the pass of the whole model
   (`_register_group_forward_hooks`, `_force_complete_incomplete_states`). Delete this with the support of 2.11 and 2.12.
