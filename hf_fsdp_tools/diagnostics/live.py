@@ -228,7 +228,7 @@ class _Found:
         unit = self.units[wrapper] = self.unit_of_module[_core(wrapper)] = LiveUnit(version=1)
         for part in flat_parts(wrapper):
             stand_in = nn.Parameter(
-                torch.empty(part.shape, dtype=part.dtype, device="meta"), requires_grad=part.requires_grad
+                torch.empty(part.shape, dtype=part.memory.dtype, device="meta"), requires_grad=part.requires_grad
             )
             here = LiveParameter(
                 tensor=stand_in, unit=unit, local_numel=part.memory.numel(), is_meta=part.memory.is_meta

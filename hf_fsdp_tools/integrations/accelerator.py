@@ -17,8 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, going_first, wait_for_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.fsdp1.precision import cast_where_computed
-from hf_fsdp_tools.fsdp1.under_accelerate import let_generate
+from hf_fsdp_tools.fsdp1.wrap import cast_where_computed, let_generate
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import (
     check_managed,
