@@ -19,6 +19,14 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, going_first, 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.fsdp1.precision import cast_where_computed
 from hf_fsdp_tools.fsdp1.under_accelerate import let_generate
+from hf_fsdp_tools.integrations.accelerator_state import (
+    check_state,
+    files_of,
+    load_schedulers,
+    numbered_states,
+    owner_of,
+    save_state,
+)
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import (
     check_managed,
@@ -29,16 +37,9 @@ from hf_fsdp_tools.integrations.model import (
     shard_additions,
     shard_in_place,
 )
+from hf_fsdp_tools.integrations.replacement import former_of
 from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
-from hf_fsdp_tools.integrations.saved_state import (
-    check_state,
-    files_of,
-    load_schedulers,
-    numbered_states,
-    owner_of,
-    save_state_to,
-)
-from hf_fsdp_tools.integrations.saving import former_of, saveable
+from hf_fsdp_tools.integrations.states import saveable
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.optimizers import check_optimizers, clip_norm, clip_values
 from hf_fsdp_tools.sharding.shard import keep_after_backward, sharded_module
@@ -148,7 +149,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                     f"save_state: {str(folder)!r} exists. Set ProjectConfiguration(iteration=…) to go on after it."
                 )
         limit = naming.total_limit if automatic else None
-        save_state_to(self, folder, checksums=checksums, blocking=blocking, numbered=automatic, limit=limit)
+        save_state(self, folder, checksums=checksums, blocking=blocking, numbered=automatic, limit=limit)
         naming.iteration += 1
         return folder
 

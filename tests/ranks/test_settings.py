@@ -439,7 +439,7 @@ def test_training_arguments_shard_whoever_launches(checkpoint, tmp_path, launche
 
 # ---- a file that says no version ----
 
-SCRIPT = """
+OLD_SCRIPT = """
 import os, sys
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -461,7 +461,7 @@ os._exit(0)
 
 def test_a_file_of_old_is_read_as_fsdp2_and_one_rank_says_how(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "old.yaml").write_text(OLD)
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(OLD_SCRIPT)
     words = ["-m", "accelerate.commands.launch", "--config_file", "old.yaml", "train.py", str(folders["llama"])]
     done = subprocess.run(
         [sys.executable, *words],

@@ -587,7 +587,7 @@ def manifest_of(folder: Path) -> None:
 
 def of_deepspeed(file: Path) -> None:
     launch = f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: {file.name}\n"
-    translate_file(in_file("launch.yaml", launch)(file.parent))
+    FSDPConfig.translate_file(in_file("launch.yaml", launch)(file.parent))
 
 
 NESTED = "[" * 5000
@@ -611,7 +611,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] =
         "Not a wrap plan",
     ),
     "YAML nested deeply": (in_file("a.yaml", NESTED), FSDPConfig.check_file, "line 1 is nested more than 50 deep"),
-    "YAML of itself": (in_file("b.yaml", "&a {num_processes: *a}"), translate_file, "line 1 has the alias "),
+    "YAML of itself": (in_file("b.yaml", "&a {num_processes: *a}"), FSDPConfig.translate_file, "line 1 has the alias "),
     "YAML that laughs": (
         in_file("c.yaml", "a: &a [1, 1]\n" + "".join(f"b{i}: &b{i} [*a, *a]\n" for i in range(9))),
         FSDPConfig.check_file,
