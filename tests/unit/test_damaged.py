@@ -14,7 +14,6 @@ import peft
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hf_fsdp_tools.integrations.translation import translate_file
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
