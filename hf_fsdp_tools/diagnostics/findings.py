@@ -302,13 +302,13 @@ def _check_checkpointing(model: nn.Module) -> Iterator[Finding]:
         )
 
 
-def _wrappers_in_wrappers(wrappers: Mapping[nn.Module, str]) -> list[str]:
+def _wrappers_in_wrappers(wrappers: Mapping[CheckpointWrapper, str]) -> list[str]:
     """Names of checkpoint wrappers inside of others."""
     inside = {module for wrapper in wrappers for module in wrapper.modules() if module is not wrapper}
     return [name for wrapper, name in wrappers.items() if wrapper in inside]
 
 
-def _recomputed_in_wrappers(model: nn.Module, wrappers: Mapping[nn.Module, str]) -> list[str]:
+def _recomputed_in_wrappers(model: nn.Module, wrappers: Mapping[CheckpointWrapper, str]) -> list[str]:
     """Names of wrappers beside which transformers' own checkpointing is on, of the same modules or around them."""
     own = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
     layers = [m for m in own if any(base.__name__ == "GradientCheckpointingLayer" for base in type(m).__mro__)]

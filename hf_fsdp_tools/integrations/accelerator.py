@@ -32,15 +32,16 @@ from hf_fsdp_tools.integrations.model import (
     check_managed,
     check_native,
     check_precision,
+    hand_over,
     prepare_for_training,
     refuse_parts,
-    shard_additions,
     shard_in_place,
 )
 from hf_fsdp_tools.integrations.replacement import former_of
 from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
 from hf_fsdp_tools.integrations.states import saveable
 from hf_fsdp_tools.saving.save import save_pretrained
+from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.optimizers import check_optimizers, clip_norm, clip_values
 from hf_fsdp_tools.sharding.shard import keep_after_backward, sharded_module
 from hf_fsdp_tools.sharding.whole import by_kind, step_kinds_apart
@@ -194,9 +195,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                 plain = getattr(optimizer, "optimizer", optimizer)
                 load_fsdp_optimizer(self.state.fsdp_plugin, self, plain, model, str(folder), i)
         load_schedulers(self._schedulers, folder, absent, load_kwargs or {})
-        self.step = all_ranks(self.step, "loading the state")[
-            0
-        ]  # ranks without a file of their own would accumulate out of step
+        # ranks without a file of their own would accumulate out of step
+        self.step = all_ranks(self.step, "loading the state")[0]
 
     def end_training(self) -> None:
         """End as `Accelerator.end_training` does, once no save is under way in the background; raises its error."""
@@ -285,7 +285,9 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
     if ranks == {False}:
         shard_in_place(model, accelerator, optimizers)
     else:
-        shard_additions(model, optimizers)
+        replaced = shard_added(model)  # adapters and heads that a script or TRL added (`get_peft_model`)
+        for optimizer in optimizers:
+            hand_over(optimizer, replaced)
     with agreed(f"preparing {type(model).__name__}"):
         check_managed(model)
         check_precision(model, accelerator)

@@ -57,30 +57,18 @@ def complete_checkpoint(wanted: str | bool, output_dir: str, *, allowed: Collect
 
 def _choose(wanted: str | bool, output_dir: str, allowed: Collection[str]) -> tuple[str | bool, str]:
     """The checkpoint to resume from; or what is wrong with it, and the cure."""
-    fact = "" if wanted is True else problem_of(Path(str(wanted)), allowed)
-    if wanted is not True and not fact:
-        return wanted, ""
-    last, reasons = _last_complete(output_dir, allowed)
-    if wanted is True and last is not None:
-        if reasons:
-            warnings.warn(f"Resuming from {last.name}: {reasons}.", stacklevel=5)
-        return str(last), ""
-    if wanted is True and not reasons:
-        return True, ""
-    problem = f"{str(wanted)!r} {fact}" if fact else f"No checkpoint in {output_dir!r} is complete: {reasons}"
-    none = f"Start anew, or give a complete {PREFIX_CHECKPOINT_DIR} folder"
-    return wanted, f"{problem}. {none if last is None else f'Resume from {str(last)!r}'}."
-
-
-def _last_complete(output_dir: str, allowed: Collection[str]) -> tuple[Path | None, str]:
-    """The last complete checkpoint, and what is wrong with those after it, or with all where none is complete."""
+    folders = [str(wanted)] if wanted is not True else []
+    if wanted is True and Path(output_dir).is_dir():
+        folders = sort_checkpoints(output_dir)[::-1]
     problems: list[str] = []
-    folders = sort_checkpoints(output_dir) if Path(output_dir).is_dir() else []
-    for folder in map(Path, reversed(folders)):
-        if not (fact := problem_of(folder, allowed)):
-            return folder, listed(reversed(problems), separator="; ")
-        problems.append(f"{folder.name} {fact}")
-    return None, listed(reversed(problems), separator="; ")
+    for folder in folders:
+        if not (fact := problem_of(Path(folder), allowed)):
+            if problems:
+                warnings.warn(f"Resuming from {Path(folder).name}: {listed(problems, separator='; ')}.", stacklevel=5)
+            return folder, ""
+        problems.append(f"{folder!r} {fact}")
+    cure = "Give a complete folder" if wanted is True else "With True, training goes on from the last complete one"
+    return wanted, f"{listed(problems, separator='; ')}. {cure}; or start anew." if problems else ""
 
 
 def problem_of(folder: Path, allowed: Collection[str] = ()) -> str:

@@ -102,17 +102,8 @@ def check_parts(
 ) -> set[str]:
     """Refuse a training state that is damaged, or from which a run cannot go on as it was.
 
-    Every rank must call; the ranks exchange what each of them misses.
-
-    Args:
-        folder: of the state.
-        absent_parts: gives the files that this run needs and the folder lacks, with a word for each.
-        may_lack: patterns of files that start anew where that is allowed.
-        allowed: whether they may be absent.
-        option: allows it, for messages.
-
-    Returns:
-        The files that are absent.
+    Every rank must call. `absent_parts` gives the files that this run needs and the folder lacks, with a word for each;
+    they are returned. Those that match `may_lack` may be absent where that is allowed, by `option`.
     """
     manifest = check_listed(folder, allowed=may_lack if allowed else ())
     is_elsewhere = _warn_of_other_world(folder, manifest)

@@ -93,13 +93,8 @@ class StateSave:
 def saving_state(folder: Path, files: Sequence[str], *, blocking: bool, checksums: bool) -> Iterator[StateSave]:
     """Save a state: the block writes to `staging`, and adds what is written in the background.
 
-    Until all is written, an older state in the folder stays as it is. Every rank must call.
-
-    Args:
-        folder: gets the state once it is complete.
-        files: patterns of the files of a state, for its manifest; others in the folder are a user's own.
-        blocking: whether all is written when the block ends.
-        checksums: note the SHA-256 of each file.
+    Until all is written, an older state in the folder stays as it is. `files` are patterns of the files of a state, for
+    its manifest; others in the folder are a user's own. Every rank must call.
     """
     start_s, doing = time.perf_counter(), "saving (what was saved before is still there)"
     wait_for_saves()

@@ -118,7 +118,8 @@ class FSDPTrainerMixin(PushingMixin):
                     f"class {cls.__name__}({', '.join(bases)}): the Trainer stands first, so that nothing of the mixin "
                     f"would run. Write class {cls.__name__}({', '.join(ordered)})."
                 )
-            check_hooks(FSDPTrainerMixin, super())
+            for own in (FSDPTrainerMixin, PushingMixin):
+                check_hooks(own, super())
             warn_of_uncalled(cls, FSDPTrainerMixin, Trainer)
         super().__init_subclass__(**kwargs)
 
@@ -166,17 +167,9 @@ class FSDPTrainerMixin(PushingMixin):
         asked = args.accelerator_config.gradient_accumulation_kwargs or {}
         self.accelerator = adopt(self.accelerator, sync_each_batch=asked.get("sync_each_batch", True))
 
-    @property
-    def is_distributed_loading_by_transformers(self) -> bool:
-        """Always False, so that a model that transformers sharded while loading is prepared and saved like any other.
-
-        The Trainer alone cannot save or resume a model that was sharded by `DistributedConfig`.
-        """
-        return False
-
-    @is_distributed_loading_by_transformers.setter
-    def is_distributed_loading_by_transformers(self, loaded: bool) -> None:
-        """Ignore what the Trainer sets; `prepare` looks at the model itself."""
+    is_distributed_loading_by_transformers = property(lambda self: False, lambda self, loaded: None)
+    """Always False, so that a model that transformers sharded while loading (`DistributedConfig`) is prepared and saved
+    like any other, which the Trainer alone cannot do."""
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
         """Reshard units that a step left gathered when it ran out of memory (`auto_find_batch_size`).
