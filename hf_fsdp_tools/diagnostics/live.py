@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.fsdp1.flat_shards import flat_parts, unflattened
 from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name, way_inside
@@ -193,12 +193,6 @@ def _shape(unit: LiveUnit, below: dict[int, list[LiveUnit]]) -> object:
     return names, unit.num_params, unit.num_bytes, inner
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, detached."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _core(module: nn.Module) -> nn.Module:
     """The module inside its wrappers."""
     return module.get_submodule(way_inside(module))
@@ -220,7 +214,7 @@ class _Found:
         unit = self.units.setdefault(members, LiveUnit(version=2))
         self.unit_of_module[_core(module)] = unit
         for managed in parameters_of_unit(module) if is_new else ():
-            local = local_part(managed.shard)
+            local = local_tensor(managed.shard)
             here = LiveParameter(tensor=managed.shard, unit=unit, local_numel=local.numel(), is_meta=local.is_meta)
             self.managed.update(dict.fromkeys(managed.places, here))
 
@@ -252,7 +246,7 @@ class _Found:
     def parameter(self, module: nn.Module, name: str, tensor: nn.Parameter) -> LiveParameter:
         if here := self.managed.get((module, name)):
             return here
-        local = local_part(tensor)
+        local = local_tensor(tensor)
         return LiveParameter(tensor=tensor, unit=None, local_numel=local.numel(), is_meta=local.is_meta)
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 import yaml
 
-from hf_fsdp_tools.diagnostics.findings import Finding
+from hf_fsdp_tools.diagnostics.findings import Finding, by_severity
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.interpret import DEEPSPEED, Translation, general_keys, interpret
 from hf_fsdp_tools.integrations.settings import MixedPrecision, Setting, contradictions
@@ -28,7 +28,7 @@ def check_file(
     data = _read(Path(path))
     made = interpret(data, keys, Path(path).parent)
     findings = [*made.findings, *_problems(data, made, keys, dict(defaults) | made.fields)]
-    return tuple(sorted(findings, key=lambda finding: ("error", "warning", "info").index(finding.severity)))
+    return by_severity(findings)
 
 
 def translate_file(path: str | os.PathLike[str], keys: Mapping[str, Setting]) -> Translation:

@@ -99,16 +99,14 @@ _PLACES = {
 }
 """Keys that FSDPConfig has under the same name, and the kinds of their values."""
 
+_COMPILE = "left out: --torch_compile of the recipe, or make_accelerator(dynamo_backend=…)"
 _ELSEWHERE: dict[str, tuple[Any, str]] = {
     "compute_environment": ("LOCAL_MACHINE", "kept"),
     "rdzv_backend": ("static", "static, the only one with which each machine knows its rank"),
     "same_network": (None, "kept"),
     "main_training_function": ("main", "left out: for TPUs only"),
-    "debug": (False, "left out: ACCELERATE_DEBUG_MODE=true in the environment does the same"),
-    "enable_cpu_affinity": (False, "left out: ACCELERATE_CPU_AFFINITY=1 in the environment does the same"),
-    "dynamo_config": ({}, "left out: --torch_compile of the recipe, or make_accelerator(dynamo_backend=…)"),
-    "dynamo_backend": ("NO", "left out: --torch_compile of the recipe, or make_accelerator(dynamo_backend=…)"),
-    "fp8_config": ({}, "left out: training in fp8 is not part of this package"),
+    "dynamo_config": ({}, _COMPILE),
+    "dynamo_backend": ("NO", _COMPILE),
 }
 """Keys that no field holds: their usual value, about which nothing is said, and the meaning of others."""
 
@@ -179,7 +177,7 @@ def _general(key: str, value: Any, made: Translation) -> None:
         if value not in (None, usual, "", {}):
             made.say(key, value, meaning)
     elif value not in (None, False, "no", {}, []):
-        made.say(key, value, "left out: no part of FSDP on GPUs or CPUs")
+        made.say(key, value, "left out: not part of this package's files")
 
 
 _OLD_KEYS = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}

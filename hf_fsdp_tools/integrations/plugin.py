@@ -99,11 +99,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     def shard_arguments(self, accelerator: Accelerator, mesh: DeviceMesh | None = None) -> dict[str, Any]:
         """Keywords of `shard_model` for an Accelerator with this plugin, which gets our `prepare`, in place.
 
-        Every rank must call: a mesh may be made. `mesh` stands in for the Accelerator's own, which is FSDP over all
-        processes where it has no parallelism config.
-
-        Raises:
-            ConfigError: the plugin runs FSDP1.
+        Every rank must call: a mesh may be made, over all processes where the Accelerator has no parallelism config.
         """
         if self.fsdp_version != 2:
             raise ConfigError(

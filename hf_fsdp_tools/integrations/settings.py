@@ -91,13 +91,8 @@ def strategy_name(value: Any) -> str:
 def read_strategies(values: Iterable[Any], *, may_copy: bool) -> tuple[bool, bool]:
     """Whether units are freed after the forward pass, and whether each machine has a copy of the model.
 
-    Args:
-        values: of `reshard_after_forward` and of FSDP1's sharding strategy: a name in any case, a number or torch's
-            enum; None says nothing. SHARD_GRAD_OP keeps units gathered until the backward pass.
-        may_copy: whether HYBRID_SHARD means something: in settings that were made for FSDP1.
-
-    Raises:
-        ConfigError: FSDP2 has no such strategy.
+    The values are those of `reshard_after_forward` and of FSDP1's sharding strategy; None says nothing. HYBRID_SHARD
+    means something in settings that were made for FSDP1 (`may_copy`).
     """
     meanings = [_MEANINGS["TRUE"]]
     for value in values:

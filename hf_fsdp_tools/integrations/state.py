@@ -136,19 +136,8 @@ def start_state(
     dictionary that all its instances share, and an Accelerator uses the state that it finds, so it is filled here
     first.
 
-    Args:
-        plugin: with the policy.
-        mixed_precision: as for `Accelerator`.
-        cpu: run on the CPU of a machine with GPUs.
-        parallelism_config: as for `Accelerator`; None reads the launcher's variables.
-        dynamo_plugin: how to compile; None compiles nothing.
-        group: timeout, backend and init method of the process group, if it is started here.
-
-    Every rank must call; starts the process group if none is running.
-
-    Raises:
-        ConfigError: an Accelerator without FSDP exists already, Accelerate did not take the state up, the
-            parallelism config has axes other than data parallelism, or the launch config is for GPUs and there is none.
+    Every rank must call; starts the process group if none is running, with the timeout, backend and init method of
+    `group`. Without a `parallelism_config` the launcher's variables are read.
     """
     _check_gpus(cpu=cpu)
     cpu = cpu or local_device().type == "cpu"

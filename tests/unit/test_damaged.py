@@ -14,7 +14,6 @@ import peft
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hf_fsdp_tools.integrations.translation import translate_file
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -587,7 +586,7 @@ def manifest_of(folder: Path) -> None:
 
 def of_deepspeed(file: Path) -> None:
     launch = f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: {file.name}\n"
-    translate_file(in_file("launch.yaml", launch)(file.parent))
+    FSDPConfig.translate_file(in_file("launch.yaml", launch)(file.parent))
 
 
 NESTED = "[" * 5000
@@ -611,7 +610,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] =
         "Not a wrap plan",
     ),
     "YAML nested deeply": (in_file("a.yaml", NESTED), FSDPConfig.check_file, "line 1 is nested more than 50 deep"),
-    "YAML of itself": (in_file("b.yaml", "&a {num_processes: *a}"), translate_file, "line 1 has the alias "),
+    "YAML of itself": (in_file("b.yaml", "&a {num_processes: *a}"), FSDPConfig.translate_file, "line 1 has the alias "),
     "YAML that laughs": (
         in_file("c.yaml", "a: &a [1, 1]\n" + "".join(f"b{i}: &b{i} [*a, *a]\n" for i in range(9))),
         FSDPConfig.check_file,

@@ -1,7 +1,6 @@
-"""What `save_state` writes and `load_state` needs: each optimizer with the models whose parameters it holds."""
+"""The state of an Accelerator, as `save_state` writes and `load_state` reads it."""
 
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +9,16 @@ from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, RNG_STAT
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from accelerate.utils.other import load as load_pickled
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from hf_fsdp_tools.background import wait_for_saves
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, announced, rank_and_size
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.integrations.resume import (
-    check_listed,
-    refuse_damage,
-    refuse_incomplete,
-    using_format,
-    warn_of_other_world,
-)
-from hf_fsdp_tools.integrations.saving import Replacement, remove_checkpoint, remove_leftovers
-from hf_fsdp_tools.integrations.unwritten import Unwritten, finish_state
+from hf_fsdp_tools.integrations.replacement import remove_checkpoint, remove_leftovers
+from hf_fsdp_tools.integrations.resume import check_parts, using_format
+from hf_fsdp_tools.integrations.states import StateSave, saving_state
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import storage_errors, sync
-from hf_fsdp_tools.saving.held_dcp import HeldWriter
-from hf_fsdp_tools.saving.manifest import write_manifest
 
 _FILES = (
     f"{FSDP_MODEL_NAME}[_.]*",
@@ -76,115 +63,95 @@ def files_of(kind: str, index: int) -> tuple[str, str]:
     return f"{kind}_{index}", f"{kind}_{index}.bin" if index else f"{kind}.bin"
 
 
-def _write_state(accelerator: Any, folder: Path, unwritten: Unwritten | None = None) -> list[str]:
-    """Write all that `Accelerator.save_state` writes; return the files of which a state must have all.
+def write_state(accelerator: Any, state: StateSave) -> None:
+    """Write all that `Accelerator.save_state` writes, and name the files of which a state must have all.
 
-    Optimizers are written under the names that their parameters have in their models. Every rank must call, within
-    `announced`.
+    Optimizers are written under the names that their parameters have in their models. Every rank must call.
     """
-    plugin, target = accelerator.state.fsdp_plugin, str(folder)
+    plugin, folder, rank = accelerator.state.fsdp_plugin, state.staging, accelerator.process_index
     pairs = [(optimizer, owner_of(optimizer, accelerator._models)) for optimizer in accelerator._optimizers]
     for i, model in enumerate(accelerator._models):
-        write_part(accelerator, model, None, folder, i, unwritten)
+        write_part(accelerator, model, None, state, i)
     for i, (optimizer, model) in enumerate(pairs):
-        plain = getattr(optimizer, "optimizer", optimizer)  # torch may step it to make its state
-        write_part(accelerator, model, plain, folder, i, unwritten)
+        write_part(accelerator, model, optimizer, state, i)
     for hook in accelerator._save_model_state_pre_hook.values():
-        hook(accelerator._models, [], target)
-    rank = accelerator.process_index
+        hook(accelerator._models, [], str(folder))
     on_each_node = accelerator.project_configuration.save_on_each_node
     with agreed("saving schedulers and random states", folder), storage_errors("save to", folder):
         save_accelerator_state(
-            target, [], [], accelerator._schedulers, accelerator._dataloaders, rank, accelerator.step,
+            str(folder), [], [], accelerator._schedulers, accelerator._dataloaders, rank, accelerator.step,
             accelerator.scaler, save_on_each_node=on_each_node,
         )  # fmt: skip
         for i, registered in enumerate(accelerator._custom_objects):
-            save_custom_state(registered, target, i, save_on_each_node=on_each_node)
+            save_custom_state(registered, str(folder), i, save_on_each_node=on_each_node)
         sync(folder / f"{RNG_STATE_NAME}_{rank}.pkl")
-    needed = [f"{RNG_STATE_NAME}_{i}.pkl" for i in range(accelerator.num_processes)]
-    needed += [name for i in range(len(accelerator._schedulers)) for name in files_of(SCHEDULER_NAME, i)[1:]]
+    state.needed += [f"{RNG_STATE_NAME}_{i}.pkl" for i in range(accelerator.num_processes)]
+    state.needed += [files_of(SCHEDULER_NAME, i)[1] for i in range(len(accelerator._schedulers))]
     kinds = {FSDP_MODEL_NAME: len(accelerator._models), OPTIMIZER_NAME: len(pairs)}
     for name, whole in (files_of(kind, i) for kind, count in kinds.items() for i in range(count)):
         if "SHARDED" in str(plugin.state_dict_type):
-            needed.append(f"{name}/{METADATA}")
+            state.needed.append(f"{name}/{METADATA}")
         elif "FULL" in str(plugin.state_dict_type):
-            needed.append(whole)
-    return needed
+            state.needed.append(whole)
 
 
-def write_part(
-    accelerator: Any, model: nn.Module, optimizer: Any, folder: Path, index: int, unwritten: Unwritten | None
-) -> None:
-    """Write a model, or an optimizer of it, as Accelerate does; shards are copied instead where `unwritten` is given.
+def write_part(accelerator: Any, model: nn.Module, optimizer: Any, state: StateSave, index: int) -> None:
+    """Write a model, or an optimizer of it, as Accelerate does.
 
-    Every rank must call. What a rank does before and after the collectives is exchanged, so that no rank enters
+    Every rank must call. Errors of a rank before and after the collectives are exchanged, so that no rank enters
     collectives to which another does not come.
     """
     plugin, doing = accelerator.state.fsdp_plugin, f"saving {'a model' if optimizer is None else 'an optimizer'}"
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # torch may step it to make its state
     if "SHARDED" not in str(plugin.state_dict_type):
         if optimizer is None:
-            save_fsdp_model(plugin, accelerator, model, str(folder), index)
+            save_fsdp_model(plugin, accelerator, model, str(state.staging), index)
         else:
-            save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder), index)
+            save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(state.staging), index)
         all_ranks(None, doing)  # rank 0 writes alone
         return
     kind, name = ("model", FSDP_MODEL_NAME) if optimizer is None else ("optimizer", OPTIMIZER_NAME)
-    target = folder / f"{name}_{index}"
     if plugin.fsdp_version == 1:  # by collectives
         configs = plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config
         with FullyShardedDataParallel.state_dict_type(model, *configs):
             fsdp1 = FullyShardedDataParallel
             values = model.state_dict() if optimizer is None else fsdp1.optim_state_dict(model, optimizer)
+    folder = state.staging / f"{name}_{index}"
     with agreed(doing, folder), storage_errors("save to", folder):
-        target.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         if plugin.fsdp_version != 1:
             options = StateDictOptions(cpu_offload=getattr(plugin.state_dict_config, "offload_to_cpu", False))
             if optimizer is None:
                 values = get_model_state_dict(model, options=options)
             else:
                 values = get_optimizer_state_dict(model, optimizer, options=options)
-    writer = FileSystemWriter(target) if unwritten is None else HeldWriter(target)
-    save({kind: values}, storage_writer=writer, planner=DefaultSavePlanner())
-    if isinstance(writer, HeldWriter) and unwritten is not None:
-        unwritten.add_dcp(writer)
+    state.write_dcp({kind: values}, folder)
 
 
-def save_state_to(
+def save_state(
     accelerator: Any, folder: Path, *, checksums: bool, blocking: bool, numbered: bool, limit: int | None
 ) -> None:
     """Save a state, or begin to; delete old ones after it is complete, where they are `numbered` and there is a limit.
 
     Every rank must call.
     """
-    start_s = time.perf_counter()
     plugin = accelerator.state.fsdp_plugin
-    wait_for_saves()
     if not blocking and "SHARDED" not in str(plugin.state_dict_type):
         raise ConfigError(
             f"save_state(blocking=False) writes each rank's shards in the background, and the state dict type is "
             f"{plugin.state_dict_type}. Set SHARDED_STATE_DICT, or leave blocking out."
         )
-    place, unwritten = Replacement(folder if numbered else folder.resolve(), _FILES), Unwritten()
-    unwritten.held.callback(place.end)
-    doing = "saving (what was saved before is still there)"
-    try:
-        place.begin()
-        with announced(doing), storage_errors("save to", folder), using_format(plugin, None):
-            needed = _write_state(accelerator, place.staging, None if blocking else unwritten)
-    except BaseException:
-        unwritten.held.close()
-        raise
 
-    def complete() -> None:
-        with agreed(doing, folder), storage_errors("save to", folder):
-            write_manifest(place.staging, needed, _FILES, checksums=checksums)
-        place.take_place()
+    def delete_old() -> None:
         if numbered and rank_and_size()[0] == 0:
             remove_leftovers(folder.parent, "checkpoint_*")
             for old in numbered_states(folder.parent)[:-limit] if limit else []:
                 remove_checkpoint(old)
 
-    finish_state(folder, unwritten, complete, blocking=blocking, start_s=start_s)
+    target = folder if numbered else folder.resolve()
+    with saving_state(target, _FILES, blocking=blocking, checksums=checksums) as state, using_format(plugin, None):
+        write_state(accelerator, state)
+        state.after = delete_old
 
 
 def numbered_states(folder: Path) -> list[Path]:
@@ -198,11 +165,9 @@ def check_state(accelerator: Any, folder: Path, *, allow_incomplete: bool) -> se
 
     Every rank must call.
     """
-    rest = (f"{OPTIMIZER_NAME}*", f"{SCHEDULER_NAME}*", SCALER_NAME, f"{RNG_STATE_NAME}_*")
-    manifest = check_listed(folder, allowed=rest if allow_incomplete else ())
-    elsewhere = warn_of_other_world(folder, f"{RNG_STATE_NAME}_*.pkl", manifest)
-    absent: dict[str, str] = {}
-    with agreed("looking for the parts of the saved state", folder):
+    random_states = f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl"
+
+    def absent_parts() -> Iterator[tuple[str, str]]:
         there = {path.name for path in folder.iterdir()}
         local = any("_rank" in name for name in there)  # LOCAL_STATE_DICT, in which each rank has its files
         models = [files_of(FSDP_MODEL_NAME, i) for i in range(len(accelerator._models))]
@@ -213,18 +178,18 @@ def check_state(accelerator: Any, folder: Path, *, allow_incomplete: bool) -> se
             )
         for i in range(len(accelerator._optimizers)):
             if not there.intersection(names := files_of(OPTIMIZER_NAME, i)):
-                absent[names[0]] = "an optimizer"
+                yield names[0], "an optimizer"
         for i in range(len(accelerator._schedulers)):
             if (name := files_of(SCHEDULER_NAME, i)[1]) not in there:
-                absent[name] = "a scheduler"
+                yield name, "a scheduler"
         if accelerator.scaler is not None and SCALER_NAME not in there:
-            absent[SCALER_NAME] = "the loss scale"
-        if not elsewhere and (name := f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl") not in there:
-            absent[name] = "random states"
+            yield SCALER_NAME, "the loss scale"
+        if random_states not in there:
+            yield random_states, "random states"
+
+    rest = (f"{OPTIMIZER_NAME}*", f"{SCHEDULER_NAME}*", SCALER_NAME, f"{RNG_STATE_NAME}_*")
     option = "load_state(…, allow_incomplete=True)"
-    refuse_incomplete(folder, absent, allowed=allow_incomplete, option=option)
-    refuse_damage(folder)
-    return set(absent)
+    return check_parts(folder, absent_parts, rest, allowed=allow_incomplete, option=option)
 
 
 def load_schedulers(schedulers: Iterable[Any], folder: Path, absent: set[str], load_kwargs: dict[str, Any]) -> None:

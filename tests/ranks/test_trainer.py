@@ -1,4 +1,4 @@
-"""Ways through Accelerate and the Trainer that scripts take: own optimizers, mixed groups, crowded memory, FSDP1."""
+"""The Trainer and Accelerate with own optimizers, mixed groups, crowded memory, a device map, FSDP1."""
 
 import os
 import re
@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, dispatch_model
+from accelerate import dispatch_model
 from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_lorafa_optimizer
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, Trainer
 
-from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, HybridPolicy, from_pretrained, make_accelerator
+from hf_fsdp_tools import ConfigError, HybridPolicy, from_pretrained, make_accelerator
 from tests._checkpoints import full
 from tests._dist import run_cases, run_ranks
 from tests._training import (
@@ -244,21 +244,37 @@ def test_optimizers_of_ones_own_and_of_mixed_groups_step_as_on_one_process(folde
 # ---- the Trainer and Accelerate ----
 
 
-class CrowdedAtOnce(ShardedTrainer):
-    """Runs out of memory with more than 2 rows, before any forward pass."""
+class Crowded(ShardedTrainer):
+    """Runs out of memory with more than 2 rows, in the middle of a forward pass or before it."""
+
+    at_once = False
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if model.training and inputs["input_ids"].shape[0] > 2:
-            raise RuntimeError("CUDA out of memory. Tried to allocate")
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        crowded = model.training and inputs["input_ids"].shape[0] > 2
+        if crowded and self.at_once:
+            raise_full()
+        handle = model.model.layers[1].mlp.register_forward_pre_hook(raise_full) if crowded else None
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            if handle is not None:
+                handle.remove()
 
 
-def a_batch_size_is_found_where_memory_ends_before_the_first_pass(folder: Path) -> list[list[float]]:
+class CrowdedAtOnce(Crowded):
+    at_once = True
+
+
+def raise_full(*_: Any) -> None:
+    raise RuntimeError("CUDA out of memory. Tried to allocate")
+
+
+def a_batch_size_is_found_where_memory_ends(folder: Path) -> list[list[float]]:
     lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    found = []
-    for model in (sharded(folder), plain_model(folder), sharded(folder, peft_config=lora)):
-        found.append(trained(CrowdedAtOnce, model, folder, auto_find_batch_size=True, per_device_train_batch_size=3))
-    return found[:2]
+    settings = {"auto_find_batch_size": True, "per_device_train_batch_size": 3}
+    trained(CrowdedAtOnce, sharded(folder, peft_config=lora), folder, **settings)
+    makes = [(Crowded, sharded), (Crowded, plain_model), (CrowdedAtOnce, sharded), (CrowdedAtOnce, plain_model)]
+    return [trained(kind, make(folder), folder, **settings) for kind, make in makes]
 
 
 def a_forgotten_mixin_is_named(folder: Path) -> None:
@@ -273,14 +289,6 @@ def a_forgotten_mixin_is_named(folder: Path) -> None:
         trainer.train()
     with pytest.raises(ConfigError, match=r"DistributedDataParallel.*class MyTrainer\(FSDPTrainerMixin, Trainer\)"):
         torch.nn.parallel.DistributedDataParallel(model)
-
-
-def a_plugin_that_accelerate_drops_is_named(folder: Path) -> None:
-    plugin = HybridFSDPPlugin()
-    plugin.set_auto_wrap_policy(plain_model(folder))  # before there is an Accelerator, as a script of Accelerate does
-    accelerator = Accelerator(fsdp_plugin=plugin, cpu=True)
-    with pytest.raises(ConfigError, match=r"MULTI_CPU\)\. Make it with make_accelerator\(\).*drops every FSDP plugin"):
-        from_pretrained(folder, accelerator=accelerator)
 
 
 def a_device_map_of_a_plain_model_is_forgotten(folder: Path) -> list[float]:
@@ -320,9 +328,8 @@ def fsdp1_trains_on_cpus_by_the_launchers_variables(folder: Path) -> list[float]
 
 
 HOSTS = (
-    a_batch_size_is_found_where_memory_ends_before_the_first_pass,
+    a_batch_size_is_found_where_memory_ends,
     a_forgotten_mixin_is_named,
-    a_plugin_that_accelerate_drops_is_named,
     a_device_map_of_a_plain_model_is_forgotten,
     fsdp1_trains_on_cpus_by_the_launchers_variables,
 )

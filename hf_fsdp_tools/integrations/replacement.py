@@ -1,4 +1,4 @@
-"""Save training states so that an interruption destroys nothing, and delete old ones so that none counts as whole."""
+"""Replace a folder so that an interruption destroys nothing; delete a state so that no part of it counts as whole."""
 
 import os
 import shutil
@@ -7,24 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.loading.io.durable import exchange, storage_errors, sync, try_lock
 from hf_fsdp_tools.saving.manifest import MANIFEST
-
-
-def saveable(model: nn.Module) -> nn.Module:
-    """The model that `save_pretrained` takes: inside `torch.compile`'s wrapper, and FSDP1 as its plain view."""
-    model = getattr(model, "_orig_mod", model)
-    return plain_view(model) if FullyShardedDataParallel.fsdp_modules(model) else model
-
-
-# ---- one folder in place of another ----
 
 
 class Replacement:
