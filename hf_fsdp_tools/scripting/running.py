@@ -254,7 +254,7 @@ def finish(
     title, before, after = _evaluations(trainer)
     summary: dict[str, str | Callable[[], str]] = {
         title: _show_evaluations(before, after, title == "evaluation loss"),
-        "checkpoint": f"{folder} (open it with {_opener(trainer.model)}.from_pretrained)",
+        "checkpoint": lambda: f"{folder} (open it with {_opener(trainer.model)}.from_pretrained)",
         **(lines or {}),
         "log": f"{folder / 'trainer_state.json'}{_picture(trainer, folder)}",
     }
