@@ -342,13 +342,6 @@ def test_doctor_of_a_config(capsys, llama, tmp_path, on_cpu):
     assert "is a folder; name a file" in run(capsys, "doctor", "--config_file", tmp_path)[2]
     code, out, err = run(capsys, "doctor", llama, "--config_file", path)
     assert (code, out) == (1, "") and "not both" in err
-<<<<<<< HEAD
-    text = FSDPConfig(num_processes=2, use_cpu=True).to_accelerate_yaml()
-    path.write_text(text.replace("fsdp_version: 2", "fsdp_version: 1"))
-    code, out, _ = run(capsys, "doctor", "--config_file", path)
-    assert code == 0 and "warning: fsdp1" in out, "a warning alone is no error"
-=======
->>>>>>> 29ece1f (Tests of the command line in its new words; mistakes once per kind)
 
 
 def test_a_launch_with_a_file_says_what_the_file_leaves_open(capsys, tmp_path, on_cpu, monkeypatch):
