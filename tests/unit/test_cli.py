@@ -241,8 +241,8 @@ def test_config_options_reach_the_config(capsys, on_cpu):
 
     words = (
         "--gpu h100-80gb --num_processes 16 --num-machines 2 --machine-rank 1 --main-process-ip a "
-        "--main_process_port 5 --dp-replicate-size 2 --mixed-precision fp16 --offload-params --activation-checkpointing "
-        "--no-reshard-after-forward --state-dict-type FULL_STATE_DICT"
+        "--main_process_port 5 --dp-replicate-size 2 --mixed-precision fp16 --offload-params "
+        "--activation-checkpointing --no-reshard-after-forward --state-dict-type FULL_STATE_DICT"
     )
     assert config(*words.split()) == says(
         num_processes=16,
@@ -257,12 +257,6 @@ def test_config_options_reach_the_config(capsys, on_cpu):
         reshard_after_forward=False,
         state_dict_type="FULL_STATE_DICT",
     )
-<<<<<<< HEAD
-    assert config("--gpu", "--num-processes", "2", "--gpu-ids", "0,1")["gpu_ids"] == "0,1"
-    assert config("--gpu", "--num-processes", "2")["mixed_precision"] == "bf16"
-=======
-    assert config("--gpu", "a100-40gb", "--num-processes", "2", "--gpu-ids", "0,1")["gpu_ids"] == "0,1"
->>>>>>> 29ece1f (Tests of the command line in its new words; mistakes once per kind)
 
 
 @pytest.mark.parametrize(
@@ -348,13 +342,6 @@ def test_doctor_of_a_config(capsys, llama, tmp_path, on_cpu):
     assert "is a folder; name a file" in run(capsys, "doctor", "--config_file", tmp_path)[2]
     code, out, err = run(capsys, "doctor", llama, "--config_file", path)
     assert (code, out) == (1, "") and "not both" in err
-<<<<<<< HEAD
-    text = FSDPConfig(num_processes=2, use_cpu=True).to_accelerate_yaml()
-    path.write_text(text.replace("fsdp_version: 2", "fsdp_version: 1"))
-    code, out, _ = run(capsys, "doctor", "--config_file", path)
-    assert code == 0 and "warning: fsdp1" in out, "a warning alone is no error"
-=======
->>>>>>> 29ece1f (Tests of the command line in its new words; mistakes once per kind)
 
 
 def test_a_launch_with_a_file_says_what_the_file_leaves_open(capsys, tmp_path, on_cpu, monkeypatch):
