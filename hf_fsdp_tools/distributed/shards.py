@@ -193,7 +193,7 @@ def fill_from_first(tensor: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh)
         return
     is_first = not any(mesh.get_coordinate() or ())
     local = local_tensor(tensor)
-    for slab in _slabs(tensor.shape, tensor.element_size()):
+    for slab in Box.whole(tensor.shape).slabs(_SLAB_BYTES, tensor.element_size()):
         sent = torch.empty(slab.length, dtype=tensor.dtype, device=mesh.device_type)
         if is_first:
             sent.copy_(whole.detach()[_slices(slab)])
@@ -205,17 +205,6 @@ def fill_from_first(tensor: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh)
                 inside = [s + b - a for s, a, b in zip(start, box.start, both.start, strict=True)]
                 held = Box(start=tuple(b - a for a, b in zip(slab.start, both.start, strict=True)), length=both.length)
                 memory_view(local, inside, both.length).copy_(sent[_slices(held)])
-
-
-def _slabs(shape: Sequence[int], itemsize: int) -> Iterator[Box]:
-    """Cut a tensor along its first dimension into boxes of at most `_SLAB_BYTES`."""
-    if not shape:
-        yield Box.whole(shape)
-        return
-    rows = max(1, _SLAB_BYTES // max(1, math.prod(shape[1:]) * itemsize))
-    for first in range(0, shape[0], rows):
-        rest = (0,) * (len(shape) - 1)
-        yield Box(start=(first, *rest), length=(min(rows, shape[0] - first), *shape[1:]))
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
