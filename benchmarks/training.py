@@ -44,6 +44,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring.bars import Bar, at_least, over
+
 from benchmarks.measuring.rounds import OURS, Row, command, in_turn, median, ratios, where
 from benchmarks.measuring.tables import Page, table_of
 from hf_fsdp_tools import make_demo_model

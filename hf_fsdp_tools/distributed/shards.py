@@ -7,8 +7,7 @@ Nothing here moves a tensor to another device, unless the name of the function s
 the GPU, and a whole tensor would go there to be cut.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch

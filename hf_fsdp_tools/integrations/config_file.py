@@ -18,7 +18,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.contradictions import contradictions
 from hf_fsdp_tools.integrations.settings import HYBRID, OLD_KEYS, YAML_KEYS, read_value, reshards, strategy_of
 from hf_fsdp_tools.modeling.untrusted import load_yaml
-from hf_fsdp_tools.text import did_you_mean, quoted, why
+from hf_fsdp_tools.text import did_you_mean, quoted, reason_of
 
 _MIN_NUM_PARAMS = 100_000_000
 """The launcher's value where a file has no fsdp_min_num_params; source: accelerate 1.15, commands/launch.py."""
@@ -33,7 +33,7 @@ def check_config_file(path: str | os.PathLike[str], defaults: Mapping[str, Any])
     try:
         data = load_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {why(error)}; make a file with `hf-fsdp config`") from None
+        raise ConfigError(f"{path} cannot be read: {reason_of(error)}; make a file with `hf-fsdp config`") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.text import did_you_mean, why
+from hf_fsdp_tools.text import did_you_mean, reason_of
 
 
 class _Translation(Protocol):
@@ -182,7 +182,7 @@ def _json(folder: Path, name: str) -> Mapping[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"deepspeed_config_file {name} cannot be read: {why(error)}; put it beside the file"
+            f"deepspeed_config_file {name} cannot be read: {reason_of(error)}; put it beside the file"
         ) from error
     if not isinstance(data, Mapping):
         raise ConfigError(f"deepspeed_config_file {name} holds no `key: value` pairs; name DeepSpeed's own JSON")

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, announced, rank_and_size
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, storage_errors
 from hf_fsdp_tools.integrations.resume import (
     check_listed,
     refuse_damage,
@@ -29,7 +29,7 @@ from hf_fsdp_tools.integrations.resume import (
 from hf_fsdp_tools.integrations.saving import Replacement, remove_checkpoint, remove_leftovers
 from hf_fsdp_tools.integrations.unwritten import Unwritten, finish_state
 from hf_fsdp_tools.loading.formats.dcp import METADATA
-from hf_fsdp_tools.loading.io.durable import storage_errors, sync
+from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.saving.held_dcp import HeldWriter
 from hf_fsdp_tools.saving.manifest import write_manifest
 

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
-from hf_fsdp_tools.loading.io.durable import exchange, storage_errors, sync, try_lock
+from hf_fsdp_tools.loading.io.durable import exchange, sync, try_lock
 from hf_fsdp_tools.saving.manifest import MANIFEST
 
 

@@ -18,7 +18,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations import deepspeed
 from hf_fsdp_tools.integrations.settings import HYBRID, OLD_KEYS, YAML_KEYS, read_value, reshards, strategy_of
 from hf_fsdp_tools.modeling.untrusted import load_yaml
-from hf_fsdp_tools.text import did_you_mean, quoted, why
+from hf_fsdp_tools.text import did_you_mean, quoted, reason_of
 
 
 @dataclass(kw_only=True)
@@ -114,7 +114,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         data = load_yaml(path.read_text(encoding="utf-8"))  # JSON is YAML
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {why(error)}; name the file to translate") from error
+        raise ConfigError(f"{path} cannot be read: {reason_of(error)}; name the file to translate") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.conversion import LoadMap, adjust_keys, map_loading, persistent_tensors

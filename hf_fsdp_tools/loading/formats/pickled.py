@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.formats.stored import MAX_KEY_LENGTH, StoredTensor, TensorChunk
+from hf_fsdp_tools.loading.formats.stored import StoredTensor, TensorChunk
 from hf_fsdp_tools.loading.regions import row_major_strides
 from hf_fsdp_tools.modeling.pickles import damaged, load_pickled
 from hf_fsdp_tools.text import listed, quoted
@@ -19,19 +19,18 @@ from hf_fsdp_tools.text import listed, quoted
 def parse_pickled(file: Path) -> tuple[list[StoredTensor], int]:
     """The tensors of a state dict saved by `torch.save`, in its order; and the number of bytes read to locate them.
 
-    No code of the file is run: torch's restricted unpickler builds tensors and plain containers only. Tied tensors
-    share their bytes; transposed tensors keep their strides.
+    Tied tensors share their bytes; transposed tensors keep their strides.
     """
     content, records, num_bytes = load_pickled(file)
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise damaged(file, f"holds a {type(content).__name__}, expected a dict from names to tensors")
-    others = [f"{quoted(key)} ({type(value).__name__})" for key, value in content.items() if not torch.is_tensor(value)]
-    if others:
+    no_tensors = [
+        f"{quoted(key)} ({type(value).__name__})" for key, value in content.items() if not torch.is_tensor(value)
+    ]
+    if no_tensors:
         raise damaged(
-            file, f"holds values that are no tensors: {listed(others)}; expected the state dict of a model alone"
+            file, f"holds values that are no tensors: {listed(no_tensors)}; expected the state dict of a model alone"
         )
-    if long := next((key for key in content if len(key) > MAX_KEY_LENGTH), None):
-        raise damaged(file, f"{quoted(long)} has {len(long):,} characters; a name has at most {MAX_KEY_LENGTH:,}")
     return [_locate_tensor(file, key, tensor, records, 0) for key, tensor in content.items()], num_bytes
 
 
@@ -51,14 +50,6 @@ def locate_chunk(chunk: TensorChunk, dtype: torch.dtype) -> StoredTensor:
             "chunks can be read. Make the parameter contiguous and save again."
         )
     return stored
-
-
-def check_value(file: Path, key: str, offset: int, num_bytes: int) -> None:
-    """Refuse a value saved by `torch.save` at a place of a file that holds more than tensors and plain containers."""
-    try:
-        load_pickled(file, offset, num_bytes)
-    except CheckpointError as error:
-        raise CheckpointError(f"{quoted(key)}: {error}") from None
 
 
 def _locate_tensor(file: Path, key: str, tensor: torch.Tensor, records: dict[int, int], start: int) -> StoredTensor:

@@ -1,18 +1,17 @@
 """Stored tensors: name, dtype, shape, and where the bytes lie; the same classes for every format."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 
 import torch
 
 from hf_fsdp_tools.distributed.boxes import Box
+from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.regions import Piece, View, row_major_strides
-
-MAX_KEY_LENGTH = 4096
-"""Characters of the longest name of a tensor that is read: names are printed, and nested modules make names of some
-hundred. (assumed)"""
+from hf_fsdp_tools.text import listed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,3 +221,20 @@ def leaves_folder(name: str) -> bool:
     """Whether a file name that a checkpoint gives points out of its own folder, or is no plain path at all."""
     path = PurePosixPath(name)
     return path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or not name
+
+
+def check_cover(file: Path, key: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Refuse chunks that do not form a grid over the tensor: their ranges must follow each other in each dimension."""
+    if not math.prod(shape):
+        return
+    cells, is_whole = 1, True
+    for dim, size in enumerate(shape):
+        ranges = sorted({(box.start[dim], box.length[dim]) for box in boxes})
+        ends = list(accumulate(length for _, length in ranges))
+        is_whole &= [start for start, _ in ranges] == [0, *ends[:-1]] and ends[-1:] == [size]
+        cells *= len(ranges)
+    if not is_whole or cells != len(boxes) or len(set(boxes)) != len(boxes):
+        raise CheckpointError(
+            f"{file}: the chunks of {key!r} {list(shape)} leave something out or overlap: "
+            f"{listed((box.start, box.length) for box in boxes)}. Some rank did not finish; save it again."
+        )
