@@ -45,18 +45,17 @@ def refuse_other_contents(index: CheckpointIndex, *configs: Any) -> None:
     own: dict[str, str] = {}
     with agreed(_DOING):
         own = fingerprint(index, *configs)
-    refuse_other_fingerprints(index.name, all_ranks((socket.gethostname(), own), _DOING))
+    compare_fingerprints(all_ranks((index.name, socket.gethostname(), own), _DOING))
 
 
-def refuse_other_fingerprints(name: str, fingerprints: list[tuple[str, dict[str, str]]]) -> None:
-    """Refuse what differs between ranks, of each of which the host and the fingerprint are known."""
-    for part in fingerprints[0][1]:
-        if len({own[part] for _, own in fingerprints}) > 1:
+def compare_fingerprints(opened: list[tuple[str, str, dict[str, str]]]) -> None:
+    """Refuse what differs between ranks: name, host and fingerprint of each rank's checkpoint."""
+    for part in opened[0][2]:
+        if len({own[part] for *_, own in opened}) > 1:
+            copies = by_rank([f"{own[part]} (host {host})" for _, host, own in opened])
             raise CheckpointError(
-                f"{name!r} is not the same on all nodes: its {part} is "
-                f"{by_rank([f'{own[part]} (host {host})' for host, own in fingerprints])}. Give one commit of a hub "
-                "name as revision; or copy one folder to all nodes again, or give a folder on storage that all nodes "
-                "share."
+                f"{opened[0][0]!r} is not the same on all nodes: its {part} is {copies}. Give one commit of a hub name "
+                "as revision; or copy one folder to all nodes again, or give a folder on storage that all nodes share."
             )
 
 
