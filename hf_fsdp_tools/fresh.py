@@ -10,7 +10,6 @@ from hf_fsdp_tools.distributed.agreement import agreed, same_on_all_ranks, share
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.loading.load import rolled_back
 from hf_fsdp_tools.modeling.arguments import one_dtype
-from hf_fsdp_tools.modeling.given import as_config, as_flag, taking
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
@@ -20,7 +19,6 @@ from hf_fsdp_tools.sharding.first_pass import expect_prepare
 from hf_fsdp_tools.sharding.shard import shard_model, sharding_of
 
 
-@taking(config=as_config, trust_remote_code=as_flag)
 def from_config(
     config: PreTrainedConfig | str | PathLike[str],
     *,

@@ -19,21 +19,14 @@ from hf_fsdp_tools.loading.report import LoadReport
 from hf_fsdp_tools.loading.vocabulary import resize_vocabulary
 from hf_fsdp_tools.modeling.arguments import one_dtype, one_name, refuse_misspelt, sort_arguments
 from hf_fsdp_tools.modeling.generation import set_generation_config
-from hf_fsdp_tools.modeling.given import as_config, as_count, as_flag, as_mapping, as_path, taking
 from hf_fsdp_tools.modeling.linear4bit import has_4bit_layers
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
+from hf_fsdp_tools.sharding.adapter_files import as_peft_config, with_modules_to_save
 from hf_fsdp_tools.sharding.adapters import add_adapter, load_adapter
 from hf_fsdp_tools.sharding.first_pass import expect_prepare
-from hf_fsdp_tools.sharding.settings import (
-    as_compile,
-    as_mesh,
-    as_mp_policy,
-    as_offload_policy,
-    as_peft_config,
-    with_modules_to_save,
-)
+from hf_fsdp_tools.sharding.options import as_compile, as_mesh, as_mp_policy, as_offload_policy
 from hf_fsdp_tools.sharding.shard import shard_model
 from hf_fsdp_tools.text import quoted
 
@@ -54,7 +47,7 @@ class PretrainedOptions(TypedDict, total=False):
     mp_policy: MixedPrecisionPolicy | None
     offload_policy: OffloadPolicy | None
     activation_checkpointing: bool | None
-    compile: bool | Mapping[str, Any]
+    compile: bool | str | Mapping[str, Any] | None
     num_tokens: int | None
     pad_to_multiple_of: int | None
     mean_resizing: bool
@@ -89,25 +82,6 @@ def from_pretrained(
 ) -> PreTrainedModel: ...
 
 
-@taking(
-    name_or_path=as_path,
-    peft_config=as_peft_config,
-    is_trainable=as_flag,
-    policy=as_policy,
-    mesh=as_mesh,
-    mp_policy=as_mp_policy,
-    offload_policy=as_offload_policy,
-    activation_checkpointing=as_flag,
-    compile=as_compile,
-    num_tokens=as_count,
-    pad_to_multiple_of=as_count,
-    mean_resizing=as_flag,
-    allow_pickle=as_flag,
-    output_loading_info=as_flag,
-    trust_remote_code=as_flag,
-    config=as_config,
-    load_kwargs=as_mapping,
-)
 def from_pretrained(
     name_or_path: str | PathLike[str] | None = None,
     *,
@@ -121,7 +95,7 @@ def from_pretrained(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     activation_checkpointing: bool | None = None,
-    compile: bool | Mapping[str, Any] = False,
+    compile: bool | str | Mapping[str, Any] | None = False,
     num_tokens: int | None = None,
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
@@ -208,11 +182,15 @@ def from_pretrained(
         (Shard(dim=0),)
     """
     # 1 the mesh, and settings of the accelerator where the caller gave none
+    mesh = as_mesh(mesh)
     if accelerator is None and mesh is None:
         mesh = ParallelDims().build_mesh()
     with agreed("checking the arguments of from_pretrained"):
         name_or_path = one_name(name_or_path, kwargs.pop("pretrained_model_name_or_path", None))
         dtype = one_dtype(dtype, torch_dtype)
+        policy, peft_config = as_policy(policy), as_peft_config(peft_config)
+        mp_policy, offload_policy = as_mp_policy(mp_policy), as_offload_policy(offload_policy)
+        compile = as_compile(compile)
         check_accelerator(accelerator)
         kind = mesh.device_type if mesh is not None else accelerator.device.type
         given = sort_arguments(kwargs, local_device() if kind != "cpu" else torch.device("cpu"))
@@ -265,7 +243,6 @@ def from_pretrained(
             auto_class=auto_class,
             dtype=_chosen_dtype(dtype, checkpoint, settings.get("mp_policy"), is_frozen, given.model),
             trust_remote_code=trust_remote_code,
-            stored_tensors=len(checkpoint.index.tensors),
             **given.model,
         )
         set_generation_config(model, checkpoint.generation_config)

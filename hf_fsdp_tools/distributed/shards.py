@@ -27,7 +27,7 @@ _SLAB_BYTES = 64 * 2**20
 
 @runtime_checkable
 class LocalBoxes(Protocol):
-    """A sharded tensor that knows its own local boxes and is no DTensor: FSDP1's flat shards."""
+    """A sharded tensor that knows its own local boxes and is no DTensor."""
 
     is_first_replica: bool
     """Whether this rank writes its shard; other ranks that hold the same elements do not."""

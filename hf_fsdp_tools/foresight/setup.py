@@ -7,7 +7,6 @@ from typing import Any, Literal, get_args, get_type_hints
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.timing.hardware import Gpu
-from hf_fsdp_tools.modeling.given import as_count, as_flag
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.text import did_you_mean
 
@@ -124,11 +123,9 @@ class TrainingSetup:
 
     def __post_init__(self) -> None:
         for name in (*_COUNTS, *(["lora_r"] if self.lora_r is not None else [])):
-            object.__setattr__(self, name, as_count(getattr(self, name), name))
-        flags = ("sync_each_batch", "load_in_4bit", "activation_checkpointing", "reshard_after_forward", "offload")
-        for name in (*flags, "compile", "freeze_vision_tower"):
-            as_flag(getattr(self, name), name)
-        object.__setattr__(self, "policy", as_policy(self.policy, "policy") or HybridPolicy())
+            if not isinstance(count := getattr(self, name), int) or count < 1:
+                raise ConfigError(f"{name} is {count!r}; it must be a whole number, at least 1.")
+        object.__setattr__(self, "policy", as_policy(self.policy) or HybridPolicy())
         if self.images is not None and self.images < 0:
             raise ConfigError(f"images is {self.images}; use 0 for text alone, or how many images a sequence has.")
         for name, unit in (("network_gbit_s", "Gbit/s"), ("link_gb_s", "GB/s")):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.loading.formats.dcp import find_dcp_folder, parse_dcp
@@ -38,7 +38,6 @@ from hf_fsdp_tools.loading.weight_files import (
     stamps,
     weight_files,
 )
-from hf_fsdp_tools.modeling.given import as_flag, as_path, taking
 from hf_fsdp_tools.modeling.untrusted import read_json_object
 
 
@@ -168,7 +167,6 @@ class CheckpointIndex:
         return (rest if base else None), self._with(adapter)
 
     @classmethod
-    @taking(path_or_repo=as_path, allow_pickle=as_flag)
     def open(
         cls,
         path_or_repo: str | PathLike[str],

@@ -32,7 +32,7 @@ from hf_fsdp_tools.loading.match import Match, check_ties, match_checkpoint, ref
 from hf_fsdp_tools.loading.quantized.pack import forget_scales
 from hf_fsdp_tools.loading.report import LoadReport, MemoryWatch, log_dequantized, log_keys
 from hf_fsdp_tools.loading.vocabulary import AddedTokens, fill_added
-from hf_fsdp_tools.modeling.given import as_count, as_dtype, as_flag, as_model, as_path, taking
+from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.quantization import forget_quantization
@@ -41,16 +41,6 @@ from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
 from hf_fsdp_tools.text import did_you_mean, dtype_name
 
 
-@taking(
-    model=as_model,
-    dtype=as_dtype,
-    ignore_mismatched_sizes=as_flag,
-    strict=as_flag,
-    check_finite=as_flag,
-    staging_bytes=as_count,
-    requests_in_flight=as_count,
-    progress=as_flag,
-)
 def load_weights(
     model: nn.Module,
     path_or_repo: str | PathLike[str] | CheckpointIndex,
@@ -131,6 +121,7 @@ def load_weights(
         ()
     """
     with agreed("checking the arguments of load_weights"):
+        dtype = as_dtype(dtype)
         device = device or _device_of(model)
         if staging_bytes is None:
             staging_bytes = STAGING_BYTES if device.type == "cpu" else STAGING_BYTES_PINNED
@@ -203,8 +194,6 @@ def _refuse_arguments(
     if requests_in_flight < 1:
         raise ConfigError(f"requests_in_flight is {requests_in_flight}; it must be 1 or more.")
     is_open = isinstance(path_or_repo, CheckpointIndex)
-    if not is_open:
-        as_path(path_or_repo, "path_or_repo")
     of_files = signature(CheckpointIndex.open).parameters
     if unknown := sorted(hub_kwargs.keys() - (() if is_open else of_files)):
         of = " for a checkpoint that is open" if is_open else ""

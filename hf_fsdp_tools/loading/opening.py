@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, opened, rank_and_size
-from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.loading.adapter_state import AdapterState, split_adapter
@@ -27,11 +27,9 @@ from hf_fsdp_tools.loading.weight_files import (
     has_safetensors,
     stamps,
 )
-from hf_fsdp_tools.modeling.given import as_config, as_flag, as_path, taking
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.modeling.untrusted import load_generation_config
-from hf_fsdp_tools.sharding.adapter_files import ADAPTER_CONFIG, read_adapter_config
-from hf_fsdp_tools.sharding.settings import as_peft_config
+from hf_fsdp_tools.sharding.adapter_files import ADAPTER_CONFIG, as_peft_config, read_adapter_config
 from hf_fsdp_tools.text import quoted
 
 
@@ -67,9 +65,6 @@ class Checkpoint:
     """Arguments that fetch more files of the same commit."""
 
 
-@taking(
-    name_or_path=as_path, config=as_config, peft_config=as_peft_config, trust_remote_code=as_flag, allow_pickle=as_flag
-)
 def open_checkpoint(
     name_or_path: str | PathLike[str],
     *,
@@ -102,6 +97,7 @@ def open_checkpoint(
         >>> model = build_meta_model(checkpoint.config)
         >>> report = load_weights(shard_model(model, make_wrap_plan(model)), checkpoint.index, progress=False)
     """
+    peft_config = as_peft_config(peft_config)
     wait_for_saves()  # perhaps of this checkpoint
     name = fspath(name_or_path)
     if config is not None and not isinstance(config, PreTrainedConfig):

@@ -15,7 +15,6 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.conversion import persistent_tensors
 from hf_fsdp_tools.loading.vocabulary import AddedRows, fill_added, resized_twin
 from hf_fsdp_tools.modeling.configs import text_config
-from hf_fsdp_tools.modeling.given import as_count, as_flag, as_model, taking
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.sharding.adapter_plan import measured
 from hf_fsdp_tools.sharding.allocate import allocate, with_data
@@ -24,7 +23,6 @@ from hf_fsdp_tools.sharding.shard import remember_sharding, sharded_module, shar
 from hf_fsdp_tools.text import listed
 
 
-@taking(model=as_model, num_tokens=as_count, pad_to_multiple_of=as_count, mean_resizing=as_flag)
 def resize_token_embeddings(
     model: PreTrainedModel,
     num_tokens: int | None = None,
@@ -53,7 +51,7 @@ def resize_token_embeddings(
     Every rank must call. Each replaced tensor is gathered whole on every rank, one at a time.
 
     Raises:
-        ConfigError: the model is no transformers model, cannot be resized, is on meta, is under FSDP1 or tensor
+        ConfigError: the model is no transformers model, cannot be resized, is on meta, is under tensor
             parallelism, or has gradients, so that it is being trained already.
 
     Example:
@@ -93,7 +91,7 @@ def _refuse(model: nn.Module) -> None:
         )
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ConfigError(
-            "The model is wrapped with FSDP1, whose flat parameters cannot be resized. Call "
+            "The model is not sharded by FSDP2, and flat parameters cannot be resized. Call "
             "model.resize_token_embeddings() before it is wrapped, or use FSDP2."
         )
     parameters = list(model.named_parameters())

@@ -1,4 +1,4 @@
-"""The arguments of `AutoModel….from_pretrained`, sorted: what is honoured, what asks for nothing, what is refused."""
+"""Arguments of loading: names of dtypes, and the keywords of `AutoModel….from_pretrained`, sorted."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,8 +9,10 @@ from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.distributed.agreement import rank_and_size
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.given import as_dtype, as_path
 from hf_fsdp_tools.text import did_you_mean
+
+_SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Names of dtypes that Accelerate, Trainer and the command line have, and torch has not."""
 
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 """Where and how a checkpoint is fetched."""
@@ -21,50 +23,20 @@ _LOAD = ("ignore_mismatched_sizes",)
 _OF_LOADING = {"added_tokens", "check_finite", "progress", "requests_in_flight", "seed", "staging_bytes", "strict"}
 """Arguments of `load_weights` that stand in `load_kwargs`."""
 
-_ANY = object()
+_NOT_HONOURED = frozenset((
+    "adapter_kwargs", "code_revision", "device", "device_map", "device_mesh", "distributed_config", "force_download",
+    "from_flax", "from_tf", "gguf_file", "key_mapping", "load_in_4bit", "load_in_8bit", "max_memory", "offload_folder",
+    "offload_state_dict", "proxies", "state_dict", "tp_plan", "tp_size", "use_auth_token", "use_kernels", "variant",
+))  # fmt: skip
+"""Arguments of transformers (5.23) that this package has not; of each, None, False and {} ask for nothing."""
 
-_ELSEWHERE: dict[str, tuple[tuple[object, ...], str]] = {
-    "device_map": ((None,), "Leave it out: the mesh and the offload policy decide where weights are"),
-    "tp_plan": ((None,), "Tensor parallelism is not part of this function"),
-    "tp_size": ((None,), "Tensor parallelism is not part of this function"),
-    "distributed_config": ((None,), "Give mesh, or accelerator"),
-    "device_mesh": ((None,), "Give mesh"),
-    "max_memory": ((None,), "Each rank holds its share; dp_shard_size and CPUOffloadPolicy decide how much that is"),
-    "offload_folder": (
-        (None,),
-        "Weights are not kept on a disk between uses; CPUOffloadPolicy() keeps them on the host",
-    ),
-    "offload_state_dict": ((None, False), "No rank holds a state dict"),
-    "low_cpu_mem_usage": ((_ANY,), ""),
-    "use_safetensors": (
-        (None, True),
-        "Pass allow_pickle=True to read legacy .bin files where there are no safetensors",
-    ),
-    "weights_only": ((None, True), "No code of a checkpoint file is run"),
-    "from_tf": ((None, False), "Convert the checkpoint to safetensors once, with plain transformers"),
-    "from_flax": ((None, False), "Convert the checkpoint to safetensors once, with plain transformers"),
-    "gguf_file": ((None,), "Convert the checkpoint to safetensors once, with plain transformers"),
-    "variant": ((None,), "Copy the files of the variant to a folder, under the names without it"),
-    "key_mapping": ((None,), "Rename the keys of the checkpoint once, or load it with plain transformers"),
-    "state_dict": ((None,), "Save it to a folder, and give the folder"),
-    "force_download": ((None, False), "Delete the repository from the cache (`hf cache delete`) to fetch it again"),
-    "resume_download": ((_ANY,), ""),
-    "proxies": ((None, {}), "Set HTTPS_PROXY"),
-    "use_auth_token": ((None,), "Pass token"),
-    "code_revision": ((None,), "Pass revision, which the code of the checkpoint is taken from too"),
-    "adapter_kwargs": ((None, {}), "Give the adapter's own name, and is_trainable"),
-    "_fast_init": ((_ANY,), ""),
-    "mirror": ((_ANY,), ""),
-    "load_in_8bit": ((None, False), "Give quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)"),
-    "load_in_4bit": ((None, False), "Give quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)"),
-    "device": ((None,), "The mesh decides where the shards are: mesh, or make_accelerator(cpu=True) for the CPU"),
-    "gradient_checkpointing": ((None, False), "Pass activation_checkpointing=True"),
-    "max_seq_length": ((None,), "It belongs to the trainer (max_length of SFTConfig)"),
-    "tokenizer": ((None,), "Pass num_tokens=len(tokenizer), and the tokenizer to the trainer or to save_pretrained"),
-    "use_kernels": ((None, False), "Call kernelize on the model before it is sharded"),
+_DONE_ANYWAY = frozenset(("low_cpu_mem_usage", "use_safetensors", "weights_only"))
+"""Arguments of transformers whose True asks for what is done anyway."""
+
+_CURES = {
+    "use_safetensors": "allow_pickle=True reads .bin files where there are no safetensors",
+    "load_in_4bit": "give quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)",
 }
-"""Arguments of transformers (5.23) that have another answer here: values that ask for nothing, and what to do
-instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,30 +45,29 @@ class LoadingArguments:
 
     hub: Mapping[str, Any]
     """How to fetch."""
-
     load: Mapping[str, Any]
     """For `load_weights`."""
-
     model: dict[str, Any]
     """The rest: for the config or the model."""
 
 
 def sort_arguments(keywords: Mapping[str, Any], device: torch.device) -> LoadingArguments:
     """Sort keywords of `AutoModel….from_pretrained`; those that ask for nothing are left out."""
-    if "device_map" in keywords and _is_here(keywords["device_map"], device):
-        keywords = {**keywords, "device_map": None}
-    problems = [
-        f"{name}={keywords[name]!r} ({cure})"
-        for name, (idle, cure) in _ELSEWHERE.items()
-        if name in keywords and _ANY not in idle and not any(keywords[name] is v or keywords[name] == v for v in idle)
-    ]
-    if problems:
-        raise ConfigError(f"from_pretrained cannot honour {'; '.join(problems)}.")
-    rest = {name: value for name, value in keywords.items() if name not in (*_HUB, *_LOAD, *_ELSEWHERE)}
+    refused = []
+    for name in keywords.keys() & (_NOT_HONOURED | _DONE_ANYWAY):
+        value = keywords[name]
+        is_idle = value is True if name in _DONE_ANYWAY else value in (False, {})
+        if not (value is None or is_idle or (name == "device_map" and _is_here(value, device))):
+            refused.append(f"{name}={value!r}" + (f" ({_CURES[name]})" if name in _CURES else ""))
+    if refused:
+        raise ConfigError(
+            f"from_pretrained cannot honour {'; '.join(sorted(refused))}. Leave it out; mesh, dtype, mp_policy and "
+            "offload_policy decide where weights are, and in which precision."
+        )
     return LoadingArguments(
         hub={name: keywords[name] for name in _HUB if name in keywords},
         load={name: keywords[name] for name in _LOAD if name in keywords},
-        model=rest,
+        model={n: v for n, v in keywords.items() if n not in {*_HUB, *_LOAD, *_NOT_HONOURED, *_DONE_ANYWAY}},
     )
 
 
@@ -107,50 +78,61 @@ def _is_here(device_map: Any, device: torch.device) -> bool:
         place = device_map[""] if device_map.keys() == {""} else None
     if place == "auto":
         return rank_and_size()[1] == 1
-    index = device.index or 0
     if isinstance(place, int):
-        return device.type != "cpu" and place == index
+        return device.type != "cpu" and place == (device.index or 0)
     try:
         named = torch.device(place)
     except (RuntimeError, TypeError):
         return False
-    return named.type == device.type and named.index in (None, index)
+    return named.type == device.type and named.index in (None, device.index or 0)
 
 
 def refuse_misspelt(keywords: Iterable[str], config: PreTrainedConfig, known: Iterable[str]) -> None:
-    """Refuse keywords that are neither the config's nor known, where they look like one of these or have a cure.
+    """Refuse keywords that are neither the config's nor known, where they look like one of these.
 
     Others may be arguments of a model's own class, which has the last word.
     """
-    names = {*known, *_HUB, *_LOAD, *_ELSEWHERE, *_OF_LOADING}
+    names = {*known, *_HUB, *_LOAD}
     for keyword in keywords:
-        if hasattr(config, keyword) or keyword in names - _OF_LOADING or keyword.endswith("_implementation"):
+        if hasattr(config, keyword) or keyword in names or keyword.endswith("_implementation"):
             continue
         if keyword in _OF_LOADING:
             raise ConfigError(
                 f"from_pretrained has no argument {keyword!r}, load_weights has: pass load_kwargs={{{keyword!r}: …}}."
             )
-        if end := did_you_mean(keyword, names | config.to_dict().keys(), otherwise=""):
+        if end := did_you_mean(keyword, {*names, *_OF_LOADING, *config.to_dict()}, otherwise=""):
             raise ConfigError(f"from_pretrained has no argument {keyword!r}{end}")
 
 
-def one_name(name: Any, by_transformers: Any) -> Any:
-    """What `name_or_path` or, by transformers' name, `pretrained_model_name_or_path` says."""
-    if (name is None) == (by_transformers is None):
-        said = "neither" if name is None else "both"
+def one_name(name: Any, transformers_name: Any) -> Any:
+    """The one of `name_or_path` and, by transformers' name, `pretrained_model_name_or_path` that is given."""
+    if (name is None) == (transformers_name is None):
         raise ConfigError(
-            f"from_pretrained got {said} of name_or_path and pretrained_model_name_or_path, two names of one thing. "
-            "Give one: a folder, or the name of a model on the hub."
+            f"from_pretrained got {'neither' if name is None else 'both'} of name_or_path and "
+            "pretrained_model_name_or_path, two names of one thing. Give one: a folder, or a model on the hub."
         )
-    return name if by_transformers is None else as_path(by_transformers, "pretrained_model_name_or_path")
+    return transformers_name if name is None else name
 
 
 def one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None) -> torch.dtype | str | None:
     """The dtype that `dtype` or, by its older name, `torch_dtype` means; "auto" stays as it is."""
-    asked = {"dtype": dtype, "torch_dtype": torch_dtype}
-    found = [given if given == "auto" else as_dtype(given, name) for name, given in asked.items() if given is not None]
-    if len(set(found)) > 1:
+    named = {"dtype": dtype, "torch_dtype": torch_dtype}
+    dtypes = {value if value == "auto" else as_dtype(value, name) for name, value in named.items() if value is not None}
+    if len(dtypes) > 1:
         raise ConfigError(
             f"dtype={dtype!r} and torch_dtype={torch_dtype!r} are two names of one thing. Give dtype only."
         )
-    return found[0] if found else None
+    return dtypes.pop() if dtypes else None
+
+
+def as_dtype(value: Any, name: str = "dtype") -> Any:
+    """A floating-point dtype, also by its name ("bfloat16", "bf16", "torch.bfloat16"); None stays None."""
+    if value is None:
+        return None
+    dtype = value
+    if isinstance(value, str):
+        plain = value.strip().lower().removeprefix("torch.")
+        dtype = _SHORT.get(plain, getattr(torch, plain, None))
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    raise ConfigError(f"{name}={value!r} is no floating-point dtype. Use float32, bfloat16 or float16.")

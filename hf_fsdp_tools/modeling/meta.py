@@ -1,22 +1,22 @@
 """A model with shapes and no storage, built from its configuration as `from_pretrained` builds it."""
 
 import copy
+import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError, library_errors
 from hf_fsdp_tools.hub import fetch, local_path
+from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.configs import text_config
-from hf_fsdp_tools.modeling.given import as_dtype, as_flag, as_path, taking
 from hf_fsdp_tools.modeling.linear4bit import make_quantizer, pack_weights, replace_linears
 from hf_fsdp_tools.modeling.model_class import model_class
 from hf_fsdp_tools.modeling.quantization import note_quantization, set_aside_quantization
@@ -25,18 +25,11 @@ from hf_fsdp_tools.text import did_you_mean, dtype_name, first_line, first_lines
 
 _CURE = "Use the config.json that belongs to the checkpoint: copy or download it again."
 
-_MOST_MODULES = 250_000
-"""Of any model; Kimi K2, with all of its experts apart, has about 120,000. (assumed)"""
-
-_MOST_LABELS = 1_000_000
-"""Of a classifier. (assumed)"""
+_MOST_LAYERS, _MOST_LABELS = 10_000, 1_000_000
+"""Of any model: classes of configurations make a list with an entry for each. (assumed)"""
 
 _COUNTS_OF_LAYERS = ("block", "blocks", "depth", "depths", "layer", "layers")
 """How names of configurations end that count layers."""
-
-_SPARE_MODULES, _MODULES_PER_TENSOR = 10_000, 20
-"""Of a model whose files are known: what takes seconds to build, and several times what there is for each tensor in any
-architecture (2 for Llama). (assumed)"""
 
 
 def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kwargs: Any) -> PreTrainedConfig:
@@ -44,7 +37,7 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
     if isinstance(name_or_config, PreTrainedConfig):
         with library_errors(_of_config(name_or_config), _CURE):
             return copy.deepcopy(name_or_config)
-    name = fspath(as_path(name_or_config, "name_or_config"))
+    name = fspath(name_or_config)
     path = local_path(name)
     if path is None:
         hub_kwargs = _fetch_config(name, hub_kwargs)
@@ -70,29 +63,16 @@ def _of_config(config: PreTrainedConfig) -> str:
 
 
 def _check_config_file(file: Path) -> None:
-    """Refuse a configuration that is no JSON object, or names a dtype that torch lacks or an absurd number of layers.
-
-    Classes of configurations make lists with an entry for each layer, before any module is made.
-    """
+    """Refuse a configuration that is no JSON object, names a dtype that torch lacks, or has absurdly many layers."""
     content = read_json_object(file)
-    parts = [value for key, value in content.items() if isinstance(value, dict) and key != "quantization_config"]
-    for part in (content, *parts):
-        for key, value in part.items():
-            if key in ("dtype", "torch_dtype") and isinstance(value, str) and value != "auto":
-                found = getattr(torch, value.removeprefix("torch."), None)
-                if not isinstance(found, torch.dtype):
-                    raise CheckpointError(
-                        f"{file}: names the dtype {quoted(value)}, which torch does not have. {_CURE}"
-                    )
-            elif key == "num_labels" and type(value) is int and value > _MOST_LABELS:  # each of them gets a name
-                raise CheckpointError(
-                    f"{file}: num_labels is {quoted(value)}, expected at most {_MOST_LABELS:,}. {_CURE}"
-                )
-            elif key.endswith(_COUNTS_OF_LAYERS) and type(value) is int and value > _MOST_MODULES:
-                raise CheckpointError(
-                    f"{file}: {quoted(key)} is {quoted(value)}, and no model has more than {_MOST_MODULES:,} modules. "
-                    f"{_CURE}"
-                )
+    sections = [value for key, value in content.items() if isinstance(value, dict) and key != "quantization_config"]
+    for key, value in (item for section in (content, *sections) for item in section.items()):
+        is_dtype = key in ("dtype", "torch_dtype") and isinstance(value, str) and value != "auto"
+        if is_dtype and not isinstance(getattr(torch, value.removeprefix("torch."), None), torch.dtype):
+            raise CheckpointError(f"{file}: names the dtype {quoted(value)}, which torch does not have. {_CURE}")
+        most = _MOST_LABELS if key == "num_labels" else _MOST_LAYERS if key.endswith(_COUNTS_OF_LAYERS) else math.inf
+        if type(value) is int and value > most:
+            raise CheckpointError(f"{file}: {quoted(key)} is {quoted(value)}, expected at most {most:,}. {_CURE}")
 
 
 def config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
@@ -105,14 +85,12 @@ def config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
     return None
 
 
-@taking(dtype=as_dtype, trust_remote_code=as_flag)
 def build_meta_model(
     name_or_config: str | PathLike[str] | PreTrainedConfig,
     *,
     auto_class: Any = None,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
-    stored_tensors: int | None = None,
     **model_kwargs: Any,
 ) -> PreTrainedModel:
     """Build a model whose parameters and buffers have shapes and dtypes but no storage, whatever its size.
@@ -126,8 +104,6 @@ def build_meta_model(
             config's `architectures` name, or else that which its kind is trained with (for Llama, the causal LM).
         dtype: of the floating-point parameters; None means the config's dtype, or float32 if it has none.
         trust_remote_code: run model code that comes with the checkpoint.
-        stored_tensors: how many tensors the model's files hold, where that is known: a configuration of far more
-            modules is refused before they are made.
         model_kwargs: attributes of the config are set there (`num_labels`, …), other keywords go to the model
             (`attn_implementation`, …). `quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)` makes linear
             layers 4-bit layers of bitsandbytes, with weights of the packed shape.
@@ -152,7 +128,7 @@ def build_meta_model(
     config = load_config(name_or_config, trust_remote_code=trust_remote_code)
     quantization = set_aside_quantization(config)
     quantizer = make_quantizer(config, model_kwargs)
-    dtype = dtype or config_dtype(config) or torch.float32
+    dtype = as_dtype(dtype) or config_dtype(config) or torch.float32
     if dtype.itemsize == 1:
         raise ConfigError(
             f"A model cannot be built in {dtype_name(dtype)}, which needs scales beside its values. Use bfloat16; "
@@ -162,7 +138,7 @@ def build_meta_model(
         setattr(config, name, model_kwargs.pop(name))
     auto_class = model_class(config, auto_class, trust_remote_code=trust_remote_code)
     is_model_class = isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel)
-    with _built_by_transformers(config, auto_class), _at_most(config, stored_tensors):
+    with _built_by_transformers(config, auto_class):
         try:
             # linspace stays real: code that calls .item() while a model is built would fail on meta tensors.
             with torch.device("meta"), init.meta_device_safe_creation_ops():
@@ -223,32 +199,6 @@ def _built_by_transformers(config: PreTrainedConfig, auto_class: Any) -> Abstrac
     if config.name_or_path:
         return library_errors(what, _CURE)
     return library_errors(what, "Correct the configuration.", ConfigError)
-
-
-@contextmanager
-def _at_most(config: PreTrainedConfig, stored_tensors: int | None) -> Iterator[None]:
-    """Stop the block where it makes more modules than a model has whose files hold so many tensors."""
-    most = _MOST_MODULES
-    if stored_tensors is not None:
-        most = min(most, _SPARE_MODULES + _MODULES_PER_TENSOR * stored_tensors)
-    made = 0
-
-    def count(*_: object) -> None:
-        nonlocal made
-        made += 1
-        if made > most:
-            layers = getattr(text_config(config), "num_hidden_layers", None)
-            files = "" if stored_tensors is None else f"; the files hold {stored_tensors:,} tensors"
-            raise CheckpointError(
-                f"{_of_config(config)}: it describes a model of more than {most:,} modules (num_hidden_layers is "
-                f"{quoted(layers)}){files}. {_CURE}"
-            )
-
-    handle = register_module_module_registration_hook(count)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _check_config_is_there(path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, library_errors, storage_errors
 from hf_fsdp_tools.modeling.untrusted import MAX_PARSED_BYTES, refuse_pointer, refuse_special
 from hf_fsdp_tools.text import first_line, listed, quoted

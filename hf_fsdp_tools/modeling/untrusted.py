@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from transformers import GenerationConfig
 
-from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, library_errors, storage_errors
 from hf_fsdp_tools.text import quoted
 

@@ -1,22 +1,19 @@
 """Detect the repeated blocks of a model, its embeddings, final norm, head and tied weights, from its module tree alone.
 
-Hints that a model gives about itself (`_no_split_modules`, `GradientCheckpointingLayer`, `get_input_embeddings`) are
-recorded as evidence and change nothing: in many models they name absent classes, attention layers or other towers.
+Hints that a model gives about itself (`_no_split_modules`, `get_input_embeddings`) do not count: in many models they
+name absent classes, attention layers or other towers.
 """
 
 import json
-import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 
 from torch import nn
 
-from hf_fsdp_tools.modeling.given import as_model, taking
-from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name
-from hf_fsdp_tools.planning.stacks import MAJOR_SHARE, find_blocks, is_list, lists_of_experts
-from hf_fsdp_tools.text import listed, listed_lines, merge_names, show_count, table
+from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, class_name
+from hf_fsdp_tools.planning.stacks import MAJOR_SHARE, find_blocks
+from hf_fsdp_tools.text import listed, listed_lines, show_count, table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +38,6 @@ class BlockStack:
     """Parameters of the largest block, tied ones included."""
     share: float
     """`num_params` as a share of the model, 0 to 1."""
-    evidence: tuple[str, ...]
-    """The reasons of the structure, then the model's own hints."""
 
     @property
     def count(self) -> int:
@@ -65,20 +60,6 @@ class ModulePart:
     """Its class."""
     num_params: int
     """Parameters below it."""
-    evidence: tuple[str, ...]
-    """Why it has the role."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TiedSet:
-    """Parameter names that are one tensor."""
-
-    names: tuple[str, ...]
-    """Every name, the canonical one first."""
-    num_params: int
-    """Elements of the one tensor."""
-    evidence: str
-    """Whether the names are one Parameter now, or the model declares that loading will tie them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,14 +84,10 @@ class ModelBlocks:
     """The normalisation after the last block, if it is a module of its own."""
     head: ModulePart | None
     """The output projection, if there is one outside blocks."""
-    ties: tuple[TiedSet, ...]
-    """Sets of parameter names that are one tensor, now or after loading."""
+    ties: tuple[tuple[str, ...], ...]
+    """Parameter names that are one tensor, now or after loading, the canonical one first."""
     scalars: tuple[str, ...]
     """Names of 0-d parameters, which FSDP cannot shard."""
-    rejected: tuple[str, ...]
-    """Lists that are no stacks, each with the reason; equal lists share a line."""
-    evidence: tuple[str, ...]
-    """Remarks about the model as a whole, with disagreements between its hints and its structure."""
 
     @property
     def major_stacks(self) -> tuple[BlockStack, ...]:
@@ -132,15 +109,13 @@ class ModelBlocks:
         parts = [("embedding", part) for part in self.embeddings]
         parts += [(role, part) for role, part in (("final norm", self.final_norm), ("head", self.head)) if part]
         rows += [(role, f"{part.fqn}  {part.class_name}  {show_count(part.num_params)}") for role, part in parts]
-        ties = [listed(tie.names, separator=" = ") for tie in self.ties]
-        named = {"tied": ties, "0-d parameter": self.scalars, "rejected": self.rejected, "note": self.evidence}
-        for name, texts in named.items():
+        ties = [listed(names, separator=" = ") for names in self.ties]
+        for name, texts in {"tied": ties, "0-d parameter": self.scalars}.items():
             rows += [(name, line) for line in listed_lines(texts, 8, head="").splitlines()]
         head = f"{self.model_class}: {show_count(self.num_params)} parameters"
         return "\n".join([head, *table(rows, indent="  ")])
 
 
-@taking(model=as_model)
 def detect_blocks(model: nn.Module) -> ModelBlocks:
     """Find the repeated blocks of `model`, and the embeddings, final norm, head and ties around them.
 
@@ -164,44 +139,36 @@ def detect_blocks(model: nn.Module) -> ModelBlocks:
     return describe_blocks(tree, find_blocks(tree))
 
 
-def describe_blocks(tree: ModuleTree, found: list[list[ModuleNode]]) -> ModelBlocks:
+def describe_blocks(tree: ModuleTree, stacks: list[list[ModuleNode]]) -> ModelBlocks:
     """`detect_blocks` for a tree and its stacks."""
-    stacks = sorted((_describe_stack(tree, blocks) for blocks in found), key=lambda stack: not stack.is_major)
-    in_blocks = {node for blocks in found for block in blocks for node in block.walk()}
+    described = [_describe_stack(tree, blocks) for blocks in stacks]
+    in_blocks = {node for blocks in stacks for block in blocks for node in block.walk()}
     outside = [node for node in tree if node not in in_blocks]
-    largest = max(found, key=lambda blocks: sum(block.size for block in blocks), default=[])
-    embeddings = _embeddings(tree, outside)
+    largest = max(stacks, key=lambda blocks: sum(block.size for block in blocks), default=[])
+    embeddings = _embeddings(outside)
     head = _head(tree, outside, largest, embeddings)
-    notes = [] if stacks else ["nothing repeats: no list, Sequential or numbered attributes with members of one class"]
     return ModelBlocks(
         model_class=class_name(tree.root.module),
         num_params=tree.num_params,
-        stacks=tuple(stacks),
+        stacks=tuple(sorted(described, key=lambda stack: not stack.is_major)),
         embeddings=embeddings,
-        final_norm=_final_norm(outside, _stack_before(head, found, largest)),
+        final_norm=_final_norm(outside, _stack_before(head, stacks, largest)),
         head=head,
-        ties=tuple(_tied_set(weight) for weight in tree.weights if len(set(weight.names)) > 1),
+        ties=tuple(tuple(weight.names) for weight in tree.weights if len(set(weight.names)) > 1),
         scalars=tuple(weight.names[0] for weight in tree.weights if weight.ndim == 0),
-        rejected=tuple(_rejected(tree, found)),
-        evidence=tuple(notes + _hint_notes(tree, found)),
     )
 
 
 # ---- the modules around the stacks ----
 
 
-def _embeddings(tree: ModuleTree, outside: list[ModuleNode]) -> tuple[ModulePart, ...]:
+def _embeddings(outside: list[ModuleNode]) -> tuple[ModulePart, ...]:
     """The embedding tables outside blocks, largest first."""
     parts: dict[nn.Module, ModulePart] = {}
-    witness = _witness(tree, "get_input_embeddings")
     for node in outside:
         is_table = isinstance(node.module, nn.Embedding | nn.EmbeddingBag) or hasattr(node.module, "num_embeddings")
-        if not is_table or not any(weight.ndim == 2 for weight in node.own):
-            continue
-        evidence = ["a table of rows looked up by index, outside blocks"]
-        if node.module is witness:
-            evidence.append("get_input_embeddings() names it")
-        parts.setdefault(node.module, _part(node, evidence))
+        if is_table and any(weight.ndim == 2 for weight in node.own):
+            parts.setdefault(node.module, _part(node))
     return tuple(sorted(parts.values(), key=lambda part: -part.num_params))
 
 
@@ -212,7 +179,6 @@ def _head(
     tables = {part.fqn for part in embeddings}
     order = {node: index for index, node in enumerate(tree)}
     last_block = max((order[block] for block in blocks), default=-1)
-    witness = _witness(tree, "get_output_embeddings")
     candidates = []
     for node in outside:
         if node.fqn in tables or isinstance(node.module, nn.Embedding) or not any(w.ndim == 2 for w in node.own):
@@ -220,19 +186,11 @@ def _head(
         tied = any(owner.fqn in tables for weight in node.own for owner in weight.owners)
         if tied or (order[node] > last_block and not node.children):
             candidates.append((tied, order[node], node))
-    if not candidates:
-        return None
-    tied, _, node = max(candidates, key=lambda candidate: candidate[:2])
-    evidence = ["a matrix tied to an embedding" if tied else "the last matrix after the blocks"]
-    if node.module is witness:
-        evidence.append("get_output_embeddings() names it")
-    elif witness is not None:
-        evidence.append("get_output_embeddings() names another module")
-    return _part(node, evidence)
+    return _part(max(candidates, key=lambda candidate: candidate[:2])[2]) if candidates else None
 
 
 def _stack_before(
-    head: ModulePart | None, found: list[list[ModuleNode]], largest: list[ModuleNode]
+    head: ModulePart | None, stacks: list[list[ModuleNode]], largest: list[ModuleNode]
 ) -> list[ModuleNode]:
     """The stack whose output the head takes: of several towers, the one nearest to the head by name, or the largest."""
     if head is None:
@@ -243,7 +201,7 @@ def _stack_before(
         shared = zip(path, blocks[0].fqn.split("."), strict=False)
         return sum(1 for _ in takewhile(lambda parts: parts[0] == parts[1], shared)), blocks is largest
 
-    return max(found, key=nearness, default=[])
+    return max(stacks, key=nearness, default=[])
 
 
 def _final_norm(outside: list[ModuleNode], blocks: list[ModuleNode]) -> ModulePart | None:
@@ -258,58 +216,14 @@ def _final_norm(outside: list[ModuleNode], blocks: list[ModuleNode]) -> ModulePa
         siblings = above.parent.children
         for node in siblings[siblings.index(above) + 1 :]:
             if node in candidates and node.own and not node.children and all(w.ndim == 1 for w in node.own):
-                return _part(node, ["the first module after the last block whose weights are vectors"])
+                return _part(node)
             if any(weight.ndim > 1 for below in node.walk() for weight in below.own):
                 return None
     return None
 
 
-def _rejected(tree: ModuleTree, found: list[list[ModuleNode]]) -> Iterator[str]:
-    """Yield the lists without blocks, with the reason; lists whose names differ in numbers only share a line."""
-    blocks = {block for stack in found for block in stack}
-    blocks_or_above = blocks.union(*(block.ancestors() for block in blocks))
-    of_experts = {experts for block in blocks for experts in lists_of_experts(block)}
-    alike: dict[tuple[str, str], list[str]] = {}
-    for node in tree:
-        members = [child for child in node.children if child.extent]
-        if len(members) < 2 or not is_list(node.module) or node in blocks_or_above:
-            continue
-        if node in of_experts:
-            reason = f"{len(members)} experts: a router chooses among them, so that ranks would gather unequally"
-        elif not blocks.isdisjoint(node.ancestors()):
-            reason = "part of a block"
-        else:
-            reason = "its members do not repeat, or are single layers"
-        alike.setdefault((re.sub(r"\d+", "#", node.fqn), reason), []).append(node.fqn)
-    for (_, reason), names in alike.items():
-        yield f"{merge_names(names)}  ({reason})"
-
-
-def _part(node: ModuleNode, evidence: list[str]) -> ModulePart:
-    return ModulePart(
-        fqn=node.fqn, class_name=class_name(node.module), num_params=node.extent, evidence=tuple(evidence)
-    )
-
-
-def _tied_set(weight: Weight) -> TiedSet:
-    evidence = "the model declares the tie; loading makes it" if weight.is_declared_tie else "one Parameter"
-    return TiedSet(names=tuple(weight.names), num_params=weight.numel, evidence=evidence)
-
-
-# ---- the model's own hints ----
-
-
-def _witness(tree: ModuleTree, method: str) -> nn.Module | None:
-    """The module that a method of the model names; None without an answer (many models raise NotImplementedError)."""
-    for node in (tree.root, *tree.root.children):
-        ask = getattr(node.module, method, None)
-        if callable(ask):
-            try:
-                answer = ask()
-            except Exception:  # code of any model runs here, and may fail in any way
-                return None
-            return answer if isinstance(answer, nn.Module) else None
-    return None
+def _part(node: ModuleNode) -> ModulePart:
+    return ModulePart(fqn=node.fqn, class_name=class_name(node.module), num_params=node.extent)
 
 
 def _place(blocks: list[ModuleNode]) -> str:
@@ -322,42 +236,13 @@ def _place(blocks: list[ModuleNode]) -> str:
 
 
 def _describe_stack(tree: ModuleTree, blocks: list[ModuleNode]) -> BlockStack:
-    fqn = _place(blocks)
     names = Counter(class_name(block.module) for block in blocks)
     params = sum(block.size for block in blocks)
-    container = class_name(blocks[0].parent.module) if blocks[0].parent else "module"
-    stages = " in stages that were opened" if "*" in fqn else ""
-    evidence = [f"{len(blocks)} × {container} member at {fqn or 'the top'}{stages}"]
-    if len(blocks) == 1:
-        evidence.append("a list of one: a shared layer, or a model with one layer")
-    if len(names) > 1:
-        evidence.append(f"classes in one list: {', '.join(f'{name} × {count}' for name, count in names.most_common())}")
-    marked = sum(any(c.__name__ == "GradientCheckpointingLayer" for c in type(b.module).__mro__) for b in blocks)
-    if marked:
-        evidence.append(f"{marked} of {len(blocks)} are GradientCheckpointingLayer")
     return BlockStack(
-        fqn=fqn,
+        fqn=_place(blocks),
         blocks=tuple(block.fqn for block in blocks),
         class_names=tuple(name for name, _ in names.most_common()),
         num_params=params,
         largest_block_params=max(block.extent for block in blocks),
         share=params / tree.num_params,
-        evidence=tuple(evidence),
     )
-
-
-def _hint_notes(tree: ModuleTree, found: list[list[ModuleNode]]) -> list[str]:
-    """Remarks on where `_no_split_modules` and the structure agree and disagree."""
-    hinted = {name for node in tree for name in getattr(node.module, "_no_split_modules", None) or ()}
-    if not hinted:
-        return []
-    present = {class_name(node.module) for node in tree}
-    blocks = {class_name(block.module) for stack in found for block in stack}
-    notes = []
-    if absent := sorted(hinted - present):
-        notes.append(f"_no_split_modules names classes that the model does not have: {', '.join(absent)}")
-    if others := sorted((hinted & present) - blocks):
-        notes.append(f"_no_split_modules names classes that do not repeat as blocks: {', '.join(others)}")
-    if blocks & hinted:
-        notes.append(f"_no_split_modules agrees on {', '.join(sorted(blocks & hinted))}")
-    return notes

@@ -6,8 +6,8 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from hf_fsdp_tools.errors import ConfigError, WrapPlanError
-from hf_fsdp_tools.text import listed, merge_alike, merge_names, quoted, show_bytes, show_count, table
+from hf_fsdp_tools.errors import WrapPlanError
+from hf_fsdp_tools.text import listed, merge_alike, merge_names, show_bytes, show_count, table
 
 _RESHARD = {"True": "yes", "False": "no", "None": "auto"}
 _FORMAT = 1
@@ -69,10 +69,10 @@ class WrapPlan:
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) of what FSDP is told. Ranks with different digests would wait for each other for ever."""
-        told = [self.model_class, self.num_params, self.replicated]
-        told += [[unit.modules, unit.reshard_after_forward, unit.num_params, unit.kept_for] for unit in self.units]
-        return hashlib.sha256(json.dumps(told, separators=(",", ":")).encode()).hexdigest()
+        """sha256 (hex) of the units as FSDP gets them. Ranks with different digests would wait for each other."""
+        content = [self.model_class, self.num_params, self.replicated]
+        content += [[unit.modules, unit.reshard_after_forward, unit.num_params, unit.kept_for] for unit in self.units]
+        return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self) -> str:
         """This plan as JSON text; `from_json` reads it back to an equal plan."""
@@ -91,7 +91,6 @@ class WrapPlan:
             written = data.pop("format", None)
             if written != _FORMAT:
                 raise WrapPlanError(f"Wrap plan of format {written!r}; this version reads {_FORMAT}. {cure}")
-            data.pop("share", None)  # which `hf-fsdp plan --num-processes N --json` adds
             units = tuple(WrapUnit(**{**unit, "modules": tuple(unit["modules"])}) for unit in data.pop("units"))
             data |= {name: tuple(data[name]) for name in ("replicated", "notes")}
             return cls(units=units, **data)
@@ -140,13 +139,6 @@ class WrapPlan:
         )
         lines += [f"replicated on every rank: {names}" for names in merge_alike(self.replicated)]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-
-def as_plan(value: Any, name: str) -> WrapPlan:
-    """The plan itself."""
-    if isinstance(value, WrapPlan):
-        return value
-    raise ConfigError(f"{name} is {quoted(value)}: it must be a WrapPlan. Make one with make_wrap_plan(model).")
 
 
 def _modules(units: list[WrapUnit]) -> str:

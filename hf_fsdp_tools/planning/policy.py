@@ -79,25 +79,17 @@ def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value >= 0)
 
 
-def as_policy(value: Any, name: str) -> HybridPolicy | None:
-    """A policy; of a class, a name or several, one with these `block_types`; of a mapping, one with these wishes.
-
-    None where the function decides.
-    """
+def as_policy(value: Any) -> HybridPolicy | None:
+    """A policy; of the name or class of a block, or several, one with these `block_types`. None stays None."""
     if value is None or isinstance(value, HybridPolicy):
         return value
-    given = value if isinstance(value, tuple | list) else (value,)
-    if given and all(isinstance(one, str) or (isinstance(one, type) and issubclass(one, nn.Module)) for one in given):
-        return HybridPolicy(block_types=tuple(given))
-    if not isinstance(value, Mapping):
+    types = value if isinstance(value, tuple | list) else (value,)
+    if not all(isinstance(one, str) or (isinstance(one, type) and issubclass(one, nn.Module)) for one in types):
         raise ConfigError(
-            f"{name} is {quoted(value)}: it must be a HybridPolicy(…), or names or classes of blocks, as "
+            f"policy is {quoted(value)}: it must be a HybridPolicy(…), or names or classes of blocks, as "
             "'LlamaDecoderLayer'."
         )
-    known = HybridPolicy.__dataclass_fields__
-    for key in value.keys() - known.keys():
-        raise ConfigError(f"{name} has no {key!r}{did_you_mean(str(key), known)}")
-    return HybridPolicy(**value)
+    return HybridPolicy(block_types=tuple(types))
 
 
 def matching_nodes(tree: ModuleTree, wanted: type[nn.Module] | str, *, problems: list[str]) -> list[ModuleNode]:

@@ -9,9 +9,8 @@ rule 5   the trainable parameters of a unit have one dtype
 
 from torch import nn
 
-from hf_fsdp_tools.modeling.given import as_model, taking
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name, has_forward
-from hf_fsdp_tools.planning.plan import WrapPlan, as_plan
+from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.stacks import find_blocks, is_major, lists_of_experts
 from hf_fsdp_tools.text import listed
 
@@ -29,7 +28,6 @@ def size_bound(tree: ModuleTree, stacks: list[list[ModuleNode]]) -> int:
     return 2 * max([*blocks, *sets.values()])
 
 
-@taking(model=as_model, plan=as_plan)
 def check_wrap_plan(model: nn.Module, plan: WrapPlan) -> tuple[str, ...]:
     """The rules that `plan` breaks on `model`, one sentence each; empty for a correct plan.
 

@@ -38,11 +38,6 @@ def is_major(tree: ModuleTree, stack: list[ModuleNode]) -> bool:
     return sum(block.size for block in stack) >= MAJOR_SHARE * tree.num_params
 
 
-def is_list(module: nn.Module) -> bool:
-    """Whether a module is a `ModuleList`, a `ModuleDict` or a `Sequential`."""
-    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-
-
 def lists_of_experts(block: ModuleNode) -> list[ModuleNode]:
     """Containers inside a block of experts, which may run on some ranks only because a router chooses them.
 
@@ -82,7 +77,9 @@ def _stacks_below(root: ModuleNode, *, nested: bool) -> list[list[ModuleNode]]:
 def _members(node: ModuleNode, *, nested: bool) -> list[ModuleNode]:
     """The children of `node` that form a stack; empty when they do not repeat."""
     children = _distinct(child for child in node.children if child.extent)
-    if is_list(node.module) or (children and all(child.name.isdigit() for child in children)):
+    if isinstance(node.module, nn.ModuleList | nn.ModuleDict | nn.Sequential) or (
+        children and all(child.name.isdigit() for child in children)
+    ):
         if nested and _is_experts(node):
             return []
         children = _distinct(_opened(children))

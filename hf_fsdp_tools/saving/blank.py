@@ -214,7 +214,6 @@ def _build(
         auto_class=auto_class,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
-        stored_tensors=len(checkpoint.index.tensors),
         **model_kwargs,
     )
     if packed_linears(model):

@@ -24,7 +24,7 @@ from hf_fsdp_tools.loading.match import check_ties
 from hf_fsdp_tools.loading.opening import open_checkpoint
 from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.loading.weight_files import CONFIG
-from hf_fsdp_tools.modeling.given import as_config, as_dtype, as_flag, as_path, taking
+from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.saving.beside import FilesBeside
 from hf_fsdp_tools.saving.blank import Blank, blank_adapted, blank_merged, blank_model
 from hf_fsdp_tools.saving.draft import Draft
@@ -53,18 +53,6 @@ _OF_TRAININGS = (
 """Files and folders that lie beside weights in states of a training, and that a new checkpoint is not put between."""
 
 
-_ARGUMENTS: dict[str, Any] = {
-    "folder": as_path,
-    "config": as_config,
-    "dtype": as_dtype,
-    "allow_pickle": as_flag,
-    "trust_remote_code": as_flag,
-    "progress": as_flag,
-}
-"""What reads the arguments of both functions."""
-
-
-@taking(**_ARGUMENTS, state=as_path)
 def export_checkpoint(
     state: str | PathLike[str],
     folder: str | PathLike[str],
@@ -115,6 +103,7 @@ def export_checkpoint(
         torch.bfloat16
     """
     start_s, source = time.perf_counter(), fspath(state)
+    dtype = as_dtype(dtype)
     _refuse_other_arguments(dtype, max_shard_size, auto_class, allow_pickle)
     checkpoint = open_checkpoint(
         source, config=config, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle, **hub_kwargs
@@ -134,7 +123,6 @@ def export_checkpoint(
     return _write(blank, FilesBeside(homes=homes), folder, dtype, max_shard_size, progress, start_s)
 
 
-@taking(**_ARGUMENTS, adapter=as_path)
 def merge_adapter(
     adapter: str | PathLike[str],
     folder: str | PathLike[str],
@@ -188,6 +176,7 @@ def merge_adapter(
         ('model.safetensors',)
     """
     start_s, source = time.perf_counter(), fspath(adapter)
+    dtype = as_dtype(dtype)
     _refuse_other_arguments(dtype, max_shard_size, auto_class, allow_pickle)
     try:
         checkpoint = open_checkpoint(

@@ -24,8 +24,8 @@ from hf_fsdp_tools.loading.io.files import TransferStats, write_in_turn, write_t
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.regions import row_major_strides
 from hf_fsdp_tools.loading.weight_files import WEIGHTS_INDEX
+from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.generation import whole_generation_config
-from hf_fsdp_tools.modeling.given import as_count, as_dtype, as_flag, as_model, as_path, taking
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.peft_view import is_adapted, is_wrapper
@@ -45,16 +45,6 @@ from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.text import dtype_name
 
 
-@taking(
-    model=as_model,
-    folder=as_path,
-    dtype=as_dtype,
-    staging_bytes=as_count,
-    merge_adapters=as_flag,
-    blocking=as_flag,
-    model_card=as_flag,
-    push_to_hub=as_flag,
-)
 def save_pretrained(
     model: nn.Module,
     folder: str | PathLike[str],
@@ -130,6 +120,7 @@ def save_pretrained(
         True
     """
     start_s = time.perf_counter()
+    dtype = as_dtype(dtype)
     same_on_all_ranks("saving the model", push_to_hub=push_to_hub, hub_arguments={**hub_arguments, "token": None})
     target = hub_target(Path(folder), push_to_hub, hub_arguments)
     begun = begin_save(

@@ -1,17 +1,18 @@
-"""The files of a PEFT adapter, checked before PEFT reads them: nothing in them is trusted."""
+"""Configs of PEFT, and the files of an adapter, checked before PEFT reads them: nothing in them is trusted."""
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools.distributed.watch import watched
-from hf_fsdp_tools.errors import CheckpointError, library_errors
+from hf_fsdp_tools.distributed.storage import watched
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.modeling.untrusted import read_json_object
-from hf_fsdp_tools.text import first_line, quoted
+from hf_fsdp_tools.text import did_you_mean, first_line, quoted
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -24,13 +25,10 @@ _PATTERNS = re.compile(r"\w+_pattern|\w+_modules|modules_to_save|target_paramete
 _SIZES = ("encoder_hidden_size", "init_r", "n_frequency", "num_layers", "num_virtual_tokens", "r", "token_dim")
 """Entries that are dimensions of tensors which PEFT (0.21) makes."""
 
-_MOST_ENTRIES = 100_000
-"""In one list or dictionary of the config: several for each expert of each layer of the largest models. (assumed)"""
-
 _COPY = "Copy or download the adapter again."
 
 
-def open_adapter(peft: Any, name: str, module_names: Sequence[str], hub_kwargs: dict[str, Any]) -> tuple[str, Any]:
+def open_adapter(peft: Any, name: str, hub_kwargs: dict[str, Any]) -> tuple[str, Any]:
     """The local folder of an adapter, and PEFT's config of it; one on the hub is fetched.
 
     All of its files are read, so that whatever is wrong with them shows here, where the ranks exchange errors, and not
@@ -41,7 +39,7 @@ def open_adapter(peft: Any, name: str, module_names: Sequence[str], hub_kwargs: 
     subfolder = hub_kwargs.get("subfolder") or ""
     path = local_path(name)
     folder = fetch(name, "adapter_*", **hub_kwargs)[0] if path is None else path / subfolder
-    config = open_adapter_config(peft, folder, module_names)
+    config = open_adapter_config(peft, folder)
     if config is None:
         raise CheckpointError(
             f"No adapter_config.json in {name!r}{f', folder {subfolder!r}' if subfolder else ''}. Give a folder that "
@@ -51,7 +49,7 @@ def open_adapter(peft: Any, name: str, module_names: Sequence[str], hub_kwargs: 
     return str(folder), config
 
 
-def open_adapter_config(peft: Any, folder: Path, module_names: Sequence[str]) -> Any:
+def open_adapter_config(peft: Any, folder: Path) -> Any:
     """PEFT's config of the adapter in a folder; None where it has none. No rank communicates."""
     written = read_adapter_config(folder)
     if written is None:
@@ -59,9 +57,7 @@ def open_adapter_config(peft: Any, folder: Path, module_names: Sequence[str]) ->
     file = folder / ADAPTER_CONFIG
     for key, value in written.items():
         if _PATTERNS.fullmatch(key):
-            is_whole = isinstance(value, str) and key.endswith("_modules")  # other ones are looked for inside of names
-            patterns = value if isinstance(value, (list, dict)) else [value]
-            refuse_endless_patterns(file, patterns, module_names, within=not is_whole)
+            refuse_endless_patterns(file, value if isinstance(value, (list, dict)) else [value])
     with library_errors(f"{file}: cannot be used by PEFT", _COPY):
         return peft.PeftConfig.from_pretrained(str(folder))
 
@@ -77,11 +73,6 @@ def read_adapter_config(folder: Path) -> Mapping[str, Any] | None:
         if not isinstance(written.get(key), (str, type(None))):
             raise CheckpointError(
                 f"{file}: {key} is {quoted(written[key])}, expected a name. Copy the adapter again, or write it there."
-            )
-    for key, value in written.items():
-        if isinstance(value, (list, dict)) and len(value) > _MOST_ENTRIES:
-            raise CheckpointError(
-                f"{file}: {key} has {len(value):,} entries, expected at most {_MOST_ENTRIES:,}. {_COPY}"
             )
     if written.get("megatron_core") not in (None, "megatron.core"):  # PEFT imports what is written there
         raise CheckpointError(
@@ -110,91 +101,105 @@ def _check_weights(peft: Any, folder: Path, written: Mapping[str, Any]) -> None:
 
 # ---- patterns ----
 
-_MOST_STEPS = 100_000
-"""Of one match, at 10 to 20 ns a step 2 ms. (measured)"""
-
-_MOST_PATTERNS = 200
-"""That are no plain names; each is followed through all names, 0.2 s for a large model. (measured)"""
+_MOST_REPEATS, _MOST_CHOICES = 4, 8
+"""Of one pattern; a match then takes at most seconds. (assumed)"""
 
 
-def refuse_endless_patterns(file: Path, patterns: Iterable[Any], names: Iterable[str], *, within: bool = True) -> None:
-    """Refuse regular expressions of a file that take endless time with some name, as `(a+)+b` does with `aaa…`.
+def refuse_endless_patterns(file: Path, patterns: Iterable[Any]) -> None:
+    """Refuse regular expressions of a file that can take endless time with some name, as `(a+)+b` does with `aaa…`.
 
-    Nothing ends such a match within a process, so every way in which Python's `re` could match a name is counted first.
+    Nothing ends such a match within a process. Taken are plain names, and patterns with few choices and no repeats of
+    choices.
     """
-    branching = [p for p in patterns if isinstance(p, str) and any(sign in p for sign in "*+?{(|[")]
-    if len(branching) > _MOST_PATTERNS:
-        raise CheckpointError(
-            f"{file}: holds {len(branching):,} regular expressions as {quoted(branching[0])}, expected at most "
-            f"{_MOST_PATTERNS}. Write the names of the modules there instead."
-        )
-    shapes = sorted({re.sub(r"\d", "0", name) for name in names})  # a pattern's digits match any digit below
-    for pattern in branching:
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not any(sign in pattern for sign in "*+?{(|["):
+            continue
         try:
             re.compile(pattern)
-            parsed = re._parser.parse(rf".*(?:{pattern})(?:$|\..*)" if within else pattern)  # type: ignore[attr-defined]
-            for shape in shapes:
-                _Match(shape).ends(parsed, {0: 1})
+            choices = _choices(re._parser.parse(pattern))  # type: ignore[attr-defined]
+            if choices.count("repeat") > _MOST_REPEATS or len(choices) > _MOST_CHOICES:
+                raise re.error("it has too many choices")
         except (re.error, OverflowError, RecursionError) as error:
             raise CheckpointError(
-                f"{file}: {quoted(pattern)} is no regular expression that can be used: {first_line(error)}. Correct it "
-                "there, or write the names of the modules instead."
+                f"{file}: {quoted(pattern)} is no regular expression that can be used: {first_line(error)}. Write the "
+                "names of the modules there instead."
             ) from error
 
 
-class _Match:
-    """The ways in which a backtracking matcher can follow a parsed pattern through a name, all of them counted.
+def _choices(parsed: Iterable[Any]) -> list[str]:
+    """The repeats and branches of a parsed pattern among which a match may have to choose; of a branch, the most."""
+    choices: list[str] = []
+    for operation, argument in parsed:
+        kind = str(operation)
+        if kind == "SUBPATTERN":
+            choices += _choices(argument[-1])
+        elif kind == "BRANCH":
+            choices += ["branch", *max(map(_choices, argument[1]), key=len)]
+        elif kind in ("ASSERT", "ASSERT_NOT"):
+            inside = _choices(argument[1])
+            choices += inside if len(inside) > 1 else []
+        elif kind in ("MAX_REPEAT", "MIN_REPEAT"):
+            least, most, content = argument
+            inside = _choices(content)
+            if least > _MOST_CHOICES or (most > 1 and inside):
+                raise re.error("it repeats what has choices")
+            choices += ["repeat", *inside]
+        elif kind not in ("ANY", "AT", "IN", "LITERAL", "NOT_LITERAL"):
+            raise re.error(f"{kind} is not supported")
+    return choices
 
-    What depends on more than a single character of the pattern is counted as if it matched.
+
+# ---- configs from the caller ----
+
+
+def as_peft_config(value: Any) -> Any:
+    """A config of PEFT; of a dict, the one with these arguments (LoRA where it names no `peft_type`)."""
+    if value is None or hasattr(value, "peft_type"):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"peft_config is {quoted(value)}: it must be a config of PEFT, such as LoraConfig(r=16, "
+            "target_modules='all-linear'), or a dict of its arguments."
+        )
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    arguments = dict(value)
+    kinds = {str(getattr(kind, "value", kind)): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    name = str(arguments.pop("peft_type", "LORA")).upper()
+    if (config := kinds.get(name)) is None:
+        raise ConfigError(f"peft_config has the peft_type {name!r}, which PEFT lacks{did_you_mean(name, kinds)}")
+    known = [each.name for each in fields(config) if each.init]
+    for key in arguments.keys() - set(known):
+        raise ConfigError(f"{config.__name__} of PEFT has no {key!r}{did_you_mean(key, known)}")
+    try:
+        return config(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"peft_config is no {config.__name__}: {first_line(error)}.") from None
+
+
+_HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score"), "QUESTION_ANS": ("qa_outputs",)}
+"""What PEFT itself adds to `modules_to_save` for a task type. (PEFT 0.21)"""
+
+
+def with_modules_to_save(config: Any, parameters: Iterable[str]) -> Any:
+    """A config of PEFT by which the owners of these parameters are trained whole and saved; the same if they are.
+
+    PEFT takes a module for one of `modules_to_save` where its name, or that of one around it, ends in that.
     """
+    if not hasattr(config, "modules_to_save"):
+        return config
+    task = getattr(config.task_type, "value", config.task_type)
+    chosen = list(config.modules_to_save or ())
+    covered = (*chosen, *_HEADS.get(str(task), ()))
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
+    added = [owner for owner in owners if owner and not _ends_in(owner, covered)]
+    if added:
+        config = copy(config)
+        config.modules_to_save = [*chosen, *added]
+    return config
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._steps = 0
 
-    def ends(self, parsed: Iterable[Any], starts: Mapping[int, int]) -> Mapping[int, int]:
-        """The positions where a pattern can end, each with the number of ways, for those where it can start."""
-        for operation, argument in parsed:
-            self._count(starts)
-            starts = self._after(str(operation), argument, starts)
-        return starts
-
-    def _count(self, starts: Mapping[int, int]) -> None:
-        self._steps += sum(starts.values())
-        if self._steps > _MOST_STEPS:
-            raise re.error(f"it takes more than {_MOST_STEPS:,} steps to match {self._name}")
-
-    def _after(self, operation: str, argument: Any, starts: Mapping[int, int]) -> Mapping[int, int]:
-        """The same of one part of a pattern."""
-        if operation in ("ANY", "IN", "LITERAL", "NOT_LITERAL"):
-            wanted = chr(argument).lower() if operation == "LITERAL" else ""
-            wanted = "0" if wanted.isdigit() else wanted
-            return {
-                at + 1: ways
-                for at, ways in starts.items()
-                if at < len(self._name) and (not wanted or self._name[at].lower() == wanted)
-            }
-        if operation == "AT":
-            return starts
-        if operation == "SUBPATTERN":
-            return self.ends(argument[-1], starts)
-        found: Counter[int] = Counter()
-        if operation == "BRANCH":
-            for branch in argument[1]:
-                found.update(self.ends(branch, starts))
-            return found
-        if operation in ("ASSERT", "ASSERT_NOT"):
-            direction, inside = argument
-            back = inside.getwidth()[0] if direction < 0 else 0
-            self.ends(inside, {max(0, at - back): ways for at, ways in starts.items()})
-            return starts
-        if operation in ("MAX_REPEAT", "MIN_REPEAT"):
-            least, most, inside = argument
-            for count in range(min(most, least + len(self._name)) + 1):
-                self._count(starts)
-                if count >= least:
-                    found.update(starts)
-                if not (starts := self.ends(inside, starts)):
-                    break
-            return found
-        raise re.error(f"{operation} is not supported")
+def _ends_in(name: str, endings: tuple[str, ...]) -> bool:
+    """Whether the name of a module, or of one around it, ends in one of these."""
+    names = name.split(".")
+    return any(".".join(names[:count]).endswith(endings) for count in range(1, len(names) + 1))

@@ -16,15 +16,12 @@ from torch import nn
 
 from hf_fsdp_tools.distributed.agreement import agreed, opened, same_on_all_ranks, shared_rng_state
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.given import as_flag, as_model, as_path, taking
-from hf_fsdp_tools.sharding.adapter_files import open_adapter
+from hf_fsdp_tools.sharding.adapter_files import as_peft_config, open_adapter
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.injection import errors_of_peft, guard_injection, refuse_for_shards
-from hf_fsdp_tools.sharding.settings import as_peft_config
 
 
-@taking(model=as_model, peft_config=as_peft_config)
 def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "default", seed: int | None = None) -> Any:
     """Add a PEFT adapter to a sharded, loaded model; return the `PeftModel`, sharded in the units of its base.
 
@@ -54,6 +51,7 @@ def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "defa
         >>> sum(parameter.requires_grad for parameter in adapted.parameters())
         8
     """
+    peft_config = as_peft_config(peft_config)
     same_on_all_ranks("adding an adapter", peft_config=peft_config, adapter_name=adapter_name, seed=seed)
     refuse_for_shards(peft_config, model)
     with _undone_if_it_fails(model):
@@ -63,7 +61,6 @@ def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "defa
     return adapted.eval()
 
 
-@taking(model=as_model, name_or_path=as_path, is_trainable=as_flag)
 def load_adapter(
     model: nn.Module, name_or_path: str | PathLike[str], *, is_trainable: bool = False, **hub_kwargs: Any
 ) -> Any:
@@ -95,8 +92,7 @@ def load_adapter(
         'default'
     """
     peft = _peft()
-    names = [name for name, _ in model.named_modules()]
-    read = partial(open_adapter, peft, fspath(name_or_path), names)
+    read = partial(open_adapter, peft, fspath(name_or_path))
     folder, config = opened("opening the adapter", name_or_path, read, hub_kwargs)
     if getattr(config, "init_lora_weights", None) == "eva":
         config.init_lora_weights = True  # the files hold the values

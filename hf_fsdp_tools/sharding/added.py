@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import same_on_all_ranks
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, fill_from_first, gather_on_device, local_tensor
-from hf_fsdp_tools.modeling.given import as_model, taking
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, refuse_cast_weights
 from hf_fsdp_tools.sharding.adapter_plan import laid_over
 from hf_fsdp_tools.sharding.allocate import renew
@@ -22,7 +21,6 @@ from hf_fsdp_tools.sharding.shard import Sharding, apply_again, sharded_module, 
 from hf_fsdp_tools.sharding.whole import average_gradients, is_averaged
 
 
-@taking(model=as_model)
 def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     """Shard adapters and heads that were added to a sharded model, in place, in the units of its plan.
 

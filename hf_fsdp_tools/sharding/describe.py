@@ -7,13 +7,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.given import as_model, taking
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
 from hf_fsdp_tools.sharding.shard import sharding_of
 from hf_fsdp_tools.text import dtype_name, merge_alike, show_bytes
 
 
-@taking(model=as_model)
 def describe_sharding(model: nn.Module) -> str:
     """The plan, mesh and precisions of a sharded model and the bytes of this rank's shards, as a short text.
 

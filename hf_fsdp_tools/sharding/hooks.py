@@ -16,7 +16,7 @@
   their memory.
 - After the forward pass of a list of experts: make every expert part of the result, so that all ranks reduce the same
   gradients, whichever experts their tokens chose.
-- Before the forward pass of the root: count it (`distributed.passes`).
+- Before the forward pass of the root: count it (`distributed.liveness`).
 - Before torch 2.13: complete units with a module that did not run. These versions run FSDP2's hooks at the first and
   the last module of a unit; 2.13 runs them at each module, and completes the unit after the pass of the whole model
   (`_register_group_forward_hooks`, `_force_complete_incomplete_states`). Delete this with the support of 2.11 and 2.12.
@@ -32,8 +32,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.distributed.current import rounds_of
-from hf_fsdp_tools.distributed.passes import begin_pass, group_of
+from hf_fsdp_tools.distributed.liveness import begin_pass, group_of
+from hf_fsdp_tools.distributed.rounds import rounds_of
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     complete_unit,
     gathers,
@@ -90,10 +90,9 @@ def add_hooks(
     reach_experts(experts or {})
     _drop_hooks(model._forward_pre_hooks, begin_pass)
     _drop_hooks(model._forward_hooks, _explain_failure)
-    if len(shard_ranks) > 1 and (rounds := rounds_of()) is not None:
+    if len(shard_ranks) > 1 and rounds_of() is not None:
         model.register_forward_pre_hook(partial(begin_pass, group=group_of(shard_ranks), gathers=gathers), prepend=True)
         model.register_forward_hook(_explain_failure, always_call=True)
-        rounds.watch_passes()
     # These must come after FSDP2's own hooks, which may be new.
     _drop_hooks(model._forward_hooks, _complete_units, _reshard_after_evaluation)
     if _IS_BEFORE_2_13:
@@ -216,8 +215,7 @@ def cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Cast floating-point inputs, also in tuples and lists, to the dtype in which a module's weights are gathered.
 
     Rotary tables beside hidden states that have this dtype already are left alone: a model that makes them in fp32
-    rotates in fp32. Made a hook of the modules that compute with shards, under FSDP1 too, which casts the root's
-    inputs alone. Nothing is communicated.
+    rotates in fp32. Made a hook of the modules that compute with shards. Nothing is communicated.
     """
     floats = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.is_floating_point())
     hidden = next(floats, None)

@@ -18,11 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 from transformers import AutoModelForCausalLM, TrainerState, TrainingArguments
 
-from hf_fsdp_tools.distributed import watch
+from hf_fsdp_tools.distributed import storage
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.integrations import checkpoints
 from hf_fsdp_tools.integrations.config import FSDPConfig
-from hf_fsdp_tools.integrations.translation import translate_file
 from hf_fsdp_tools.loading.formats import dcp as dcp_format
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.index import CheckpointIndex
@@ -53,7 +52,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def use(folder: Path) -> None:
     """Open, build and load, as `from_pretrained` does."""
     checkpoint = open_checkpoint(folder, allow_pickle=True)
-    model = build_meta_model(checkpoint.config, stored_tensors=len(checkpoint.index.tensors))
+    model = build_meta_model(checkpoint.config)
     load_weights(model, checkpoint.index)
 
 
@@ -158,15 +157,10 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
     ),
     "unknown dtype": ("files", config(dtype="float99"), r"config\.json: names the dtype 'float99'"),
     "a function as dtype": ("files", config(dtype="load"), r"config\.json: names the dtype 'load'"),
-    "ten thousand layers": (
-        "files",
-        config(num_hidden_layers=10**4),
-        r"more than 10,420 modules \(num_hidden_layers is 10000\); the files hold 21 tensors\. Use the config\.json",
-    ),
     "more layers than fit into memory": (
         "files",
         config(num_hidden_layers=10**12),
-        r"config\.json: 'num_hidden_layers' is 1000000000000, and no model has more than 250,000 modules",
+        r"config\.json: 'num_hidden_layers' is 1000000000000, expected at most 10,000",
     ),
     "generation config a list": (
         "files",
@@ -255,7 +249,7 @@ def test_a_slow_parse_is_not_put_down_to_the_storage(
 
     def slow(function: Any) -> Any:
         def looked_at(*args: Any, **kwargs: Any) -> Any:
-            under_way.append(watch.waited_for())
+            under_way.append(storage.waited_for())
             return function(*args, **kwargs)
 
         return looked_at
@@ -365,10 +359,6 @@ DAMAGED_ADAPTERS: dict[str, tuple[Damage, str]] = {
         r"a dimension is 1000000000, and adapter_model\.safe.* holds",
     ),
     "a pattern of ranks": (adapter_config(rank_pattern={"q_proj": 2**40}), r"a dimension is 1099511627776"),
-    "a million layers": (
-        adapter_config(layers_to_transform=list(range(10**6))),
-        r"layers_to_transform has 1,000,000 entries, expected at most 100,000",
-    ),
     "another shape": (of_other_shape, r"The adapter does not fit the model: .*size mismatch.*Load the base that it"),
 }
 
@@ -404,8 +394,6 @@ def test_a_damaged_adapter_is_refused_before_its_base_is_looked_for(adapter: Pat
         open_checkpoint(folder)
 
 
-NAMES = [f"model.language_model.layers.{i}.{name}" for i in range(12) for name in ("self_attn.q_proj", "mlp.gate")]
-
 USUAL = (
     "q_proj",
     r".*\.(q_proj|v_proj)$",
@@ -433,16 +421,11 @@ ENDLESS = (
 )
 
 
-@pytest.mark.parametrize("within", [True, False])
-def test_patterns_that_end_are_taken_and_the_others_refused(tmp_path: Path, within: bool) -> None:
-    refuse_endless_patterns(tmp_path, [*USUAL, None, 3], NAMES, within=within)
-    for pattern in ENDLESS:
-        with pytest.raises(CheckpointError, match=r"takes more than 100,000 steps to match model\."):
-            refuse_endless_patterns(tmp_path, [pattern], NAMES, within=within)
-    with pytest.raises(CheckpointError, match="GROUPREF is not supported"):
-        refuse_endless_patterns(tmp_path, [r"(.)\1*"], NAMES, within=within)
-    with pytest.raises(CheckpointError, match=r"holds 201 regular expressions as 'a\?0', expected at most 200"):
-        refuse_endless_patterns(tmp_path, [f"a?{i}" for i in range(201)], NAMES, within=within)
+def test_patterns_that_end_are_taken_and_the_others_refused(tmp_path: Path) -> None:
+    refuse_endless_patterns(tmp_path, [*USUAL, None, 3])
+    for pattern in (*ENDLESS, r"(.)\1*"):
+        with pytest.raises(CheckpointError, match="is no regular expression that can be used"):
+            refuse_endless_patterns(tmp_path, [pattern])
 
 
 @pytest.mark.parametrize(
@@ -452,8 +435,8 @@ def test_patterns_that_end_are_taken_and_the_others_refused(tmp_path: Path, with
 def test_the_patterns_of_every_entry_are_looked_at(adapter: Path, tmp_path: Path, key: str) -> None:
     folder = Path(shutil.copytree(adapter, tmp_path / "damaged"))
     adapter_config(**{key: {ENDLESS[0]: 3} if key.startswith(("rank", "alpha")) else ENDLESS[0]})(folder)
-    with pytest.raises(CheckpointError, match=r"adapter_config\.json: '\.\?.* takes more than 100,000 steps"):
-        open_adapter_config(peft, folder, NAMES)
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: '\.\?.*it has too many choices"):
+        open_adapter_config(peft, folder)
 
 
 # ---- other files beside the weights ----
@@ -491,7 +474,7 @@ def manifest_of(folder: Path) -> None:
 
 def of_deepspeed(file: Path) -> None:
     launch = f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: {file.name}\n"
-    translate_file(in_file("launch.yaml", launch)(file.parent))
+    FSDPConfig.translate_file(in_file("launch.yaml", launch)(file.parent))
 
 
 NESTED = "[" * 5000
@@ -515,7 +498,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] =
         "Not a wrap plan",
     ),
     "YAML nested deeply": (in_file("a.yaml", NESTED), FSDPConfig.check_file, "line 1 is nested more than 50 deep"),
-    "YAML of itself": (in_file("b.yaml", "&a {num_processes: *a}"), translate_file, "line 1 has the alias "),
+    "YAML of itself": (in_file("b.yaml", "&a {num_processes: *a}"), FSDPConfig.translate_file, "line 1 has the alias "),
     "YAML that laughs": (
         in_file("c.yaml", "a: &a [1, 1]\n" + "".join(f"b{i}: &b{i} [*a, *a]\n" for i in range(9))),
         FSDPConfig.check_file,
@@ -525,7 +508,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] =
     "a billion labels": (
         in_file("config.json", '{"model_type": "llama", "num_labels": 1000000000}'),
         load_config,
-        "num_labels is 1000000000, expected at most 1,000,000",
+        "'num_labels' is 1000000000, expected at most 1,000,000",
     ),
 }
 """How a file is made, what reads it, and what the error says."""

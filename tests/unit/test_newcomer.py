@@ -1,7 +1,6 @@
 """What somebody new gives to the public functions and does with a sharded model, in one process: it is understood, or
 named in one sentence with its cure."""
 
-import inspect
 import logging
 import shutil
 import warnings
@@ -13,25 +12,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from peft import LoraConfig
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-import hf_fsdp_tools
 from hf_fsdp_tools import (
     ConfigError,
-    FSDPToolsError,
     FSDPTrainerMixin,
-    HybridPolicy,
-    ParallelDims,
-    build_meta_model,
     from_pretrained,
     make_accelerator,
-    make_wrap_plan,
     save_pretrained,
-    sharding_of,
 )
-from hf_fsdp_tools.distributed.client import conflict
-from tests._checkpoints import full_state, make_checkpoint, make_model
+from tests._checkpoints import full_state, make_checkpoint
 
 IDS = torch.arange(3, 11)[None]
 
@@ -53,110 +43,12 @@ def without_accelerator() -> Any:
 # ---- arguments ----
 
 
-def public_arguments() -> list[tuple[str, str]]:
-    """Arguments of the public functions that have a kind which a caller can mistake."""
-    kinds = ("bool", "nn.modules.module.Module", "HybridPolicy", "DeviceMesh", "PrecisionPolicy", "OffloadPolicy")
-    found = []
-    for name in hf_fsdp_tools.__all__:
-        value = getattr(hf_fsdp_tools, name)
-        if inspect.isfunction(value):
-            parameters = inspect.signature(value).parameters.values()
-            found += [(name, p.name) for p in parameters if any(kind in str(p.annotation) for kind in kinds)]
-    of_their_own = {"name_or_model", "param_init_fn"}  # a name, a config or a model; any callable
-    return [(name, argument) for name, argument in found if argument not in of_their_own]
-
-
-@pytest.mark.parametrize(("name", "argument"), public_arguments())
-def test_a_value_of_another_kind_is_one_sentence(name: str, argument: str) -> None:
-    function = getattr(hf_fsdp_tools, name)
-    needed = {
-        p.name: "x"
-        for p in inspect.signature(function).parameters.values()
-        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
-    }
-    sound = {"model": make_model("llama"), "plan": make_wrap_plan(make_model("llama"))}
-    given = {key: sound.get(key, value) for key, value in needed.items()} | {argument: 3.5}
-    with pytest.raises(FSDPToolsError, match=rf"^{argument} is 3\.5: ") as caught:
-        function(**given)
-    assert caught.value.__cause__ is None and "\n" not in str(caught.value)
-
-
-UNDERSTOOD: list[tuple[dict[str, Any], Any]] = [
-    ({"dtype": "bf16"}, lambda model: model.dtype == torch.bfloat16),
-    ({"torch_dtype": "fp16"}, lambda model: model.dtype == torch.float16),
-    ({"auto_class": "LlamaForSequenceClassification"}, lambda model: type(model).__name__.endswith("Classification")),
-    ({"policy": "LlamaAttention"}, lambda model: "LlamaAttention" in str(sharding_of(model).plan)),
-    ({"policy": {"replicate": ("lm_head",)}}, lambda model: sharding_of(model).plan.replicated == ("lm_head.weight",)),
-    ({"mesh": ParallelDims()}, lambda model: sharding_of(model).mesh.ndim == 1),
-    ({"mp_policy": "bf16"}, lambda model: sharding_of(model).mp_policy.param_dtype == torch.bfloat16),
-    (
-        {"mp_policy": MixedPrecisionPolicy(param_dtype="bfloat16")},  # type: ignore[arg-type]  # as a YAML gives it
-        lambda model: sharding_of(model).mp_policy.param_dtype == torch.bfloat16,
-    ),
-    ({"offload_policy": True}, lambda model: isinstance(sharding_of(model).offload_policy, CPUOffloadPolicy)),
-    ({"num_tokens": "140", "pad_to_multiple_of": 8.0}, lambda model: model.config.vocab_size == 144),
-    ({"peft_config": {"r": 3}}, lambda model: model.peft_config["default"].r == 3),
-    ({"compile": "eager"}, lambda model: sharding_of(model).compile == {"backend": "eager"}),
-    ({"low_cpu_mem_usage": True, "load_in_8bit": False, "_fast_init": True}, lambda model: True),
-]
-
-
-@pytest.mark.parametrize(("given", "holds"), UNDERSTOOD, ids=[str(given) for given, _ in UNDERSTOOD])
-def test_what_is_clear_is_understood(folder: Path, given: dict[str, Any], holds: Any) -> None:
-    assert holds(from_pretrained(folder, **given))
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"acelerator": None}, r"no argument 'acelerator': did you mean accelerator\?"),
-    ({"revison": "x"}, r"no argument 'revison': did you mean revision"),
-    ({"num_label": 3}, r"no argument 'num_label': did you mean num_labels\?"),
-    ({"seed": 1}, r"load_weights has: pass load_kwargs={'seed': …}\."),
-    ({"gradient_checkpointing": True}, r"gradient_checkpointing=True \(Pass activation_checkpointing=True\)"),
-    ({"load_in_8bit": True}, r"load_in_8bit=True \(Give quantization_config=BitsAndBytesConfig\(load_in_4bit=True"),
-    ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, r"=BitsAndBytesConfig\(load_in_8bit=True\) cann"),
-    ({"auto_class": "AutoModelForCasualLM"}, r"no model class of transformers.*AutoModelForCausalLM"),
-    ({"auto_class": "AutoModelForSpeechSeq2Seq"}, r"its usual class, LlamaForCausalLM, as auto_class"),
-    ({"policy": HybridPolicy}, r"policy is the class HybridPolicy: it must be a HybridPolicy\(…\)"),
-    ({"policy": {"block_type": ()}}, r"policy has no 'block_type': did you mean block_types\?"),
-    ({"peft_config": {"rank": 8}}, r"peft_config has no 'rank'.*LoraConfig of PEFT"),
-    ({"peft_config": {"peft_type": "LORRA"}}, r"peft_type 'LORRA', which PEFT has not: did you mean LORA"),
-    ({"num_tokens": [1]}, r"num_tokens is \[1\]; it must be a whole number.*Give len\(tokenizer\)"),
-    ({"pad_to_multiple_of": 0}, r"pad_to_multiple_of is 0; it must be at least 1"),
-    ({"dtype": torch.float8_e4m3fn}, r"cannot be built in float8_e4m3fn"),
-    ({"accelerator": "cpu"}, r"accelerator is 'cpu': it must be an Accelerator"),
-    ({"config": {"a": 1}}, r"config is {'a': 1}: it must be a configuration of transformers"),
-    ({"load_kwargs": ["seed"]}, r"load_kwargs is \['seed'\]: it must be a dict"),
-    ({"compile": "inducter"}, r"compile='inducter' is no backend of torch.compile: did you mean inductor\?"),
-]
-
-
-@pytest.mark.parametrize(("given", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_what_is_not_is_named_once(folder: Path, given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
-        from_pretrained(folder, **given)
-    assert caught.value.__cause__ is None and (caught.value.__context__ is None or caught.value.__suppress_context__)
-    assert "?." not in str(caught.value)
-
-
-def test_a_name_in_place_of_a_model_says_how_to_make_one(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model is 'org/name', a name.*from_pretrained\('org/name'\)"):
-        make_wrap_plan("org/name")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"plan is None: it must be a WrapPlan\. Make one with make_wrap_plan"):
-        hf_fsdp_tools.shard_model(make_model("llama"), None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="A model that is there already is sharded by shard_model"):
-        from_pretrained(make_model("llama"))  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match=r"shard_model\(\) missing 1 required positional argument: 'plan'"):
-        hf_fsdp_tools.shard_model(make_model("llama"))  # type: ignore[call-arg]
-    assert build_meta_model(folder, dtype="fp32").dtype == torch.float32  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"mixed_precison": "bf16"}, "no argument 'mixed_precison': did you mean mixed_precision"),
         ({"mixed_precision": "bf61"}, "mixed_precision='bf61' is no floating-point dtype"),
         ({"dynamo_backend": "indctor"}, "backend of torch.compile is 'indctor': unknown: did you mean inductor"),
-        ({"gradient_accumulation_steps": "four"}, "gradient_accumulation_steps is 'four'; it must be a whole number"),
     ],
 )
 def test_an_accelerator_is_refused_before_anything_is_loaded(given: dict[str, Any], said: str) -> None:
@@ -170,9 +62,7 @@ def test_fp16_on_a_cpu_is_named_before_anything_is_loaded() -> None:
 
 
 def test_names_of_torch_are_names_of_precisions() -> None:
-    accelerator = make_accelerator(
-        mixed_precision="bfloat16", gradient_accumulation_steps="2", dynamo_backend=DynamoBackend.EAGER
-    )
+    accelerator = make_accelerator(mixed_precision="bfloat16", dynamo_backend=DynamoBackend.EAGER)
     assert accelerator.mixed_precision == "bf16" and accelerator.state.dynamo_plugin.backend is DynamoBackend.EAGER
 
 
@@ -298,26 +188,3 @@ def test_an_adapter_resumes_where_an_earlier_run_left_full_weights(folder: Path,
     ShardedTrainer(again, arguments(tmp_path, **settings), train_dataset=rows()).train(resume_from_checkpoint=True)
     for name, tensor in full_state(whole).items():
         assert torch.equal(tensor, full_state(again)[name]), name
-
-
-# ---- ranks in different calls ----
-
-
-@pytest.mark.parametrize(
-    ("own", "other", "found"),
-    [
-        ([("a", "0.1")], [("b", "0.1/")], ("a", "b")),
-        ([("a", "0.1/"), ("c", "0.1.0")], [("b", "0.1")], ("a", "b")),
-        ([("a", "0.1/"), ("c", "0.1.0")], [("a", "0.1/"), ("a", "0.1/end/0")], ("c", "a")),
-        ([("a", "0.1/"), ("a", "0.1/end/0")], [("a", "0.1/"), ("c", "0.1.0/")], ("a", "c")),
-        ([("a", "0.1/"), ("c", "0.1.0")], [("a", "0.1/")], None),
-        ([("a", "0.1/"), ("a", "0.1/end/9")], [("a", "0.1/"), ("c", "0.1.10.4")], ("a", "c")),
-        # What was told seconds ago: it has been there since.
-        ([("a", "0.1/"), ("a", "0.1/end/11")], [("a", "0.1/"), ("c", "0.1.10/"), ("d", "0.1.10.4")], None),
-        ([("a", "0.1/"), ("a", "0.1/end/1")], [("a", "0.1/")], None),
-        ([("a", "0.2")], [("b", "0.1/"), ("b", "0.1/end/0")], None),
-        ([("a", "0.12")], [("b", "0.1/"), ("b", "0.1/end/0")], None),
-    ],
-)
-def test_ranks_that_never_meet_are_known_by_where_they_are(own: Any, other: Any, found: Any) -> None:
-    assert conflict(own, other) == found

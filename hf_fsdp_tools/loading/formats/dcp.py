@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import _get_layout
 
 from hf_fsdp_tools.distributed.boxes import Box
-from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, library_errors
 from hf_fsdp_tools.loading.formats.saved_names import SavedPath
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, TensorChunk, check_cover, leaves_folder

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from hf_fsdp_tools.distributed.boxes import Box
-from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, library_errors, storage_errors
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, StoredTensor, TensorChunk, check_cover
 from hf_fsdp_tools.modeling.untrusted import parse_json_object, refuse_pointer, refuse_special

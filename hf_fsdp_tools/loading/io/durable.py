@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.distributed.storage import watched
 
 try:
     import fcntl
