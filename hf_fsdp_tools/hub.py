@@ -54,9 +54,8 @@ def fetch(
 
     The arguments are `revision` and `local_files_only`: a later call with them gets the same commit, and does not wait
     again for a hub that did not answer. The hub has `HF_HUB_ETAG_TIMEOUT` (10 s) to answer; if it does not or refuses,
-    the cache is used, with a warning. Cached files are not fetched again. When no more bytes of a file arrive,
-    huggingface_hub gives up after six times `HF_HUB_DOWNLOAD_TIMEOUT` (10 s), or after 7 minutes if the hub did not
-    even tell the file's size.
+    the cache is used, with a warning. When no more bytes of a file arrive, huggingface_hub gives up after six times
+    `HF_HUB_DOWNLOAD_TIMEOUT` (10 s), or after 7 minutes if the hub did not even tell the file's size.
 
     No rank communicates; processes that share a cache wait for each other's downloads at its file locks.
     """
@@ -141,10 +140,8 @@ def _root(error: Exception) -> Exception:
 
 
 def _described(error: Exception) -> str:
-    """An error of the hub in a line, with its cause."""
-    root = _root(error)
-    outer = f"{first_line(error)}: " if type(error) is RuntimeError and root is not error else ""
-    return f"{outer}{type(root).__name__}: {first_lines(root, 4)}"
+    """The root of an error in a line."""
+    return f"{type(_root(error)).__name__}: {first_lines(_root(error), 4)}"
 
 
 def _status(error: Exception) -> int:
@@ -157,12 +154,10 @@ def _status(error: Exception) -> int:
 def _cure(name: str, error: Exception) -> str:
     """What to do about an error of huggingface_hub."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RevisionNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 
     error = _root(error)
     status = _status(error)
-    if isinstance(error, OfflineModeIsEnabled):
-        return "Unset HF_HUB_OFFLINE."
     if isinstance(error, RevisionNotFoundError):
         return "The repository has no such revision. Give a branch, a tag or a commit that it has."
     if status in (401, 403, 404):
@@ -170,10 +165,8 @@ def _cure(name: str, error: Exception) -> str:
             f"Check the name. Where it is private or gated, ask for access at {constants.ENDPOINT}/{name} and log in "
             "(`hf auth login`) or pass token=…, with a token that may use it."
         )
-    if status == 429:
-        return "These are too many requests. Wait, or log in (`hf auth login`)."
-    if status >= 500:
-        return f"{constants.ENDPOINT} is in trouble. Try again later."
+    if status == 429 or status >= 500:
+        return f"{constants.ENDPOINT} is busy or in trouble. Try again later, logged in (`hf auth login`)."
     if isinstance(error, (HfHubHTTPError, ValueError)):
         return "Check the name, the revision and the token."
     if isinstance(error, OSError) and error.errno is not None:

@@ -92,6 +92,6 @@ def _header(index: CheckpointIndex) -> Iterable[Any]:
 def _ranges(tensor: Stored) -> list[tuple[Path, int, int]]:
     """File, position and length of each stored part of a tensor."""
     if isinstance(tensor, ChunkedTensor):
-        return [(chunk.file, chunk.offset, chunk.length) for chunk in tensor.chunks]
+        return [range_ for chunk in tensor.chunks for range_ in _ranges(chunk.stored)]
     assert not isinstance(tensor, QuantizedTensor), "it is made of tensors of the files when these are matched"
     return [(tensor.file, tensor.offset, tensor.num_bytes)]

@@ -87,17 +87,13 @@ class CheckpointIndex:
         return sum(t.num_bytes for t in self.tensors.values())
 
     @cached_property
-    def _chunks(self) -> Mapping[str, tuple[TensorChunk, torch.dtype]]:
+    def _chunks(self) -> dict[str, TensorChunk]:
         chunked = [t for t in self.tensors.values() if isinstance(t, ChunkedTensor)]
-        return {chunk.name: (chunk, t.dtype) for t in chunked for chunk in t.chunks}
-
-    @cached_property
-    def _located(self) -> dict[str, StoredTensor]:
-        return {}
+        return {chunk.stored.key: chunk for t in chunked for chunk in t.chunks}
 
     def source_dtype(self, source: str) -> torch.dtype:
         """The stored dtype of a source: a tensor or a chunk of a tensor, by the name that pieces have for it."""
-        return self._chunks[source][1] if source in self._chunks else self.tensors[source].dtype
+        return self._chunks[source].stored.dtype if source in self._chunks else self.tensors[source].dtype
 
     def stored_bytes(self, source: str) -> float:
         """Bytes in which one value of a source is stored, its part of the scales of a quantised tensor included."""
@@ -118,10 +114,10 @@ class CheckpointIndex:
             whole = self.tensors[source]
             assert not isinstance(whole, ChunkedTensor)
             return whole
-        if source not in self._located:
-            chunk, dtype = self._chunks[source]
-            self._located[source] = locate_chunk(chunk, dtype) if chunk.is_archive else chunk.stored(dtype)
-        return self._located[source]
+        chunk = self._chunks[source]
+        if chunk.is_archive:
+            chunk = self._chunks[source] = replace(chunk, stored=locate_chunk(chunk.stored), is_archive=False)
+        return chunk.stored
 
     def refuse_changed(self) -> None:
         """Refuse files that another save replaced or wrote after their headers were read: values of both may be mixed.

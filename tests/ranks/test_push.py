@@ -107,7 +107,7 @@ REFUSED = {  # repository and token: what is said
     "org/down, secret": (
         "503",
         "under maintenance",
-        "is in trouble. Try again later. Then upload it: `hf upload org/down ",
+        "in trouble. Try again later, logged in (`hf auth login`). Then upload it: `hf upload org/down ",
     ),
     "org/silent, secret": ("ReadTimeout", "does not answer. Check the network"),
 }

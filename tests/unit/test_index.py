@@ -215,7 +215,7 @@ def test_a_chunk_is_looked_up_in_its_file_when_it_is_asked_for(tmp_path: Path) -
     (file,) = (tmp_path / "dcp").glob("*.distcp")
     file.write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"distcp"):
-        index.source(chunk.name)
+        index.source(chunk.stored.key)
 
 
 def test_a_dcp_folder_without_its_metadata_is_told_so(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, library_errors
 from hf_fsdp_tools.loading.formats.saved_names import SavedPath
-from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, TensorChunk, check_cover, leaves_folder
+from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, StoredTensor, TensorChunk, check_cover, leaves_folder
 from hf_fsdp_tools.modeling.pickles import load_pickled, refuse_endless
 from hf_fsdp_tools.text import listed_lines, quoted
 
@@ -57,7 +57,7 @@ def parse_dcp(folder: Path) -> tuple[list[tuple[SavedPath, ChunkedTensor]], int]
     for _, tensor in tensors:
         try:
             for chunk in tensor.chunks:
-                _check_range(chunk, file_sizes)
+                _check_range(chunk.stored, file_sizes)
             check_cover(file, tensor.key, tensor.shape, [chunk.box for chunk in tensor.chunks])
         except CheckpointError as error:
             problems.append(str(error))
@@ -146,7 +146,10 @@ def _tensors(file: Path, metadata: dcp.Metadata) -> Iterator[tuple[SavedPath, Ch
             place, offset, length = _place(file, metadata, dcp.MetadataIndex(key, saved.offsets))
             ranges = ", ".join(f"{s}:{s + n}" for s, n in zip(box.start, box.length, strict=True))
             name = f"{key}[{ranges}]" if shape else key
-            chunks.append(TensorChunk(name=name, box=box, file=file.parent / place, offset=offset, length=length))
+            stored = StoredTensor(
+                key=name, file=file.parent / place, dtype=dtype, shape=box.length, offset=offset, num_bytes=length
+            )
+            chunks.append(TensorChunk(box=box, stored=stored, is_archive=True))
         tensor = ChunkedTensor(key=key, file=file, dtype=dtype, shape=shape, chunks=tuple(chunks))
         yield tuple(str(part) for part in path), tensor
 
@@ -175,15 +178,15 @@ def _sizes(sizes: Any, count: int | None = None) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _check_range(chunk: TensorChunk, file_sizes: dict[Path, int]) -> None:
+def _check_range(chunk: StoredTensor, file_sizes: dict[Path, int]) -> None:
     """Refuse a chunk that is not inside its file; sizes of files are looked up once."""
     if chunk.file not in file_sizes:
         with watched(chunk.file):
             file_sizes[chunk.file] = chunk.file.stat().st_size if chunk.file.is_file() else -1
     size = file_sizes[chunk.file]
-    if chunk.offset + chunk.length > size:
+    if chunk.offset + chunk.num_bytes > size:
         fact = "is not there" if size < 0 else f"is {size} bytes long"
         raise CheckpointError(
-            f"{chunk.file}: {fact}, but {chunk.name!r} is at bytes {chunk.offset} to {chunk.offset + chunk.length}. "
+            f"{chunk.file}: {fact}, but {chunk.key!r} is at bytes {chunk.offset} to {chunk.offset + chunk.num_bytes}. "
             "The checkpoint is not complete: copy or save it again."
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.formats.stored import StoredTensor, TensorChunk
+from hf_fsdp_tools.loading.formats.stored import StoredTensor
 from hf_fsdp_tools.loading.regions import row_major_strides
 from hf_fsdp_tools.modeling.pickles import damaged, load_pickled
 from hf_fsdp_tools.text import listed, quoted
@@ -34,20 +34,20 @@ def parse_pickled(file: Path) -> tuple[list[StoredTensor], int]:
     return [_locate_tensor(file, key, tensor, records, 0) for key, tensor in content.items()], num_bytes
 
 
-def locate_chunk(chunk: TensorChunk, dtype: torch.dtype) -> StoredTensor:
+def locate_chunk(archive: StoredTensor) -> StoredTensor:
     """Where the data of one chunk lies, from the head and tail of its own `torch.save` archive; no data is read."""
+    file, key = archive.file, archive.key
     try:
-        tensor, records, _ = load_pickled(chunk.file, chunk.offset, chunk.length)
+        tensor, records, _ = load_pickled(file, archive.offset, archive.num_bytes)
     except CheckpointError as error:
-        raise CheckpointError(f"{chunk.file}: {chunk.name!r} at byte {chunk.offset}: {error}") from None
-    if not torch.is_tensor(tensor) or tuple(tensor.shape) != chunk.box.length or tensor.dtype != dtype:
-        found = f"{tensor.dtype} {list(tensor.shape)}" if torch.is_tensor(tensor) else type(tensor).__name__
-        raise damaged(chunk.file, f"{chunk.name!r}: expected {dtype} {list(chunk.box.length)}, found {found}")
-    stored = _locate_tensor(chunk.file, chunk.name, tensor, records, chunk.offset)
+        raise CheckpointError(f"{file}: {key!r} at byte {archive.offset}: {error}") from None
+    kind = (tensor.dtype, tuple(tensor.shape)) if torch.is_tensor(tensor) else type(tensor).__name__
+    if kind != (archive.dtype, archive.shape):
+        raise damaged(file, f"{key!r}: expected {archive.dtype} {list(archive.shape)}, found {kind}")
+    stored = _locate_tensor(file, key, tensor, records, archive.offset)
     if stored.strides is not None:
-        raise CheckpointError(
-            f"{chunk.file}: {chunk.name!r} was saved transposed (strides {list(stored.strides)}); only row-major "
-            "chunks can be read. Make the parameter contiguous and save again."
+        raise damaged(
+            file, f"{key!r} was saved transposed (strides {list(stored.strides)}), expected a row-major chunk"
         )
     return stored
 

@@ -6,6 +6,7 @@ OpenRLHF and others save so.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,14 +114,7 @@ def join_parts(key: str, parts: Sequence[StoredTensor]) -> StoredTensor | Chunke
     boxes = [Box(start=part.start or (), length=part.shape) for part in parts]
     shape = tuple(max(box.start[dim] + box.length[dim] for box in boxes) for dim in range(len(first.shape)))
     chunks = tuple(
-        TensorChunk(
-            name=f"{key}{list(box.start)} in {part.file.name}",
-            box=box,
-            file=part.file,
-            offset=part.offset,
-            length=part.num_bytes,
-            is_archive=False,
-        )
+        TensorChunk(box=box, stored=replace(part, key=f"{key}{list(box.start)} in {part.file.name}"), is_archive=False)
         for part, box in zip(parts, boxes, strict=True)
         if box.numel
     )

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
 
@@ -57,29 +57,14 @@ class StoredTensor:
 class TensorChunk:
     """A box of a tensor that was saved by itself, somewhere in a file."""
 
-    name: str
-    """Unique in the checkpoint: key and ranges."""
-
     box: Box
     """Which part of the tensor the chunk is."""
 
-    file: Path
-    """The file that holds it."""
+    stored: StoredTensor
+    """The chunk as a tensor of its own; of an archive of `torch.save`, the bytes of the archive."""
 
-    offset: int
-    """Position in the file of the chunk's data, or of the archive that the data is a part of."""
-
-    length: int
-    """Bytes of the data, or of the archive."""
-
-    is_archive: bool = True
-    """Whether the chunk is an archive of `torch.save`; False where the data lies in the file as it is."""
-
-    def stored(self, dtype: torch.dtype) -> StoredTensor:
-        """The chunk as a tensor of its own, where the data lies in the file as it is."""
-        return StoredTensor(
-            key=self.name, file=self.file, dtype=dtype, shape=self.box.length, offset=self.offset, num_bytes=self.length
-        )
+    is_archive: bool
+    """Whether the data lies somewhere in such an archive, not at `stored.offset`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,18 +94,11 @@ class ChunkedTensor:
     @property
     def sources(self) -> Mapping[str, torch.dtype]:
         """Names and dtypes of the sources of its elements, which are its chunks."""
-        return {chunk.name: self.dtype for chunk in self.chunks}
+        return {chunk.stored.key: self.dtype for chunk in self.chunks}
 
     def pieces(self) -> tuple[Piece, ...]:
         """The tensor as boxes that are views of its sources; each chunk is row-major."""
-        return tuple(
-            Piece(
-                box=chunk.box,
-                source=chunk.name,
-                view=View(offset=0, length=chunk.box.length, strides=row_major_strides(chunk.box.length)),
-            )
-            for chunk in self.chunks
-        )
+        return tuple(replace(piece, box=chunk.box) for chunk in self.chunks for piece in chunk.stored.pieces())
 
 
 @dataclass(frozen=True, kw_only=True)
