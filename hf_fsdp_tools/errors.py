@@ -10,39 +10,19 @@
 
 The last is a `RuntimeError` too, those before it are `ValueError`s. A message gives the fact, the offending value, the
 allowed values and the cure, in this order. A mistake inside this package is an `AssertionError`, and none of these.
-
-Messages quote names and values of files, which may be of any length. So each line of a message is cut to 2,000
-characters, and a message to 100 lines: out of the middle, since the fact comes first and the cure last.
 """
 
 import contextlib
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
-from hf_fsdp_tools.text import cut
-
-_MOST_CHARACTERS = 2000
-"""Of a line: two paths of a usual length, a quoted name and the words around them, several times over. (assumed)"""
-
-_MOST_LINES = 100
-"""Of a message: more than the ranks or tensors that one looks at. (assumed)"""
-
-
-def _bounded(message: str) -> str:
-    """The message with bounded lines and a bounded number of them."""
-    lines = [cut(line, _MOST_CHARACTERS) for line in message.split("\n")]
-    if len(lines) > _MOST_LINES:
-        left_out = len(lines) - _MOST_LINES + 1
-        lines[_MOST_LINES // 2 : _MOST_LINES // 2 + left_out] = [f"… {left_out:,} lines more …"]
-    return "\n".join(lines)
+from hf_fsdp_tools.text import first_lines
 
 
 class FSDPToolsError(Exception):
     """The base of every error that this package raises on purpose: catch this one to catch them all.
-
-    Args:
-        message: of any length; see the top of this module for what is cut.
 
     Example:
         >>> try:
@@ -51,9 +31,6 @@ class FSDPToolsError(Exception):
         ...     print(f"{type(error).__name__}: {error}")
         ConfigError: auto_class 'AutoModelForCausalML' is no model class of transformers: did you mean...
     """
-
-    def __init__(self, message: str = "", *rest: object) -> None:
-        super().__init__(_bounded(str(message)), *rest)
 
 
 class BlockDetectionError(FSDPToolsError, ValueError):
@@ -126,6 +103,35 @@ class RanksError(FSDPToolsError, RuntimeError):
         ... except RanksError as error:  # another rank is lost, or has called something else
         ...     raise SystemExit(str(error))
     """
+
+
+@contextlib.contextmanager
+def storage_errors(doing: str, path: Path) -> Iterator[None]:
+    """Turn an `OSError` of this block into a `CheckpointError` that names the file or folder."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot {doing} {str(path)!r}: {error}. Check the path, its permissions and the space, then try again."
+        ) from None
+
+
+@contextlib.contextmanager
+def library_errors(fact: str, cure: str, kind: type[FSDPToolsError] = CheckpointError) -> Iterator[None]:
+    """Turn any error of a library over the content of a file, or over a full disk, into one error of this package.
+
+    transformers, PEFT, torch and safetensors fail with any error where a file is wrong. So a block holds calls of these
+    libraries alone, and no code of this package, whose mistakes must show. Exhausted memory, and errors that this
+    package raised already, pass unchanged.
+    """
+    try:
+        yield
+    except (FSDPToolsError, MemoryError):
+        raise
+    except ImportError as error:
+        raise ConfigError(f"{fact}: {first_lines(error)}. Install what is missing.") from None
+    except Exception as error:
+        raise kind(f"{fact}: {type(error).__name__}: {first_lines(error)}. {cure}") from error
 
 
 def frames_of_package() -> int:

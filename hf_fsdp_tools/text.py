@@ -5,16 +5,12 @@ import re
 import shutil
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
-from itertools import islice, zip_longest
+from io import StringIO
 from reprlib import Repr
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-
-
-_NARROWEST = 12
-"""Characters to which a column of a table is narrowed at most."""
 
 
 def cut(text: str, most: int) -> str:
@@ -36,53 +32,28 @@ def did_you_mean(name: str, known: Iterable[str], *, otherwise: str | None = Non
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, cut to 300 characters, without a full stop; its type if it says nothing."""
+    """The first line of an error's message, cut to 300 characters, without a full stop; its type if it is empty."""
     return first_lines(error, 1)
 
 
 def first_lines(error: BaseException, most: int = 2) -> str:
-    """The first lines of an error's message as one, cut to 300 characters, without a full stop; its type if it says
-    nothing."""
-    lines = filter(None, (line.strip() for line in str(error)[:10_000].splitlines()))
-    return cut(" ".join(islice(lines, most)) or type(error).__name__, 300).rstrip(".")
+    """The first lines of an error's message as one, as `first_line` gives it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return cut(" ".join(lines[:most]) or type(error).__name__, 300).rstrip(".")
 
 
-def why(error: BaseException) -> str:
-    """What an error of the system says, without the file that it repeats; else the first line of the error."""
+def reason_of(error: BaseException) -> str:
+    """The system's reason for an error, without the file that it repeats; else the first line of the error."""
     return (isinstance(error, OSError) and error.strerror) or first_line(error)
 
 
+_REPR = Repr()
+_REPR.maxstring = _REPR.maxother = 120
+
+
 def quoted(value: Any) -> str:
-    """The `repr` of a value from a file in at most 160 characters, in bounded time, however long or nested it is.
-
-    Of an object that is neither a plain value nor a list or dict of these, the type alone.
-    """
+    """The `repr` of a value from a file in at most 160 characters, however long or nested it is."""
     return cut(_REPR.repr(value), 160)
-
-
-class _BoundedRepr(Repr):
-    """Numbers, texts, lists and dicts as Python writes them, each cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = 120
-
-    def repr_int(self, x: int, level: int) -> str:
-        """Python refuses to write out thousands of digits."""
-        return str(x) if x.bit_length() < 400 else f"<an integer of {x.bit_length()} bits>"
-
-    def repr_instance(self, x: Any, level: int) -> str:
-        """An object may hold anything, so only plain values are written out."""
-        if isinstance(x, type):
-            return f"the class {x.__name__}"
-        if isinstance(x, tuple):
-            return self.repr_list(list(x), level)
-        if isinstance(x, bytes):
-            return repr(x[: self.maxother])
-        return repr(x) if x is None or isinstance(x, (bool, float)) else f"<{type(x).__name__}>"
-
-
-_REPR = _BoundedRepr()
 
 
 def show_bytes(num_bytes: int) -> str:
@@ -143,55 +114,34 @@ def _numbers(parts: Iterable[str]) -> str:
 
 
 def terminal_width() -> int | None:
-    """Characters in a line of the terminal, or what the variable COLUMNS says; None where the output is no terminal."""
+    """Characters in a line of the terminal, or the value of the variable COLUMNS; None where there is no terminal."""
     return shutil.get_terminal_size(fallback=(0, 0)).columns or None
 
 
 def within(text: object, most: int | None = None) -> str:
-    """A text whose lines fit the terminal; what is left of a longer line follows below, indented by 4 more."""
+    """A text whose lines fit the terminal; the rest of a longer line follows below, indented by 4 more."""
     widths = [width for width in (most, terminal_width()) if width]
     return "\n".join(part for line in str(text).splitlines() for part in _folded(line, min(widths, default=None)))
 
 
+def _folded(line: str, most: int | None) -> list[str]:
+    margin = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.wrap(line, most or len(line) + 1, subsequent_indent=margin) or [""]
+
+
 def table(rows: Iterable[Sequence[object]], *, right: Collection[int] = (), indent: str = "") -> list[str]:
     """The lines of a table with aligned columns that fits the terminal; cells of its widest columns go on below."""
+    from rich.console import Console
+    from rich.table import Table
+
     texts = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip_longest(*texts, fillvalue="")]
-    most, gaps = terminal_width(), len(indent) + 2 * (len(widths) - 1)
-    free = [column for column in range(len(widths)) if column not in right]
-    while most and sum(widths) + gaps > most and any(widths[column] > _NARROWEST for column in free):
-        widths[max(free, key=widths.__getitem__)] -= 1
-    lines = []
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for column in range(max(map(len, texts))):
+        grid.add_column(justify="right" if column in right else "left", overflow="fold")
     for row in texts:
-        cells = [_cell_lines(cell, width) for cell, width in zip(row, widths, strict=False)]
-        for parts in zip_longest(*cells, fillvalue=""):
-            aligned = (
-                part.rjust(width) if column in right else part.ljust(width)
-                for column, (part, width) in enumerate(zip(parts, widths, strict=False))
-            )
-            lines.append((indent + "  ".join(aligned)).rstrip())
-    return lines
-
-
-def _folded(line: str, most: int | None) -> list[str]:
-    if most is None or len(line) <= most:
-        return [line]
-    margin = " " * (len(line) - len(line.lstrip()) + 4)
-    return textwrap.wrap(line, max(most, len(margin) + _NARROWEST), subsequent_indent=margin) or [""]
-
-
-_WORDS = re.compile(r"\s+|(?:\{[^}]*\}|[^\s.,/])+[.,/]*|[.,/]+")
-"""Parts of a cell between which a line may end: words, and the parts of names; `{0..31}` stays whole."""
-
-
-def _cell_lines(cell: str, width: int) -> list[str]:
-    if len(cell) <= width:
-        return [cell]
-    lines = [""]
-    for word in _WORDS.findall(cell):
-        if len(lines[-1] + word.rstrip()) > width and lines[-1]:
-            lines.append("")
-        lines[-1] += word if lines[-1] else word.lstrip()
-        while len(lines[-1].rstrip()) > width:
-            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
-    return [line.rstrip() for line in lines]
+        grid.add_row(*row)
+    width = (terminal_width() or 10_000) - len(indent)
+    console = Console(file=StringIO(), width=width, color_system=None, markup=False, emoji=False, highlight=False)
+    with console.capture() as captured:
+        console.print(grid)
+    return [(indent + line).rstrip() for line in captured.get().splitlines()]

@@ -13,7 +13,7 @@ from hf_fsdp_tools.cli.common import check_writable, prepare_model, write
 from hf_fsdp_tools.cli.pictures import check_picture, draw_step
 from hf_fsdp_tools.cli.setup import progress, setup_of
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.text import merge_names, table, why
+from hf_fsdp_tools.text import merge_names, reason_of, table
 
 if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.streams import Bar, Schedule
@@ -75,7 +75,7 @@ def _measured(path: Path | None) -> "Schedule | None":
         return read_schedule(trace if isinstance(trace, dict) else {})
     except (OSError, ValueError, ConfigError) as error:
         raise ConfigError(
-            f"{path} cannot be read as a trace: {why(error)}. Give a file that torch.profiler.profile(...)'s "
+            f"{path} cannot be read as a trace: {reason_of(error)}. Give a file that torch.profiler.profile(...)'s "
             "export_chrome_trace wrote."
         ) from None
 

@@ -17,7 +17,7 @@ from accelerate.commands.launch import launch_command_parser
 from hf_fsdp_tools.diagnostics.findings import Finding
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.settings import Setting, read_strategies, read_value
-from hf_fsdp_tools.text import did_you_mean, quoted, why
+from hf_fsdp_tools.text import did_you_mean, quoted, reason_of
 
 
 @dataclass(kw_only=True)
@@ -342,7 +342,7 @@ def _read_json(folder: Path, name: str) -> Mapping[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"deepspeed_config_file {name} cannot be read: {why(error)}; put it beside the file"
+            f"deepspeed_config_file {name} cannot be read: {reason_of(error)}; put it beside the file"
         ) from error
     if not isinstance(data, Mapping):
         raise ConfigError(f"deepspeed_config_file {name} holds no `key: value` pairs; name DeepSpeed's own JSON")

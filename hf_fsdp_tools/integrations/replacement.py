@@ -10,8 +10,8 @@ from pathlib import Path
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
-from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.io.durable import exchange, storage_errors, sync, try_lock
+from hf_fsdp_tools.errors import CheckpointError, storage_errors
+from hf_fsdp_tools.loading.io.durable import exchange, sync, try_lock
 from hf_fsdp_tools.saving.manifest import MANIFEST
 
 

@@ -19,9 +19,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp, parse_dcp
-from hf_fsdp_tools.loading.io.durable import storage_errors
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.saving.manifest import MANIFEST, Manifest, check_sums, read_manifest

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_fsdp_tools.background import in_background, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, announced
+from hf_fsdp_tools.errors import storage_errors
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.integrations.replacement import Replacement
-from hf_fsdp_tools.loading.io.durable import storage_errors
 from hf_fsdp_tools.saving.held_dcp import HeldWriter, copy_held
 from hf_fsdp_tools.saving.manifest import read_manifest, write_manifest
 from hf_fsdp_tools.saving.report import SaveReport

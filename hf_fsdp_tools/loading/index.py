@@ -16,12 +16,10 @@ from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.loading.formats.dcp import find_dcp_folder, parse_dcp
-from hf_fsdp_tools.loading.formats.hf_parts import find_parts, join_parts
 from hf_fsdp_tools.loading.formats.pickled import locate_chunk, parse_pickled
-from hf_fsdp_tools.loading.formats.safetensors import parse_header, parse_json
+from hf_fsdp_tools.loading.formats.safetensors import join_parts, parse_header
 from hf_fsdp_tools.loading.formats.saved_names import SavedPath, is_wrapped, model_part, peft_part
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, QuantizedTensor, Stored, StoredTensor, TensorChunk
-from hf_fsdp_tools.loading.unfinished import named_in_config, stamps
 from hf_fsdp_tools.loading.weight_files import (
     ACCELERATE_PICKLED,
     PICKLED,
@@ -30,12 +28,17 @@ from hf_fsdp_tools.loading.weight_files import (
     WEIGHTS_INDEX,
     Listing,
     as_one_message,
+    find_parts,
     has_safetensors,
     is_pickled,
+    named_in_config,
     read_listing,
     refuse_pickled,
+    stamp,
+    stamps,
     weight_files,
 )
+from hf_fsdp_tools.modeling.untrusted import read_json_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,17 +87,13 @@ class CheckpointIndex:
         return sum(t.num_bytes for t in self.tensors.values())
 
     @cached_property
-    def _chunks(self) -> Mapping[str, tuple[TensorChunk, torch.dtype]]:
+    def _chunks(self) -> dict[str, TensorChunk]:
         chunked = [t for t in self.tensors.values() if isinstance(t, ChunkedTensor)]
-        return {chunk.name: (chunk, t.dtype) for t in chunked for chunk in t.chunks}
-
-    @cached_property
-    def _located(self) -> dict[str, StoredTensor]:
-        return {}
+        return {chunk.stored.key: chunk for t in chunked for chunk in t.chunks}
 
     def source_dtype(self, source: str) -> torch.dtype:
         """The stored dtype of a source: a tensor or a chunk of a tensor, by the name that pieces have for it."""
-        return self._chunks[source][1] if source in self._chunks else self.tensors[source].dtype
+        return self._chunks[source].stored.dtype if source in self._chunks else self.tensors[source].dtype
 
     def stored_bytes(self, source: str) -> float:
         """Bytes in which one value of a source is stored, its part of the scales of a quantised tensor included."""
@@ -115,10 +114,10 @@ class CheckpointIndex:
             whole = self.tensors[source]
             assert not isinstance(whole, ChunkedTensor)
             return whole
-        if source not in self._located:
-            chunk, dtype = self._chunks[source]
-            self._located[source] = locate_chunk(chunk, dtype) if chunk.is_archive else chunk.stored(dtype)
-        return self._located[source]
+        chunk = self._chunks[source]
+        if chunk.is_archive:
+            chunk = self._chunks[source] = replace(chunk, stored=locate_chunk(chunk.stored), is_archive=False)
+        return chunk.stored
 
     def refuse_changed(self) -> None:
         """Refuse files that another save replaced or wrote after their headers were read: values of both may be mixed.
@@ -127,9 +126,7 @@ class CheckpointIndex:
             CheckpointError: names a file that changed.
         """
         for file, state in self._states.items():
-            with watched(file):
-                found = _state_of(file)
-            if found != state:
+            if stamp(file) != state:
                 raise CheckpointError(
                     f"{file}: was replaced, written or removed while the checkpoint was read, by another save or "
                     "download as a rule. Load the checkpoint again when that is over."
@@ -232,11 +229,11 @@ class CheckpointIndex:
     @classmethod
     def _from_folder(cls, name: str, folder: Path, allow_pickle: bool) -> "CheckpointIndex":
         """Index the checkpoint of a folder, of whatever kind; once more if a save has replaced it meanwhile."""
-        before = stamps(folder, WEIGHTS, WEIGHTS_INDEX)
+        before = stamps(folder)
         try:
             return cls._from_folder_as_is(name, folder, allow_pickle)
         except (CheckpointError, OSError):
-            if stamps(folder, WEIGHTS, WEIGHTS_INDEX) == before:
+            if stamps(folder) == before:
                 raise
         return cls._from_folder_as_is(name, folder, allow_pickle)
 
@@ -269,7 +266,7 @@ class CheckpointIndex:
         states: dict[Path, tuple[int, int]] = {}
         for file in files:
             try:
-                states[file] = _state_of(file)
+                states[file] = stamp(file)
                 found, num_bytes = parse_pickled(file) if is_pickled(file) else parse_header(file)
             except CheckpointError as error:
                 problems.append(str(error))
@@ -302,15 +299,6 @@ class CheckpointIndex:
         )
 
 
-def _state_of(file: Path) -> tuple[int, int]:
-    """What changes when a file is replaced or written; zeros where there is none."""
-    try:
-        status = file.stat()
-    except OSError:
-        return 0, 0
-    return status.st_ino, status.st_mtime_ns
-
-
 def _fetch_weights(name: str, allow_pickle: bool, hub_kwargs: dict[str, Any]) -> tuple[Path, str]:
     """(local folder, commit) of a hub checkpoint: fetches its index, then exactly the files that the index names."""
     folder, pinned = fetch(name, WEIGHTS, WEIGHTS_INDEX, **hub_kwargs)
@@ -328,5 +316,5 @@ def _names_listed(file: Path) -> list[str]:
     """The names of an index file and of its weight files, unchecked; empty without an index file."""
     if not file.is_file():
         return []
-    names = parse_json(file, file.read_bytes()).get("weight_map")
+    names = read_json_object(file).get("weight_map")
     return [file.name, *sorted({str(v) for v in names.values()} if isinstance(names, dict) else ())]

@@ -19,14 +19,13 @@ from hf_fsdp_tools.loading.adapter_state import AdapterState, split_adapter
 from hf_fsdp_tools.loading.fingerprint import refuse_other_contents
 from hf_fsdp_tools.loading.formats.dcp import METADATA, MODEL_FOLDERS
 from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.unfinished import CONFIG, stamps
 from hf_fsdp_tools.loading.weight_files import (
     ACCELERATE_PICKLED,
+    CONFIG,
     PICKLED,
     PICKLED_INDEX,
-    WEIGHTS,
-    WEIGHTS_INDEX,
     has_safetensors,
+    stamps,
 )
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.modeling.untrusted import load_generation_config
@@ -254,10 +253,10 @@ def _open(
     with watched(Path(name)):
         home = _home_of(name, CONFIG, hub_kwargs)
         folder = home and local_path(home)
-    before = folder and stamps(folder, WEIGHTS, WEIGHTS_INDEX)
+    before = folder and stamps(folder)
     read = partial(_open_as_is, name, home, config, trust_remote_code, allow_pickle, hub_kwargs)
     found = read()
-    if not folder or stamps(folder, WEIGHTS, WEIGHTS_INDEX) == before:
+    if not folder or stamps(folder) == before:
         return found
     return read()  # a save has replaced it meanwhile
 

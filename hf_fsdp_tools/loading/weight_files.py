@@ -1,6 +1,10 @@
-"""Find the weight files of a folder, or the index file that names them; nothing that a folder says is trusted."""
+"""Find the weight files of a folder, or the index file that names them; nothing that a folder says is trusted.
+
+A save may be changing the folder meanwhile, or may have been killed while it did.
+"""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,11 +13,11 @@ from pathlib import Path
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.dcp import METADATA
-from hf_fsdp_tools.loading.formats.safetensors import MAX_HEADER_BYTES, parse_json
 from hf_fsdp_tools.loading.formats.stored import leaves_folder
-from hf_fsdp_tools.loading.unfinished import refuse_incomplete
+from hf_fsdp_tools.modeling.untrusted import read_json_object
 from hf_fsdp_tools.text import listed, listed_lines, quoted
 
+CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
@@ -21,6 +25,13 @@ PICKLED_INDEX = "pytorch_model.bin.index.json"
 ACCELERATE_PICKLED = "pytorch_model_fsdp*.bin"
 """Written by Accelerate's `save_state` under FULL_STATE_DICT, in the model's own layout; `…_1.bin` is a second model's.
 Under LOCAL_STATE_DICT, or with `use_dcp=False`, `…_rank0.bin` is the part of one rank."""
+
+_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+"""What transformers and huggingface_hub name the files of one checkpoint."""
+
+_PARTS_FOLDER = "sharded"
+"""Where torch's `HuggingFaceStorageWriter` puts parts of tensors if it joins them too (`enable_consolidation=True`);
+source: torch 2.9 to 2.14, `SHARDED_DIR_NAME`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +73,12 @@ def has_safetensors(folder: Path) -> bool:
     return any(not file.name.startswith("adapter_") for file in folder.glob("*.safetensors*"))
 
 
+def find_parts(folder: Path) -> Path:
+    """Where the weight files of a folder are: in the folder, or its parts in the one inside that was never joined."""
+    inside = folder / _PARTS_FOLDER
+    return inside if not any(folder.glob("*.safetensors*")) and any(inside.glob("shard-*.safetensors")) else folder
+
+
 def weight_files(folder: Path, named: str | None, allow_pickle: bool) -> tuple[list[Path], Path | None]:
     """The weight files of a folder, or the index file that names them; with the precedence of transformers."""
     if not folder.is_dir():
@@ -74,7 +91,7 @@ def weight_files(folder: Path, named: str | None, allow_pickle: bool) -> tuple[l
         return [], folder / WEIGHTS_INDEX
     plain = [f for f in sorted(folder.glob("*.safetensors")) if not f.name.startswith("adapter_")]
     if plain:
-        refuse_incomplete(plain)
+        _refuse_incomplete(plain)
         return plain, None
     of_accelerate = _one_of(sorted(folder.glob(ACCELERATE_PICKLED)))
     if not allow_pickle:
@@ -117,13 +134,7 @@ def _one_of(files: list[Path]) -> Path | None:
 def read_listing(file: Path) -> Listing:
     """Parse and check an index file; a name that leaves the folder or is not there is refused."""
     suffix = Path(file.name.removesuffix(".index.json")).suffix
-    with watched(file):
-        if (size := file.stat().st_size) > MAX_HEADER_BYTES:
-            raise CheckpointError(
-                f"{file}: is {size} bytes long; an index has at most {MAX_HEADER_BYTES}. Save it again."
-            )
-        text = file.read_bytes()
-    content = parse_json(file, text)
+    content = read_json_object(file)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{file}: expected a 'weight_map' from keys to file names, found {quoted(weight_map)}.")
@@ -140,15 +151,15 @@ def read_listing(file: Path) -> Listing:
             )
         elif not is_there:
             problems.append(
-                f"{file}: names {quoted(name)} for {counts[name]} tensors, which {_instead(place)}. "
+                f"{file}: names {quoted(name)} for {counts[name]} tensors, which {_state_of_absent(place)}. "
                 "Download or save it again."
             )
     if problems:
         raise CheckpointError(as_one_message(problems))
-    return Listing(file=file, weight_map=weight_map, files=files, num_bytes=len(text))
+    return Listing(file=file, weight_map=weight_map, files=files, num_bytes=file.stat().st_size)
 
 
-def _instead(file: Path) -> str:
+def _state_of_absent(file: Path) -> str:
     """Why a file that should hold weights cannot, as the end of a sentence."""
     if file.is_symlink():
         return f"is a link that leads nowhere ({quoted(os.readlink(file))})"
@@ -159,3 +170,48 @@ def as_one_message(problems: list[str]) -> str:
     """The text of all problems: a single one as it is, several as a list."""
     several = f"{len(problems)} problems with the checkpoint:\n{listed_lines(problems)}"
     return several if len(problems) > 1 else problems[0]
+
+
+def stamp(file: Path) -> tuple[int, int]:
+    """Inode and time of modification of a file, which change when it is replaced or written; zeros without a file."""
+    with watched(file):
+        try:
+            status = file.stat()
+        except OSError:
+            return 0, 0
+    return status.st_ino, status.st_mtime_ns
+
+
+def stamps(folder: Path) -> list[tuple[int, int]]:
+    """Stamps of the files by which a checkpoint is opened, some of which change when a save replaces it."""
+    return [stamp(folder / name) for name in (WEIGHTS, WEIGHTS_INDEX, CONFIG)]
+
+
+def named_in_config(folder: Path) -> str | None:
+    """The weight file or index that `config.json` names (`transformers_weights`), as transformers follows it; None
+    where it names none.
+    """
+    file = folder / CONFIG
+    try:
+        named = read_json_object(file).get("transformers_weights") if file.is_file() else None
+    except CheckpointError:
+        return None  # whoever loads the config says so
+    if not isinstance(named, str) or not named.endswith((".safetensors", ".safetensors.index.json")):
+        return None
+    if leaves_folder(named):
+        raise CheckpointError(f"{file}: transformers_weights is {quoted(named)}; expected a file inside the folder.")
+    return named
+
+
+def _refuse_incomplete(files: Iterable[Path]) -> None:
+    """Refuse shards without an index of which some are missing: their save, or their download, was cut off."""
+    numbers: dict[tuple[Path, str, str], set[str]] = {}
+    for file in files:
+        if shard := _SHARD.fullmatch(file.name):
+            numbers.setdefault((file.parent, shard["stem"], shard["count"]), set()).add(shard["number"])
+    for (folder, stem, count), there in numbers.items():
+        if len(there) != int(count):
+            raise CheckpointError(
+                f"{str(folder)!r} holds {len(there)} of {int(count)} files {stem}-*-of-{count}.safetensors and no "
+                "index: it is being saved, or was not saved or copied whole. Save or copy it again."
+            )

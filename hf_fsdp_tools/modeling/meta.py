@@ -13,14 +13,14 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
-from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError, library_errors
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.linear4bit import make_quantizer, pack_weights, replace_linears
 from hf_fsdp_tools.modeling.model_class import model_class
 from hf_fsdp_tools.modeling.quantization import note_quantization, set_aside_quantization
-from hf_fsdp_tools.modeling.untrusted import read_json_object, understood
+from hf_fsdp_tools.modeling.untrusted import read_json_object
 from hf_fsdp_tools.text import did_you_mean, dtype_name, first_line, first_lines, listed, quoted
 
 _CURE = "Use the config.json that belongs to the checkpoint: copy or download it again."
@@ -35,7 +35,7 @@ _COUNTS_OF_LAYERS = ("block", "blocks", "depth", "depths", "layer", "layers")
 def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kwargs: Any) -> PreTrainedConfig:
     """The configuration of a hub name, a local folder, or a `config.json`; a copy of a given configuration."""
     if isinstance(name_or_config, PreTrainedConfig):
-        with understood(_of_config(name_or_config), _CURE):
+        with library_errors(_of_config(name_or_config), _CURE):
             return copy.deepcopy(name_or_config)
     name = fspath(name_or_config)
     path = local_path(name)
@@ -46,7 +46,7 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
         _check_config_is_there(path)
         _check_config_file(path if path.is_file() else path / (hub_kwargs.get("subfolder") or "") / "config.json")
         name, commit = str(path), None
-    with understood(f"The configuration of {name!r} cannot be used", _CURE):
+    with library_errors(f"The configuration of {name!r} cannot be used", _CURE):
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(name, **hub_kwargs)
         except ValueError as error:
@@ -197,8 +197,8 @@ def _built_by_transformers(config: PreTrainedConfig, auto_class: Any) -> Abstrac
         return nullcontext()
     what = f"{_of_config(config)} to build a model"
     if config.name_or_path:
-        return understood(what, _CURE)
-    return understood(what, "Correct the configuration.", ConfigError)
+        return library_errors(what, _CURE)
+    return library_errors(what, "Correct the configuration.", ConfigError)
 
 
 def _check_config_is_there(path: Path) -> None:

@@ -1,9 +1,9 @@
-"""What files beside the weights say, or one error that names the file: nothing in them is trusted."""
+"""Guards for files beside the weights: nothing in them is trusted, and each kind of damage is one error."""
 
 import json
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,53 +11,55 @@ import yaml
 from transformers import GenerationConfig
 
 from hf_fsdp_tools.distributed.storage import watched
-from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
-from hf_fsdp_tools.text import first_lines, quoted
+from hf_fsdp_tools.errors import CheckpointError, library_errors, storage_errors
+from hf_fsdp_tools.text import quoted
 
 MAX_PARSED_BYTES = 100_000_000
-"""Bytes of the largest file that is parsed: what the header of a safetensors file may have."""
+"""Bytes of the largest file that is parsed: the largest header of a safetensors file."""
 
 _MOST_NESTED = 50
 """Levels of YAML; a launch file has 2. (assumed)"""
 
 
-@contextmanager
-def understood(what: str, cure: str, kind: type[FSDPToolsError] = CheckpointError) -> Iterator[None]:
-    """Turn whatever a library raises over the content of a file into one error of this package.
+def read_small(file: Path) -> bytes:
+    """The bytes of a file that is parsed as a whole."""
+    if (size := refuse_special(file)) > MAX_PARSED_BYTES:
+        raise CheckpointError(f"{file}: is {size:,} bytes long, expected at most {MAX_PARSED_BYTES:,}. Save it again.")
+    with watched(file), storage_errors("read", file):
+        content = file.read_bytes()
+    refuse_pointer(file, content)
+    return content
 
-    transformers, PEFT and torch check little of what a file says, and fail anywhere and with any error where it is
-    wrong. So a block holds calls of these libraries alone, and no code of this package, whose mistakes must show.
-    Exhausted memory, and errors that this package raised already, pass unchanged.
-    """
-    try:
-        yield
-    except (FSDPToolsError, MemoryError):
-        raise
-    except ImportError as error:
-        raise ConfigError(f"{what}: {first_lines(error)}. Install what is missing.") from None
-    except Exception as error:
-        raise kind(f"{what}: {type(error).__name__}: {first_lines(error)}. {cure}") from error
+
+def refuse_special(file: Path) -> int:
+    """Refuse a file that is none on a disk: a pipe would wait for ever; return the size of others."""
+    with watched(file), storage_errors("read", file):
+        status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{file}: is no regular file. Copy or save it again.")
+    return status.st_size
 
 
 def read_json_object(file: Path) -> Mapping[str, Any]:
-    """The content of a JSON file that must hold an object."""
-    with watched(file):
-        try:
-            status = file.stat()
-            if not stat.S_ISREG(status.st_mode):  # a pipe would wait for ever
-                raise CheckpointError(f"{file}: is no regular file. Copy or save it again.")
-            if status.st_size > MAX_PARSED_BYTES:
-                raise CheckpointError(
-                    f"{file}: is {status.st_size:,} bytes long, expected at most {MAX_PARSED_BYTES:,}. Save it again."
-                )
-            text = file.read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{file}: cannot be read: {error}. Check the path and its permissions.") from None
-    with understood(f"{file}: is not JSON", "Copy or save it again."):
-        content = json.loads(text)
+    """The content of a JSON file that must hold an object with unique keys."""
+    return parse_json_object(file, read_small(file))
+
+
+def parse_json_object(file: Path, text: bytes) -> dict[str, Any]:
+    """A JSON object of a file, with unique keys."""
+    with library_errors(f"{file}: is not valid JSON", "The file is damaged; download or save it again."):
+        content = json.loads(text, object_pairs_hook=_unique)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, found {quoted(content)}. Copy or save it again.")
+        raise CheckpointError(f"{file}: expected a JSON object, found {quoted(content)}. Download or save it again.")
     return content
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"key {quoted(twice)} occurs twice")
+    return entries
 
 
 def load_yaml(text: str) -> Any:
@@ -80,13 +82,13 @@ def load_generation_config(folder: Path) -> GenerationConfig | None:
         if not file.is_file():
             return None
     read_json_object(file)
-    with understood(f"{file}: cannot be used", "Save it again, or remove it."):
+    with library_errors(f"{file}: cannot be used", "Save it again, or remove it."):
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
 
 
 def refuse_pointer(file: Path, beginning: bytes) -> None:
     """Refuse the pointer that a clone without git-lfs leaves in place of a file."""
-    if len(beginning) > 1 and b"version https://git-lfs".startswith(beginning):
+    if len(beginning) > 1 and b"version https://git-lfs".startswith(beginning[:20]):
         raise CheckpointError(
             f"{file}: is a pointer of git-lfs, expected the file itself. "
             "Run `git lfs pull` in its folder, or download it."

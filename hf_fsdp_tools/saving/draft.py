@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.io.durable import storage_errors, sync, try_lock
+from hf_fsdp_tools.errors import CheckpointError, storage_errors
+from hf_fsdp_tools.loading.io.durable import sync, try_lock
 from hf_fsdp_tools.saving.switch import NEW, settle
 
 _HIDDEN = re.compile(r"\.save-[0-9a-f]{8}\.incomplete")

@@ -23,7 +23,7 @@ from hf_fsdp_tools.loading.io.files import TransferStats
 from hf_fsdp_tools.loading.match import check_ties
 from hf_fsdp_tools.loading.opening import open_checkpoint
 from hf_fsdp_tools.loading.report import loading_bar
-from hf_fsdp_tools.loading.unfinished import CONFIG
+from hf_fsdp_tools.loading.weight_files import CONFIG
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.saving.beside import FilesBeside
 from hf_fsdp_tools.saving.blank import Blank, blank_adapted, blank_merged, blank_model

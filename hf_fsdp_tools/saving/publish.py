@@ -22,10 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from hf_fsdp_tools.errors import frames_of_package
-from hf_fsdp_tools.loading.io.durable import storage_errors, sync
-from hf_fsdp_tools.loading.unfinished import CONFIG
-from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
+from hf_fsdp_tools.errors import frames_of_package, storage_errors
+from hf_fsdp_tools.loading.io.durable import sync
+from hf_fsdp_tools.loading.weight_files import CONFIG, WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.saving.draft import Draft
 from hf_fsdp_tools.saving.switch import keep, switch
 from hf_fsdp_tools.text import listed

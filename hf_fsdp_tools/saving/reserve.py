@@ -10,8 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
-from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.io.durable import storage_errors
+from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.saving.layout import Layout
 
 _APPEARS_S = 60.0

@@ -16,10 +16,10 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from hf_fsdp_tools.background import in_background, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, storage_errors
 from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.loading.conversion import persistent_tensors, revert_group, saved_tensors
-from hf_fsdp_tools.loading.io.durable import library_errors, storage_errors, sync
+from hf_fsdp_tools.loading.io.durable import UNCHANGED, sync
 from hf_fsdp_tools.loading.io.files import TransferStats, write_in_turn, write_transfers
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.regions import row_major_strides
@@ -327,7 +327,7 @@ def prepare_save(
 
 def _stage_configs(model: nn.Module, draft: Draft, dtype: torch.dtype | None, tokenizer: Any) -> None:
     """Write everything beside the weights as transformers does: config, generation config, model code, tokenizer."""
-    with library_errors("save config and tokenizer to", draft.folder):
+    with library_errors(f"Cannot save config and tokenizer to {str(draft.folder)!r}", UNCHANGED):
         if isinstance(model, PreTrainedModel):
             model.config.dtype = dtype_name(dtype or model.dtype)
             model.config.architectures = [type(model).__name__.removeprefix("FSDP")]

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.shards import LocalBoxes, refuse_ended
+from hf_fsdp_tools.errors import library_errors
 from hf_fsdp_tools.loading.adapter_state import tensors_by_peft
-from hf_fsdp_tools.loading.io.durable import library_errors
+from hf_fsdp_tools.loading.io.durable import UNCHANGED
 from hf_fsdp_tools.modeling.peft_view import bare_model, base_of
 from hf_fsdp_tools.saving.draft import Draft
 from hf_fsdp_tools.saving.gather import gather_to_first
@@ -48,7 +49,7 @@ def save_adapter(
         whole = _gather_adapter(model, dtype, folder, keep=rank == 0)
         with agreed("writing the adapter", folder):
             if rank == 0:
-                with library_errors("save the adapter to", folder):
+                with library_errors(f"Cannot save the adapter to {str(folder)!r}", UNCHANGED):
                     if (folder / _CARD).is_file():  # to which PEFT adds
                         shutil.copyfile(folder / _CARD, draft.beside / _CARD)
                     model.save_pretrained(str(draft.beside), state_dict=whole)  # type: ignore[operator]  # PEFT's own
@@ -86,7 +87,8 @@ def _gather_adapter(
     base = {id(tensor) for tensor in bare_model(base_of(model)).model.state_dict(keep_vars=True).values()}
     # Rank 0 decides for all: PEFT may ask the hub whether the base has the same vocabulary.
     by_peft = None
-    with agreed("asking PEFT what belongs to the adapter"), library_errors("save the adapter to", folder):
+    fact = f"Cannot save the adapter to {str(folder)!r}"
+    with agreed("asking PEFT what belongs to the adapter"), library_errors(fact, UNCHANGED):
         if keep:
             by_peft = _chosen_by_peft(model, state)
     chosen = all_ranks(by_peft, "asking PEFT what belongs to the adapter")[0] or frozenset()

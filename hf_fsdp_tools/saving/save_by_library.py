@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
-from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.loading.io.durable import library_errors, storage_errors
+from hf_fsdp_tools.errors import ConfigError, library_errors, storage_errors
+from hf_fsdp_tools.loading.io.durable import UNCHANGED
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class
 from hf_fsdp_tools.modeling.peft_view import is_adapted
 from hf_fsdp_tools.saving.gather import gather_to_first
@@ -54,7 +54,7 @@ def save_by_library(
             if rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 staging = Path(held.enter_context(TemporaryDirectory(prefix=".", dir=folder)))
-                with library_errors("save the model to", folder), _alone(model, gathered):
+                with library_errors(f"Cannot save the model to {str(folder)!r}", UNCHANGED), _alone(model, gathered):
                     places = _save(model, inside, staging)
                     if tokenizer is not None:
                         tokenizer.save_pretrained(staging)

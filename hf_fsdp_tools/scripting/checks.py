@@ -14,7 +14,7 @@ from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.modeling.model_class import model_class
 from hf_fsdp_tools.sharding.optimizers import check_kind
-from hf_fsdp_tools.text import first_line, listed, why
+from hf_fsdp_tools.text import first_line, listed, reason_of
 
 _ROWS = 100
 """Rows of which labels and lengths are looked at. (assumed: enough to see a mistake that all rows share)"""
@@ -141,7 +141,7 @@ def _check_output(training: Any) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--output_dir {folder} cannot be made: {why(error)}. Give another folder.") from error
+        raise ConfigError(f"--output_dir {folder} cannot be made: {reason_of(error)}. Give another folder.") from error
     if not resume and found:
         raise ConfigError(
             f"{folder} holds checkpoints of another run ({listed([path.name for path in found], 2)}). Go on with it by "

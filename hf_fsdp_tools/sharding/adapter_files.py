@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools.distributed.storage import watched
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.pickles import load_pickled
-from hf_fsdp_tools.modeling.untrusted import read_json_object, understood
+from hf_fsdp_tools.modeling.untrusted import read_json_object
 from hf_fsdp_tools.text import did_you_mean, first_line, quoted
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -58,7 +58,7 @@ def open_adapter_config(peft: Any, folder: Path) -> Any:
     for key, value in written.items():
         if _PATTERNS.fullmatch(key):
             refuse_endless_patterns(file, value if isinstance(value, (list, dict)) else [value])
-    with understood(f"{file}: cannot be used by PEFT", _COPY):
+    with library_errors(f"{file}: cannot be used by PEFT", _COPY):
         return peft.PeftConfig.from_pretrained(str(folder))
 
 
@@ -88,7 +88,7 @@ def _check_weights(peft: Any, folder: Path, written: Mapping[str, Any]) -> None:
         raise CheckpointError(f"No weights in {str(folder)!r}: expected {' or '.join(_WEIGHTS)}. {_COPY}")
     if weights.suffix == ".bin":
         load_pickled(weights)
-    with watched(weights), understood(f"{weights}: cannot be read as the weights of an adapter", _COPY):
+    with watched(weights), library_errors(f"{weights}: cannot be read as the weights of an adapter", _COPY):
         held = sum(tensor.numel() for tensor in peft.load_peft_weights(str(folder), device="cpu").values())
     ranks = written.get("rank_pattern")
     sizes = [written.get(key) for key in _SIZES] + list(ranks.values() if isinstance(ranks, dict) else ())

@@ -220,11 +220,11 @@ def test_dcp_folders_of_every_kind_at_another_number_of_ranks(folders: dict[str,
         "code": "nothing that DCP writes",
         "short": "bytes long, but .* is at bytes .*The checkpoint is not complete",
         "absent": "is not there, but",
-        "zeros": r"distcp: '.*' at byte \d+: .*is no zip archive.*download or save it again",
+        "zeros": r"distcp: '.*' at byte \d+: .*is no archive as torch.save writes it",
         "hole": r"chunks of 'lm_head.weight' \[131, 48\] leave something out.*save it again",
-        "outside": r"lies in '\.\./other', expected a file of the folder",
+        "outside": r"names '\.\./other', expected a file of the folder",
         "other": r"expected torch.float32 .*, found",
-        "transform": "stored through .'zstd'.*Save it without",
+        "transform": "stored through a stream transform",
     }.items():
         assert re.search(said, first[name], re.DOTALL), (name, first[name])
 

@@ -83,7 +83,9 @@ def states(source: Path, out: Path) -> None:
     before = [parameter.detach().full_tensor().clone() for parameter in model.parameters()]
     for attack in (of_metadata, of_a_value, of_a_file_outside):
         bad = attacked(Path(good), f"bad-{attack.__name__}", attack, out / f"{attack.__name__}.ran")
-        with pytest.raises(CheckpointError, match=r"nothing that DCP writes|could run code|outside the folder"):
+        with pytest.raises(
+            CheckpointError, match=r"nothing that DCP writes|could run code|expected a file of the folder"
+        ):
             accelerator.load_state(bad)
         assert not list(out.glob("*.ran")), attack
         assert all(torch.equal(a, p.full_tensor()) for a, p in zip(before, model.parameters(), strict=True))
@@ -125,5 +127,5 @@ def test_metadata_cannot_change_classes_of_the_process(tmp_path: Path) -> None:
     record = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     for name in (b"cpathlib\nPosixPath\n", record):
         (tmp_path / METADATA).write_bytes(b"\x80\x02" + name + b"(N}U\x03oddctorch\nSize\nstb.")
-        with pytest.raises(CheckpointError, match=r"sets \w+\.odd"):
+        with pytest.raises(CheckpointError, match="sets attributes of"):
             parse_dcp(tmp_path)

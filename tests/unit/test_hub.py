@@ -77,14 +77,14 @@ def test_the_first_line_of_an_error() -> None:
     assert first_line(EOFError()) == "EOFError"
 
 
-def test_what_the_storage_of_the_hub_refuses_is_told_apart() -> None:
-    """By hf_xet, whose errors have the status in their text alone."""
-    target = HubTarget(repo_id="org/model")
-    for text, cure in (
-        ("HTTP status client error (403 Forbidden), domain: x", "Use a token that may write to 'org/model'"),
-        ("HTTP status server error (503 Service Unavailable), domain: x", "is in trouble; wait"),
-        ("connection reset", "does not answer; check the network"),
-    ):
-        said = rf"'out' is saved and complete.*{cure}.*Then upload it: `hf upload org/model out`\."
-        with pytest.raises(CheckpointError, match=said), upload_errors(target, "out"):
-            raise ConnectionError(f"Network error: {text}")
+@pytest.mark.parametrize(
+    ("text", "cure"),
+    [
+        ("HTTP status client error (403 Forbidden), domain: x", "with a token that may use it"),
+        ("connection reset", "does not answer"),
+    ],
+)
+def test_an_error_of_hf_xet_has_its_status_in_the_text(text: str, cure: str) -> None:
+    said = rf"'out' is saved and complete.*{cure}.*Then upload it: `hf upload org/model out`\."
+    with pytest.raises(CheckpointError, match=said), upload_errors(HubTarget(repo_id="org/model"), "out"):
+        raise ConnectionError(f"Network error: {text}")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading import index as index_module
+from hf_fsdp_tools.loading import opening
 from hf_fsdp_tools.loading.formats.safetensors import DTYPES, parse_header
 from hf_fsdp_tools.loading.index import CheckpointIndex
-from tests._checkpoints import make_checkpoint
+from hf_fsdp_tools.loading.load import load_weights
+from hf_fsdp_tools.loading.opening import open_checkpoint
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.saving.save import save_pretrained
+from tests._checkpoints import make_checkpoint, stored_tensors
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.tensor(7)}
 
@@ -101,51 +106,27 @@ def test_a_hub_name_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path
         CheckpointIndex.open("not a name!", local_files_only=True, cache_dir=tmp_path)
 
 
-def test_pickled_weights_only(tmp_path: Path) -> None:
-    torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"only pickled weights \(pytorch_model\.bin\).*save_pretrained"):
-        CheckpointIndex.open(tmp_path)
-
-
-def test_a_truncated_file_names_both_sizes(tmp_path: Path) -> None:
-    save_file(TENSORS, tmp_path / "model.safetensors")
-    size = (tmp_path / "model.safetensors").stat().st_size
-    os.truncate(tmp_path / "model.safetensors", size - 5)
-    with pytest.raises(
-        CheckpointError, match=rf"is truncated: it is {size - 5} bytes long, its header describes {size}"
-    ):
-        CheckpointIndex.open(tmp_path)
-
-
 BAD_HEADERS: dict[str, tuple[Any, bytes, str]] = {
-    "not utf-8": (b'{"\xff\xfe":1}', b"", "not UTF-8"),
-    "not json": (b"{nope", b"", "not valid JSON"),
-    "a list": ([], b"", "JSON list, expected an object"),
-    "deep nesting": (b"[" * 100_000, b"", "not valid JSON"),
-    "key twice": (b'{"a":1,"a":2}', b"", "key 'a' occurs twice"),
-    "no dtype": (
-        {"a": {"shape": [2], "data_offsets": [0, 8]}},
+    "not json": (b"{nope", b"", "SafetensorError"),
+    "deep nesting": (b"[" * 100_000, b"", "SafetensorError"),
+    "key twice": (
+        b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}',
+        b"",
+        "key 'a' occurs twice",
+    ),
+    "no dtype": ({"a": {"shape": [2], "data_offsets": [0, 8]}}, bytes(8), "SafetensorError"),
+    "a dtype of 4 bits": (
+        {"a": entry(dtype="F4", shape=(16,))},
         bytes(8),
-        "'a': expected dtype, shape and data_offsets",
+        "dtype F4 is not supported; supported: BOOL",
     ),
-    "entry is a number": ({"a": 3}, b"", "'a': expected dtype, shape and data_offsets"),
-    "unknown dtype": ({"a": entry(dtype="F7")}, bytes(8), "dtype 'F7' is not supported; supported: BOOL"),
-    "dtype is a list": ({"a": entry(dtype=["F32"])}, bytes(8), "is not supported"),
-    "negative size": ({"a": entry(shape=[-2])}, bytes(8), "not a list of non-negative integers"),
-    "size is true": ({"a": entry(shape=[True])}, bytes(8), "not a list of non-negative integers"),
-    "huge size": ({"a": entry(shape=[2**70])}, bytes(8), "not a list of non-negative integers"),
-    "offsets reversed": ({"a": entry(begin=8, end=0)}, bytes(8), r"is not \[begin, end\]"),
-    "wrong length": ({"a": entry(shape=(3,))}, bytes(8), "needs 12 bytes, data_offsets give 8"),
-    "out of range": ({"a": entry()}, b"", "is truncated"),
-    "far out of range": (
-        {"a": entry(), "b": entry(begin=1008, end=1016)},
-        bytes(16),
-        "'b' is said to lie at bytes .*, but the file has",
-    ),
-    "huge number": (b'{"a": ' + b"9" * 5000 + b"}", b"", "a number is too long"),
-    "overlap": ({"a": entry(), "b": entry(begin=4, end=12)}, bytes(12), "'b' begins at byte .*, overlaps 'a'"),
-    "hole": ({"a": entry(), "b": entry(begin=12, end=20)}, bytes(20), "leaves a hole after 'a'"),
-    "bytes to spare": ({"a": entry()}, bytes(9), "has bytes that belong to no tensor"),
+    "negative size": ({"a": entry(shape=[-2])}, bytes(8), "SafetensorError"),
+    "huge size": ({"a": entry(shape=[2**63, 2])}, bytes(8), "SafetensorError"),
+    "wrong length": ({"a": entry(shape=(3,))}, bytes(8), "SafetensorError"),
+    "truncated": ({"a": entry()}, b"", "SafetensorError"),
+    "overlap": ({"a": entry(), "b": entry(begin=4, end=12)}, bytes(12), "SafetensorError"),
+    "hole": ({"a": entry(), "b": entry(begin=12, end=20)}, bytes(20), "SafetensorError"),
+    "bytes to spare": ({"a": entry()}, bytes(9), "SafetensorError"),
 }
 
 
@@ -153,7 +134,7 @@ BAD_HEADERS: dict[str, tuple[Any, bytes, str]] = {
 def test_a_hostile_header_is_one_error(tmp_path: Path, name: str) -> None:
     header, data, message = BAD_HEADERS[name]
     file = write(tmp_path / "model.safetensors", header, data)
-    with pytest.raises(CheckpointError, match=f"{message}(.|\n)*download or save it again") as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         CheckpointIndex.open(tmp_path)
     assert str(file) in str(caught.value) and len(str(caught.value)) < 1000
 
@@ -161,11 +142,9 @@ def test_a_hostile_header_is_one_error(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is 0 bytes long"),
-        (b"1234567", "is 7 bytes long"),
+        (b"", "cannot be read as safetensors"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "is a pointer of git-lfs.*Run `git lfs pull`"),
-        ((2**63).to_bytes(8, "little"), "the format allows 100000000"),
-        ((1000).to_bytes(8, "little") + b"{}", "header length is 1000 bytes, but the file has 2 bytes"),
+        ((2**63).to_bytes(8, "little"), "cannot be read as safetensors"),
     ],
 )
 def test_a_header_that_does_not_fit_the_file(tmp_path: Path, content: bytes, message: str) -> None:
@@ -181,6 +160,16 @@ def test_a_key_in_two_files(tmp_path: Path) -> None:
         CheckpointIndex.open(tmp_path)
 
 
+def test_shards_without_an_index_are_opened_only_if_all_are_there(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    whole = CheckpointIndex.open(folder).tensors.keys()
+    (folder / INDEX).unlink()
+    assert CheckpointIndex.open(folder).tensors.keys() == whole
+    next(folder.glob("*-00002-of-*")).unlink()
+    with pytest.raises(CheckpointError, match=r"holds 3 of 4 files model-\*-of-00004.safetensors and no index"):
+        CheckpointIndex.open(folder)
+
+
 INDEX = "model.safetensors.index.json"
 BAD_INDICES: dict[str, tuple[Callable[[dict[str, str]], Any], str]] = {
     "absent file": (
@@ -194,16 +183,14 @@ BAD_INDICES: dict[str, tuple[Callable[[dict[str, str]], Any], str]] = {
     "not a weight file": (lambda m: {"weight_map": m | {"a": "x.bin"}}, "expected a safetensors file"),
     "no map": (lambda m: {"metadata": {}}, "expected a 'weight_map'"),
     "map of numbers": (lambda m: {"weight_map": {"a": 1}}, "expected a 'weight_map'"),
-    "not an object": (lambda m: [1], "JSON list, expected an object"),
+    "not an object": (lambda m: [1], r"expected a JSON object, found \[1\]"),
 }
 
 
 def test_an_index_that_is_no_json_and_files_that_are_none(tmp_path: Path) -> None:
     index, file = tmp_path / INDEX, tmp_path / "x.safetensors"
     index.write_bytes(b"\xff\xff{")
-    with pytest.raises(
-        CheckpointError, match=r"json: it is not UTF-8.*The file is damaged or no index of a checkpoint"
-    ):
+    with pytest.raises(CheckpointError, match=r"json: is not valid JSON: UnicodeDecodeError.*The file is damaged"):
         CheckpointIndex.open(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": file.name}}))
     file.symlink_to(tmp_path / "blob")
@@ -228,7 +215,7 @@ def test_a_chunk_is_looked_up_in_its_file_when_it_is_asked_for(tmp_path: Path) -
     (file,) = (tmp_path / "dcp").glob("*.distcp")
     file.write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"distcp"):
-        index.source(chunk.name)
+        index.source(chunk.stored.key)
 
 
 def test_a_dcp_folder_without_its_metadata_is_told_so(tmp_path: Path) -> None:
@@ -251,24 +238,20 @@ def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     for file in sorted(tmp_path.glob("*.safetensors"))[:2]:
         os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match=r"2 problems(.|\n)*00001(.|\n)*truncated(.|\n)*00002(.|\n)*truncated"):
+    with pytest.raises(CheckpointError, match=r"2 problems(.|\n)*00001(.|\n)*00002"):
         CheckpointIndex.open(tmp_path)
 
 
-def test_a_symlink_loop_and_a_folder_in_place_of_a_file(tmp_path: Path) -> None:
-    (tmp_path / "x.safetensors").symlink_to(tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match="cannot be read"):
+def test_a_symlink_loop_a_folder_and_a_pipe_in_place_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    file.symlink_to(file)
+    with pytest.raises(CheckpointError, match="Cannot read"):
         CheckpointIndex.open(tmp_path)
-    (tmp_path / "x.safetensors").unlink()
-    (tmp_path / "x.safetensors").mkdir()
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        CheckpointIndex.open(tmp_path)
-
-
-def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match="cannot be read: it is not a regular file"):
-        CheckpointIndex.open(tmp_path)
+    for make in (Path.mkdir, os.mkfifo):
+        file.unlink() if file.is_symlink() else file.rmdir()
+        make(file)
+        with pytest.raises(CheckpointError, match="is no regular file"):
+            CheckpointIndex.open(tmp_path)
 
 
 def test_a_folder_that_is_a_symlink_loop_and_an_index_that_is_one(tmp_path: Path) -> None:
@@ -280,37 +263,92 @@ def test_a_folder_that_is_a_symlink_loop_and_an_index_that_is_one(tmp_path: Path
         CheckpointIndex.open(tmp_path)
 
 
-HOSTILE: dict[str, Callable[[], bytes]] = {
-    "a key twice among 300,000": lambda: (
-        b'{"weight_map":{%s,"k0":"x"}}' % b",".join(b'"k%d":"x"' % i for i in range(300_000))
-    ),
-    "30,000 files that are not there": lambda: (
-        b'{"weight_map":{%s}}' % b",".join(b'"k%d":"f%d.safetensors"' % (i, i) for i in range(30_000))
-    ),
-    "one shape of 200,000 sizes": lambda: (
-        b'{"weight_map":{"dtype":"F32","data_offsets":[0,8],"shape":[%s]}}'
-        % b",".join([b"9223372036854775807"] * 200_000)
-    ),
-    "deep": lambda: b'{"weight_map":' + b"[" * 900 + b"]" * 900 + b"}",
-    "a number of 4,000 digits": lambda: (
-        b'{"weight_map":{"dtype":"F32","data_offsets":[0,%s],"shape":[2]}}' % (b"9" * 4000)
-    ),
-}
+# ---- folders that a save is changing ----
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_made_to_take_long_does_not(tmp_path: Path, name: str) -> None:
-    """As an index file and as a header: one short error, in time that grows with the length of the file alone."""
-    text = HOSTILE[name]()
-    write(tmp_path / "model.safetensors", text, bytes(8))
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / INDEX).write_bytes(text)
-    for place in (tmp_path, tmp_path / "folder"):
-        start = time.process_time()
-        with pytest.raises(CheckpointError) as caught:
-            CheckpointIndex.open(place)
-        assert time.process_time() - start < 5
-        assert len(str(caught.value)) < 2500
+def test_a_save_that_ends_while_the_folder_is_opened_is_opened_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = make_checkpoint("llama", tmp_path / "saved"), make_checkpoint("llama", tmp_path / "other", seed=1)
+    model = build_meta_model(other)
+    load_weights(model, other)
+    parse, calls = index_module.parse_header, []
+
+    def parse_later(file: Path) -> Any:
+        if not calls:
+            save_pretrained(model, folder, max_shard_size="60KB")
+        calls.append(file)
+        return parse(file)
+
+    monkeypatch.setattr(index_module, "parse_header", parse_later)
+    tensors = CheckpointIndex.open(folder).tensors
+    assert {tensor.file for tensor in tensors.values()} == set(folder.glob("model.*-of-*.safetensors"))
+    found, expected = stored_tensors(folder), stored_tensors(other)
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_damage_is_told_at_once_where_no_save_came_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    next(folder.glob("*-00002-of-*")).write_bytes(b"damaged")
+    parse, calls = index_module.parse_header, []
+    monkeypatch.setattr(index_module, "parse_header", lambda file: calls.append(file) or parse(file))
+    with pytest.raises(CheckpointError, match="00002-of"):
+        CheckpointIndex.open(folder)
+    assert len(calls) == len(set(calls)), "read once"
+
+
+def name_weights(folder: Path, name: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
+
+
+def test_weights_that_the_config_names_come_first_as_in_transformers(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path / "saved")
+    whole = CheckpointIndex.open(folder)
+    (folder / "model.safetensors.index.json").rename(folder / "named.safetensors.index.json")
+    make_checkpoint("llama", tmp_path / "other", seed=1)
+    next((tmp_path / "other").glob("*00001-of*")).rename(folder / "model.safetensors")
+    assert CheckpointIndex.open(folder).tensors.keys() != whole.tensors.keys()
+    name_weights(folder, "named.safetensors.index.json")
+    assert CheckpointIndex.open(folder).tensors == whole.tensors
+    name_weights(folder, "model.safetensors")
+    assert {t.file.name for t in CheckpointIndex.open(folder).tensors.values()} == {"model.safetensors"}
+    name_weights(folder, "../other/model-00002-of-00004.safetensors")
+    with pytest.raises(CheckpointError, match="expected a file inside the folder"):
+        CheckpointIndex.open(folder)
+
+
+def test_files_that_are_replaced_while_they_are_read_are_refused(tmp_path: Path) -> None:
+    folder, other = make_checkpoint("llama", tmp_path / "saved"), make_checkpoint("llama", tmp_path / "other", seed=1)
+    index, model = CheckpointIndex.open(folder), build_meta_model(folder)
+    load_weights(model, index)
+    for file in other.glob("*.safetensors"):
+        file.replace(folder / file.name)
+    fresh = build_meta_model(folder)
+    with pytest.raises(CheckpointError, match="was replaced, written or removed while the checkpoint was read"):
+        load_weights(fresh, index)
+    assert all(parameter.is_meta for parameter in fresh.parameters())
+    load_weights(fresh, folder)
+
+
+def test_config_and_weights_are_of_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, other = make_checkpoint("llama", tmp_path / "saved"), make_checkpoint("llama", tmp_path / "other", seed=1)
+    model = build_meta_model(other)
+    load_weights(model, other)
+    model.config.rope_parameters["rope_theta"] = 77.0
+    load, calls = opening.load_config, []
+
+    def load_and_save(*args: Any, **options: Any) -> Any:
+        config = load(*args, **options)
+        if not calls:
+            save_pretrained(model, folder, max_shard_size="60KB")
+        calls.append(config)
+        return config
+
+    monkeypatch.setattr(opening, "load_config", load_and_save)
+    found = open_checkpoint(folder)
+    assert len(calls) == 2 and found.config.rope_parameters["rope_theta"] == 77.0
+    assert {t.file for t in found.index.tensors.values()} == set(folder.glob("model.*-of-*.safetensors"))
 
 
 # ---- fuzzing ----

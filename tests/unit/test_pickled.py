@@ -23,9 +23,7 @@ from hf_fsdp_tools.loading import index as index_module
 from hf_fsdp_tools.loading.formats.pickled import parse_pickled
 from hf_fsdp_tools.loading.formats.stored import StoredTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling import pickles
-from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.modeling.pickles import load_pickled
 from tests._checkpoints import make_checkpoint, pickled_copy
 
@@ -96,10 +94,18 @@ def rezipped(source: Path, target: Path, method: int, **changed: bytes) -> Path:
     return target
 
 
+def saved(beside: Path) -> Path:
+    """A good file beside another."""
+    torch.save(state_dict(), beside.with_name("good.bin"))
+    return beside.with_name("good.bin")
+
+
+NO_ARCHIVE = r"is no archive as torch\.save writes it.*torch\.save\(torch\.load"
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "an older format": (
         lambda file: torch.save(state_dict(), file, _use_new_zipfile_serialization=False),
-        r"older, convert it once: torch\.save\(torch\.load",
+        NO_ARCHIVE,
     ),
     "code": (
         lambda file: torch.save({"a": torch.ones(2), "b": Runs(file.with_name("ran"))}, file),
@@ -107,7 +113,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "half": (
         lambda file: file.write_bytes(saved(file).read_bytes()[: saved(file).stat().st_size // 2]),
-        "is no complete zip archive.*download or save it again",
+        NO_ARCHIVE,
     ),
     "expanded": (
         lambda file: torch.save({"a": torch.ones(3).expand(4, 3)}, file),
@@ -118,18 +124,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
         r"no tensors: 'epoch' \(int\); expected the state dict of a model alone",
     ),
     "a list": (lambda file: torch.save([torch.ones(3)], file), "holds a list, expected a dict"),
-    "sparse": (lambda file: torch.save({"a": torch.ones(3, 3).to_sparse()}, file), "is no plain dense tensor"),
+    "sparse": (lambda file: torch.save({"a": torch.ones(3, 3).to_sparse()}, file), r"bad\.bin: "),
     "big-endian": (lambda file: rezipped(saved(file), file, zipfile.ZIP_STORED, byteorder=b"big"), "big"),
     "git-lfs": (
         lambda file: file.write_text("version https://git-lfs.github.com/spec/v1"),
         "is a pointer of git-lfs.*Run `git lfs pull`",
     ),
-    "empty": (lambda file: file.write_bytes(b""), "is empty, expected a zip archive"),
-    "a plain pickle": (
-        lambda file: file.write_bytes(pickle.dumps(Runs(file.with_name("ran")))),
-        "is no zip archive",
-    ),
-    "absent": (lambda file: None, "cannot be read.*Check the path"),
+    "a plain pickle": (lambda file: file.write_bytes(pickle.dumps(Runs(file.with_name("ran")))), NO_ARCHIVE),
+    "a pipe": (os.mkfifo, "is no regular file"),
+    "absent": (lambda file: None, "Cannot read .*Check the path"),
 }
 
 
@@ -152,64 +155,52 @@ def nested(times: int, wrap: Any) -> Any:
     return value
 
 
-def colliding(count: int) -> Any:
-    """Tuples of equal hashes, since that of -1 is that of -2."""
-    return [tuple((-1, -2)[(i >> bit) & 1] for bit in range(14)) for i in range(count)]
-
-
 DOUBLED = b"\x80\x02}K\x01\x85q\x00" + b"".join(b"h%c\x86q%c" % (i, i + 1) for i in range(60)) + b"K\x01s."
 """A dict whose one key is a tuple of two tuples of two tuples of …"""
 
 HEX = b"\x80\x02" + b"c_codecs\nencode\n" * 40 + b"X\x01\0\0\0aX\6\0\0\0latin1\x86R" + b"X\3\0\0\0hex\x86R" * 39 + b"."
 
 ENDLESS: dict[str, tuple[Any, str]] = {
-    "tuples of tuples": (archive(DOUBLED), "tuples in tuples hold more than 1,000 values"),
+    "tuples of tuples": (archive(DOUBLED), "containers hold [0-9,]+ values in 23 levels"),
     "lists of lists": (
         lambda file: torch.save(nested(60, lambda inner: [inner, inner]), file),
-        "containers in containers hold more than 10,000,000 values",
+        "containers hold [0-9,]+ values in 23 levels",
     ),
     "a list of itself": (archive(b"\x80\x02]q\x00(h\x00e."), "is filled after it was put into another"),
-    "a deep list": (lambda file: torch.save(nested(200, lambda inner: [inner]), file), "nested more than 100 deep"),
-    "keys of one hash": (lambda file: torch.save(dict.fromkeys(colliding(11_000)), file), "10,000 keys are neither"),
-    "a set of one hash": (lambda file: torch.save(set(colliding(11_000)), file), "10,000 keys are neither"),
+    "a deep list": (lambda file: torch.save(nested(200, lambda inner: [inner]), file), "values in 101 levels"),
     "numbers of one hash": (
         lambda file: torch.save({i * (2**61 - 1): 1 for i in range(11_000)}, file),
-        "10,000 keys are neither",
+        "10,999 keys that are",
     ),
     "a text that doubles": (archive(HEX), "it encodes as 'hex', expected latin1"),
     "zeros of any number": (archive(b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R."), "it makes a bytearray"),
-    "records in one place": (archive(DOUBLED, records=50), r"its records hold [\d,]+ bytes, and the whole has"),
-    "compressed": (
-        lambda file: rezipped(saved(file), file, zipfile.ZIP_DEFLATED),
-        r"is compressed \(.*expected an uncompressed record",
-    ),
+    "records in one place": (archive(DOUBLED, records=50), r"its records hold more than the [\d,]+ bytes"),
+    "compressed": (lambda file: rezipped(saved(file), file, zipfile.ZIP_DEFLATED), "is compressed, expected"),
 }
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_every_road_refuses_what_takes_endless_time_or_memory(tmp_path: Path, name: str) -> None:
-    """Of weights, of training states, and of the values that a DCP folder holds."""
+def test_endless_time_or_memory_is_refused(tmp_path: Path, name: str) -> None:
     make, said = ENDLESS[name]
-    (tmp_path / "state").mkdir()
-    for file in ("weights.bin", "state/scheduler.pt", "state/rng_state.pth"):
-        make(tmp_path / file)
-        with pytest.raises(CheckpointError, match=said) as caught:
-            refuse_damage(tmp_path / "state") if "state" in file else parse_pickled(tmp_path / file)
-        assert str(tmp_path / file) in str(caught.value)
-        (tmp_path / file).unlink()
+    make(tmp_path / "weights.bin")
+    with pytest.raises(CheckpointError, match=said) as caught:
+        parse_pickled(tmp_path / "weights.bin")
+    assert str(tmp_path / "weights.bin") in str(caught.value)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "scheduler.pt")
-    with pytest.raises(CheckpointError, match=r"scheduler\.pt: is empty, expected a zip archive"):
-        refuse_damage(tmp_path)
+def test_training_states_are_checked_too(tmp_path: Path) -> None:
+    for name in ("scheduler.pt", "rng_state.pth"):
+        archive(DOUBLED)(tmp_path / name)
+        with pytest.raises(CheckpointError, match=f"{name}: .*containers hold"):
+            refuse_damage(tmp_path)
+        (tmp_path / name).unlink()
 
 
 def test_a_pickle_has_a_bounded_number_of_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(list(range(1000)), tmp_path / "x")
     assert load_pickled(tmp_path / "x").content == list(range(1000))
     monkeypatch.setattr(pickles, "_MOST_OPERATIONS", 500)
-    with pytest.raises(CheckpointError, match="it has more than 500 operations"):
+    with pytest.raises(CheckpointError, match="it has 500 operations or more"):
         load_pickled(tmp_path / "x")
 
 
@@ -236,12 +227,6 @@ def test_usual_states_are_read(tmp_path: Path) -> None:
     assert all(found[key] == state[key] for key in state.keys() - {"numpy", "cpu"})
     assert np.array_equal(found["numpy"][1], state["numpy"][1]) and torch.equal(found["cpu"], state["cpu"])
     assert set(torch.serialization.get_safe_globals()) == set(before)
-
-
-def saved(beside: Path) -> Path:
-    """A good file beside another."""
-    torch.save(state_dict(), beside.with_name("good.bin"))
-    return beside.with_name("good.bin")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -302,18 +287,6 @@ def test_bin_files_are_read_only_when_asked_and_only_without_safetensors(tmp_pat
     assert {t.file.suffix for t in CheckpointIndex.open(folder, allow_pickle=True).tensors.values()} == {".safetensors"}
 
 
-def test_an_error_of_torch_load_that_says_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A changed byte can make torch.load fail at a bare `assert`."""
-
-    def load(*_: object, **__: object) -> None:
-        raise AssertionError
-
-    torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
-    monkeypatch.setattr("torch.load", load)
-    with pytest.raises(CheckpointError, match=r"cannot be opened by torch\.load: AssertionError"):
-        parse_pickled(tmp_path / "pytorch_model.bin")
-
-
 def test_the_hub_is_asked_for_bin_files_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     legacy = pickled_copy(make_checkpoint("llama", tmp_path / "st"), tmp_path / "bin", files=2)
     asked: list[list[str]] = []
@@ -333,14 +306,3 @@ def test_the_hub_is_asked_for_bin_files_only_when_asked(tmp_path: Path, monkeypa
         ["pytorch_model.bin", "pytorch_model.bin.index.json"],
         ["pytorch_model.bin.index.json", *names],
     ]
-
-
-def test_a_plain_model_is_filled_from_a_bin_file_as_from_safetensors(tmp_path: Path) -> None:
-    """Transposed and shared memory too."""
-    folder = make_checkpoint("bert", tmp_path / "st")
-    legacy = pickled_copy(folder, tmp_path / "bin", files=1, transpose=True)
-    models = [build_meta_model(folder) for _ in range(2)]
-    reports = [load_weights(m, f, allow_pickle=True) for m, f in zip(models, (folder, legacy), strict=True)]
-    first, second = (m.state_dict() for m in models)
-    assert all(torch.equal(second[key], tensor) for key, tensor in first.items())
-    assert reports[1].bytes_read == reports[0].bytes_read and reports[1].missing_keys == reports[0].missing_keys

@@ -136,12 +136,11 @@ def changed(name: str, value: Any) -> Callable[[], tuple[Any, Any]]:
 
 
 BAD_PARTS: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
-    "no json": (changed("1", "{"), "DCP_SHARDING_INFO of .*shard-1.safetensors: header is not valid JSON"),
-    "a list": (changed("1", []), "is a JSON list, expected an object"),
+    "no json": (changed("1", "{"), "shard-1.safetensors: is not valid JSON"),
+    "a list": (changed("1", []), "expected a JSON object"),
     "no offsets": (changed("1", {"w": {}}), r"'w': DCP_SHARDING_INFO is .*expected saved_offsets for \[4, 4\]"),
     "too few": (changed("1", {"w": {"saved_offsets": [0]}}), "expected saved_offsets"),
     "negative": (changed("1", {"w": {"saved_offsets": [0, -1]}}), "expected saved_offsets"),
-    "absurd": (changed("2", {"w": {"saved_offsets": [0, 2**70]}}), "expected saved_offsets"),
     "far away": (changed("2", {"w": {"saved_offsets": [0, 2**62]}}), "leave something out or overlap"),
     "overlap": (changed("2", {"w": {"saved_offsets": [0, 3]}}), "leave something out or overlap"),
     "a hole": (changed("2", {"w": {"saved_offsets": [0, 5]}}), "leave something out or overlap"),

@@ -6,7 +6,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.io import files, staging
+from hf_fsdp_tools.loading.io import files
 from hf_fsdp_tools.loading.io.files import Reader, Writer
 from hf_fsdp_tools.loading.io.staging import Ring, buffer_sizes
 from hf_fsdp_tools.loading.io.transfer import Transfer
@@ -60,15 +59,6 @@ def test_a_buffer_comes_back_only_after_the_copy_from_it() -> None:
     assert waited == ["a", "b", "c"]  # one copy runs while the other buffer is filled
 
 
-def test_no_buffer_is_made_while_one_is_idle() -> None:
-    ring = Ring(lambda: torch.empty(4), 3)
-    first = ring.take()
-    ring.give_back(first, None)
-    assert ring.take() is first
-    ring.give_back(first, Copy("done", ["done"]))
-    assert ring.take() is first and ring.made == 1
-
-
 def test_a_buffer_for_which_there_is_no_memory_is_not_counted() -> None:
     answers = iter([MemoryError("no memory"), torch.empty(4)])
 
@@ -85,33 +75,14 @@ def test_a_buffer_for_which_there_is_no_memory_is_not_counted() -> None:
     assert ring.take().shape == (4,)  # and not the error of an empty queue
 
 
-def test_threads_never_hold_the_same_buffer() -> None:
-    ring = Ring(lambda: torch.zeros(1, dtype=torch.int64), 3)
-
-    def use(number: int) -> bool:
-        buffer = ring.take()
-        buffer.fill_(number)
-        is_own = all(buffer.item() == number for _ in range(20))
-        ring.give_back(buffer, None)
-        return is_own
-
-    with ThreadPoolExecutor(3) as pool:
-        assert all(pool.map(use, range(300)))
-    assert ring.made <= 3
-
-
-@pytest.mark.parametrize("in_flight", [1, 2, 16, 100])
+@pytest.mark.parametrize("in_flight", [1, 16])
 @pytest.mark.parametrize("pinned", [False, True])
-@pytest.mark.parametrize("staging_bytes", [MIB, 64 * MIB, files.STAGING_BYTES_PINNED, 2**34])
+@pytest.mark.parametrize("staging_bytes", [MIB, files.STAGING_BYTES_PINNED])
 def test_buffers_are_as_many_as_threads_and_within_the_bound(staging_bytes: int, pinned: bool, in_flight: int) -> None:
     count, size = buffer_sizes(staging_bytes, in_flight, pinned=pinned)
     assert count * size <= staging_bytes and count >= in_flight and size >= 2 * KIB
     assert count > in_flight or not pinned, "what is copied from is not read into"
     assert size & (size - 1) == 0 or not pinned, "PyTorch would round it up beyond the bound"
-
-
-def test_the_default_for_accelerators_reads_16_times_16_mib_at_once() -> None:
-    assert buffer_sizes(files.STAGING_BYTES_PINNED, files.REQUESTS_IN_FLIGHT, pinned=True) == (20, 16 * MIB)
 
 
 # ---- the road to an accelerator ----
@@ -375,11 +346,3 @@ def test_one_chunk_leaves_the_device_while_the_one_before_is_written(
         with Writer(staging_bytes=96 * KIB, side=side, in_flight=2) as writer:
             writer.begin(transfers)()
     assert beside == [True]
-
-
-def test_the_number_of_straight_copies_is_bounded(tmp_path: Path) -> None:
-    file, tensors = stored(tmp_path, staging._STRAIGHT_COPIES + 1, (8, 8), torch.bfloat16)
-    for count, done in ((len(tensors), ["copy", "copy_each"]), (len(tensors) - 1, ["copy"] * (len(tensors) - 1))):
-        with devices() as (machine, side), Reader(staging_bytes=MIB, side=side, in_flight=1) as reader:
-            reader.read(places(file, tensors, whole(machine, torch.bfloat16))[:count])
-            assert machine.done == done

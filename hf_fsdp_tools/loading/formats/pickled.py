@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.formats.stored import MAX_KEY_LENGTH, StoredTensor, TensorChunk
+from hf_fsdp_tools.loading.formats.stored import StoredTensor
 from hf_fsdp_tools.loading.regions import row_major_strides
 from hf_fsdp_tools.modeling.pickles import damaged, load_pickled
 from hf_fsdp_tools.text import listed, quoted
@@ -19,46 +19,37 @@ from hf_fsdp_tools.text import listed, quoted
 def parse_pickled(file: Path) -> tuple[list[StoredTensor], int]:
     """The tensors of a state dict saved by `torch.save`, in its order; and the number of bytes read to locate them.
 
-    No code of the file is run: torch's restricted unpickler builds tensors and plain containers only. Tied tensors
-    share their bytes; transposed tensors keep their strides.
+    Tied tensors share their bytes; transposed tensors keep their strides.
     """
     content, records, num_bytes = load_pickled(file)
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise damaged(file, f"holds a {type(content).__name__}, expected a dict from names to tensors")
-    others = [f"{quoted(key)} ({type(value).__name__})" for key, value in content.items() if not torch.is_tensor(value)]
-    if others:
+    no_tensors = [
+        f"{quoted(key)} ({type(value).__name__})" for key, value in content.items() if not torch.is_tensor(value)
+    ]
+    if no_tensors:
         raise damaged(
-            file, f"holds values that are no tensors: {listed(others)}; expected the state dict of a model alone"
+            file, f"holds values that are no tensors: {listed(no_tensors)}; expected the state dict of a model alone"
         )
-    if long := next((key for key in content if len(key) > MAX_KEY_LENGTH), None):
-        raise damaged(file, f"{quoted(long)} has {len(long):,} characters; a name has at most {MAX_KEY_LENGTH:,}")
     return [_locate_tensor(file, key, tensor, records, 0) for key, tensor in content.items()], num_bytes
 
 
-def locate_chunk(chunk: TensorChunk, dtype: torch.dtype) -> StoredTensor:
+def locate_chunk(archive: StoredTensor) -> StoredTensor:
     """Where the data of one chunk lies, from the head and tail of its own `torch.save` archive; no data is read."""
+    file, key = archive.file, archive.key
     try:
-        tensor, records, _ = load_pickled(chunk.file, chunk.offset, chunk.length)
+        tensor, records, _ = load_pickled(file, archive.offset, archive.num_bytes)
     except CheckpointError as error:
-        raise CheckpointError(f"{chunk.file}: {chunk.name!r} at byte {chunk.offset}: {error}") from None
-    if not torch.is_tensor(tensor) or tuple(tensor.shape) != chunk.box.length or tensor.dtype != dtype:
-        found = f"{tensor.dtype} {list(tensor.shape)}" if torch.is_tensor(tensor) else type(tensor).__name__
-        raise damaged(chunk.file, f"{chunk.name!r}: expected {dtype} {list(chunk.box.length)}, found {found}")
-    stored = _locate_tensor(chunk.file, chunk.name, tensor, records, chunk.offset)
+        raise CheckpointError(f"{file}: {key!r} at byte {archive.offset}: {error}") from None
+    kind = (tensor.dtype, tuple(tensor.shape)) if torch.is_tensor(tensor) else type(tensor).__name__
+    if kind != (archive.dtype, archive.shape):
+        raise damaged(file, f"{key!r}: expected {archive.dtype} {list(archive.shape)}, found {kind}")
+    stored = _locate_tensor(file, key, tensor, records, archive.offset)
     if stored.strides is not None:
-        raise CheckpointError(
-            f"{chunk.file}: {chunk.name!r} was saved transposed (strides {list(stored.strides)}); only row-major "
-            "chunks can be read. Make the parameter contiguous and save again."
+        raise damaged(
+            file, f"{key!r} was saved transposed (strides {list(stored.strides)}), expected a row-major chunk"
         )
     return stored
-
-
-def check_value(file: Path, key: str, offset: int, num_bytes: int) -> None:
-    """Refuse a value saved by `torch.save` at a place of a file that holds more than tensors and plain containers."""
-    try:
-        load_pickled(file, offset, num_bytes)
-    except CheckpointError as error:
-        raise CheckpointError(f"{quoted(key)}: {error}") from None
 
 
 def _locate_tensor(file: Path, key: str, tensor: torch.Tensor, records: dict[int, int], start: int) -> StoredTensor:

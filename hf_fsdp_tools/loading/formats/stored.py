@@ -1,18 +1,17 @@
 """Stored tensors: name, dtype, shape, and where the bytes lie; the same classes for every format."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 
 import torch
 
 from hf_fsdp_tools.distributed.boxes import Box
+from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.regions import Piece, View, row_major_strides
-
-MAX_KEY_LENGTH = 4096
-"""Characters of the longest name of a tensor that is read: names are printed, and nested modules make names of some
-hundred. (assumed)"""
+from hf_fsdp_tools.text import listed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,29 +57,14 @@ class StoredTensor:
 class TensorChunk:
     """A box of a tensor that was saved by itself, somewhere in a file."""
 
-    name: str
-    """Unique in the checkpoint: key and ranges."""
-
     box: Box
     """Which part of the tensor the chunk is."""
 
-    file: Path
-    """The file that holds it."""
+    stored: StoredTensor
+    """The chunk as a tensor of its own; of an archive of `torch.save`, the bytes of the archive."""
 
-    offset: int
-    """Position in the file of the chunk's data, or of the archive that the data is a part of."""
-
-    length: int
-    """Bytes of the data, or of the archive."""
-
-    is_archive: bool = True
-    """Whether the chunk is an archive of `torch.save`; False where the data lies in the file as it is."""
-
-    def stored(self, dtype: torch.dtype) -> StoredTensor:
-        """The chunk as a tensor of its own, where the data lies in the file as it is."""
-        return StoredTensor(
-            key=self.name, file=self.file, dtype=dtype, shape=self.box.length, offset=self.offset, num_bytes=self.length
-        )
+    is_archive: bool
+    """Whether the data lies somewhere in such an archive, not at `stored.offset`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,18 +94,11 @@ class ChunkedTensor:
     @property
     def sources(self) -> Mapping[str, torch.dtype]:
         """Names and dtypes of the sources of its elements, which are its chunks."""
-        return {chunk.name: self.dtype for chunk in self.chunks}
+        return {chunk.stored.key: self.dtype for chunk in self.chunks}
 
     def pieces(self) -> tuple[Piece, ...]:
         """The tensor as boxes that are views of its sources; each chunk is row-major."""
-        return tuple(
-            Piece(
-                box=chunk.box,
-                source=chunk.name,
-                view=View(offset=0, length=chunk.box.length, strides=row_major_strides(chunk.box.length)),
-            )
-            for chunk in self.chunks
-        )
+        return tuple(replace(piece, box=chunk.box) for chunk in self.chunks for piece in chunk.stored.pieces())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,3 +199,20 @@ def leaves_folder(name: str) -> bool:
     """Whether a file name that a checkpoint gives points out of its own folder, or is no plain path at all."""
     path = PurePosixPath(name)
     return path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or not name
+
+
+def check_cover(file: Path, key: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Refuse chunks that do not form a grid over the tensor: their ranges must follow each other in each dimension."""
+    if not math.prod(shape):
+        return
+    cells, is_whole = 1, True
+    for dim, size in enumerate(shape):
+        ranges = sorted({(box.start[dim], box.length[dim]) for box in boxes})
+        ends = list(accumulate(length for _, length in ranges))
+        is_whole &= [start for start, _ in ranges] == [0, *ends[:-1]] and ends[-1:] == [size]
+        cells *= len(ranges)
+    if not is_whole or cells != len(boxes) or len(set(boxes)) != len(boxes):
+        raise CheckpointError(
+            f"{file}: the chunks of {key!r} {list(shape)} leave something out or overlap: "
+            f"{listed((box.start, box.length) for box in boxes)}. Some rank did not finish; save it again."
+        )

@@ -4,13 +4,9 @@ import ctypes
 import errno
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from hf_fsdp_tools.distributed.storage import watched
-from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.text import first_line
 
 try:
     import fcntl
@@ -33,31 +29,8 @@ _UNABLE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES}
 """What a system or a file system answers that cannot exchange names, or sync folders."""
 
 
-@contextmanager
-def storage_errors(doing: str, folder: Path) -> Iterator[None]:
-    """Turn an `OSError` of this block into a `CheckpointError` that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"Cannot {doing} {str(folder)!r}: {error}. Check space, permissions and names, or give another folder."
-        ) from None
-
-
-@contextmanager
-def library_errors(doing: str, folder: Path) -> Iterator[None]:
-    """The same for a block that libraries write in: safetensors, tokenizers and PEFT have errors of their own for a
-    full disk. The block must hold no code of this package, whose mistakes must show."""
-    try:
-        with storage_errors(doing, folder):
-            yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"Cannot {doing} {str(folder)!r}: {type(error).__name__}: {first_line(error)}. What was saved there before "
-            "is unchanged; check space and permissions, and the values that are saved."
-        ) from error
+UNCHANGED = "Earlier saves there are unchanged; check space, permissions and the values that are saved."
+"""The cure where a library cannot write."""
 
 
 def sync(path: Path) -> None:

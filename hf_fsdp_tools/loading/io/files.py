@@ -4,20 +4,19 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from hf_fsdp_tools.accelerator import SideStream, side_stream_for
 from hf_fsdp_tools.distributed.storage import watched
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.loading.io.durable import begin_sync
 from hf_fsdp_tools.loading.io.staging import Staging
 from hf_fsdp_tools.loading.io.transfer import Batch, Limits, Request, Route, Transfer, cut_batches
@@ -50,9 +49,6 @@ _EARLY_BYTES = 2**20
 it works while the next ones are copied: plain writes of 1.8 GB by 2 processes were on disk in 0.7 of the time. Smaller
 ones are left to the system, which joins neighbours. (assumed)"""
 
-_READING = ("read", "the disk and permissions")
-_WRITING = ("written", "space and permissions")
-
 
 @dataclass(frozen=True, kw_only=True)
 class TransferStats:
@@ -81,10 +77,6 @@ def write_transfers(transfers: Iterable[Transfer], *, staging_bytes: int) -> Tra
 
     No byte outside the transfers is touched, so that several ranks can write to one file.
 
-    Args:
-        transfers: what to write; memory of any dtype, strides and device.
-        staging_bytes: upper bound of all staging buffers together.
-
     Raises:
         CheckpointError: a file cannot be written, on a full disk for example.
     """
@@ -109,6 +101,9 @@ class _Mover(ABC):
 
     All of them are kept until the block ends, so that several sets of transfers use the same.
     """
+
+    _writes: bool
+    _device_gap_bytes = MAX_GAP_BYTES
 
     def __init__(
         self,
@@ -145,7 +140,7 @@ class _Mover(ABC):
                 os.close(descriptor)
 
     def begin(self, transfers: Iterable[Transfer]) -> Callable[[], TransferStats]:
-        """Begin to move transfers; what is given waits until all are moved, and says at what cost.
+        """Begin to move transfers; the returned function waits until all are moved, and returns the cost.
 
         One set at a time: wait for it before the next one begins. The memory must stay alive until then.
         """
@@ -166,10 +161,18 @@ class _Mover(ABC):
 
     def _cut(self, transfers: Iterable[Transfer]) -> list[Batch]:
         """Batches whose files are open."""
-        batches = list(cut_batches(transfers, self._limits(), on_device=self._is_on_device))
+        limits = Limits(
+            request_bytes=_REQUEST_BYTES,
+            buffer_bytes=self._staging.buffer_bytes,
+            host_gap_bytes=0 if self._writes else MAX_GAP_BYTES,
+            device_gap_bytes=0 if self._writes else self._device_gap_bytes,
+        )
+        is_on_device = (lambda memory: False) if self._side is None else self._side.holds
+        batches = list(cut_batches(transfers, limits, on_device=is_on_device))
         for file in {request.file: None for batch in batches for request in batch.requests}:
             if file not in self._descriptors:
-                self._descriptors[file] = self._open(file)
+                with storage_errors("open", file), watched(file):
+                    self._descriptors[file] = self._open(file)
         return batches
 
     def _wait(self, works: list[Future[int]], num_bytes: int) -> TransferStats:
@@ -202,30 +205,37 @@ class _Mover(ABC):
             with self._one_at_a_time:
                 self._on_bytes(batch.num_bytes)
 
-    def _is_on_device(self, memory: torch.Tensor) -> bool:
-        return self._side is not None and self._side.holds(memory)
-
     def _move(self, batch: Batch) -> int:
         """Move a batch, through a staging buffer or straight; the number of system calls."""
         if batch.route is not Route.DIRECT:
-            return self._stage(batch, lambda buffer: sum(self._io(*part) for part in batch.parts_of(buffer)))
+            stage = self._staging.write if self._writes else self._staging.read
+            return stage(batch, lambda buffer: sum(self._io(*part) for part in batch.parts_of(buffer)))
         (request,) = batch.requests
         return self._io(request, *(transfer.memory for transfer in request.transfers))
 
     def _io(self, request: Request, *memory: torch.Tensor) -> int:
-        with _io_errors(request.file, *self._said):
-            return _all_bytes(self._call, self._descriptors[request.file], request, memory)
-
-    _said: tuple[str, str]
-
-    @abstractmethod
-    def _limits(self) -> Limits: ...
+        """Repeat a vectored call, which may move less than asked, until a request is done; the number of calls."""
+        descriptor, position, calls = self._descriptors[request.file], request.start, 0
+        buffers = [tensor.detach().reshape(-1).view(torch.uint8).numpy().data for tensor in memory]
+        with storage_errors("write" if self._writes else "read", request.file):
+            while buffers:
+                with watched(request.file, position):
+                    done = self._call(descriptor, buffers, position)
+                calls += 1
+                if done <= 0:
+                    raise CheckpointError(
+                        f"{request.file}: ends at byte {position}, expected {request.stop} or more; it shrank since "
+                        "its header was read. Download or save it again."
+                    )
+                position += done
+                while buffers and done >= len(buffers[0]):
+                    done -= len(buffers.pop(0))
+                if done:
+                    buffers[0] = buffers[0][done:]
+        return calls
 
     @abstractmethod
     def _open(self, file: Path) -> int: ...
-
-    @abstractmethod
-    def _stage(self, batch: Batch, move: Callable[[torch.Tensor], int]) -> int: ...
 
     @abstractmethod
     def _call(self, descriptor: int, buffers: list[memoryview], position: int) -> int: ...
@@ -239,43 +249,24 @@ class Reader(_Mover):
     copied straight to its place where dtype and layout agree, or else to the device, to be cast and scattered there.
     """
 
-    _said = _READING
+    _writes = False
 
-    def __init__(
-        self,
-        *,
-        staging_bytes: int,
-        side: SideStream | None,
-        in_flight: int = REQUESTS_IN_FLIGHT,
-        read_ahead: bool = False,
-        on_bytes: Callable[[int], object] = lambda num_bytes: None,
-    ) -> None:
-        """Start nothing yet."""
-        super().__init__(staging_bytes=staging_bytes, side=side, in_flight=in_flight, on_bytes=on_bytes)
+    def __init__(self, *, read_ahead: bool = False, **options: Any) -> None:
+        """Start nothing yet; without `read_ahead`, the system reads from the disk only the bytes asked for."""
+        super().__init__(**options)
         self._read_ahead = read_ahead
+        if read_ahead:
+            self._device_gap_bytes = _DEVICE_GAP_BYTES
 
     def read(self, transfers: Iterable[Transfer]) -> TransferStats:
         """Fill the memory of every transfer."""
         return self.begin(transfers)()
 
-    def _limits(self) -> Limits:
-        return Limits(
-            request_bytes=_REQUEST_BYTES,
-            buffer_bytes=self._staging.buffer_bytes,
-            host_gap_bytes=MAX_GAP_BYTES,
-            device_gap_bytes=_DEVICE_GAP_BYTES if self._read_ahead else MAX_GAP_BYTES,
-        )
-
     def _open(self, file: Path) -> int:
-        """A descriptor; without `read_ahead`, the system reads from the disk only the bytes asked for."""
-        with _io_errors(file, *_READING), watched(file):
-            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            if not self._read_ahead and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-            return descriptor
-
-    def _stage(self, batch: Batch, move: Callable[[torch.Tensor], int]) -> int:
-        return self._staging.read(batch, move)
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        if not self._read_ahead and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        return descriptor
 
     def _call(self, descriptor: int, buffers: list[memoryview], position: int) -> int:
         return os.preadv(descriptor, buffers, position)
@@ -284,18 +275,10 @@ class Reader(_Mover):
 class Writer(_Mover):
     """Writes the memory of transfers to their places in files, as `write_transfers` says."""
 
-    _said = _WRITING
-
-    def _limits(self) -> Limits:
-        buffer_bytes = self._staging.buffer_bytes
-        return Limits(request_bytes=_REQUEST_BYTES, buffer_bytes=buffer_bytes, host_gap_bytes=0, device_gap_bytes=0)
+    _writes = True
 
     def _open(self, file: Path) -> int:
-        with _io_errors(file, *_WRITING), watched(file):
-            return os.open(file, os.O_WRONLY | os.O_CLOEXEC)
-
-    def _stage(self, batch: Batch, move: Callable[[torch.Tensor], int]) -> int:
-        return self._staging.write(batch, move)
+        return os.open(file, os.O_WRONLY | os.O_CLOEXEC)
 
     def _call(self, descriptor: int, buffers: list[memoryview], position: int) -> int:
         done = os.pwritev(descriptor, buffers, position)
@@ -306,44 +289,3 @@ class Writer(_Mover):
 
 def _bytes_moved(batches: Iterable[Batch]) -> int:
     return sum(request.stop - request.start for batch in batches for request in batch.requests)
-
-
-def _all_bytes(
-    call: Callable[[int, list[memoryview], int], int],
-    descriptor: int,
-    request: Request,
-    memory: Iterable[torch.Tensor],
-) -> int:
-    """Repeat a vectored call, which may move less than asked, until a request is done; give the number of calls."""
-    buffers = [_bytes_of(tensor) for tensor in memory]
-    position, calls = request.start, 0
-    while buffers:
-        with watched(request.file, position):
-            done = call(descriptor, buffers, position)
-        calls += 1
-        if done <= 0:
-            raise CheckpointError(
-                f"{request.file}: ends at byte {position}, expected {request.stop} or more; it shrank since its "
-                "header was read. Download or save it again."
-            )
-        position += done
-        while buffers and done >= len(buffers[0]):
-            done -= len(buffers.pop(0))
-        if done:
-            buffers[0] = buffers[0][done:]
-    return calls
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, sharing its memory."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return flat.numpy().data
-
-
-@contextmanager
-def _io_errors(file: Path, verb: str, cure: str) -> Iterator[None]:
-    """Turn errors of the system into `CheckpointError`, with the file and a cure."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be {verb}: {error}. Check {cure}, then try again.") from None

@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -60,19 +61,15 @@ class Ring:
             else:
                 buffer, copied = self._free.popleft()
         if is_new:
-            return self._made()
+            try:
+                return self._make()
+            except BaseException:  # where there is no memory for one, the others must not wait for it
+                with self._lock:
+                    self.made -= 1
+                raise
         if copied is not None and not is_idle:
             copied.synchronize()
         return buffer
-
-    def _made(self) -> torch.Tensor:
-        """A new buffer, already counted; where there is no memory for one, the others are not told that there is."""
-        try:
-            return self._make()
-        except BaseException:
-            with self._lock:
-                self.made -= 1
-            raise
 
     def give_back(self, buffer: torch.Tensor, copied: Mark | None) -> None:
         """Note that a buffer can be taken again after `copied`."""
@@ -95,8 +92,8 @@ class Staging:
         """Make no buffer yet."""
         count, self.buffer_bytes = buffer_sizes(staging_bytes, in_flight, pinned=side is not None)
         self._side = side
-        num_bytes = self.buffer_bytes
-        self._ring = Ring(lambda: _new_buffer(num_bytes, side), count)
+        new_bytes = partial(torch.empty, dtype=torch.uint8, device="cpu") if side is None else side.pinned
+        self._ring = Ring(partial(new_bytes, self.buffer_bytes), count)
 
     @property
     def allocated_bytes(self) -> int:
@@ -119,7 +116,7 @@ class Staging:
                 for transfer, staged in zip(batch.transfers, batch.staged(buffer), strict=True):
                     transfer.memory.copy_(staged)
             else:
-                _to_device(batch, buffer, self._side)
+                _copy_on_device(batch, buffer, self._side, to_device=True)
                 copied = self._side.mark()
             return calls
         finally:  # after an error nobody wants what the buffer brings next
@@ -136,42 +133,24 @@ class Staging:
                 for transfer, staged in zip(batch.transfers, batch.staged(buffer), strict=True):
                     staged.copy_(transfer.memory)
             else:
-                _from_device(batch, buffer, self._side)
+                _copy_on_device(batch, buffer, self._side, to_device=False)
                 self._side.mark().synchronize()
             return empty(buffer)
         finally:
             self._ring.give_back(buffer, None)
 
 
-def _new_buffer(num_bytes: int, side: SideStream | None) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu") if side is None else side.pinned(num_bytes)
-
-
-def _to_device(batch: Batch, buffer: torch.Tensor, side: SideStream) -> None:
-    """Queue the copies from a pinned buffer to the memory of a batch."""
+def _copy_on_device(batch: Batch, buffer: torch.Tensor, side: SideStream, *, to_device: bool) -> None:
+    """Queue the copies between a pinned buffer and the memory of a batch."""
     memory = [transfer.memory for transfer in batch.transfers]
-    if _is_straight(batch):
-        for to, source in zip(memory, batch.staged(buffer), strict=True):
-            side.copy(to, source)
+    if len(memory) <= _STRAIGHT_COPIES and all(transfer.is_run for transfer in batch.transfers):
+        for place, staged in zip(memory, batch.staged(buffer), strict=True):
+            side.copy(*((place, staged) if to_device else (staged, place)))
         return
-    arrived = side.empty(batch.buffer_bytes)
-    side.copy(arrived, buffer[: batch.buffer_bytes])
-    side.copy_each(memory, batch.staged(arrived))
-
-
-def _from_device(batch: Batch, buffer: torch.Tensor, side: SideStream) -> None:
-    """Queue the copies from the memory of a batch to a pinned buffer."""
-    memory = [transfer.memory for transfer in batch.transfers]
-    if _is_straight(batch):
-        for to, source in zip(batch.staged(buffer), memory, strict=True):
-            side.copy(to, source)
-        return
-    leaving = side.empty(batch.buffer_bytes)
-    side.copy_each(batch.staged(leaving), memory)
-    side.copy(buffer[: batch.buffer_bytes], leaving)
-
-
-def _is_straight(batch: Batch) -> bool:
-    """Whether the runs of a batch are copied one by one."""
-    transfers = batch.transfers
-    return len(transfers) <= _STRAIGHT_COPIES and all(transfer.is_run for transfer in transfers)
+    between, used = side.empty(batch.buffer_bytes), buffer[: batch.buffer_bytes]
+    if to_device:
+        side.copy(between, used)
+        side.copy_each(memory, batch.staged(between))
+    else:
+        side.copy_each(batch.staged(between), memory)
+        side.copy(used, between)

@@ -8,7 +8,7 @@ Words used here:
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 
@@ -225,16 +225,20 @@ def _cut_requests(
 
 def _cut(transfer: Transfer, limits: Limits, is_on_device: bool) -> Iterator[tuple[Transfer, Route]]:
     """Yield parts of a transfer, each with its route, of which each fits a request."""
-    if transfer.is_run:
-        yield from _divided(transfer, limits, is_on_device)
-        return
     gap_bytes = limits.device_gap_bytes if is_on_device else limits.host_gap_bytes
     # Half the buffer each, so that two parts that interleave in the file fit into it together.
     for part in _cut_to_fit(transfer, limits.buffer_bytes // 2, gap_bytes):
-        if part.is_run:
-            yield from _divided(part, limits, is_on_device)
-        else:
-            yield part, Route.DEVICE if is_on_device else Route.HOST
+        route = Route.DEVICE if is_on_device else Route.HOST
+        if part.is_run and part.memory.device.type == "cpu" and not is_on_device:
+            route = Route.DIRECT
+        num_bytes = limits.request_bytes if route is Route.DIRECT else limits.buffer_bytes
+        if not part.is_run or part.num_bytes <= num_bytes:
+            yield part, route
+            continue
+        start = part.start
+        for memory in torch.split(part.memory, max(1, num_bytes // part.dtype.itemsize)):  # several requests at once
+            yield replace(part, start=start, memory=memory), route
+            start += memory.numel() * part.dtype.itemsize
 
 
 def _merged(transfer: Transfer) -> Transfer:
@@ -247,13 +251,8 @@ def _merged(transfer: Transfer) -> Transfer:
         if merged and merged[-1][1:] == (dim[0] * dim[1], dim[0] * dim[2]):
             dim = (merged.pop()[0] * dim[0], dim[1], dim[2])
         merged.append(dim)
-    return Transfer(
-        file=transfer.file,
-        start=transfer.start,
-        dtype=transfer.dtype,
-        strides=tuple(dim[1] for dim in merged),
-        memory=transfer.memory.as_strided([dim[0] for dim in merged], [dim[2] for dim in merged]),
-    )
+    view = transfer.memory.as_strided([dim[0] for dim in merged], [dim[2] for dim in merged])
+    return replace(transfer, strides=tuple(dim[1] for dim in merged), memory=view)
 
 
 def _cut_to_fit(transfer: Transfer, limit: int, max_gap_bytes: int) -> Iterator[Transfer]:
@@ -279,20 +278,6 @@ def _cut_to_fit(transfer: Transfer, limit: int, max_gap_bytes: int) -> Iterator[
         yield from _cut_to_fit(cut, limit, max_gap_bytes)
 
 
-def _divided(run: Transfer, limits: Limits, is_on_device: bool) -> Iterator[tuple[Transfer, Route]]:
-    """Yield one run, with its route, in parts that fit a request, so that several requests move it at once."""
-    on_host = Route.DIRECT if run.memory.device.type == "cpu" else Route.HOST
-    route = Route.DEVICE if is_on_device else on_host
-    num_bytes = limits.request_bytes if route is Route.DIRECT else limits.buffer_bytes
-    if run.num_bytes <= num_bytes:
-        yield run, route
-        return
-    start = run.start
-    for part in torch.split(run.memory, max(1, num_bytes // run.dtype.itemsize)):
-        yield Transfer(file=run.file, start=start, dtype=run.dtype, strides=run.strides, memory=part), route
-        start += part.numel() * run.dtype.itemsize
-
-
 def _join_neighbours(
     file: Path, parts: Iterable[tuple[int, int, Transfer, Route]], limits: Limits
 ) -> Iterator[Request]:
@@ -302,14 +287,15 @@ def _join_neighbours(
     way = Route.DIRECT
     for start, stop, part, route in parts:
         is_direct = route is Route.DIRECT
-        touches = bool(joined) and route is way and (start == last if is_direct else start <= last)
+        touches = route is way and (start == last if is_direct else start <= last)
         largest = limits.request_bytes if is_direct else limits.buffer_bytes
         fits = max(last, stop) - first <= largest and len(joined) < _MAX_RUNS
         is_aligned = is_direct or (start - first) % part.dtype.itemsize == 0
-        if not (touches and fits and is_aligned):
-            if joined:
-                yield Request(file=file, transfers=tuple(joined), start=first, stop=last, route=way)
-            joined, first, last, way = [], start, stop, route
+        if joined and not (touches and fits and is_aligned):
+            yield Request(file=file, transfers=tuple(joined), start=first, stop=last, route=way)
+            joined = []
+        if not joined:
+            first, last, way = start, stop, route
         joined.append(part)
         last = max(last, stop)
     if joined:
