@@ -23,6 +23,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
 from hf_fsdp_tools.background import wait_for_saves
+from hf_fsdp_tools.distributed.rounds import Rounds
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1
@@ -31,7 +32,7 @@ from hf_fsdp_tools.loading.io.files import TransferStats, write_transfers
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.saving import outgoing, reserve, save
+from hf_fsdp_tools.saving import hidden_folder, save, transfers
 from hf_fsdp_tools.saving.report import SaveReport
 from hf_fsdp_tools.saving.save import save_pretrained
 from tests._checkpoints import full_state, make_checkpoint, plain_model, randomize, sharded_meta_model, stored_tensors
@@ -87,7 +88,7 @@ def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
     model = sharded_meta_model("mixtral", folders["mixtral"], mesh=mesh)
     load_weights(model, folders["mixtral"])
     reports = [save_pretrained(model, root / "hsdp", max_shard_size="60KB")]
-    with patch.object(outgoing, "_MIN_PART_BYTES", 64):  # else all are so small that one replica writes them alone
+    with patch.object(transfers, "_MIN_PART_BYTES", 64):  # else all are so small that one replica writes them alone
         reports.append(save_pretrained(model, root / "hsdp, cut", max_shard_size="60KB"))
         save_pretrained(model, root / "hsdp, later", max_shard_size="60KB", blocking=False)
         later = wait_for_saves()
@@ -194,7 +195,9 @@ def save_twice(folder: Path, target: Path) -> None:
     model = sharded_meta_model("llama", folder)
     load_weights(model, folder)
     for size, expected in (("60KB", 4), ("5GB", 1), ("100KB", 2)):
-        report = save_pretrained(model, target, max_shard_size=size)
+        with patch.object(Rounds, "exchange", autospec=True, side_effect=Rounds.exchange) as exchange:
+            report = save_pretrained(model, target, max_shard_size=size)
+        assert exchange.call_count <= 5, "rounds of agreement"
         assert len(report.files) == expected
         weights = {p.name for p in target.iterdir() if "safetensors" in p.name and not p.name.endswith(".json")}
         assert weights == set(report.files)
@@ -237,20 +240,23 @@ def test_blocks_are_reserved_and_never_written_one_by_one(tmp_path: Path, monkey
     size = 2**20 + 1
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("posix_fallocate may write every block"))
     with open(tmp_path / "reserved", "wb") as stream:
-        can = reserve._fallocate(stream.fileno(), size) == 0
-        reserve._reserve(stream.fileno(), size)
-    with open(tmp_path / "bare", "wb") as stream, patch.object(reserve, "_fallocate", lambda *_: errno.EOPNOTSUPP):
-        reserve._reserve(stream.fileno(), size)
+        can = hidden_folder._fallocate(stream.fileno(), size) == 0
+        hidden_folder._reserve(stream.fileno(), size)
+    with (
+        open(tmp_path / "bare", "wb") as stream,
+        patch.object(hidden_folder, "_fallocate", lambda *_: errno.EOPNOTSUPP),
+    ):
+        hidden_folder._reserve(stream.fileno(), size)
     reserved, bare = ((tmp_path / name).stat() for name in ("reserved", "bare"))
     assert reserved.st_size == bare.st_size == size
     assert bare.st_blocks * 512 < size, "nothing was written"
     assert not can or reserved.st_blocks * 512 >= size
     with (
         open(tmp_path / "full", "wb") as stream,
-        patch.object(reserve, "_fallocate", lambda *_: errno.ENOSPC),
+        patch.object(hidden_folder, "_fallocate", lambda *_: errno.ENOSPC),
         pytest.raises(OSError, match="No space left"),
     ):
-        reserve._reserve(stream.fileno(), size)
+        hidden_folder._reserve(stream.fileno(), size)
 
 
 # ---- faults ----
@@ -263,7 +269,7 @@ def save_with_fault(folder: Path, target: Path, fault: str) -> str:
     if fault == "another folder":
         target = target / str(dist.get_rank())
         target.mkdir()
-    at_once = patch.object(reserve, "_fallocate", lambda *_: errno.ENOSPC)
+    at_once = patch.object(hidden_folder, "_fallocate", lambda *_: errno.ENOSPC)
     broken = {("disk full at once", 0): at_once, ("disk full on one rank", 1): patch.object(os, "pwritev", no_space)}
     with (
         broken.get((fault, dist.get_rank()), nullcontext()),
