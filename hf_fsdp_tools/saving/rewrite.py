@@ -5,13 +5,12 @@ written from there to their places. Tensors that something computes (an adapter 
 than move data) are read whole, together with the tensors that they are computed with, and written whole.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.shards import memory_view
@@ -19,19 +18,14 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.conversion import convert_group, persistent_tensors, revert_group
 from hf_fsdp_tools.loading.io.files import Reader, TransferStats, Writer
 from hf_fsdp_tools.loading.io.transfer import Transfer
-from hf_fsdp_tools.loading.match import Match
 from hf_fsdp_tools.loading.quantized.dequantize import Place as ReadPlace
 from hf_fsdp_tools.loading.quantized.dequantize import read_into, whole_place
 from hf_fsdp_tools.loading.regions import Piece
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.saving.layout import Layout, Place
+from hf_fsdp_tools.saving.material import FIT, Material
 from hf_fsdp_tools.saving.merged_model import adapted_parameters, connected, merged_tensors, whole_copy
 from hf_fsdp_tools.text import listed
-
-FIT = (
-    "Give the class that was trained with --auto-class (auto_class), and the config that belongs to it with --config "
-    "(config)."
-)
 
 STAGING_BYTES = 64 * 2**20
 """Bound of the staging buffers of one process: the default of loading and saving."""
@@ -40,42 +34,9 @@ _PART_BYTES = 64 * 2**20
 """Bytes of tensors that a process moves at a time: enough to keep 16 threads busy with 8 MiB each for a moment, and
 little beside what importing torch takes. (assumed)"""
 
-_COMPUTING = 4
-"""How much longer a byte takes that is computed than one that is moved, for dealing parts out. (assumed)"""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Material:
-    """A model without values, and which files and adapters hold them."""
-
-    model: PreTrainedModel
-    """What is to be saved."""
-
-    match: Match
-    """Which stored tensors fill which tensors of the model, or of the base of an adapter."""
-
-    wrappers: tuple[nn.Module, ...] = ()
-    """Adapted modules of the base."""
-
-    merged: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    """Parameter of an adapted module to the parameter of `model` that is its merged value."""
-
-    of_adapter: frozenset[str] = frozenset()
-    """Keys of the base whose values the adapter holds in place of the files."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """What one process makes at a time."""
-
-    boxes: tuple[tuple[str, Box], ...]
-    """Boxes of tensors of the model, by key."""
-
-    is_computed: bool
-    """Whether they are whole tensors that are computed together."""
-
-    num_bytes: int
-    """Bytes that are written."""
+Part = tuple[list[tuple[str, Box]], bool]
+"""What one process makes at a time: boxes of tensors of the model, by key, and whether they are computed together."""
 
 
 class Rewrite:
@@ -98,15 +59,38 @@ class Rewrite:
             for piece in place.tensor.pieces or ():
                 self._moved.setdefault(piece.source, []).append((place, piece))
 
-    def parts_of(self, rank: int, num_ranks: int) -> list[Part]:
-        """The parts of one rank: in the order of the files, each goes to the rank that has least to do by then."""
-        mine: list[Part] = []
-        loads = [0] * num_ranks
-        for part in self._parts():
-            least = loads.index(min(loads))
-            loads[least] += part.num_bytes * (_COMPUTING if part.is_computed else 1)
-            mine += [part] if least == rank else []
-        return mine
+    def parts(self) -> Iterator[Part]:
+        """Yield all parts, in the order of the files."""
+        order: dict[str, tuple[Path, int]] = {}
+        for place in self._layout.places.values():
+            for key in place.tensor.sources:
+                order[key] = min(order.get(key, (place.file, place.offset)), (place.file, place.offset))
+        keys = sorted(order, key=order.__getitem__)
+        together = self._computed_together(keys)
+        slabs: list[tuple[str, Box]] = []
+        filled = 0
+        for key in keys:
+            whole = Box.whole(self._state[key].shape)
+            if key in together:
+                if key == min(together[key], key=order.__getitem__):
+                    yield [(each, Box.whole(self._state[each].shape)) for each in sorted(together[key])], True
+                continue
+            for box in whole.slabs(_PART_BYTES, self._state[key].dtype.itemsize):
+                num_bytes = box.numel * self._state[key].dtype.itemsize
+                if slabs and filled + num_bytes > _PART_BYTES:
+                    yield slabs, False
+                    slabs, filled = [], 0
+                slabs.append((key, box))
+                filled += num_bytes
+        if slabs:
+            yield slabs, False
+
+    def num_bytes(self, part: Part) -> int:
+        """Bytes of a part in the files that are written."""
+        return sum(
+            box.numel * (self._moved[key][0][0].dtype if key in self._moved else self._state[key].dtype).itemsize
+            for key, box in part[0]
+        )
 
     def write(self, parts: Iterable[Part], folder: Path, *, on_bytes: Callable[[int], object]) -> TransferStats:
         """Read, compute and write parts, one after the other, to the files in a folder; the cost of writing.
@@ -137,41 +121,6 @@ class Rewrite:
                 f"{type(self._material.model).__name__}: {listed(missing)}. {FIT}"
             )
 
-    def _parts(self) -> Iterator[Part]:
-        order: dict[str, tuple[Path, int]] = {}
-        for place in self._layout.places.values():
-            for key in place.tensor.sources:
-                order[key] = min(order.get(key, (place.file, place.offset)), (place.file, place.offset))
-        keys = sorted(order, key=order.__getitem__)
-        together = self._computed_together(keys)
-        slabs: list[tuple[str, Box]] = []
-        filled = 0
-        for key in keys:
-            whole = Box.whole(self._state[key].shape)
-            if key in together:
-                if key == min(together[key], key=order.__getitem__):
-                    yield self._part([(k, Box.whole(self._state[k].shape)) for k in sorted(together[key])], True)
-                continue
-            for box in whole.slabs(_PART_BYTES, self._state[key].dtype.itemsize):
-                num_bytes = self._num_bytes([(key, box)])
-                if slabs and filled + num_bytes > _PART_BYTES:
-                    yield self._part(slabs, False)
-                    slabs, filled = [], 0
-                slabs.append((key, box))
-                filled += num_bytes
-        if slabs:
-            yield self._part(slabs, False)
-
-    def _part(self, boxes: Sequence[tuple[str, Box]], is_computed: bool) -> Part:
-        return Part(boxes=tuple(boxes), is_computed=is_computed, num_bytes=self._num_bytes(boxes))
-
-    def _num_bytes(self, boxes: Iterable[tuple[str, Box]]) -> int:
-        """Bytes of boxes in the files that are written."""
-        return sum(
-            box.numel * (self._moved[key][0][0].dtype if key in self._moved else self._state[key].dtype).itemsize
-            for key, box in boxes
-        )
-
     def _computed_together(self, keys: Iterable[str]) -> dict[str, set[str]]:
         """Every tensor of the model that is computed, by key, with all tensors that are computed with it."""
         names: dict[int, list[str]] = {}
@@ -197,23 +146,22 @@ class Rewrite:
 
     def _transfers(self, part: Part, reader: Reader) -> Iterator[Transfer]:
         """Yield what writes a part, from memory that holds its values."""
-        values = self._computed(part, reader) if part.is_computed else self._read(part, reader)
-        for (key, box), memory in zip(part.boxes, values, strict=True):
+        boxes, is_computed = part
+        values = self._computed([key for key, _ in boxes], reader) if is_computed else self._read(boxes, reader)
+        for (key, box), memory in zip(boxes, values, strict=True):
             for place, piece in self._moved.get(key, ()):
                 yield from place.transfers(piece, memory.contiguous(), box, self._state[key].shape)
-        if not part.is_computed:
-            return
-        whole = {key: value for (key, _), value in zip(part.boxes, values, strict=True)}
+        whole = {key: value for (key, _), value in zip(boxes, values, strict=True)}
         for sources, places in self._reverted.items():
-            if sources <= whole.keys():
+            if is_computed and sources <= whole.keys():
                 results = revert_group(self._material.model, {key: whole[key] for key in sorted(sources)})
                 yield from (place.transfer(results[saved]) for saved, place in places.items())
 
-    def _read(self, part: Part, reader: Reader) -> list[torch.Tensor]:
+    def _read(self, boxes: Iterable[tuple[str, Box]], reader: Reader) -> list[torch.Tensor]:
         """The boxes of tensors that are only moved."""
         values: list[torch.Tensor] = []
         reads: list[ReadPlace] = []
-        for key, box in part.boxes:
+        for key, box in boxes:
             tensor, stored = self._state[key].detach(), self._stored(key)
             if stored is None:
                 values.append(memory_view(tensor, box.start, box.length))
@@ -223,9 +171,9 @@ class Rewrite:
         read_into(reads, self._match.index, reader, staging_bytes=_PART_BYTES)
         return values
 
-    def _computed(self, part: Part, reader: Reader) -> list[torch.Tensor]:
-        """The whole tensors of a part, merged or converted."""
-        tensors = [self._state[key] for key, _ in part.boxes]
+    def _computed(self, keys: Iterable[str], reader: Reader) -> list[torch.Tensor]:
+        """Whole tensors of the model, merged or converted."""
+        tensors = [self._state[key] for key in keys]
         objects = {id(tensor) for tensor in tensors}
         converted: dict[str, torch.Tensor] = {}
 
