@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,18 +31,23 @@ SEVERAL, ONE = "60KB", "1GB"
 
 
 @dataclass(frozen=True)
-class Save:
+class Save(ABC):
     """One kind of save. All functions run on every rank; `models` holds the checkpoints `a` and `b`."""
 
     name: str
-    first: Callable[[Path, Path], str]
-    """Makes the older save in a folder; its digest."""
 
-    again: Callable[[Path, Path, Ready], str]
-    """Saves over it; the digest of what it saves."""
+    def first(self, models: Path, out: Path) -> str:
+        """Make the older save in a folder; its digest."""
+        out.mkdir(exist_ok=True)  # as the Trainer does when it is built
+        return "nothing"
 
-    found: Callable[[Path, Path], list[str]]
-    """A digest by each way to open the folder, or "error: …"."""
+    @abstractmethod
+    def again(self, models: Path, out: Path, ready: Ready) -> str:
+        """Save over it; the digest of what it saves."""
+
+    @abstractmethod
+    def found(self, models: Path, out: Path) -> list[str]:
+        """A digest by each way to open the folder, or "error: …"."""
 
 
 # ---- run by ranks ----
@@ -68,7 +74,7 @@ def look_at(kind: Save, models: Path, outs: list[Path]) -> list[tuple[list[str],
     looks = []
     for out in outs:
         found, left = kind.found(models, out / "out"), 0
-        if kind.first is not nothing:
+        if not isinstance(kind, Training):
             kind.again(models, out / "out", dist.barrier)
             wait_for_saves()
             hidden = (path for path in out.rglob(".*") if path.name != ".metadata")  # which is DCP's
@@ -102,7 +108,7 @@ def by_index(out: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class Adapter(Save):
     """`save_pretrained` of one adapter over another; of another `lora_alpha`."""
 
     alpha: int = 8
@@ -138,7 +144,7 @@ def digest_of_adapter(model: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(Save):
     """`save_pretrained` of model b over model a; in the background, with or without `wait_for_saves`."""
 
     before: str | None
@@ -151,7 +157,7 @@ class Model:
 
     def first(self, models: Path, out: Path) -> str:
         if self.before is None:
-            return Adapter().first(models, out)
+            return Adapter(self.name).first(models, out)
         model = from_pretrained(models / "a", accelerator=new_accelerator())
         save_pretrained(model, out, max_shard_size=self.before)
         return digest_of_model(model)
@@ -167,7 +173,7 @@ class Model:
 
     def found(self, models: Path, out: Path) -> list[str]:
         if (out / "adapter_config.json").exists():
-            return Adapter().found(models, out)
+            return Adapter(self.name).found(models, out)
         return [
             tried(lambda: digest_of_model(AutoModelForCausalLM.from_pretrained(out))),
             tried(lambda: digest_of_model(from_pretrained(out, accelerator=new_accelerator()))),
@@ -179,7 +185,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class State:
+class State(Save):
     """`Accelerator.save_state` after one step, and after two."""
 
     automatic: bool
@@ -241,13 +247,8 @@ def quiet_trainer(models: Path, args: Any, **settings: Any) -> ShardedTrainer:
     return trainer
 
 
-def nothing(models: Path, out: Path) -> str:
-    out.mkdir(exist_ok=True)  # as the Trainer does when it is built
-    return "nothing"
-
-
 @dataclass(frozen=True)
-class Training:
+class Training(Save):
     """A Trainer that saves after every step, and goes on from the last checkpoint."""
 
     limit: int
@@ -282,7 +283,7 @@ class Training:
         return [tried(resumed)]
 
 
-class NumberThatExists:
+class NumberThatExists(Save):
     """A Trainer that begins anew and saves a checkpoint that an earlier run has saved."""
 
     def _train(self, models: Path, out: Path, rate: float, ready: Ready) -> str:
@@ -308,38 +309,32 @@ class NumberThatExists:
 
 def train_and_save(models: Path, out: Path) -> None:
     """A state of Accelerate's (`state`) and a Trainer's checkpoints (`out/checkpoint-2`), after two steps."""
-    State(False).again(models, out / "state", dist.barrier)
+    State("", False).again(models, out / "state", dist.barrier)
     quiet_trainer(models, arguments(out / "out", save_strategy="steps", save_steps=2, max_steps=2)).train()
 
 
-def kind(name: str, of: Any) -> Save:
-    return Save(name, getattr(of, "first", nothing), of.again, of.found)
-
-
 SAVES = (
-    kind("save_pretrained, as many files", Model(SEVERAL, SEVERAL)),
-    kind("save_pretrained, fewer files", Model(SEVERAL, "120KB")),
-    kind("save_pretrained, files over one", Model(ONE, SEVERAL)),
-    kind("save_pretrained, one over files", Model(SEVERAL, ONE)),
-    kind("save_pretrained, one over one", Model(ONE, ONE)),
-    kind("save_pretrained, another config", Model(SEVERAL, SEVERAL, eps=1e-3)),
-    kind("save_pretrained, one over one, another config", Model(ONE, ONE, eps=1e-3)),
-    kind("save_pretrained, files over an adapter", Model(None, SEVERAL)),
-    kind("save_pretrained, adapter", Adapter()),
-    kind("save_pretrained, adapter of another config", Adapter(alpha=32)),
-    kind("save_state, one name", State(False)),
-    kind("save_state, total_limit=2", State(True)),
-    kind("Trainer, save_total_limit=2", Training(2)),
-    kind("Trainer, save_total_limit=1", Training(1)),
-    kind("Trainer, a number that exists", NumberThatExists()),
-    kind("save_pretrained, blocking=False", Model(SEVERAL, SEVERAL, blocking=False)),
-    kind("save_state, blocking=False", State(False, blocking=False)),
-    kind("Trainer, blocking = False", Training(2, blocking=False)),
+    Model("save_pretrained, as many files", SEVERAL, SEVERAL),
+    Model("save_pretrained, fewer files", SEVERAL, "120KB"),
+    Model("save_pretrained, files over one", ONE, SEVERAL),
+    Model("save_pretrained, one over files", SEVERAL, ONE),
+    Model("save_pretrained, one over one", ONE, ONE),
+    Model("save_pretrained, another config", SEVERAL, SEVERAL, eps=1e-3),
+    Model("save_pretrained, one over one, another config", ONE, ONE, eps=1e-3),
+    Model("save_pretrained, files over an adapter", None, SEVERAL),
+    Adapter("save_pretrained, adapter"),
+    Adapter("save_pretrained, adapter of another config", alpha=32),
+    State("save_state, one name", False),
+    State("save_state, total_limit=2", True),
+    Training("Trainer, save_total_limit=2", 2),
+    Training("Trainer, save_total_limit=1", 1),
+    NumberThatExists("Trainer, a number that exists"),
+    Model("save_pretrained, blocking=False", SEVERAL, SEVERAL, blocking=False),
+    State("save_state, blocking=False", False, blocking=False),
+    Training("Trainer, blocking = False", 2, blocking=False),
 )
 
-ENDS = kind(
-    "save_pretrained, blocking=False, and the script ends", Model(SEVERAL, SEVERAL, blocking=False, waits=False)
-)
+ENDS = Model("save_pretrained, blocking=False, and the script ends", SEVERAL, SEVERAL, blocking=False, waits=False)
 """A save that nobody waits for."""
 
 

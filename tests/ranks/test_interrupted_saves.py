@@ -30,7 +30,7 @@ from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained, save_pr
 from hf_fsdp_tools.loading.io.files import write_transfers
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.saving import publish
+from hf_fsdp_tools.saving import hidden_folder, publish
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from tests._checkpoints import full_state, make_checkpoint, make_model, sharded_meta_model
 from tests._dist import run_cases, run_ranks
@@ -471,6 +471,28 @@ def folder_is_removed_while_bytes_are_synced(model: Any, _: Any, target: Path) -
         return refused(lambda: save_pretrained(model, target / "new"), "No such file")
 
 
+def disk_is_full(model: Any, _: Any, target: Path) -> str:
+    at_once = patch.object(hidden_folder, "_fallocate", lambda *_: errno.ENOSPC)
+    with at_once if dist.get_rank() == 0 else nullcontext():
+        refused(lambda: save_pretrained(model, target), "Cannot save to .*No space left on .*bytes are to be written")
+    on_one_rank = patch.object(os, "pwritev", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with on_one_rank if dist.get_rank() == 1 else nullcontext():
+        return refused(lambda: save_pretrained(model, target), "rank 1: .*cannot be written: .*No space left.*Check")
+
+
+def folder_is_another_on_each_rank(model: Any, _: Any, target: Path) -> None:
+    own = target / f".{dist.get_rank()}"
+    own.mkdir()
+    refused(lambda: save_pretrained(model, own), "rank 1: .*not the same folder on this rank as on .*absent.*all ranks")
+    own.rmdir()
+
+
+def folder_is_a_file(model: Any, _: Any, target: Path) -> str:
+    file = target / "config.json"
+    refused(lambda: save_pretrained(model, file / "saved"), "Cannot save to .*Not a directory.*Check space, permission")
+    return refused(lambda: save_pretrained(model, file), "is a file; give the name of a folder")
+
+
 def name_is_too_long(model: Any, _: Any, target: Path) -> str:
     save_pretrained(model, target / ("n" * 250))
     return refused(lambda: save_pretrained(model, target / ("n" * 256)), "Cannot save to .*File name too long")
@@ -513,6 +535,9 @@ FAULTS = [
     tokenizer_cannot_be_saved,
     folder_is_removed_meanwhile,
     folder_is_removed_while_bytes_are_synced,
+    disk_is_full,
+    folder_is_another_on_each_rank,
+    folder_is_a_file,
     name_is_too_long,
     mount_is_read_only,
     dtype_has_no_name,
