@@ -217,4 +217,5 @@ def _changed(event: Any, number: Callable[[int], Any], name: Callable[[str], Any
     changes = {"block": number(event.block)} if isinstance(event, Alloc | Free | Gradient) else {}
     if (field := _NAMES.get(type(event))) is not None:
         changes[field] = name(getattr(event, field))
-    return replace(event, **changes)
+    is_same = all(getattr(event, field) == value for field, value in changes.items())
+    return event if is_same else replace(event, **changes)
