@@ -215,13 +215,17 @@ def estimate_throughput(
     return throughput_of(memory_of(forecast), era=era)
 
 
-def throughput_of(memory: MemoryEstimate, *, era: str = LATEST_ERA) -> ThroughputEstimate:
+def throughput_of(
+    memory: MemoryEstimate, *, era: str = LATEST_ERA, efficiency: Efficiency | None = None
+) -> ThroughputEstimate:
     """The throughput of the forecast whose memory was estimated, slowed where the GPU's memory is full.
 
     Of more than two micro-steps per optimizer step two are simulated: those after the second are like the second.
+    `efficiency` stands in place of that of the GPU in the era.
     """
     setup, trace = memory.forecast.setup, memory.forecast.trace
-    steps, efficiency = setup.gradient_accumulation_steps, efficiency_of(gpu_named(setup.gpu), era)
+    steps = setup.gradient_accumulation_steps
+    efficiency = efficiency or efficiency_of(gpu_named(setup.gpu), era)
     memories = [memory] if steps <= 2 else [_with_micro_steps(memory, count) for count in (1, 2)]
     one, *two = (
         simulate(each.forecast.step.events, setup, efficiency=efficiency, stalls=allocator_stalls(each))
