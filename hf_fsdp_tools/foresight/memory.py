@@ -41,10 +41,8 @@ _NCCL_CHANNELS = 24
 """Channels of a ring on NVLink. (assumed: up to 32; a ring has two directions whatever the scale, NVIDIA/nccl issue
 986.) With the context this makes the 1.06 GB of issue 1685 on 8 H100."""
 
-_SHOWN = 0.001
-"""Part of the GPU's memory below which a kind of memory is counted as "other". (assumed)"""
-_WASTED = 0.03
-"""Part of the GPU's memory that another setting of the allocator must save to be named. (assumed)"""
+_SHOWN = 0.001  # Part of the GPU's memory below which a kind of memory is counted as "other". (assumed)
+_WASTED = 0.03  # Part of the GPU's memory that another setting of the allocator must save to be named. (assumed)
 
 _SETTLED = 3
 """Steps after the first until the allocator does the same in every step: segments that one step adds change which

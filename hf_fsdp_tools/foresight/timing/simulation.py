@@ -21,8 +21,7 @@ _HOST_SECONDS = 15e-6
 """Host time of an operator that a model's Python calls, with its kernel's launch. (assumed: 0.5 ms for the forward pass
 of a decoder layer of transformers, which has 30 to 40)"""
 
-_AUTOGRAD_SECONDS = 7e-6
-"""The same where autograd's C++ calls it, in the backward pass. (assumed)"""
+_AUTOGRAD_SECONDS = 7e-6  # The same where autograd's C++ calls it, in the backward pass. (assumed)
 
 _HOST_COLLECTIVE_SECONDS = 150e-6
 """Host time of a collective with FSDP2's Python around it: hooks, views of the buffers, streams. (assumed)"""
@@ -36,22 +35,16 @@ class _Task:
     """Work that a stream runs in one go: a collective, a copy, or kernels of the compute stream in a row."""
 
     stream: str
-    seconds: float = 0.0
-    """Alone on the GPU."""
-    memory_seconds: float = 0.0
-    """The part of these that the GPU's memory bounds."""
+    seconds: float = 0.0  # Alone on the GPU
+    memory_seconds: float = 0.0  # The part of these that the GPU's memory bounds
     host_seconds: float = 0.0
-    lead: float = 0.0
-    """Not before this time after the host has begun to issue it can the work run without gaps."""
+    lead: float = 0.0  # Not before this time after the host has begun to issue it can the work run without gaps
     works: list[tuple[int, float]] = field(default_factory=list)
     """Index of each `Work` in the list of events, and when it begins, counted from the task's begin."""
-    group: str = ""
-    """The communicator of a collective."""
+    group: str = ""  # The communicator of a collective
     link: str = ""
-    ticket: int = 0
-    """The place in the order of launches on the communicator."""
-    memory_share: float = 0.0
-    """Of the GPU's memory bandwidth, while it runs."""
+    ticket: int = 0  # The place in the order of launches on the communicator
+    memory_share: float = 0.0  # Of the GPU's memory bandwidth, while it runs
     is_copy: bool = False
     ready: float = 0.0
     start: float = 0.0
@@ -67,7 +60,7 @@ class _Stall(NamedTuple):
 class _HostTask(NamedTuple):
     """Work of the host's own processors."""
 
-    index: int
+    place: int  # Index in the list of events
     seconds: float
 
 
@@ -221,16 +214,12 @@ class _Simulation:
 
     def __init__(self, program: Iterable[_Item]) -> None:
         self._program = deque(program)
-        self._now = self._host = 0.0
-        """The clock of the GPU, and that of the host, which is ahead."""
+        self._now = self._host = 0.0  # The clock of the GPU, and that of the host, which is ahead
         self._blocked: Wait | _Stall | None = None
         self._queues = {"compute": _Queue()}
-        self._done: set[int] = set()
-        """Events that have come."""
-        self._turn: dict[str, int] = {}
-        """Tickets that were served, by communicator."""
-        self._taken: set[str] = set()
-        """Links in use."""
+        self._done: set[int] = set()  # Events that have come
+        self._turn: dict[str, int] = {}  # Tickets that were served, by communicator
+        self._taken: set[str] = set()  # Links in use
         self.spans: dict[int, tuple[float, float]] = {}
         """Start and end of each `Work`, by its index in the list of events."""
         self.exposed = self.exposed_copies = self.host_bound = 0.0
@@ -265,7 +254,7 @@ class _Simulation:
                 self._issue()
             elif isinstance(item, _HostTask):
                 start, self._host = self._host, self._host + item.seconds
-                self.spans[item.index] = start, self._host
+                self.spans[item.place] = start, self._host
             else:
                 if isinstance(item, _Task):
                     item.ready = self._host + item.lead

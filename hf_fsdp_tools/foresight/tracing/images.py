@@ -28,8 +28,7 @@ from hf_fsdp_tools.foresight.tracing.values import followed_values
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.text import first_line
 
-_SIDE = 512
-"""Height and width of a picture where neither the setup nor the configuration says one. (assumed)"""
+_SIDE = 512  # Height and width of a picture where neither the setup nor the configuration says one. (assumed)
 
 _SAME = {"max_image_tiles": "max_num_tiles", "merge_size": "spatial_merge_size"}
 """Settings of image processors that configurations call by another name."""

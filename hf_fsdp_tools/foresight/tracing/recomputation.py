@@ -14,8 +14,7 @@ from hf_fsdp_tools.modeling.module_tree import ModuleTree, class_name
 from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.shard import checkpoint_activations
 
-_COMPUTED_AGAIN = "computed_again"
-"""Attribute of a block during a dry run."""
+_COMPUTED_AGAIN = "computed_again"  # Attribute of a block during a dry run
 
 
 @contextmanager

@@ -22,8 +22,7 @@ class _Pass:
 
     module: str
     unit: str
-    is_again: bool = False
-    """Whether activation checkpointing runs it, inside the backward pass."""
+    is_again: bool = False  # Whether activation checkpointing runs it, inside the backward pass
     is_over: bool = False
 
 
@@ -31,11 +30,9 @@ class _Pass:
 class _Block:
     """Memory that is in use."""
 
-    place: int
-    """Index of its `Alloc` in the list of events."""
+    place: int  # Index of its `Alloc` in the list of events
     made_in: _Pass
-    watch: Any = None
-    """The weak reference to the storage, which must live as long as the storage."""
+    watch: Any = None  # The weak reference to the storage, which must live as long as the storage
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -46,26 +43,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         _holders_of_a_sum()
         self.events: list[Event] = []
         self.phase: Phase = "forward"
-        self.in_loss = False
-        """Whether what is taken now is logits, or made of them."""
+        self.in_loss = False  # Whether what is taken now is logits, or made of them
         self.last_operation = ""
-        self.repeated = 0
-        """Above 0 where a backward pass computes for the second time what its forward pass did."""
-        self.modules: list[str] = []
-        """Fqns of the modules whose forward pass runs, the innermost last."""
+        self.repeated = 0  # Above 0 where a backward pass computes for the second time what its forward pass did
+        self.modules: list[str] = []  # Fqns of the modules whose forward pass runs, the innermost last
         self._sources: dict[tuple[str, str, str], str] = {}
         self._units = units
         self._on_cuda = on_cuda
         self._root = _Pass("", "")
         self._passes = [self._root]
-        self._blocks: dict[int, _Block] = {}
-        """By address of the storage."""
-        self._places: dict[int, int] = {}
-        """Index of the `Alloc` in `events`, by number of the block."""
-        self._known: set[int] = set()
-        """Addresses of storages that are no events: parameters and buffers."""
-        self._kept: list[torch.Tensor] = []
-        """Gradients, which stay until FSDP has reduced them."""
+        self._blocks: dict[int, _Block] = {}  # By address of the storage
+        self._places: dict[int, int] = {}  # Index of the `Alloc` in `events`, by number of the block
+        self._known: set[int] = set()  # Addresses of storages that are no events: parameters and buffers
+        self._kept: list[torch.Tensor] = []  # Gradients, which stay until FSDP has reduced them
         self._next = 0
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -65,8 +65,7 @@ def _hidden(*values: Any) -> Any:
     return next((value for value in values if getattr(value, "requires_grad", False)), None)
 
 
-_Segment = tuple[str, str, int]
-"""Stack, pass ("forward" or "backward"), period."""
+_Segment = tuple[str, str, int]  # Stack, pass ("forward" or "backward"), period
 
 
 def expand(events: Sequence[Event], stacks: Sequence[Stack], bounds: Bounds) -> list[Event] | None:
