@@ -1,9 +1,7 @@
 """The commands `hf-fsdp blocks` and `hf-fsdp plan`: what repeats in a model, and what would be sharded together."""
 
 import argparse
-import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ def add_plan(commands: Any) -> None:
     parser = commands.add_parser("plan", help=about, description=about)
     add_named_model(parser)
     add = parser.add_argument
-    add("--num-processes", type=int, metavar="N", help="also show what each of N processes keeps")
     about_units = "modules outside blocks with more parameters than N are units of their own, such as 2e7"
     add("--min-unit-params", type=float, metavar="N", help=about_units)
     add("--block-types", metavar="A,B", help="class names or fqn patterns of blocks, instead of the detected ones")
@@ -78,18 +75,15 @@ def _plan(options: argparse.Namespace) -> None:
     model = meta_model(options, dtype=options.dtype)
     from hf_fsdp_tools.planning.make_plan import make_wrap_plan
     from hf_fsdp_tools.planning.policy import HybridPolicy
-    from hf_fsdp_tools.sharding.share import share_of
 
     names = tuple(name.strip() for name in (options.block_types or "").split(",") if name.strip())
     policy = HybridPolicy(min_unit_params=options.min_unit_params, block_types=names or None)
     plan = make_wrap_plan(model, policy=policy)
-    share = None if options.num_processes is None else share_of(model, plan, options.num_processes)
     if options.output:
         write(options.output, plan.to_json() + "\n")
     if options.json:
-        value = json.loads(plan.to_json()) | ({} if share is None else {"share": asdict(share)})
-        print(json.dumps(value, indent=1))
+        print(plan.to_json())
         return
-    print(within(f"{plan}{class_note(options, model)}" + ("" if share is None else f"\n{share}")))
+    print(within(f"{plan}{class_note(options, model)}"))
     if options.output:
         print(f"wrote {options.output}")

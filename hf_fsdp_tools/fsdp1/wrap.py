@@ -31,7 +31,7 @@ from hf_fsdp_tools.loading.report import LoadReport, MemoryWatch
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.allocate import with_storage
-from hf_fsdp_tools.sharding.whole import average_gradients
+from hf_fsdp_tools.sharding.replicated import average_gradients
 from hf_fsdp_tools.text import listed
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]

@@ -25,13 +25,13 @@ from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.fsdp2_internals import count_units
 from hf_fsdp_tools.sharding.hf_interface import turn_cache_off
+from hf_fsdp_tools.sharding.replicated import is_averaged
 from hf_fsdp_tools.sharding.shard import (
     compile_sharded,
     shard_model,
     sharded_module,
     sharding_of,
 )
-from hf_fsdp_tools.sharding.whole import is_averaged
 from hf_fsdp_tools.text import listed
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}

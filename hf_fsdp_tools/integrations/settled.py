@@ -11,13 +11,13 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.settings import SETTINGS, TRAINING_KEYS, named_keys, plugin_arguments
+from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.adapter_plan import plan_with_adapters
 from hf_fsdp_tools.sharding.shard import (
     Sharding,
     check_checkpointing,
     checkpoint_activations,
-    remember_sharding,
     sharded_module,
     sharding_of,
 )
@@ -132,5 +132,5 @@ def _checkpoint_late(model: nn.Module, sharding: Sharding) -> Sharding:
     check_checkpointing(root)
     checkpoint_activations(root)
     sharding = replace(sharding, activation_checkpointing=True)
-    remember_sharding(root, sharding)
+    add_to_note(root, sharding=sharding)
     return sharding

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import get_hf_quantizer
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +148,7 @@ def pack_weights(model: nn.Module, quantizer: Any) -> None:
             )
         packed = torch.empty((num_bytes // storage.itemsize, 1), dtype=storage, device="meta")
         module.weight = nn.Parameter(packed, requires_grad=False)
-        module._packing = packing
+        add_to_note(module, packing=packing)
         # On a CPU with AVX512-BF16, bitsandbytes would replace the gathered weight by a rearranged copy in evaluation.
         module.support_avx512bf16_for_cpu = False
         module.register_forward_pre_hook(_before_forward)
@@ -157,12 +158,12 @@ def pack_weights(model: nn.Module, quantizer: Any) -> None:
 def packed_linears(model: nn.Module) -> dict[str, Any]:
     """The layers that `pack_weights` packed, by the name of their weight."""
     named = model.named_modules()
-    return {f"{name}.weight".lstrip("."): module for name, module in named if "_packing" in module.__dict__}
+    return {f"{name}.weight".lstrip("."): module for name, module in named if note_of(module).packing}
 
 
 def packing_of(module: nn.Module) -> Packing:
     """How the weight of a layer from `packed_linears` is packed."""
-    packing = module.__dict__["_packing"]
+    packing = note_of(module).packing
     assert isinstance(packing, Packing)
     return packing
 

@@ -11,10 +11,11 @@ Words used here and in `planning`:
 
 import inspect
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -192,6 +193,23 @@ class ModuleTree:
             if node.parent is not None:
                 node.parent.size += node.size
                 node.parent.extent += node.extent
+
+
+def slots(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Yield each place of a parameter or buffer: the dictionary of its module, its name in it, and the tensor."""
+    for module in model.modules():
+        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for store in stores:
+            for name, tensor in store.items():
+                if tensor is not None:
+                    yield store, name, tensor
+
+
+def swap(model: nn.Module, new: Mapping[Any, torch.Tensor]) -> None:
+    """Put tensors in the place of others, under all names of these."""
+    for store, name, tensor in slots(model):
+        if tensor in new:
+            store[name] = new[tensor]
 
 
 def class_name(module: nn.Module) -> str:

@@ -17,8 +17,8 @@ from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters, release
 from hf_fsdp_tools.sharding.hf_interface import answer_for_shards
 from hf_fsdp_tools.sharding.parameters import check_parameters
+from hf_fsdp_tools.sharding.replicated import average_gradients, is_averaged
 from hf_fsdp_tools.sharding.shard import Sharding, apply_again, sharded_module, sharding_of
-from hf_fsdp_tools.sharding.whole import average_gradients, is_averaged
 
 
 def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:

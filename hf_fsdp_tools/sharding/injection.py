@@ -19,8 +19,10 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
-from hf_fsdp_tools.modeling.linear4bit import mark_weights, packed_linears
-from hf_fsdp_tools.sharding.allocate import renew
+from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.module_tree import swap
+from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.sharding.allocate import renew, with_data
 from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, managed_parameters
 from hf_fsdp_tools.text import first_line, first_lines
 
@@ -70,7 +72,7 @@ def guard_injection() -> None:
 @contextmanager
 def _guarded(model: nn.Module, config: Any) -> Iterator[None]:
     """A block in which PEFT makes an adapter of a model, sharded or not."""
-    root = next((module for module in model.modules() if "_fsdp_sharding" in vars(module)), None)
+    root = next((module for module in model.modules() if note_of(module).sharding), None)
     if root is None:
         yield
         return
@@ -151,7 +153,7 @@ def errors_of_peft(config: Any) -> Iterator[None]:
 @contextmanager
 def _one_axis(model: nn.Module) -> Iterator[None]:
     """Show the shards on a nameless mesh of one axis for a block: of others, PEFT assumes tensor parallelism."""
-    mark_weights(model)
+    renew(model)
     shards = managed_parameters(model)
     mesh = shards[0].device_mesh  # type: ignore[attr-defined]  # a DTensor
     if mesh.mesh_dim_names is None:
@@ -163,20 +165,12 @@ def _one_axis(model: nn.Module) -> Iterator[None]:
         shard = parameter.detach()
         assert isinstance(shard, DTensor)
         view = as_dtensor(local_tensor(shard), shard, mesh=axis, placements=shard.placements[-1:])
-        views[parameter] = nn.Parameter(view, requires_grad=parameter.requires_grad)
-    _replace_parameters(model, views)
-    mark_weights(model)
+        views[parameter] = with_data(parameter, view)
+    swap(model, views)
     try:
         yield
     finally:
         for parameter, shown in views.items():
             parameter.requires_grad_(shown.requires_grad)
-        _replace_parameters(model, {shown: parameter for parameter, shown in views.items()})
+        swap(model, {shown: parameter for parameter, shown in views.items()})
         renew(model)
-
-
-def _replace_parameters(model: nn.Module, new: dict[nn.Parameter, nn.Parameter]) -> None:
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter in new:
-                module._parameters[name] = new[parameter]

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.sharding.whole import by_kind
+from hf_fsdp_tools.sharding.replicated import by_kind
 
 _NOT_FOR_SHARDS = (
     "apollo_torch",

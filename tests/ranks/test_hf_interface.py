@@ -70,8 +70,6 @@ def the_last_line_of_an_example_saves(folder: Path) -> None:
     unwrapped.save_pretrained(folder / "without_main", state_dict=accelerator.get_state_dict(model))
     unwrapped.save_pretrained(str(folder / "parts"), max_shard_size="20KB", safe_serialization=True, push_to_hub=False)
     unwrapped.save_pretrained(folder / "later", blocking=False)
-    with pytest.raises(ConfigError, match=r"push_to_hub\(blocking=False\) would remove its temporary folder"):
-        unwrapped.push_to_hub("org/later", blocking=False)
     assert (report := wait_for_saves()) is not None and report.copied_bytes > 0, "it was written in the background"
     dist.barrier()
     assert len(list((folder / "parts").glob("*.safetensors"))) > 2

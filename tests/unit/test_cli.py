@@ -78,9 +78,9 @@ def test_wrong_usage_exits_with_2(capsys):
         assert stop.value.code == 2
         assert "usage: hf-fsdp" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
-        main(["plan", "model", "--num-proceses", "3"])
+        main(["doctor", "model", "--num-proceses", "3"])
     said = capsys.readouterr().err
-    assert "usage: hf-fsdp plan" in said and "--num-proceses is no option of this command: did you mean" in said
+    assert "usage: hf-fsdp doctor" in said and "--num-proceses is no option of this command: did you mean" in said
     assert "--num-processes" in said.splitlines()[-1]
 
 
@@ -103,7 +103,7 @@ def test_plan_prints_the_table_and_the_working_set(capsys, llama):
 
 @pytest.mark.parametrize("command", ["plan", "blocks", "doctor"])
 def test_tables_fit_the_terminal(capsys, llama, monkeypatch, command):
-    words = [command, llama, *(["--num-processes", "64"] if command != "blocks" else [])]
+    words = [command, llama, *(["--num-processes", "64"] if command == "doctor" else [])]
     wide = run(capsys, *words)[1]
     monkeypatch.setenv("COLUMNS", "66")
     narrow = run(capsys, *words)[1]
@@ -156,7 +156,6 @@ def test_a_config_json_is_enough(capsys, llama, tmp_path):
         (["{llama}", "--block-types", "LlamaDecoderLayr"], "LlamaDecoderLayer"),
         (["{llama}", "--output", "{tmp}/unknown/config.json/plan.json"], "config.json is a file, not a folder; name"),
         (["{llama}", "--output", "{tmp}/empty"], "empty is a folder; name a file"),
-        (["{llama}", "--num-processes", "0"], "error: --num-processes is 0; it must be 1 or more"),
         (["{llama}", "--min-unit-params", "-1"], "--min-unit-params is -1.0"),
         (["{llama}", "--auto-class", "Qqqq"], "error: --auto-class 'Qqqq' is no model class"),
     ],
@@ -380,10 +379,7 @@ def test_doctor_of_a_model(capsys, llama):
     root = told["units"]["groups"][0]
     blocks = next(group for group in root["inside"] if group["modules"] == "model.layers.{0..1}")
     assert (blocks["count"], blocks["classes"], root["classes"]) == (2, ["LlamaDecoderLayer"], ["LlamaForCausalLM"])
-    assert told["share"]["num_processes"] == 8 and told["share"]["splits"][0]["dim"] == 0
-    planned = json.loads(run(capsys, "plan", llama, "--json", "--num-processes", "8")[1])
-    assert planned["share"] == told["share"] and WrapPlan.from_json(json.dumps(planned)).num_params
-    assert "each of 8 ranks keeps" in run(capsys, "plan", llama, "--num-processes", "8")[1]
+    assert WrapPlan.from_json(run(capsys, "plan", llama, "--json")[1]).num_params
     code, out, err = run(capsys, "doctor", llama, "--num-processes", "0")
     assert (code, out) == (1, "") and "--num-processes is 0; it must be 1 or more" in err
 
