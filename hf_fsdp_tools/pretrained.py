@@ -18,7 +18,7 @@ from hf_fsdp_tools.loading.opening import Checkpoint, open_checkpoint
 from hf_fsdp_tools.loading.report import LoadReport
 from hf_fsdp_tools.loading.vocabulary import resize_vocabulary
 from hf_fsdp_tools.modeling.arguments import one_dtype, one_name, refuse_misspelt, sort_arguments
-from hf_fsdp_tools.modeling.generation import set_generation_config
+from hf_fsdp_tools.modeling.configs import set_generation_config
 from hf_fsdp_tools.modeling.linear4bit import has_4bit_layers
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan

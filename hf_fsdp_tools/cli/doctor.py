@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hf_fsdp_tools.cli.launch import named_config
-from hf_fsdp_tools.cli.plan import add_named_model, class_note, meta_model
+from hf_fsdp_tools.cli.plan import add_named_model, meta_model
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import within
 
@@ -37,14 +37,12 @@ def _doctor(options: argparse.Namespace) -> int:
         return _doctor_of_file(options)
     from hf_fsdp_tools.diagnostics.environment import check_environment, rehearse
 
-    note = ""
     if options.model is None:
         found: Any = check_environment()
     else:
         model = meta_model(options, dtype="float32")  # of what is trained, as this package loads it
-        note = class_note(options, model)
         found = rehearse(model, num_processes=options.num_processes)
-    print(found.to_json() if options.json else within(f"{found}{note}"))
+    print(found.to_json() if options.json else within(found))
     return int(found.has_errors)
 
 

@@ -54,20 +54,12 @@ def meta_model(options: argparse.Namespace, *, dtype: str | None = None) -> Any:
     )
 
 
-def class_note(options: argparse.Namespace, model: Any) -> str:
-    """A line for the case that nobody asked for the model's class; nothing otherwise."""
-    from hf_fsdp_tools.modeling.model_class import other_class_note
-
-    note = None if options.auto_class else other_class_note(model.config, type(model))
-    return f"\nnote: {note}" if note else ""
-
-
 def _blocks(options: argparse.Namespace) -> None:
     model = meta_model(options)
     from hf_fsdp_tools.planning.blocks import detect_blocks
 
     blocks = detect_blocks(model)
-    print(blocks.to_json() if options.json else within(f"{blocks}{class_note(options, model)}"))
+    print(blocks.to_json() if options.json else within(blocks))
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -84,6 +76,6 @@ def _plan(options: argparse.Namespace) -> None:
     if options.json:
         print(plan.to_json())
         return
-    print(within(f"{plan}{class_note(options, model)}"))
+    print(within(plan))
     if options.output:
         print(f"wrote {options.output}")

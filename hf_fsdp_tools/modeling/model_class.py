@@ -1,7 +1,6 @@
 """The class of a configuration's model: given, named by the configuration, or that which its kind is trained with."""
 
 import inspect
-from collections.abc import Collection
 from typing import Any
 
 import transformers
@@ -27,12 +26,15 @@ def model_class(
        tokens, next tokens; else the base model.
     """
     if auto_class is not None:
-        return class_named(auto_class) if isinstance(auto_class, str) else _checked(auto_class)
+        return class_named(auto_class)
     names = _architectures(config)
-    remote = _remote_class(config, names)
+    own_code = _own_code(config)
+    remote = next(
+        (getattr(transformers, n) for n, cls in own_code.items() if str(cls).rpartition(".")[2] in names), None
+    )
     own = next(filter(None, (_own_class(config, name) for name in names)), None)
     usual = _class_of_kind(config)
-    if trust_remote_code and remote is None and usual is not None and usual.__name__ in _own_code(config):
+    if trust_remote_code and remote is None and usual is not None and usual.__name__ in own_code:
         remote = usual  # as transformers does, whatever class the config names
     named = (remote or own) if trust_remote_code else (own or remote)
     if named is not None and (as_stored or usual in (None, _BASE) or not _is_base(config, named)):
@@ -40,34 +42,15 @@ def model_class(
     return usual or transformers.AutoModelForCausalLM
 
 
-def class_named(name: str) -> Any:
-    """The auto class or model class of transformers of that name."""
-    found = getattr(transformers, name, None)
-    if isinstance(found, type) and (hasattr(found, "from_config") or hasattr(found, "_from_config")):
-        return found
+def class_named(auto_class: Any) -> Any:
+    """An auto class or a model class, also by its name in transformers."""
+    cls = getattr(transformers, auto_class, None) if isinstance(auto_class, str) else auto_class
+    if isinstance(cls, type) and (hasattr(cls, "from_config") or hasattr(cls, "_from_config")):
+        return cls
+    name = str(auto_class)
     alike = [entry for entry in dir(transformers) if entry[:3].lower() == name[:3].lower()]  # of all, it takes seconds
     cure = did_you_mean(name, alike, otherwise=". Use AutoModelForCausalLM, AutoModel, …, or a model class.")
-    raise ConfigError(f"auto_class {quoted(name)} is no model class of transformers{cure}")
-
-
-def other_class_note(config: PreTrainedConfig, built: type) -> str | None:
-    """One sentence for the case that a configuration names another class than that of its model; None otherwise."""
-    named = _architectures(config)
-    if not named or built.__name__ in named or f"FSDP{built.__name__}" in named:
-        return None
-    have = any(_own_class(config, name) for name in named)
-    if have:
-        return f"the config names {', '.join(named)}; {built.__name__} is taken (--auto-class (auto_class) chooses)"
-    return f"the config names {', '.join(named)}, which the installed transformers lacks; {built.__name__} is taken"
-
-
-def _checked(auto_class: Any) -> Any:
-    if isinstance(auto_class, type) and (hasattr(auto_class, "from_config") or hasattr(auto_class, "_from_config")):
-        return auto_class
-    raise ConfigError(
-        f"auto_class is {quoted(auto_class)}: give an AutoModelFor… class of transformers, a model class, or the name "
-        "of one of these."
-    )
+    raise ConfigError(f"auto_class {quoted(auto_class)} is no model class of transformers{cure}")
 
 
 def _architectures(config: PreTrainedConfig) -> list[str]:
@@ -93,12 +76,6 @@ def _own_code(config: PreTrainedConfig) -> dict[str, Any]:
     own_code = getattr(config, "auto_map", None)
     known = own_code if isinstance(own_code, dict) else {}
     return {name: remote for name, remote in known.items() if hasattr(transformers, str(name))}
-
-
-def _remote_class(config: PreTrainedConfig, names: Collection[str]) -> Any:
-    """The auto class that finds a class of such a name in the code that comes with a checkpoint."""
-    found = (auto_class for auto_class, remote in _own_code(config).items() if str(remote).rpartition(".")[2] in names)
-    return getattr(transformers, next(found, ""), None)
 
 
 def _is_base(config: PreTrainedConfig, found: Any) -> bool:

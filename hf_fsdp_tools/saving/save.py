@@ -25,7 +25,7 @@ from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.regions import row_major_strides
 from hf_fsdp_tools.loading.weight_files import WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.arguments import as_dtype
-from hf_fsdp_tools.modeling.generation import whole_generation_config
+from hf_fsdp_tools.modeling.configs import whole_generation_config
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.peft_view import is_adapted, is_wrapper
