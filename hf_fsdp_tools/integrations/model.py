@@ -20,8 +20,7 @@ from hf_fsdp_tools.distributed.shards import cut, fill_from_first
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.peft_view import base_of
 from hf_fsdp_tools.pretrained import shard_arguments
-from hf_fsdp_tools.sharding.adapter_plan import plan_with_adapters
-from hf_fsdp_tools.sharding.added import shard_added
+from hf_fsdp_tools.sharding.added import plan_with_adapters, shard_added
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.fsdp2_internals import count_units
 from hf_fsdp_tools.sharding.hf_interface import turn_cache_off

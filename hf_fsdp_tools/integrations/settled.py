@@ -13,7 +13,7 @@ from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.settings import SETTINGS, TRAINING_KEYS, named_keys, plugin_arguments
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.planning.policy import HybridPolicy
-from hf_fsdp_tools.sharding.adapter_plan import plan_with_adapters
+from hf_fsdp_tools.sharding.added import plan_with_adapters
 from hf_fsdp_tools.sharding.shard import (
     Sharding,
     check_checkpointing,

@@ -17,7 +17,7 @@ from hf_fsdp_tools.loading.vocabulary import AddedRows, fill_added, resized_twin
 from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, swap
 from hf_fsdp_tools.modeling.notes import add_to_note
-from hf_fsdp_tools.sharding.adapter_plan import measured
+from hf_fsdp_tools.planning.rules import measured
 from hf_fsdp_tools.sharding.allocate import allocate, with_data
 from hf_fsdp_tools.sharding.fsdp2_internals import replace_parameter, reshard_units
 from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of

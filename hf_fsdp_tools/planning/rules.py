@@ -7,6 +7,8 @@ rule 4   every unit runs, and on all ranks: no container, no single expert
 rule 5   the trainable parameters of a unit have one dtype
 """
 
+from dataclasses import replace
+
 from torch import nn
 
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name, has_forward
@@ -106,6 +108,26 @@ def units_by_node(tree: ModuleTree, plan: WrapPlan) -> dict[ModuleNode, int]:
         above = unit_of[node.parent] if node.parent else len(plan.units) - 1
         unit_of[node] = by_module.get(node.module, above)
     return unit_of
+
+
+def measured(plan: WrapPlan, tree: ModuleTree) -> WrapPlan:
+    """The plan with the sizes that its units have in a tree; units without parameters are left out."""
+    unit_of = units_by_node(tree, plan)
+    replicated = {tree.weight(name) for name in plan.replicated}
+    held: dict[int, list[Weight]] = {}
+    for weight in tree.weights:
+        if weight not in replicated:
+            held.setdefault(unit_of[weight.owners[0]], []).append(weight)
+    units = [
+        replace(
+            unit,
+            num_params=sum(weight.numel for weight in held.get(index, ())),
+            num_bytes=sum(weight.nbytes for weight in held.get(index, ())),
+        )
+        for index, unit in enumerate(plan.units)
+        if index in held or unit.modules == ("",)
+    ]
+    return replace(plan, units=tuple(units), num_params=tree.num_params)
 
 
 def _broken_sizes(
