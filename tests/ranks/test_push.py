@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -117,11 +116,6 @@ def what_the_hub_refuses_is_said_and_the_save_stays(main: Path, out: Path) -> No
         assert f"{str(folder)!r} is saved and complete, but its upload to {name!r} failed" in message
         assert all(part in message for part in said), message
         assert_opens(str(folder), model)
-    with patch.dict(os.environ, {"TMPDIR": str(out)}), patch("tempfile.tempdir", None):
-        message = refusal(partial(model.push_to_hub, "org/down", **TOKEN))
-    (kept,) = out.glob("push_to_hub-*")
-    assert f"hf upload org/down {kept}" in message
-    assert_opens(str(kept), model)
 
 
 def what_cannot_be_asked_for_is_refused_before_anything_is_saved(main: Path, out: Path) -> None:
