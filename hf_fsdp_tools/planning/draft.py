@@ -250,9 +250,8 @@ class PlanDraft:
     def _set_sizes(self) -> None:
         self.bound = size_bound(self.tree, self.stacks)
         blocks = [block.extent for stack in self.stacks if is_major(self.tree, stack) for block in stack]
-        given = self.policy.min_unit_params
-        wanted = (max(blocks) if blocks else self.bound // 2) if given is None else given
-        ceiling = min(self.bound, wanted)
+        usual = max(blocks) if blocks else self.bound // 2
+        ceiling = min(self.bound, usual if self.policy.min_unit_params is None else self.policy.min_unit_params)
         self.floor = min(1e5, ceiling / 100) if self.policy.floor_params is None else self.policy.floor_params
         self.ceiling = max(ceiling, self.floor)
 

@@ -71,7 +71,13 @@ def broken_rules(tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPla
             names = ", ".join(_name(plan, index) for index in sorted(units))
             broken.append(f"Rule 3: tied parameter {' = '.join(weight.names)} lies in several units: {names}.")
         held.setdefault(min(units), []).append(weight)
-    broken += _broken_sizes(tree, stacks, plan, held)
+    bound = size_bound(tree, stacks)
+    for index, weights in held.items():
+        if (size := sum(weight.numel for weight in weights)) > bound:
+            broken.append(
+                f"Rule 2: unit {_name(plan, index)} gathers {size:,} parameters; the bound is {bound:,}, twice the "
+                "largest block or the largest set of parameters on one module."
+            )
     broken += _broken_blocks(tree, stacks, plan, unit_of, replicated)
     broken += _broken_containers(tree, stacks, plan)
     for index, weights in held.items():
@@ -130,19 +136,6 @@ def measured(plan: WrapPlan, tree: ModuleTree) -> WrapPlan:
     return replace(plan, units=tuple(units), num_params=tree.num_params)
 
 
-def _broken_sizes(
-    tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPlan, held: dict[int, list[Weight]]
-) -> list[str]:
-    bound = size_bound(tree, stacks)
-    sizes = {index: sum(weight.numel for weight in weights) for index, weights in held.items()}
-    return [
-        f"Rule 2: unit {_name(plan, index)} gathers {size:,} parameters; the bound is {bound:,}, twice the largest "
-        "block or the largest set of parameters on one module."
-        for index, size in sizes.items()
-        if size > bound
-    ]
-
-
 def _broken_blocks(
     tree: ModuleTree,
     stacks: list[list[ModuleNode]],
@@ -155,13 +148,12 @@ def _broken_blocks(
     left = [
         block.fqn
         for block in (block for stack in stacks if is_major(tree, stack) for block in stack)
-        for node in block.walk()
-        if unit_of[node] == root and has_forward(node.module) and not replicated.issuperset(node.own)
+        if any(
+            unit_of[node] == root and has_forward(node.module) and not replicated.issuperset(node.own)
+            for node in block.walk()
+        )
     ]
-    if not left:
-        return []
-    names = list(dict.fromkeys(left))
-    return [f"Rule 1: {len(names)} blocks are left in the root unit: {listed(names, 3)}."]
+    return [f"Rule 1: {len(left)} blocks are left in the root unit: {listed(left, 3)}."] if left else []
 
 
 def _broken_containers(tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPlan) -> list[str]:

@@ -24,7 +24,7 @@ from hf_fsdp_tools.modeling.module_tree import swap
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.sharding.allocate import renew, with_data
 from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, managed_parameters
-from hf_fsdp_tools.text import first_line, first_lines
+from hf_fsdp_tools.text import first_lines
 
 _PLAIN = "Make the adapter on the plain model (get_peft_model), and let prepare() shard the whole."
 
@@ -104,19 +104,13 @@ def refuse_for_shards(config: Any, model: nn.Module) -> None:
             "use_dora=False, or load the base without quantization_config."
         )
     start = getattr(config, "init_lora_weights", None)
-    if isinstance(start, str) and start.lower().startswith(_NEEDS_BASE):
-        raise ConfigError(
-            f"init_lora_weights={start!r} decomposes whole weights of the base, and no rank has them. Use True, "
-            f"'gaussian' or 'orthogonal'. Or: {_PLAIN} "
-            "Convert a saved one with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)."
-        )
-    if _kind(config) in _DECOMPOSE:
-        raise ConfigError(f"{_kind(config)} computes with whole weights of the base, and no rank has them. {_PLAIN}")
-    if getattr(config, "layer_replication", None):
-        raise ConfigError(
-            "layer_replication repeats layers, which then share their weights; this model's units were planned without "
-            f"the copies. {_PLAIN}"
-        )
+    needs = {
+        f"init_lora_weights={start!r}": isinstance(start, str) and start.lower().startswith(_NEEDS_BASE),
+        _kind(config): _kind(config) in _DECOMPOSE,
+        "layer_replication": bool(getattr(config, "layer_replication", None)),
+    }
+    if names := [name for name, is_needed in needs.items() if is_needed]:
+        raise ConfigError(f"{names[0]} needs whole weights of the base, and no rank has them. {_PLAIN}")
 
 
 def _kind(config: Any) -> str:
@@ -137,16 +131,11 @@ def errors_of_peft(config: Any) -> Iterator[None]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"PEFT cannot make this {_kind(config)} adapter: {error}") from None
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
-        # PEFT's own code on tensors that it does not expect, or DTensor's for operations that it lacks
         if type(error) is RuntimeError and not any(word in str(error) for word in _OF_SHARDS):
             raise
-        if "size mismatch" in str(error):
-            raise ConfigError(
-                f"The adapter does not fit the model: {first_lines(error)}. Load the base that it was trained on."
-            ) from error
+        cure = "Load the base that it was trained on." if "size mismatch" in str(error) else _PLAIN
         raise ConfigError(
-            f"PEFT cannot make a {_kind(config)} adapter on a sharded model "
-            f"({type(error).__name__}: {first_line(error)}). {_PLAIN}"
+            f"PEFT cannot make a {_kind(config)} adapter on this model ({first_lines(error)}). {cure}"
         ) from error
 
 
