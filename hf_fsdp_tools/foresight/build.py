@@ -11,10 +11,9 @@ from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.configs import max_positions
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
-from hf_fsdp_tools.modeling.peft_view import base_of, is_adapted
+from hf_fsdp_tools.modeling.tree_copy import base_of, copy_tree, is_adapted
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.adapters import add_lora
 from hf_fsdp_tools.sharding.added import plan_with_adapters

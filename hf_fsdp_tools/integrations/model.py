@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.shards import cut, fill_from_first
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.peft_view import base_of
+from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.pretrained import shard_arguments
 from hf_fsdp_tools.sharding.added import plan_with_adapters, shard_added
 from hf_fsdp_tools.sharding.allocate import allocate

@@ -14,7 +14,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.shards import LocalBoxes, refuse_ended
 from hf_fsdp_tools.loading.adapter_state import tensors_by_peft
 from hf_fsdp_tools.loading.io.durable import library_errors
-from hf_fsdp_tools.modeling.peft_view import bare_model, base_of
+from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of
 from hf_fsdp_tools.saving.draft import Draft
 from hf_fsdp_tools.saving.gather import gather_to_first
 from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, publish_adapter

@@ -14,7 +14,7 @@ from hf_fsdp_tools.distributed.agreement import same_on_all_ranks
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, fill_from_first, gather_on_device, local_tensor
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, refuse_cast_weights
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.modeling.peft_view import bare_model, base_of, is_wrapper
+from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of, is_wrapper
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy

@@ -17,7 +17,7 @@ from hf_fsdp_tools.distributed.shards import as_dtensor, cut, part_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
-from hf_fsdp_tools.modeling.peft_view import is_adapted
+from hf_fsdp_tools.modeling.tree_copy import is_adapted
 from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, reshard_units
 from hf_fsdp_tools.text import listed
 
